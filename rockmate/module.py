@@ -35,6 +35,7 @@ from rockmate.plan_cache import PlanCache
 from rockmate.request import (
     PlanRequest,
     check_arguments,
+    check_larger,
     check_mode,
     checked_plan,
     memory_limit_of,
@@ -104,7 +105,7 @@ class RockmateModule(nn.Module):
             submodules save is dropped when memory is short, and they run again in the backward.
             "auto" plans, and takes frames, with a line in the log, where it cannot capture.
         keep: paths of submodules that frames leave alone.
-        plan_frames: whether the insides of frames that can be captured are planned, each by itself.
+        plan_frames: whether the insides of frames that can be captured are planned by themselves.
         on_infeasible: what happens if no schedule fits the budget, at first or for a larger call.
             "error" raises `InfeasibleBudgetError`. "least" plans the smallest peak found, which is
             above the budget, and warns with both in one line.
@@ -144,29 +145,23 @@ class RockmateModule(nn.Module):
         check_arguments(budget, memory_limit, plan)
         check_mode(mode, keep, plan)
         check_on_infeasible(on_infeasible)
-        if larger not in ("plan", "refuse"):
-            msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
-            raise ValueError(msg)
+        check_larger(larger)
         self._wrap(model)
         plain = plain_model(model)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
-            bound = budget if limit is None else limit
-            assert bound is not None
+            bound: Any = budget if limit is None else limit
             interiors = CapturedInteriors if plan_frames else None
-            make = partial(
-                FrameRunner, plain, bound,
-                on_infeasible=on_infeasible, keep=keep, interiors=interiors,
-            )  # fmt: skip
-            self._make_frames = make
-        if mode == "frames":
+            options = {"on_infeasible": on_infeasible, "keep": keep, "interiors": interiors}
+            self._make_frames = partial(FrameRunner, plain, bound, **options)  # pyright: ignore
+        if mode == "frames" and self._make_frames is not None:
             if planner_options or strategy is not None:
                 msg = (
                     f"{', '.join(planner_options) or 'strategy'} belongs to planning, and "
                     'mode="frames" does not plan. Leave it out.'
                 )
                 raise TypeError(msg)
-            self._frames = make()
+            self._frames = self._make_frames()
             return
         if plan is not None:
             plan = checked_plan(plan, sample_input, strategy, planner_options)
@@ -209,7 +204,7 @@ class RockmateModule(nn.Module):
         take_special_methods(self, model)
 
     def _go_on_with_frames(self, error: RockmateError) -> None:
-        """With mode "auto": leaves planning for frames; else raises the error."""
+        """With mode "auto": leaves planning for frames; else raises."""
         if self._make_frames is None:
             if isinstance(error, InvalidSampleError):
                 raise error

@@ -155,6 +155,13 @@ def check_arguments(
         parse_budget(budget, 1 << 62)
 
 
+def check_larger(larger: str) -> None:
+    """Raises `ValueError` unless it is a value of that argument of `RockmateModule`."""
+    if larger not in ("plan", "refuse"):
+        msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
+        raise ValueError(msg)
+
+
 def check_mode(mode: str, keep: Collection[str], plan: Plan | None) -> None:
     """Raises for an unknown mode, and for arguments that it does not take."""
     if mode not in ("plan", "frames", "auto"):

@@ -42,8 +42,12 @@ class Interiors(Protocol):
         """
         ...
 
+    def note(self, path: str, arguments: Arguments) -> None:
+        """Notes that a call with such arguments has come, and may come again."""
+        ...
+
     def learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Captures the inside of a call, if it can be captured.
+        """Captures the inside of a call, if it can be, and one with such arguments has come before.
 
         Args:
             call: which, with the state that it began in.

@@ -29,6 +29,7 @@ from rockmate._torch.engine import after_backward, at_end_of_backward
 from rockmate._torch.ops import OpOverload
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.ahead import Decision
+from rockmate.frames.cheapest import cheapest
 from rockmate.frames.clock import clock_of, logical_clock
 from rockmate.frames.foreign_random import ForeignRandom
 from rockmate.frames.menu import Offer, offer_of_way
@@ -380,7 +381,7 @@ class Memory:
         self._frames = {order: weakref.ref(each) for order, each in frames if each is not None}
         live = [each for _, each in frames if each is not None and each is not but]
         untaken = [each for each in live if each.planned is not None and each.taken is None]
-        found = _cheapest(untaken, position, planned=True) or _cheapest(live, position)
+        found = cheapest(untaken, position, planned=True) or cheapest(live, position)
         if found is None:
             return False
         self._drop(*found)
@@ -442,32 +443,3 @@ class Memory:
         best = next((each for each in frame.offers if each.num_bytes > taken_bytes), None)
         for part in best.parts if best is not None else ():
             self._wanted_at[frame.key.path, part.path] = self._num_steps
-
-
-def _cheapest(
-    frames: Sequence[Frame], position: int, *, planned: bool = False
-) -> tuple[Frame, Offer] | None:
-    """The frame to drop next, and what it gives up; None if there is none.
-
-    Each drop asks, so that only frames are asked that can be it.
-
-    Args:
-        frames: that may be.
-        position: of the step, by frames.
-        planned: whether only what was decided ahead counts.
-    """
-    prices = [
-        (_price(each, offer, position), each.order, each, offer)
-        for each in frames
-        if (offer := each.next_offer) is not None and (not planned or offer is each.planned)
-    ]
-    return min(prices)[2:] if prices else None
-
-
-def _price(frame: Frame, offer: Offer, position: int) -> float:
-    """Seconds for each byte, and for each frame that lies between now and its backward."""
-    before = frame.taken
-    seconds, num_bytes = offer.seconds, offer.num_bytes
-    if before is not None:
-        seconds, num_bytes = seconds - before.seconds, num_bytes - before.num_bytes
-    return seconds / (max(1, num_bytes) * max(1, position - frame.order))

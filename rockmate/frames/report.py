@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rockmate.budget import size_text
-from rockmate.frames.memory import Counts
+from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.menu import Offer
 from rockmate.frames.needs import FrameKey
 
@@ -103,6 +103,38 @@ class FramesReport:
             f"{name:<{widths[0]}}  {saves:>{widths[1]}}  {time:>{widths[2]}}  {what}"
             for name, saves, time, what in rows
         )
+
+
+def report_of(memory: Memory) -> FramesReport | None:
+    """What the last call did; None until the first step is measured."""
+    needs = memory.needs
+    if needs is None or memory.budget_bytes is None:
+        return None
+    decision = memory.decision
+    rows = [
+        FrameRow(
+            name=str(key) if key.number else key.path,
+            saved_bytes=needs.of(key).saved_bytes,
+            seconds=needs.of(key).seconds,
+            given_up=given_up_text(memory.given_up, key),
+        )
+        for key in memory.calls.present
+    ]
+    is_decided = bool(decision.offers or decision.kept)
+    return FramesReport(
+        budget_bytes=memory.budget_bytes,
+        minimum_bytes=needs.minimum_bytes,
+        baseline_bytes=needs.baseline_bytes,
+        peak_bytes=memory.peak_bytes,
+        counts=replace(memory.counts),
+        decided_s=decision.seconds_of(memory.calls.present) if is_decided else None,
+        bound_s=(
+            memory.calls.bound_s(needs, memory.menus, memory.budget_bytes)
+            if is_decided and memory.scale == 1
+            else None
+        ),
+        rows=rows,
+    )
 
 
 def given_up_text(given_up: Mapping[FrameKey, Offer | None], key: FrameKey) -> str:

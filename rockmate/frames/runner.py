@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from rockmate.frames.call import Arguments, Call, sizes_of
 from rockmate.frames.frame import Frame
 from rockmate.frames.interior import Interiors
 from rockmate.frames.kept import KeptFrame
+from rockmate.frames.learning import Learning
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.module_state import modes_of
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
@@ -34,8 +34,8 @@ from rockmate.frames.noting_cost import noting_cost
 from rockmate.frames.part_cost import part_cost_s
 from rockmate.frames.planned import PlannedFrame
 from rockmate.frames.replaced_forward import ReplacedForwards
-from rockmate.frames.report import FrameRow, FramesReport, given_up_text
-from rockmate.frames.selection import LARGE_SHARE, can_split, first_paths, split
+from rockmate.frames.report import FramesReport, report_of
+from rockmate.frames.selection import first_paths, frames_to_split, split
 from rockmate.frames.step_hook import call_before_steps
 from rockmate.frames.step_size import MeasuredSteps, StepSize
 from rockmate.memory_limit import MemoryLimit
@@ -44,8 +44,6 @@ logger = logging.getLogger(__name__)
 
 _SHARE_AFTER_OUT_OF_MEMORY = 0.9
 """Of the live bytes at which memory has run out: the budget of what follows."""
-_MOST_LEARNING_STEPS = 4
-"""Steps that hold nothing, so that insides can be captured, until all frames have been there."""
 _NUM_PROFILES = 2
 """Steps that menus are made from, the last one counting: a process's first step is slow."""
 
@@ -102,11 +100,10 @@ class FrameRunner:
         self._agreement = Agreement(model) if is_sharded else None
         self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
         self._memory.has_compiled_modules = has_compiled(model)
+        self._learning: Learning | None = None
         can_plan = self._agreement is None and not self._memory.has_compiled_modules
-        makes = can_plan and interiors is not None
-        self._interiors = interiors(self._memory.clock) if makes else None
-        self._num_learning_left = 0  # steps in which insides may be captured
-        self._learned: set[str] = set()  # paths of frames in the present ones
+        if interiors is not None and can_plan:
+            self._learning = Learning(interiors(self._memory.clock))
         self._replaced = ReplacedForwards()
         self._memory.part_s = part_cost_s()  # here, as both take memory that is no need of a step
         noting_cost()
@@ -152,34 +149,7 @@ class FrameRunner:
 
     def report(self) -> FramesReport | None:
         """What the last call did; None until the first step is measured."""
-        memory, needs = self._memory, self.needs
-        if needs is None or memory.budget_bytes is None:
-            return None
-        decision = memory.decision
-        rows = [
-            FrameRow(
-                name=str(key) if key.number else key.path,
-                saved_bytes=needs.of(key).saved_bytes,
-                seconds=needs.of(key).seconds,
-                given_up=given_up_text(memory.given_up, key),
-            )
-            for key in memory.calls.present
-        ]
-        is_decided = bool(decision.offers or decision.kept)
-        return FramesReport(
-            budget_bytes=memory.budget_bytes,
-            minimum_bytes=needs.minimum_bytes,
-            baseline_bytes=needs.baseline_bytes,
-            peak_bytes=memory.peak_bytes,
-            counts=replace(memory.counts),
-            decided_s=decision.seconds_of(memory.calls.present) if is_decided else None,
-            bound_s=(
-                memory.calls.bound_s(needs, memory.menus, memory.budget_bytes)
-                if is_decided and memory.scale == 1
-                else None
-            ),
-            rows=rows,
-        )
+        return report_of(self._memory)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output for a training call.
@@ -202,7 +172,7 @@ class FrameRunner:
                 self._budget = -self._agreement.largest([-self._budget])[0]
         memory = self._memory
         memory.let_go_begun()
-        memory.is_learning = self._goes_on_learning()
+        memory.is_learning = self._learning is not None and self._learning.goes_on(memory.needs)
         size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
         is_known = self._take_needs(size)
         if not is_known and not size.is_profiled:
@@ -283,7 +253,7 @@ class FrameRunner:
         assert self._budget is not None
         baseline_bytes = max(needs.baseline_bytes, self._measured.baseline_bytes)
         budget_bytes = parse_budget(self._budget, baseline_bytes)
-        large = [] if self._is_settled else self._frames_to_split(needs, budget_bytes)
+        large = [] if self._is_settled else frames_to_split(self._model, needs, budget_bytes)
         if large:
             self._before_split = self._paths, needs, size
         for path in large:
@@ -297,8 +267,9 @@ class FrameRunner:
             return
         self._measured.add(size, needs)
         memory.needs, self._asked_bytes = needs, budget_bytes
-        if self._interiors is not None:
-            self._num_learning_left, self._learned = _MOST_LEARNING_STEPS, set()
+        if self._learning is not None:  # captured insides may need less
+            self._learning.begin()
+            memory.budget_bytes = budget_bytes
         else:
             memory.budget_bytes = self._checked(budget_bytes, needs)
 
@@ -309,19 +280,6 @@ class FrameRunner:
             "no call of a submodule could be a frame, so nothing keeps the budget. Frames are "
             "calls of submodules that have submodules, outside of checkpoints and of keep."
         )
-
-    def _frames_to_split(self, needs: StepNeeds, budget_bytes: int) -> list[str]:
-        """Frames that save a large share of all; or those at the peak, if the budget is below."""
-        saved: dict[str, int] = {}
-        peaks: dict[str, int] = {}
-        for key, each in needs.by_key.items():
-            saved[key.path] = max(saved.get(key.path, 0), each.saved_bytes)
-            peaks[key.path] = max(peaks.get(key.path, 0), each.peak_bytes)
-        total = sum(saved.values())
-        large = [path for path in saved if saved[path] > LARGE_SHARE * total]
-        if budget_bytes < needs.minimum_bytes:
-            large += [path for path in peaks if peaks[path] > budget_bytes and path not in large]
-        return [path for path in large if can_split(self._model, path)]
 
     def _checked(self, budget_bytes: int, needs: StepNeeds) -> int:
         """The budget, or the least peak where that is allowed."""
@@ -345,31 +303,6 @@ class FrameRunner:
                 size_text(budget_bytes), size_text(minimum),
             )  # fmt: skip
         return minimum
-
-    # --- captured insides -------------------------------------------------------------------------
-
-    def _goes_on_learning(self) -> bool:
-        """Whether insides are captured in the coming step; if no more, takes what was learned."""
-        needs = self._memory.needs
-        if not self._num_learning_left or needs is None:
-            return False
-        if {key.path for key in needs.by_key} <= self._learned:
-            self._num_learning_left = 0
-        else:
-            self._num_learning_left -= 1
-        return self._num_learning_left > 0
-
-    def _learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Captures the inside of a call, and takes its ways for all calls of the path."""
-        memory, path = self._memory, call.key.path
-        assert self._interiors is not None
-        assert memory.needs is not None
-        self._learned.add(path)
-        with self._replaced.suspended(), memory.inside_frame():
-            self._interiors.learn(call, module, arguments)
-        found = self._interiors.find(path, arguments)
-        if found is not None:
-            memory.needs.take_ways(path, found[0].ways)
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -449,20 +382,22 @@ class FrameRunner:
         call = Call(key, module, arguments, memory)
         frame, output = self._run_with_hooks(call, module, arguments, order)
         memory.end_forward(frame, sizes)
-        if memory.is_learning:
-            self._learn(call, module, arguments)
+        if self._learning is not None and memory.recorder is not None:
+            self._learning.note(path, arguments)
+        elif self._learning is not None and memory.is_learning:
+            assert memory.needs is not None
+            with self._replaced.suspended(), memory.inside_frame():
+                self._learning.take(call, module, arguments, memory.needs)
         return output
 
     def _unhooked(
         self, key: FrameKey, arguments: Arguments, sizes: Hashable, order: int
     ) -> tuple[KeptFrame, Callable[[], Any]] | None:
-        """A frame that gives up nothing once it has run, and what runs; None if there is to be one
-        that can.
-        """
+        """A frame that gives up nothing later, and what runs; None if it is to have hooks."""
         memory = self._memory
         found = None
-        if self._interiors is not None and memory.recorder is None:
-            found = self._interiors.find(key.path, arguments)
+        if self._learning is not None and memory.recorder is None:
+            found = self._learning.find(key.path, arguments)
         number = None if found is None else memory.way_for(key, found[0].ways)
         if found is not None and number is not None:
             interior, tensors = found

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from rockmate.frames.needs import StepNeeds
+
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _FEW = 4
 """Fewer frames than this are split by their parameters before anything is measured."""
-LARGE_SHARE = 0.15
+_LARGE_SHARE = 0.15
 """A frame that saves more than this share of all is split where it can be."""
 
 
@@ -50,7 +52,21 @@ def split(model: nn.Module, paths: list[str], which: str) -> list[str]:
     return [*paths[:place], *inner_paths(model, which), *paths[place + 1 :]]
 
 
-def can_split(model: nn.Module, path: str) -> bool:
+def frames_to_split(model: nn.Module, needs: StepNeeds, budget_bytes: int) -> list[str]:
+    """Frames that save a large share of all; or those at the peak, if the budget is below."""
+    saved: dict[str, int] = {}
+    peaks: dict[str, int] = {}
+    for key, each in needs.by_key.items():
+        saved[key.path] = max(saved.get(key.path, 0), each.saved_bytes)
+        peaks[key.path] = max(peaks.get(key.path, 0), each.peak_bytes)
+    total = sum(saved.values())
+    large = [path for path in saved if saved[path] > _LARGE_SHARE * total]
+    if budget_bytes < needs.minimum_bytes:
+        large += [path for path in peaks if peaks[path] > budget_bytes and path not in large]
+    return [path for path in large if _can_split(model, path)]
+
+
+def _can_split(model: nn.Module, path: str) -> bool:
     """Whether there are several submodules of submodules within the one at `path`."""
     return len(inner_paths(model, path)) > 1
 

@@ -12,8 +12,8 @@ class Way:
     Attributes:
         held_bytes: from its forward to its backward, without its outputs.
         forward_bytes: peak of its forward.
-        backward_bytes: peak of its backward, with what it holds, and with copies of the gradients of
-            its outputs.
+        backward_bytes: peak of its backward, with what it holds, and with copies of the gradients
+            of its outputs.
         again_s: seconds that it makes things again.
         seconds: that forward and backward take beyond those of eager.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -46,6 +47,7 @@ class CapturedInteriors:
         """
         self._clock = clock
         self._known: dict[str, dict[Hashable, CapturedInterior | None]] = {}
+        self._seen: set[tuple[str, Hashable]] = set()
         self._costs: dict[Hashable, Cost] = {}
         self._by_structure: dict[Hashable, PlannedWays] = {}
 
@@ -65,16 +67,25 @@ class CapturedInteriors:
             return None
         return interior, tensors
 
+    def note(self, path: str, arguments: Arguments) -> None:
+        """See `rockmate.frames.interior.Interiors`."""
+        with suppress(RockmateError):
+            self._seen.add((path, signature_of(arguments)[1]))
+
     def learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """See `rockmate.frames.interior.Interiors`."""
         known = self._known.setdefault(call.key.path, {})
         try:
             tensors, signature = signature_of(arguments)
-            if signature in known or len(known) >= _MOST_SIGNATURES or not _are_apart(tensors):
+            is_new = (call.key.path, signature) not in self._seen
+            self._seen.add((call.key.path, signature))
+            if is_new or signature in known or len(known) >= _MOST_SIGNATURES:
+                return
+            if not _are_apart(tensors):
                 return
             known[signature] = None
             known[signature] = self._learned(call, module, arguments)
-        except Exception as error:  # whatever a capture runs into: the frame runs as in eager
+        except Exception as error:  # noqa: BLE001 - whatever it is, the frame runs as in eager
             logger.info("%s is not planned, and runs as in eager: %s", call.key.path, error)
 
     def _learned(self, call: Call, module: nn.Module, arguments: Arguments) -> CapturedInterior:
@@ -84,7 +95,7 @@ class CapturedInteriors:
         with call.again():  # buffers of its own: autograd holds the present ones
             step = _captured(module, arguments, eager)
         planned = self._planned(step)
-        interior = CapturedInterior(step, module, planned)
+        interior = CapturedInterior(call.key.path, step, module, planned)
         first, last = _forward_of(interior, 0), _forward_of(interior, len(planned.ways) - 1)
         trials = [run(each) for each in (first, last)]
         difference = next(filter(None, map(eager.difference, trials)), None)
@@ -147,8 +158,11 @@ def _captured(module: nn.Module, arguments: Arguments, eager: Trial) -> Captured
         module, sample, differentiable="all", outputs="all", untraced=(), keeps_strides=True
     )
     _check_capture(capture)
-    strides = {role.index: node.meta["val"].stride() for node, role in capture.inputs
-               if role.kind is RoleKind.INPUT}
+    strides = {
+        role.index: node.meta["val"].stride()
+        for node, role in capture.inputs
+        if role.kind is RoleKind.INPUT
+    }
     if any(strides[index] != each.stride() for index, each in enumerate(sample.tensors)):
         msg = "elements of an argument share memory"
         raise UnsupportedModelError(msg)

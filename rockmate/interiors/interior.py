@@ -39,15 +39,18 @@ def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
 class CapturedInterior:
     """One captured inside, and its schedules as far as they have run."""
 
-    def __init__(self, step: CapturedStep, module: nn.Module, planned: PlannedWays) -> None:
+    def __init__(
+        self, path: str, step: CapturedStep, module: nn.Module, planned: PlannedWays
+    ) -> None:
         """Writes no code yet.
 
         Args:
+            path: of the submodule, for errors.
             step: the captured inside; gradients are returned.
             module: the submodule.
             planned: its schedules.
         """
-        self._step, self._module, self._planned = step, module, planned
+        self._path, self._step, self._module, self._planned = path, step, module, planned
         self._runners: dict[int, Runner] = {}
         self._watch = ModelWatch(module, step.capture.attributes)
 
@@ -77,4 +80,9 @@ class CapturedInterior:
 
     def _new_runner(self, schedule: Schedule) -> Runner:
         program = emit(self._step.graph, schedule, owner_names(self._module))
-        return Runner(replace(program, num_in_flight=_ANY_NUMBER), self._module)
+        return Runner(
+            replace(program, num_in_flight=_ANY_NUMBER),
+            self._module,
+            name=self._path,
+            way_out=f", or leave it whole: keep={[self._path]!r}",
+        )

@@ -1,4 +1,4 @@
-"""Runs a call eager and as planned, and compares bits: outputs, gradients, buffers, random state."""
+"""Runs a call as in eager and as planned, and compares the bits of all that it gives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
 from rockmate.frames.storages import tensors_in
 from rockmate.interiors.readers import contributions_noted
-
 
 _PIECE = 1 << 16
 

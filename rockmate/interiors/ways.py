@@ -1,8 +1,8 @@
 """The schedules of one captured step that are worth running, by what each holds.
 
-A step whose backward follows at once needs a small peak. A frame waits for its backward while other
-frames run, so what it holds until then counts most. `checkmate` finds the sets of values to save for
-each level of saved bytes, and the default search adds schedules with small peaks.
+A step whose backward follows at once needs a small peak. A frame waits for its backward while
+other frames run, so what it holds until then counts most. `checkmate` finds the sets of values to
+save for each level of saved bytes, and the default search adds schedules with small peaks.
 """
 
 from __future__ import annotations

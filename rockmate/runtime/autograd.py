@@ -49,7 +49,7 @@ from torch.autograd.function import FunctionCtx
 
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.cuda import join_stream_at_end
-from rockmate._torch.engine import below_autograd, keeps_graph, profiler_label
+from rockmate._torch.engine import below_autograd, profiler_label
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
 from rockmate._torch.subclasses import at_path, is_subclassed, without_class
@@ -60,6 +60,7 @@ from rockmate.offload.step_moves import StepMoves
 from rockmate.offload.tiers import tier_of
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.anchor import Anchor
+from rockmate.runtime.backward_arguments import addresses_of, take_arguments
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.gradient_sink import GradientSink
 from rockmate.runtime.pending_steps import pending_steps_of
@@ -96,9 +97,18 @@ class Runner:
         tangent_layouts: index of an output -> the layout of its tangent.
     """
 
-    def __init__(self, program: Program, model: nn.Module) -> None:
-        """Finds the places of the model's tensors; reads none of them."""
-        self.program = program
+    def __init__(
+        self, program: Program, model: nn.Module, *, name: str = "the model", way_out: str = ""
+    ) -> None:
+        """Finds the places of the model's tensors; reads none of them.
+
+        Args:
+            program: the forward and backward functions.
+            model: whose they are.
+            name: of the model, for errors.
+            way_out: what else a user may do about an error, after what can be done in any case.
+        """
+        self.program, self.name, self.way_out = program, name, way_out
         self._model = model
         self.binding = Binding(model, program.tensor_names())
         self.pending = pending_steps_of(model)
@@ -279,7 +289,9 @@ class PlannedStep(torch.autograd.Function):
             saved[place] = None
         fields: Any = ctx
         # Released by autograd after a backward without `retain_graph`.
-        fields.save_for_backward(*runner.backward_statics.tensors(inputs), *aliases)
+        statics = runner.backward_statics.tensors(inputs)
+        fields.save_for_backward(*statics, *aliases)
+        fields.addresses = addresses_of(statics) if program.recomputes else None
         # Saved values and states, without saved outputs: None after such a backward.
         fields.saved, fields.moves = saved, moves
         # These refer to tensors of the caller's, and live as long as the function's node.
@@ -300,7 +312,7 @@ class PlannedStep(torch.autograd.Function):
         sink = _sink(ctx)
         backward = runner.backward_for(tangents)
         # The only holder of the saved values from here on.
-        arguments = _take_arguments(ctx, backward, sink, tangents)
+        arguments = take_arguments(ctx, backward.order, sink, tangents)
         with profiler_label("rockmate::backward"), autocast_off(), runner.dispatch():
             values = backward.run(arguments)
             sink.close()
@@ -350,48 +362,6 @@ def _layouts(program: Program, kind: RoleKind) -> dict[int, PlannedLayout]:
         for role, fake in program.layouts.items()
         if role.kind is kind and not role.inner  # a signature has the strides of tensors inside
     }
-
-
-def _take_arguments(
-    ctx: Any, backward: _Backward, sink: GradientSink, tangents: Sequence[torch.Tensor | None]
-) -> list[Any]:
-    """The backward's arguments in one list. `ctx` drops saved values unless the graph is kept."""
-    runner, program = ctx.runner, ctx.runner.program
-    num_statics = len(runner.backward_statics)
-    statics_and_aliases = _saved_tensors(ctx)
-    statics, aliases = statics_and_aliases[:num_statics], statics_and_aliases[num_statics:]
-    saved, moves = list(ctx.saved), ctx.moves
-    for place, alias in zip(program.saved_outputs, aliases, strict=True):
-        saved[place] = alias
-    if keeps_graph():
-        # The emitted backward writes in place to saved values.
-        saved = [tensor.clone() for tensor in saved]
-    else:
-        ctx.saved = ctx.moves = None
-    sources = [*statics, *saved, sink, moves, *_planned_tangents(ctx, tangents)]
-    return [sources[place] for place in backward.order]
-
-
-def _saved_tensors(ctx: Any) -> Sequence[torch.Tensor]:
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        msg = (
-            "a parameter, buffer, input or output that the backward reads was changed in place "
-            f"after the forward: {error} Change it after the backward, or change a copy."
-        )
-        raise BackwardError(msg) from error
-
-
-def _planned_tangents(
-    ctx: Any, tangents: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Tangents in the planned layouts; None for an output that no loss uses."""
-    planned = list(tangents)
-    for index, layout in ctx.runner.tangent_layouts.items():
-        tangent = tangents[index]
-        planned[index] = None if tangent is None else layout.apply(tangent)
-    return planned
 
 
 def _write_updates(

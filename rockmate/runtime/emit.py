@@ -84,6 +84,7 @@ def emit(
         uncounted=frozenset(
             place for place, (node, _) in enumerate(results) if _is_running_statistic(node)
         ),
+        recomputes=bool(recomputed),
         saved=tuple(saved),
         saved_outputs=_saved_outputs(results, saved_storages, graph.storage_of),
         gradients=tuple(role for _, role in gradients),

@@ -79,8 +79,9 @@ class Program:
         forward_arguments: of the forward, in order.
         backward_arguments: of the backward, in order.
         results: roles of the forward's first results: outputs and updates.
-        uncounted: positions in `results` of updates that autograd does not count as writes in place,
-            as in eager: running statistics of batch normalization.
+        uncounted: positions in `results` of updates that autograd does not count as writes in
+            place, as in eager: running statistics of batch normalization.
+        recomputes: whether the backward runs ops of the forward again.
         saved: saved values and states, the forward's further results, in the order in which the
             backward takes them.
         saved_outputs: positions in `saved` of values in the memory of an output.
@@ -108,6 +109,7 @@ class Program:
     backward_arguments: tuple[Argument, ...]
     results: tuple[Role, ...]
     uncounted: frozenset[int]
+    recomputes: bool
     saved: tuple[Argument, ...]
     saved_outputs: tuple[int, ...]
     gradients: tuple[Role, ...]

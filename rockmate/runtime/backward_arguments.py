@@ -1,0 +1,67 @@
+"""The arguments of a planned backward, from what its forward has left."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rockmate._torch.engine import keeps_graph
+from rockmate.errors import BackwardError
+from rockmate.runtime.gradient_sink import GradientSink
+
+
+def take_arguments(
+    ctx: Any, order: Sequence[int], sink: GradientSink, tangents: Sequence[torch.Tensor | None]
+) -> list[Any]:
+    """The backward's arguments in one list. `ctx` drops saved values unless the graph is kept."""
+    runner, program = ctx.runner, ctx.runner.program
+    num_statics = len(runner.backward_statics)
+    statics_and_aliases = _saved_tensors(ctx)
+    statics, aliases = statics_and_aliases[:num_statics], statics_and_aliases[num_statics:]
+    if ctx.addresses is not None and ctx.addresses != addresses_of(statics):
+        msg = (
+            f"{runner.name} reads a parameter, buffer or input again whose memory was changed for "
+            "another after the forward (`tensor.data = ...`). Change it after the backward"
+            f"{runner.way_out}."
+        )
+        raise BackwardError(msg)
+    saved, moves = list(ctx.saved), ctx.moves
+    for place, alias in zip(program.saved_outputs, aliases, strict=True):
+        saved[place] = alias
+    if keeps_graph():
+        # The emitted backward writes in place to saved values.
+        saved = [tensor.clone() for tensor in saved]
+    else:
+        ctx.saved = ctx.moves = None
+    sources = [*statics, *saved, sink, moves, *_planned_tangents(ctx, tangents)]
+    return [sources[place] for place in order]
+
+
+def _saved_tensors(ctx: Any) -> Sequence[torch.Tensor]:
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        msg = (
+            f"{ctx.runner.name}: a parameter, buffer, input or output that the backward reads was "
+            f"changed in place after the forward: {error} Change it after the backward, or change "
+            f"a copy{ctx.runner.way_out}."
+        )
+        raise BackwardError(msg) from error
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Of the memory of each, which `tensor.data = ...` changes unseen by autograd."""
+    return list(map(torch.Tensor.data_ptr, tensors))
+
+
+def _planned_tangents(
+    ctx: Any, tangents: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Tangents in the planned layouts; None for an output that no loss uses."""
+    planned = list(tangents)
+    for index, layout in ctx.runner.tangent_layouts.items():
+        tangent = tangents[index]
+        planned[index] = None if tangent is None else layout.apply(tangent)
+    return planned

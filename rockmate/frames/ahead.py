@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from rockmate.frames.menu import Offer
 from rockmate.frames.needs import FrameKey, Needs
 
-_NUM_LEVELS = 2048
+_NUM_LEVELS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +84,16 @@ class Decision:
     def seconds_of(self, keys: Iterable[FrameKey]) -> float:
         """That it takes to make again what some frames give up."""
         return sum(self.offers[key].seconds for key in keys if key in self.offers)
+
+
+def decidable_bytes(least_bytes: int, num_frames: int) -> int:
+    """A budget for which there is a decision if what frames hold at least fits into some bytes.
+
+    Args:
+        least_bytes: the smallest peak.
+        num_frames: each may hold a little, which is rounded up.
+    """
+    return least_bytes + least_bytes * (num_frames + 1) // _NUM_LEVELS
 
 
 def decide(frames: Sequence[KnownFrame], budget_bytes: int) -> Decision | None:

@@ -20,6 +20,10 @@ class Interior(Protocol):
         """How it can run, of rising seconds."""
         ...
 
+    def expect_copies(self) -> None:
+        """Counts copies of the gradients of outputs, since they lie otherwise in memory."""
+        ...
+
     def run(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
         """The result of a call.
 
@@ -40,6 +44,10 @@ class Interiors(Protocol):
 
         None if it is not captured, or the submodule is not as it was.
         """
+        ...
+
+    def forget(self, path: str) -> None:
+        """Has the calls of a submodule run as in eager from then on."""
         ...
 
     def note(self, path: str, arguments: Arguments) -> None:

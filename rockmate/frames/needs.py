@@ -14,6 +14,9 @@ from rockmate.frames.agreement import Agreement
 from rockmate.frames.way import Way
 
 
+_MUCH = 1.01
+
+
 class FrameKey(NamedTuple):
     """Which call of which submodule a frame is, within one call of the model."""
 
@@ -60,15 +63,17 @@ class Needs:
             self.before_backward_bytes + way.backward_bytes,
         )
 
-    def least_before(self, after_bytes: int) -> int:
+    def least_before(self, after_bytes: int, *, only_ways: bool = False) -> int:
         """Bytes without which neither it nor what follows can run.
 
         Args:
             after_bytes: that what follows takes at least.
+            only_ways: whether it runs in one of its ways, if there are any.
         """
-        as_in_eager = max(self.forward_bytes, self.backward_bytes, after_bytes)
-        in_ways = [max(self.peak_of(way), way.held_bytes + after_bytes) for way in self.ways]
-        return min([as_in_eager, *in_ways])
+        found = [max(self.peak_of(way), way.held_bytes + after_bytes) for way in self.ways]
+        if not (found and only_ways):
+            found.append(max(self.forward_bytes, self.backward_bytes, after_bytes))
+        return min(found)
 
 
 @dataclass(slots=True)
@@ -91,26 +96,36 @@ class StepNeeds:
     without_backward: frozenset[FrameKey] = frozenset()
     _of_others: dict[FrameKey, Needs] = field(default_factory=dict)
     _taken: set[FrameKey] = field(default_factory=set)
-    _least: dict[FrameKey, int] | None = None
+    _least: tuple[int, dict[FrameKey, int]] | None = None
 
     @property
     def minimum_bytes(self) -> int:
         """The smallest peak: of a step that holds nothing but what captured insides have to."""
-        if not self.by_key:
-            return 0
-        first = next(iter(self.by_key))
-        return self.by_key[first].least_before(self.least_after[first])
+        return self._least_of_all()[0]
 
     @property
     def least_after(self) -> dict[FrameKey, int]:
         """For each frame, what the step takes at least from its end on, if it holds nothing."""
+        return self._least_of_all()[1]
+
+    def _least_of_all(self) -> tuple[int, dict[FrameKey, int]]:
+        """What the step takes at least, and from the end of each frame on.
+
+        A captured inside may hold some bytes where a frame as in eager holds none, and takes much
+        less time. So it counts, unless the smallest peak is much larger with it.
+        """
         if self._least is None:
-            self._least = {}
-            least = 0
-            for key, needs in reversed(self.by_key.items()):
-                self._least[key] = max(needs.after_bytes, least)
-                least = needs.least_before(self._least[key])
+            planned, least = self._chained(only_ways=True), self._chained()
+            self._least = planned if planned[0] <= _MUCH * least[0] else least
         return self._least
+
+    def _chained(self, *, only_ways: bool = False) -> tuple[int, dict[FrameKey, int]]:
+        after: dict[FrameKey, int] = {}
+        least = 0
+        for key, needs in reversed(self.by_key.items()):
+            after[key] = max(needs.after_bytes, least)
+            least = needs.least_before(after[key], only_ways=only_ways)
+        return least, after
 
     @property
     def baseline_bytes(self) -> int:

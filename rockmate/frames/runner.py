@@ -22,6 +22,7 @@ from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
 from rockmate.frames.agreement import Agreement
+from rockmate.frames.ahead import decidable_bytes
 from rockmate.frames.call import Arguments, Call, sizes_of
 from rockmate.frames.frame import Frame
 from rockmate.frames.interior import Interiors
@@ -302,7 +303,7 @@ class FrameRunner:
                 "the budget of %s is below the smallest peak of frames, %s, which is taken",
                 size_text(budget_bytes), size_text(minimum),
             )  # fmt: skip
-        return minimum
+        return decidable_bytes(minimum, len(needs.by_key))
 
     # --- frames -----------------------------------------------------------------------------------
 
@@ -385,9 +386,8 @@ class FrameRunner:
         if self._learning is not None and memory.recorder is not None:
             self._learning.note(path, arguments)
         elif self._learning is not None and memory.is_learning:
-            assert memory.needs is not None
             with self._replaced.suspended(), memory.inside_frame():
-                self._learning.take(call, module, arguments, memory.needs)
+                self._learning.take(call, module, arguments, output)
         return output
 
     def _unhooked(

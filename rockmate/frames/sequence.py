@@ -120,12 +120,17 @@ class KnownCalls:
 
 
 def _known_frame(key: FrameKey, needs: Needs, menus: Menus) -> KnownFrame:
-    choices = menus.choices_of(key) or (_everything(needs),)
+    """A frame with its choices. Beside ways it has only one that runs as in eager: its peak may be
+    the least.
+    """
+    everything = _everything(needs)
+    if not needs.ways:
+        return KnownFrame(key, needs, menus.choices_of(key) or (everything,), menus.hooks_s(key))
     ways = [
         offer_of_way(way, needs.saved_bytes, number=number, peak_bytes=needs.peak_of(way))
         for number, way in enumerate(needs.ways)
     ]
-    return KnownFrame(key, needs, (*choices, *ways), menus.hooks_s(key))
+    return KnownFrame(key, needs, (everything, *ways), menus.hooks_s(key))
 
 
 def _everything(needs: Needs) -> Offer:

@@ -12,8 +12,9 @@ class Way:
     Attributes:
         held_bytes: from its forward to its backward, without its outputs.
         forward_bytes: peak of its forward.
-        backward_bytes: peak of its backward, with what it holds, and with copies of the gradients
-            of its outputs.
+        backward_bytes: peak of its backward, with what it holds, without gradients of its outputs.
+        output_gradient_bytes: of these. They are copied where they do not lie in memory as the
+            outputs do.
         again_s: seconds that it makes things again.
         seconds: that forward and backward take beyond those of eager.
     """
@@ -21,5 +22,6 @@ class Way:
     held_bytes: int
     forward_bytes: int
     backward_bytes: int
+    output_gradient_bytes: int
     again_s: float
     seconds: float

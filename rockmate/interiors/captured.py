@@ -67,6 +67,11 @@ class CapturedInteriors:
             return None
         return interior, tensors
 
+    def forget(self, path: str) -> None:
+        """See `rockmate.frames.interior.Interiors`."""
+        known = self._known.setdefault(path, {})
+        known.update(dict.fromkeys(known))
+
     def note(self, path: str, arguments: Arguments) -> None:
         """See `rockmate.frames.interior.Interiors`."""
         with suppress(RockmateError):

@@ -52,12 +52,20 @@ class CapturedInterior:
         """
         self._path, self._step, self._module, self._planned = path, step, module, planned
         self._runners: dict[int, Runner] = {}
+        self._ways: Sequence[Way] = planned.ways
         self._watch = ModelWatch(module, step.capture.attributes)
 
     @property
     def ways(self) -> Sequence[Way]:
         """See `rockmate.frames.interior.Interior`."""
-        return self._planned.ways
+        return self._ways
+
+    def expect_copies(self) -> None:
+        """See `rockmate.frames.interior.Interior`."""
+        self._ways = [
+            replace(way, backward_bytes=way.backward_bytes + way.output_gradient_bytes)
+            for way in self._planned.ways
+        ]
 
     def is_present(self) -> bool:
         """Whether the submodule, and what its forward reads, are as they were."""

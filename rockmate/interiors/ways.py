@@ -105,15 +105,17 @@ def _way_of(graph: Graph, schedule: Schedule, costs: Costs) -> PlannedWay:
     num_forward = len(schedule.forward)
     output_bytes = sum(each.num_bytes for each in graph.storages if each.is_output)
     # Autograd adds a gradient to others of the same tensor while all that are returned are there.
+    gradient_bytes = sum(each.num_bytes for each in graph.storages if each.is_tangent)
     returned = [each.num_bytes for each in graph.storages if each.is_kept_to_end]
     end_bytes = sum(returned) + max(returned, default=0)
     live = simulation.live_bytes
     way = Way(
         held_bytes=max(0, simulation.saved_bytes - output_bytes),
         forward_bytes=max(live[:num_forward], default=0),
-        # Gradients of outputs count once more than they are there: some are copied first, to lie in
-        # memory as the outputs do.
-        backward_bytes=max(max(live[num_forward:], default=0) - output_bytes, end_bytes),
+        backward_bytes=max(
+            max(live[num_forward:], default=0) - output_bytes - gradient_bytes, end_bytes
+        ),
+        output_gradient_bytes=gradient_bytes,
         again_s=_again_ms(schedule, costs) / 1e3,
         seconds=simulation.time_ms / 1e3,
     )

@@ -38,6 +38,7 @@ ORDER = (
     "request",
     "plan_cache",
     "frames",
+    "interiors",
     "module",
     "planner",
     "dynamo",

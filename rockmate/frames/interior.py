@@ -46,10 +46,6 @@ class Interiors(Protocol):
         """
         ...
 
-    def forget(self, path: str) -> None:
-        """Has the calls of a submodule run as in eager from then on."""
-        ...
-
     def note(self, path: str, arguments: Arguments) -> None:
         """Notes that a call with such arguments has come, and may come again."""
         ...

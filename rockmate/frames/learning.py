@@ -81,16 +81,11 @@ class Learning:
         self._found[path] = found[0]
         for each in tensors_in(output):
             if each.grad_fn is not None:
-                each.register_hook(partial(self._note_gradient, call, _layout_of(each)))
+                each.register_hook(partial(self._note_gradient, path, _layout_of(each)))
 
-    def _note_gradient(self, call: Call, layout: Sequence[int], gradient: torch.Tensor) -> None:
-        """Looks at what comes before the backward of a call that runs as in eager."""
-        path = call.key.path
+    def _note_gradient(self, path: str, layout: Sequence[int], gradient: torch.Tensor) -> None:
         if _layout_of(gradient) != layout:
             self._with_copies.add(path)
-        if call.has_changed_inputs():  # as eager allows where no gradient needs them
-            self._interiors.forget(path)
-            self._found.pop(path, None)
 
     def find(
         self, path: str, arguments: Arguments

@@ -13,8 +13,8 @@ from rockmate._torch.allocator import Recording, Stretch
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.way import Way
 
-
 _MUCH = 1.01
+"""A peak that is so much larger than the smallest is not taken for it."""
 
 
 class FrameKey(NamedTuple):

@@ -120,8 +120,9 @@ class KnownCalls:
 
 
 def _known_frame(key: FrameKey, needs: Needs, menus: Menus) -> KnownFrame:
-    """A frame with its choices. Beside ways it has only one that runs as in eager: its peak may be
-    the least.
+    """A frame with its choices.
+
+    Beside ways there is only one that runs as in eager: its peak may be the smallest.
     """
     everything = _everything(needs)
     if not needs.ways:

@@ -23,6 +23,7 @@ from rockmate.frames.call import Arguments, Call
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import REWRITES, PassOptions, run_passes
 from rockmate.interiors.interior import CapturedInterior, signature_of
+from rockmate.interiors.outer_values import OuterValues
 from rockmate.interiors.readers import one_gradient_per_reader
 from rockmate.interiors.trial import Trial, trained
 from rockmate.interiors.ways import PlannedWays, structure_of
@@ -67,11 +68,6 @@ class CapturedInteriors:
             return None
         return interior, tensors
 
-    def forget(self, path: str) -> None:
-        """See `rockmate.frames.interior.Interiors`."""
-        known = self._known.setdefault(path, {})
-        known.update(dict.fromkeys(known))
-
     def note(self, path: str, arguments: Arguments) -> None:
         """See `rockmate.frames.interior.Interiors`."""
         with suppress(RockmateError):
@@ -95,12 +91,17 @@ class CapturedInteriors:
 
     def _learned(self, call: Call, module: nn.Module, arguments: Arguments) -> CapturedInterior:
         _check(call, module)
+        outer = OuterValues(module)
+        outer_values = outer.now()
         run = partial(trained, call, module, clock=self._clock)
         eager = run(arguments.forward)
+        if outer.now() != outer_values:
+            msg = "it changes a global variable"
+            raise UnsupportedModelError(msg)
         with call.again():  # buffers of its own: autograd holds the present ones
             step = _captured(module, arguments, eager)
         planned = self._planned(step)
-        interior = CapturedInterior(call.key.path, step, module, planned)
+        interior = CapturedInterior(call.key.path, step, module, planned, outer)
         first, last = _forward_of(interior, 0), _forward_of(interior, len(planned.ways) - 1)
         trials = [run(each) for each in (first, last)]
         difference = next(filter(None, map(eager.difference, trials)), None)

@@ -14,6 +14,7 @@ from rockmate.capture.signature import flatten_call
 from rockmate.frames.call import Arguments
 from rockmate.frames.way import Way
 from rockmate.graph.parameters import owner_names
+from rockmate.interiors.outer_values import OuterValues
 from rockmate.interiors.ways import PlannedWays
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
@@ -40,7 +41,12 @@ class CapturedInterior:
     """One captured inside, and its schedules as far as they have run."""
 
     def __init__(
-        self, path: str, step: CapturedStep, module: nn.Module, planned: PlannedWays
+        self,
+        path: str,
+        step: CapturedStep,
+        module: nn.Module,
+        planned: PlannedWays,
+        outer: OuterValues,
     ) -> None:
         """Writes no code yet.
 
@@ -49,8 +55,10 @@ class CapturedInterior:
             step: the captured inside; gradients are returned.
             module: the submodule.
             planned: its schedules.
+            outer: what its forward reads from outside.
         """
         self._path, self._step, self._module, self._planned = path, step, module, planned
+        self._outer, self._outer_values = outer, outer.now()
         self._runners: dict[int, Runner] = {}
         self._ways: Sequence[Way] = planned.ways
         self._watch = ModelWatch(module, step.capture.attributes)
@@ -69,6 +77,8 @@ class CapturedInterior:
 
     def is_present(self) -> bool:
         """Whether the submodule, and what its forward reads, are as they were."""
+        if self._outer and self._outer.now() != self._outer_values:
+            return False
         if not self._watch.has_changed():
             return True
         attributes = self._step.capture.attributes

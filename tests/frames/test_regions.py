@@ -116,7 +116,9 @@ def test_equal_to_eager_whatever_runs_between(
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(Block(), nn.Identity()) for _ in range(6)))
     plain = copy.deepcopy(model)
-    module = RockmateModule(model, None, 0.6, mode="frames", on_infeasible="least", plan_frames=False)
+    module = RockmateModule(
+        model, None, 0.6, mode="frames", on_infeasible="least", plan_frames=False
+    )
     for seed in range(6):
         ours, expected = train(module, model, seed), train(plain, plain, seed)
         assert all(map(torch.equal, ours, expected))

@@ -206,7 +206,9 @@ def test_equal_to_eager_within_the_budget(budget: float, derived: list[str]) -> 
     torch.manual_seed(0)
     model = model_of()
     plain = copy.deepcopy(model)
-    module = RockmateModule(model, None, budget, mode="frames", on_infeasible="least", plan_frames=False)
+    module = RockmateModule(
+        model, None, budget, mode="frames", on_infeasible="least", plan_frames=False
+    )
     for seed in range(6):
         ours, expected = train(module, model, seed), train(plain, plain, seed)
         assert all(map(torch.equal, ours, expected))
@@ -227,7 +229,9 @@ def test_other_ops_than_those_known_are_not_used(derived: list[str]) -> None:
     torch.manual_seed(0)
     model = model_of()
     plain = copy.deepcopy(model)
-    module = RockmateModule(model, None, 0.6, mode="frames", on_infeasible="least", plan_frames=False)
+    module = RockmateModule(
+        model, None, 0.6, mode="frames", on_infeasible="least", plan_frames=False
+    )
     for seed in range(5):
         train(module, model, seed)
         train(plain, plain, seed)
@@ -249,7 +253,9 @@ def test_memory_that_is_written_unseen_is_not_made_again_by_ops(derived: list[st
             each.writes_unseen = True
             each.norm = nn.Identity()  # type: ignore[assignment]
     plain = copy.deepcopy(model)
-    module = RockmateModule(model, None, 0.5, mode="frames", on_infeasible="least", plan_frames=False)
+    module = RockmateModule(
+        model, None, 0.5, mode="frames", on_infeasible="least", plan_frames=False
+    )
     for seed in range(6):
         ours, expected = train(module, model, seed), train(plain, plain, seed)
         assert all(map(torch.equal, ours, expected))
@@ -260,7 +266,9 @@ def test_memory_that_is_written_unseen_is_not_made_again_by_ops(derived: list[st
 def test_a_parameter_that_changes_before_the_backward_is_named(derived: list[str]) -> None:
     torch.manual_seed(0)
     model = model_of()
-    module = RockmateModule(model, None, 0.6, mode="frames", on_infeasible="least", plan_frames=False)
+    module = RockmateModule(
+        model, None, 0.6, mode="frames", on_infeasible="least", plan_frames=False
+    )
     for seed in range(5):
         train(module, model, seed)
     assert derived
@@ -296,7 +304,9 @@ def test_a_recipe_notes_no_other_op() -> None:
 def test_compiled_modules_have_no_tape(caplog: pytest.LogCaptureFixture) -> None:
     model = model_of(2)
     model[0][0].compile(backend="eager")
-    module = RockmateModule(model, None, 0.9, mode="frames", on_infeasible="least", plan_frames=False)
+    module = RockmateModule(
+        model, None, 0.9, mode="frames", on_infeasible="least", plan_frames=False
+    )
     caplog.set_level(logging.ERROR)
     for seed in range(3):
         train(module, model, seed)

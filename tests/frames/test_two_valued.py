@@ -98,7 +98,9 @@ def test_masks_of_dropout_are_held_as_booleans(budget: float, num_unpacked: list
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(Block(), nn.Identity()) for _ in range(6)))
     plain = copy.deepcopy(model)
-    module = RockmateModule(model, None, budget, mode="frames", on_infeasible="least", plan_frames=False)
+    module = RockmateModule(
+        model, None, budget, mode="frames", on_infeasible="least", plan_frames=False
+    )
     for seed in range(6):
         num_unpacked.clear()
         ours, expected = train(module, model, seed), train(plain, plain, seed)

@@ -1,0 +1,367 @@
+"""Frames whose inside is captured: as eager, bit for bit, within the budget, or as in eager."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rockmate import RockmateModule
+from rockmate._torch.allocator import timeline
+from rockmate.errors import BackwardError
+
+pytestmark = pytest.mark.model
+
+WIDTH = 32
+ROWS = 96
+
+
+class Block(nn.Module):
+    """A residual block with dropout."""
+
+    def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
+        super().__init__()
+        self.norm, self.drop = norm(WIDTH), nn.Dropout(0.2)
+        self.layers = nn.Sequential(
+            nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Tanh(), nn.Linear(8 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.layers(self.norm(x)))
+
+
+class Net(nn.Module):
+    """Blocks, of which chance leaves some out."""
+
+    def __init__(self, blocks: list[nn.Module] | None = None, dropped: float = 0.2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(6)] if blocks is None else blocks)
+        self.head = nn.Linear(WIDTH, 3)
+        self.dropped = dropped
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            if torch.rand(()) >= self.dropped:
+                x = block(x)
+        return self.head(x)
+
+
+def framed(model: nn.Module, budget: float = 0.5, **options: Any) -> RockmateModule:
+    return RockmateModule(model, None, budget, mode="frames", on_infeasible="least", **options)
+
+
+def num_planned(module: RockmateModule) -> int:
+    """How many frames of the last call ran a schedule."""
+    assert module.frames is not None
+    return module.frames.counts.num_planned
+
+
+Step = Callable[[nn.Module, nn.Module, int], list[Tensor]]
+
+
+def step_of(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+    """One step of training; what it gives."""
+    torch.manual_seed(seed)
+    x = torch.randn(ROWS, WIDTH)
+    loss = module(x).square().mean()
+    loss.backward()
+    return [loss.detach()]
+
+
+def trained(module: nn.Module, model: nn.Module, step: Step, num_steps: int = 9) -> list[Any]:
+    """What each step gives, weights, gradients, buffers and random state behind it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    found: list[Any] = []
+    for seed in range(num_steps):
+        found += step(module, model, seed)
+        found += [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+        if seed % 2:  # gradients of two steps add up
+            optimizer.step()
+            optimizer.zero_grad()
+        found += [each.detach().clone() for each in (*model.parameters(), *model.buffers())]
+        found.append(torch.get_rng_state())
+    return found
+
+
+def check(
+    model: nn.Module, budget: float = 0.5, step: Step = step_of, num_steps: int = 9
+) -> RockmateModule:
+    """Trains a model and a copy of it, which has to give the same."""
+    plain = copy.deepcopy(model)
+    module = framed(model, budget)
+    ours = trained(module, model, step, num_steps)
+    theirs = trained(plain, plain, step, num_steps)
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert (mine is None) == (expected is None)
+        assert mine is None or torch.equal(mine, expected)
+    return module
+
+
+@pytest.mark.parametrize("budget", [0.25, 0.5, 1.0])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
+def test_equal_to_eager(norm: Callable[[int], nn.Module], budget: float) -> None:
+    module = check(Net([Block(norm) for _ in range(6)]), budget)
+    step_of(module, module.original, 9)
+    torch.manual_seed(3)  # a step with many blocks
+    _ = module(torch.randn(ROWS, WIDTH))
+    assert num_planned(module) > 0 or budget == 1.0
+
+
+def test_the_peak_is_within_the_budget() -> None:
+    for budget in (0.3, 0.45, 0.7):
+        model = Net(dropped=0.0)
+        module = framed(model, budget)
+        for seed in range(6):
+            step_of(module, model, seed)
+        assert num_planned(module) > 0
+        assert module.frames is not None
+        assert module.frames.budget_bytes is not None
+        torch.manual_seed(0)
+        x = torch.randn(ROWS, WIDTH)
+        peak = timeline(lambda module=module, x=x: module(x).square().mean().backward()).peak_bytes
+        assert peak <= module.frames.budget_bytes
+        assert peak > 0.7 * module.frames.budget_bytes  # what there is is used
+
+
+class Memory(nn.Module):
+    """Reads a memory several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.rest = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        mixed = torch.softmax(x @ self.keys(memory).T, -1) @ self.values(memory)
+        return x + self.rest(mixed + x)
+
+
+class Decoder(nn.Module):
+    """Blocks that all read what comes from the encoder, as others do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Memory() for _ in range(5))
+        self.shared = Memory()
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.inlet(x).sin()
+        aside = memory.exp().mean(0)
+        for block in self.blocks:
+            x = self.shared(block(x, memory), memory)
+        return x + memory * aside
+
+
+def test_gradients_of_what_many_read_are_added_up_in_the_order_of_eager() -> None:
+    module = check(Decoder(), 0.4)
+    assert num_planned(module) > 0
+
+
+def test_a_decoder_of_transformers_with_layerdrop() -> None:
+    config = transformers.M2M100Config(
+        vocab_size=64, d_model=32, encoder_layers=3, decoder_layers=3, encoder_ffn_dim=128,
+        decoder_ffn_dim=128, encoder_attention_heads=2, decoder_attention_heads=2,
+        max_position_embeddings=32, encoder_layerdrop=0.2, decoder_layerdrop=0.2, use_cache=False,
+    )  # fmt: skip
+
+    def step(module: nn.Module, _: nn.Module, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        ids = torch.randint(4, 64, (8, 24))
+        loss = module(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [loss.detach()]
+
+    module = check(transformers.M2M100ForConditionalGeneration(config).train(), 0.4, step)
+    assert num_planned(module) > 0
+
+
+def test_without_planned_frames_all_run_as_in_eager() -> None:
+    model = Net()
+    module = framed(model, plan_frames=False)
+    for seed in range(6):
+        step_of(module, model, seed)
+    assert num_planned(module) == 0
+
+
+class Appending(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.means: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        self.means.append(result.detach().mean())
+        return result
+
+
+class Branching(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        result = super().forward(x)
+        return result if result.mean() > 0 else result.sin()
+
+
+class Tied(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(8 * WIDTH, WIDTH)
+        self.again.weight = self.layers[3].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.again(self.layers[0](x))
+
+
+@pytest.mark.parametrize("kind", [Appending, Branching, Tied])
+def test_what_cannot_be_captured_runs_as_in_eager(kind: type[Block]) -> None:
+    module = check(Net([kind() for _ in range(5)]))
+    assert num_planned(module) == 0
+
+
+FACTORS = {"scale": 1.0}
+SEEN: list[Tensor] = []
+
+
+def _scale() -> float:
+    return FACTORS["scale"]
+
+
+class ReadingGlobals(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * _scale()
+
+
+class ChangingGlobals(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        SEEN.append(x.detach())
+        return super().forward(x)
+
+
+def test_globals_that_a_forward_reads_are_those_of_the_call() -> None:
+    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+        FACTORS["scale"] = 1.0 + seed // 6
+        return step_of(module, model, seed)
+
+    model = Net([ReadingGlobals() for _ in range(5)], dropped=0.0)
+    module = check(model, 0.3, step, num_steps=10)
+    FACTORS["scale"] = 1.0
+    step_of(module, model, 0)
+    assert num_planned(module) > 0
+
+
+def test_a_forward_that_changes_a_global_runs_as_in_eager() -> None:
+    module = check(Net([ChangingGlobals() for _ in range(5)]))
+    assert num_planned(module) == 0
+    assert all(type(each) is Tensor for each in SEEN)
+
+
+def test_blocks_with_hooks_run_as_in_eager() -> None:
+    model = Net()
+    seen: list[Any] = []
+    for block in model.blocks:
+        block.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    module = check(model)
+    assert num_planned(module) == 0
+    assert seen
+
+
+def _ready(budget: float = 0.3) -> tuple[RockmateModule, Net]:
+    model = Net(dropped=0.0)
+    module = framed(model, budget)
+    for seed in range(5):
+        step_of(module, model, seed)
+    assert num_planned(module) == 6
+    return module, model
+
+
+def test_memory_that_is_changed_for_another_is_named() -> None:
+    module, model = _ready()
+    loss = module(torch.randn(ROWS, WIDTH)).mean()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5
+    with pytest.raises(BackwardError, match=r"blocks\.5 .*data.*keep=\['blocks\.5'\]"):
+        loss.backward()
+
+
+def test_a_parameter_that_is_changed_in_place_is_named() -> None:
+    module, model = _ready()
+    loss = module(torch.randn(ROWS, WIDTH)).mean()
+    with torch.no_grad():
+        for parameter in model.blocks.parameters():
+            parameter.mul_(0.5)
+    with pytest.raises(BackwardError, match=r"blocks\.5.* changed in place .*keep=\['blocks\.5'\]"):
+        loss.backward()
+
+
+def test_modes_frozen_parameters_and_autocast_are_those_of_the_call() -> None:
+    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+        blocks: Any = model.get_submodule("blocks")
+        blocks[1].drop.p = 0.5 if seed == 6 else 0.2
+        blocks[2].requires_grad_(seed != 7)
+        blocks[3].drop.train(seed != 8)
+        with torch.autocast("cpu", torch.bfloat16, enabled=seed == 9):
+            return step_of(module, model, seed)
+
+    check(Net(dropped=0.0), step=step, num_steps=12)
+
+
+def test_two_forwards_before_a_backward_and_two_backwards() -> None:
+    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        loss = module(x).sin().mean() + module(x.detach()).square().mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert x.grad is not None
+        return [loss.detach(), x.grad]
+
+    check(Net(), step=step)
+
+
+def test_a_checkpoint_around_a_block_keeps_it_as_it_is() -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for index, block in enumerate(self.blocks):
+                x = checkpoint(block, x, use_reentrant=False) if index % 2 else block(x)
+            return self.head(x)
+
+    module = check(Checkpointed())
+    assert num_planned(module) == 3
+
+
+def test_batches_of_other_sizes_run_as_in_eager() -> None:
+    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        loss = module(torch.randn(ROWS - 7 * (seed % 3), WIDTH)).square().mean()
+        loss.backward()
+        return [loss.detach()]
+
+    check(Net(), step=step, num_steps=12)
+
+
+def test_statistics_are_updated_once_by_calls_of_both_kinds() -> None:
+    """A plan's update is no write in place for autograd, as in eager, which holds them."""
+
+    class Mixed(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+                x = torch.cat([block(x[: ROWS // 2 + 3]), x[ROWS // 2 + 3 :]])
+            return self.head(x)
+
+    check(Mixed([Block(nn.BatchNorm1d) for _ in range(4)]))
+
+
+def test_a_second_derivative_is_refused() -> None:
+    module, _ = _ready()
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with pytest.raises(BackwardError, match="create_graph"):
+        torch.autograd.grad(module(x).sum(), x, create_graph=True)

@@ -28,7 +28,7 @@ from rockmate.errors import (
     advise_frames,
 )
 from rockmate.frames.runner import FrameRunner
-from rockmate.interiors.captured import CapturedInteriors
+from rockmate.interiors import captured_interiors
 from rockmate.memory_limit import Optimizer
 from rockmate.plan.plan import Plan
 from rockmate.plan_cache import PlanCache
@@ -60,8 +60,8 @@ _CAPTURE_ERRORS = (UnsupportedModelError, InvalidSampleError)
 class RockmateModule(nn.Module):
     """A module that trains within a memory budget and otherwise behaves as the module it wraps.
 
-    In training mode with gradients enabled, a call runs the plan. In eval mode or under `no_grad`,
-    it runs the wrapped module. Losses and gradients equal eager's.
+    In training mode with gradients enabled, a call runs the plan, else the wrapped module. Losses
+    and gradients equal eager's.
 
     Parameters, buffers and submodules are the wrapped module's own objects under the same names.
     `state_dict`, optimizers, `.to`, `.train` and attributes (`config`, `generate`,
@@ -151,7 +151,7 @@ class RockmateModule(nn.Module):
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
             bound: Any = budget if limit is None else limit
-            interiors = CapturedInteriors if plan_frames else None
+            interiors = captured_interiors if plan_frames else None
             options = {"on_infeasible": on_infeasible, "keep": keep, "interiors": interiors}
             self._make_frames = partial(FrameRunner, plain, bound, **options)  # pyright: ignore
         if mode == "frames" and self._make_frames is not None:

@@ -92,8 +92,7 @@ def capture_joint(
         keeps_checkpoints: whether checkpointing that a Hugging Face model has switched on stays on,
             so that its calls are recorded.
         formats: layouts of values.
-        keeps_strides: whether inputs whose elements do not lie side by side are traced so. Else the
-            graph is for dense ones.
+        keeps_strides: whether inputs with gaps between elements are traced so, not as dense ones.
 
     Raises:
         InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
@@ -102,8 +101,8 @@ def capture_joint(
             line.
     """
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
-    cloned = _cloned_with_strides if keeps_strides else torch.Tensor.clone
-    tensors = [cloned(each.detach()).requires_grad_(each.requires_grad) for each in tensors]
+    clone = _cloned_with_strides if keeps_strides else torch.Tensor.clone
+    tensors = [clone(each.detach()).requires_grad_(each.requires_grad) for each in tensors]
     make = partial(
         TracedForward,
         model,

@@ -104,6 +104,14 @@ class StepNeeds:
         return self._least_of_all()[0]
 
     @property
+    def outside_bytes(self) -> int:
+        """The peak without all that frames themselves take."""
+        return max(
+            max(needs.before_forward_bytes, needs.before_backward_bytes, needs.after_bytes)
+            for needs in self.by_key.values()
+        )
+
+    @property
     def least_after(self) -> dict[FrameKey, int]:
         """For each frame, what the step takes at least from its end on, if it holds nothing."""
         return self._least_of_all()[1]

@@ -268,7 +268,8 @@ class FrameRunner:
             return
         self._measured.add(size, needs)
         memory.needs, self._asked_bytes = needs, budget_bytes
-        if self._learning is not None:  # captured insides may need less
+        # Captured insides may need less than frames as in eager.
+        if self._learning is not None and budget_bytes >= needs.outside_bytes:
             self._learning.begin()
             memory.budget_bytes = budget_bytes
         else:

@@ -70,9 +70,8 @@ def emit(
     )  # fmt: skip
     gradients = _returned_gradients(graph)
     _write_backward(backward, saved, [node for node, _ in gradients])
-    variants = BackwardVariants(
-        backward.graph, backward.arguments, backward.sources, graph.storage_of
-    )
+    written = backward.graph, backward.arguments, backward.sources
+    variants = BackwardVariants(*written, graph.storage_of)
     forward_module, backward_module = compiled(forward.graph), compiled(backward.graph)
     return Program(
         forward=forward_module.forward,
@@ -81,9 +80,7 @@ def emit(
         forward_arguments=tuple(forward.arguments),
         backward_arguments=tuple(backward.arguments),
         results=tuple(role for _, role in results),
-        uncounted=frozenset(
-            place for place, (node, _) in enumerate(results) if _is_running_statistic(node)
-        ),
+        uncounted=_uncounted(results),
         recomputes=bool(recomputed),
         saved=tuple(saved),
         saved_outputs=_saved_outputs(results, saved_storages, graph.storage_of),
@@ -111,6 +108,11 @@ def _saved_outputs(
     """See `Program.saved_outputs`."""
     outputs = {storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
     return tuple(index for index, storage in enumerate(saved) if storage in outputs)
+
+
+def _uncounted(results: Sequence[tuple[fx.Node, Role]]) -> frozenset[int]:
+    """See `Program.uncounted`."""
+    return frozenset(at for at, (node, _) in enumerate(results) if _is_running_statistic(node))
 
 
 def _is_running_statistic(node: fx.Node) -> bool:

@@ -94,16 +94,16 @@ class RockmateModule(nn.Module):
             freed, within the backward.
         plan: a plan for the same model and sample (`Plan.load`). Nothing is measured or solved.
         strategy: the planning strategy; see `Planner.plan`. The default finds the fastest plans.
-        replan: True plans again, with one line in the log, when the module has changed (device,
-            dtype, added rows, frozen parameters, autocast, modes), when a call has other keywords
-            or shapes, or when an input begins to require a gradient. Shapes no larger than the
+        replan: True plans again, with a line in the log, when the module has changed (device, dtype,
+            added rows, frozen parameters, autocast, modes), when a call has other keywords or
+            shapes, or when an input begins to require a gradient. Shapes no larger than the
             sample's reuse its schedule. False raises `SignatureMismatchError` instead. So does a
             module that was given a `plan`.
         larger: "plan" plans for a call with a tensor larger than the sample's, within the same
             bytes. "refuse" raises `SignatureMismatchError`.
-        mode: "plan" captures the model and plans. "frames" captures nothing: what calls of
-            submodules save is dropped when memory is short, and they run again in the backward.
-            "auto" plans, and takes frames, with a line in the log, where it cannot capture.
+        mode: "plan" captures the model and plans. "frames" does not: what calls of submodules save
+            is given up and made again. "auto" takes frames, with a line in the log, where the model
+            cannot be captured.
         keep: paths of submodules that frames leave alone.
         plan_frames: whether the insides of frames that can be captured are planned by themselves.
         on_infeasible: what happens if no schedule fits the budget, at first or for a larger call.
@@ -150,10 +150,9 @@ class RockmateModule(nn.Module):
         plain = plain_model(model)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
-            bound: Any = budget if limit is None else limit
             interiors = captured_interiors if plan_frames else None
             options = {"on_infeasible": on_infeasible, "keep": keep, "interiors": interiors}
-            self._make_frames = partial(FrameRunner, plain, bound, **options)  # pyright: ignore
+            self._make_frames = partial(FrameRunner, plain, limit or budget, **options)  # pyright: ignore
         if mode == "frames" and self._make_frames is not None:
             if planner_options or strategy is not None:
                 msg = (

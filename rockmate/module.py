@@ -94,9 +94,9 @@ class RockmateModule(nn.Module):
             freed, within the backward.
         plan: a plan for the same model and sample (`Plan.load`). Nothing is measured or solved.
         strategy: the planning strategy; see `Planner.plan`. The default finds the fastest plans.
-        replan: True plans again, with a line in the log, when the module has changed (device, dtype,
-            added rows, frozen parameters, autocast, modes), when a call has other keywords or
-            shapes, or when an input begins to require a gradient. Shapes no larger than the
+        replan: True plans again, with a line in the log, when the module has changed (device,
+            dtype, added rows, frozen parameters, autocast, modes), when a call has other keywords
+            or shapes, or when an input begins to require a gradient. Shapes no larger than the
             sample's reuse its schedule. False raises `SignatureMismatchError` instead. So does a
             module that was given a `plan`.
         larger: "plan" plans for a call with a tensor larger than the sample's, within the same

@@ -237,7 +237,7 @@ class Runner:
 
     def backward_for(self, tangents: Sequence[torch.Tensor | None]) -> _Backward:
         """The backward for these tangents; see `rockmate.runtime.undefined_tangents`."""
-        if None not in tangents:
+        if all(tangent is not None for tangent in tangents):  # `in` would compare with each tensor
             return self.backward
         undefined = frozenset(index for index in self.tangent_layouts if tangents[index] is None)
         if not undefined:

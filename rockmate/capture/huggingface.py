@@ -82,6 +82,13 @@ def training_only_features_off(model: nn.Module, keeps_checkpoints: bool = False
                     setattr(config, name, value)
 
 
+def is_recording() -> bool:
+    """Whether hooks of a Hugging Face model that is being called record what submodules return."""
+    recorders = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(recorders, "_active_collector", None)
+    return collector is not None and bool(collector.get())
+
+
 def is_switched_off(owner: Any, name: str) -> bool:
     """Whether an attribute is a switch that is off in every captured forward."""
     return name == ("gradient_checkpointing" if isinstance(owner, nn.Module) else "use_cache")

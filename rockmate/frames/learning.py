@@ -52,7 +52,9 @@ class Learning:
         """A call has come that may come again."""
         self._interiors.note(path, arguments)
 
-    def take(self, call: Call, module: nn.Module, arguments: Arguments, needs: StepNeeds) -> None:
+    def take(
+        self, call: Call, module: nn.Module, arguments: Arguments, needs: StepNeeds | None
+    ) -> None:
         """Captures the inside of a call, and takes its ways for all calls of the path.
 
         Args:
@@ -65,7 +67,7 @@ class Learning:
         self._paths.add(path)
         self._interiors.learn(call, module, arguments)
         found = self._interiors.find(path, arguments)
-        if found is not None:
+        if found is not None and needs is not None:
             needs.take_ways(path, found[0].ways)
 
     def find(

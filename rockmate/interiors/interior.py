@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import all_forward_hooks
-from rockmate.capture.huggingface import is_recording
+from rockmate.capture.huggingface import is_recording, switches_of
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.capture.signature import flatten_call
 from rockmate.frames.call import Arguments
@@ -60,6 +60,8 @@ class CapturedInterior:
         self._runners: dict[int, Runner] = {}
         self._watch = ModelWatch(module, step.capture.attributes)
         self._forwards = forwards_of(module)
+        switches = switches_of(module)
+        self._switches = [(owner, name, getattr(owner, name)) for owner, name in switches]
 
     @property
     def ways(self) -> Sequence[Way]:
@@ -73,6 +75,8 @@ class CapturedInterior:
             forward: of the present submodule.
         """
         if forward != self._forwards[0] or forwards_of(self._module) != self._forwards:
+            return False
+        if any(getattr(owner, name, None) != value for owner, name, value in self._switches):
             return False
         if is_recording() and any(map(all_forward_hooks, self._module.modules())):
             return False

@@ -6,6 +6,7 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -247,3 +248,23 @@ def test_another_block_or_forward(kind: str) -> None:
         return plain_step(module, chain, number)
 
     check(Chain(Other), step, is_planned=kind != "class")
+
+
+@pytest.mark.parametrize("name", ["use_cache", "gradient_checkpointing"])
+def test_switches_that_a_capture_turns_off(name: str) -> None:
+    class Switched(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(use_cache=False)
+            self.gradient_checkpointing = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            is_on = self.config.use_cache or self.gradient_checkpointing
+            return x + self.body(self.norm(x)) * (2.0 if is_on else 1.0)
+
+    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+        for each in chain.blocks:
+            setattr(each.config if name == "use_cache" else each, name, number > 4)
+        return plain_step(module, chain, number)
+
+    check(Chain(Switched), step)

@@ -82,6 +82,22 @@ def training_only_features_off(model: nn.Module, keeps_checkpoints: bool = False
                     setattr(config, name, value)
 
 
+def switches_of(model: nn.Module) -> list[tuple[Any, str]]:
+    """Owners and names of what a capture switches off, whether on or not."""
+    modules = list(model.modules())
+    switches = [(each, "gradient_checkpointing") for each in modules]
+    for module in modules:
+        switches += [(holder, "use_cache") for holder in _configs_of(module)]
+    return [(owner, name) for owner, name in switches if hasattr(owner, name)]
+
+
+def is_recording() -> bool:
+    """Whether hooks of a Hugging Face model that is being called record what submodules return."""
+    recorders = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(recorders, "_active_collector", None)
+    return collector is not None and bool(collector.get())
+
+
 def is_switched_off(owner: Any, name: str) -> bool:
     """Whether an attribute is a switch that is off in every captured forward."""
     return name == ("gradient_checkpointing" if isinstance(owner, nn.Module) else "use_cache")
@@ -97,7 +113,11 @@ def modules_with_checkpointing(model: nn.Module) -> list[nn.Module]:
 
 
 def _cache_switches(module: nn.Module) -> Iterator[Any]:
-    config = getattr(module, "config", None)
-    for holder in (config, getattr(config, "text_config", None), getattr(config, "decoder", None)):
+    for holder in _configs_of(module):
         if getattr(holder, "use_cache", None) is True:
             yield holder
+
+
+def _configs_of(module: nn.Module) -> tuple[Any, ...]:
+    config = getattr(module, "config", None)
+    return config, getattr(config, "text_config", None), getattr(config, "decoder", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,10 +45,11 @@ class _TensorSlot:
 class _Constant:
     """A leaf that is no tensor.
 
-    Its type counts, since 1, 1.0 and True are equal in Python and not to a model.
+    Its type and the sign of zero count, since 1, 1.0 and True are equal in Python, as are 0.0 and
+    -0.0, and not to a model.
     """
 
-    kind: type
+    kind: Any
     value: Any
 
 
@@ -107,7 +109,7 @@ def _open(leaf: Any, tensors: list[torch.Tensor], what: str) -> Any:
         fields = _flatten_into([getattr(leaf, name) for name in names], tensors, what)
         return _OpenedDataclass(type(leaf), names, fields)
     if isinstance(leaf, _CONSTANT_TYPES):
-        return _Constant(type(leaf), leaf)
+        return _Constant(_kind_of(leaf), leaf)
     msg = (
         f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a "
         "tensor, a constant, a dataclass "
@@ -115,6 +117,11 @@ def _open(leaf: Any, tensors: list[torch.Tensor], what: str) -> Any:
         "torch.utils._pytree."
     )
     raise UnsupportedModelError(msg)
+
+
+def _kind_of(leaf: Any) -> Any:
+    is_negative_zero = type(leaf) is float and not leaf and math.copysign(1.0, leaf) < 0
+    return (float, "negative") if is_negative_zero else type(leaf)
 
 
 def _restore(leaf: Any, tensors: list[Any]) -> Any:

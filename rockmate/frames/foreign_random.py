@@ -33,6 +33,22 @@ class ForeignRandom:
             self.is_drawn = self.is_drawn or before != _state()
 
     @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Around runs beside those of the script: numbers that they draw are drawn again.
+
+        Each second run within is refused if it draws.
+        """
+        before, was_drawn = _state(), self.is_drawn
+        self.is_drawn = True
+        try:
+            yield
+        finally:
+            drawn = before != _state()
+            self.is_drawn = was_drawn or drawn
+            if drawn:
+                _put(before)
+
+    @contextmanager
     def refused(self, error: Callable[[], Exception]) -> Iterator[None]:
         """Around a second run.
 
@@ -43,6 +59,14 @@ class ForeignRandom:
         yield
         if self.is_drawn and before != _state():
             raise error()
+
+
+def _put(state: tuple[Any, ...]) -> None:
+    of_python, *of_numpy = state
+    random.setstate(of_python)
+    name, keys, *others = of_numpy
+    state_of_numpy: Any = (name, np.frombuffer(keys, np.uint32), *others)
+    np.random.set_state(state_of_numpy)
 
 
 def _state() -> tuple[object, ...]:

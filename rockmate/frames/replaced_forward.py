@@ -8,6 +8,19 @@ from typing import Any
 
 from torch import nn
 
+_BEFORE = "forward_before_frames"
+
+
+def forwards_of(module: nn.Module) -> list[Any]:
+    """The forwards of a module and of all within, as they are when none is replaced."""
+    return [_original(each.forward) for each in module.modules()]
+
+
+def _original(forward: Callable[..., Any]) -> Callable[..., Any]:
+    while (before := getattr(forward, _BEFORE, None)) is not None:
+        forward = before
+    return forward
+
 
 class ReplacedForwards:
     """Attributes of instances that stand in the way of their `forward`."""
@@ -18,6 +31,7 @@ class ReplacedForwards:
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Replaces the forward of one."""
         table = vars(module)
+        vars(forward)[_BEFORE] = module.forward
         self._before.append((table, table.get("forward")))
         table["forward"] = forward
 

@@ -387,7 +387,8 @@ class FrameRunner:
         if self._learning is not None and memory.recorder is not None:
             self._learning.note(path, arguments)
         elif self._learning is not None and memory.is_learning:
-            with self._replaced.suspended(), memory.inside_frame():
+            alone = memory.foreign_random.put_back()
+            with self._replaced.suspended(), memory.inside_frame(), alone:
                 self._learning.take(call, module, arguments, output)
         return output
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from rockmate._torch.members import has_tensor_hooks
+from rockmate._torch.members import all_forward_hooks, has_tensor_hooks
+from rockmate._torch.pytree import tree_leaves
+from rockmate.capture.huggingface import is_recording
 from rockmate.capture.model_signature import ModelSignature, acting_hooks
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.capture.sample import read_sample, trace_sample
@@ -24,6 +27,7 @@ from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import REWRITES, PassOptions, run_passes
 from rockmate.interiors.interior import CapturedInterior, signature_of
 from rockmate.interiors.outer_values import OuterValues
+from rockmate.interiors.outside import LeftOutside
 from rockmate.interiors.readers import one_gradient_per_reader
 from rockmate.interiors.trial import Trial, trained
 from rockmate.interiors.ways import PlannedWays, structure_of
@@ -66,7 +70,11 @@ class CapturedInteriors:
         except RockmateError:
             return None
         interior = known.get(signature)
-        if interior is None or not _are_apart(tensors) or not interior.is_present():
+        if (
+            interior is None
+            or not _are_apart(tensors)
+            or not interior.is_present(arguments.forward)
+        ):
             return None
         return interior, tensors
 
@@ -79,6 +87,7 @@ class CapturedInteriors:
         """See `rockmate.frames.interior.Interiors`."""
         known = self._known.setdefault(call.key.path, {})
         try:
+            _check_arguments(call, arguments)
             tensors, signature = signature_of(arguments)
             is_new = (call.key.path, signature) not in self._seen
             self._seen.add((call.key.path, signature))
@@ -96,10 +105,13 @@ class CapturedInteriors:
         outer = OuterValues(module)
         outer_values = outer.now()
         run = partial(trained, call, module, clock=self._clock)
-        eager = run(arguments.forward)
+        outside = LeftOutside()
+        eager = run(_watched(arguments.forward, outside))
         if outer.now() != outer_values:
             msg = "it changes a global variable"
             raise UnsupportedModelError(msg)
+        if outside.found():
+            raise UnsupportedModelError(outside.found())
         with call.again():  # buffers of its own: autograd holds the present ones
             step = _captured(module, arguments, eager)
         planned = self._planned(step)
@@ -133,6 +145,14 @@ def _forward_of(interior: CapturedInterior, number: int) -> Callable[..., Any]:
     return forward
 
 
+def _watched(forward: Callable[..., Any], outside: LeftOutside) -> Callable[..., Any]:
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        with outside:
+            return forward(*args, **kwargs)
+
+    return watched
+
+
 def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether no argument with a gradient comes twice, nor is a parameter."""
     trained_ones = [each for each in tensors if each.requires_grad]
@@ -142,11 +162,23 @@ def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
+def _check_arguments(call: Call, arguments: Arguments) -> None:
+    given, signature = signature_of(call.as_given())
+    present, signature_after = signature_of(arguments)
+    if signature != signature_after or list(map(id, given)) != list(map(id, present)):
+        msg = "it changes a list or dictionary that it is given"
+        raise UnsupportedModelError(msg)
+    if any(map(is_dataclass, tree_leaves(arguments[1:]))):
+        msg = "it is given a dataclass, which it may change"
+        raise UnsupportedModelError(msg)
+
+
 def _check(call: Call, module: nn.Module) -> None:
     if call.cannot_repeat:
         msg = "it changes its input, or a buffer, in place"
         raise UnsupportedModelError(msg)
-    if any(map(acting_hooks, module.modules())):
+    hooks = all_forward_hooks if is_recording() else acting_hooks
+    if any(map(hooks, module.modules())):
         msg = "it, or a submodule of it, has hooks"
         raise UnsupportedModelError(msg)
     parameters = list(module.named_parameters(remove_duplicate=False))

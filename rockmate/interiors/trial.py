@@ -10,7 +10,7 @@ from torch import nn
 
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
-from rockmate.frames.storages import tensors_in
+from rockmate.frames.storages import storages_of, tensors_in
 from rockmate.interiors.readers import contributions_noted
 
 _PIECE = 1 << 16
@@ -21,7 +21,8 @@ class Trial(NamedTuple):
 
     Attributes:
         structure: of the output.
-        outputs: for each of its tensors layout, whether it has a gradient, and bits.
+        outputs: for each of its tensors layout, whether it has a gradient, which argument or output
+            is the same tensor or has the same memory, and bits.
         contributions: for each argument and parameter with a gradient, the bits of what its readers
             hand over, in the order in which they do.
         buffers: bits of each.
@@ -73,8 +74,8 @@ def trained(
         leaves = [*dict.fromkeys(each for each in given if each.requires_grad), *parameters]
         contributions, backward_s = _contributions(tensors, leaves, clock)
         outputs = tuple([
-            (each.shape, each.stride(), each.dtype, each.requires_grad, _bits(each))
-            for each in tensors
+            (each.shape, each.stride(), each.dtype, each.requires_grad, same, _bits(each))
+            for each, same in zip(tensors, _identities(given, tensors), strict=True)
         ])  # fmt: skip
         seconds = forward_s + backward_s
         return Trial(structure, outputs, contributions, buffers, random_state, seconds)
@@ -101,6 +102,19 @@ def _contributions(
 def _random_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     devices = {each.device for each in tensors if each.device.type == "cuda"}
     return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, sorted(devices, key=str))]
+
+
+def _identities(
+    given: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]
+) -> list[tuple[int, int]]:
+    """For each output, where the same tensor comes first, and where the same memory does.
+
+    The caller may ask, or change one of them in place.
+    """
+    known = [*given, *outputs]
+    ids, storages = list(map(id, known)), list(map(storages_of, known))
+    places = range(len(given), len(known))
+    return [(ids.index(ids[place]), storages.index(storages[place])) for place in places]
 
 
 def _bits(tensor: torch.Tensor) -> int:

@@ -1,0 +1,270 @@
+"""What a captured inside cannot give back runs as in eager: lists, hooks, aliases."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import RockmateModule
+
+pytestmark = pytest.mark.model
+
+WIDTH, ROWS, STEPS = 16, 64, 8
+Step = Callable[[nn.Module, "Chain", int], list[Any]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.body = nn.Sequential(
+            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Any:
+        return x + self.body(self.norm(x))
+
+
+class Chain(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def plain_step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    loss = module(x).square().mean()
+    loss.backward()
+    assert x.grad is not None
+    return [loss.detach(), x.grad, random.random(), float(np.random.rand())]
+
+
+def trained(module: nn.Module, chain: Chain, step: Step) -> list[Any]:
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    optimizer = torch.optim.SGD(chain.parameters(), lr=1e-3)
+    found: list[Any] = []
+    for number in range(STEPS):
+        found += step(module, chain, number)
+        found += [each.grad.clone() for each in chain.parameters() if each.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def check(chain: Chain, step: Step = plain_step, *, is_planned: bool = False) -> None:
+    """All numbers are eager's, and frames are planned in the end or not."""
+    other = copy.deepcopy(chain)
+    expected = trained(chain, chain, step)
+    module = RockmateModule(other, None, 0.5, mode="frames", on_infeasible="least")
+    found = trained(module, other, step)
+    assert module.frames is not None
+    assert (module.frames.counts.num_planned > 0) == is_planned
+    assert len(found) == len(expected)
+    for one, two in zip(expected, found, strict=True):
+        assert torch.equal(one, two) if isinstance(one, Tensor) else one == two
+
+
+def test_blocks_are_planned() -> None:
+    check(Chain(), is_planned=True)
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_numbers_of_others_are_drawn_as_often(draw: Callable[[], float]) -> None:
+    class Drawing(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.body(self.norm(x)) * draw()
+
+    check(Chain(Drawing))
+
+
+def test_a_dictionary_that_is_filled_again() -> None:
+    class Filling(Block):
+        def forward(self, x: Any) -> Tensor:
+            x["x"] = x["x"] + self.body(self.norm(x["x"]))
+            return x["x"]
+
+    class Dictionary(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            values = {"x": x}
+            for block in self.blocks:
+                block(values)
+            return values["x"]
+
+    check(Dictionary(Filling))
+
+
+def test_a_list_that_grows() -> None:
+    class Growing(Block):
+        def forward(self, x: Tensor, seen: list[int]) -> Tensor:
+            seen.append(1)
+            return x + self.body(self.norm(x))
+
+    class Twice(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                seen: list[int] = []
+                x = block(block(x, seen), seen)
+                assert len(seen) == 2
+            return x
+
+    check(Twice(Growing))
+
+
+@dataclass
+class Meta:
+    scale: Tensor
+
+
+def test_a_dataclass_that_is_changed() -> None:
+    class Changing(Block):
+        def forward(self, x: Tensor, meta: Meta) -> Tensor:
+            meta.scale = meta.scale + x.detach().mean()
+            return x + self.body(self.norm(x)) * meta.scale
+
+    class WithMeta(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            meta = Meta(torch.ones(WIDTH))
+            for block in self.blocks:
+                x = block(x, meta)
+            return x * meta.scale
+
+    check(WithMeta(Changing))
+
+
+def test_which_arguments_are_one_tensor() -> None:
+    class Asking(Block):
+        def forward(self, x: Tensor, one: Tensor, two: Tensor) -> Tensor:
+            return x + self.body(self.norm(x)) * (2.0 if one is two else 1.0) + one.mean()
+
+    class Pairs(Chain):
+        number = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            one, two = torch.ones(3), torch.ones(3)
+            for block in self.blocks:
+                x = block(x, one, one if self.number > 4 else two)
+            return x
+
+    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+        chain.number = number  # pyright: ignore
+        return plain_step(module, chain, number)
+
+    check(Pairs(Asking), step)
+
+
+def test_the_sign_of_a_zero() -> None:
+    class Scaled(Block):
+        def forward(self, x: Tensor, factor: float) -> Tensor:
+            return x + self.body(self.norm(x)) * (1 / torch.full((1,), factor)).clamp(-1, 1)
+
+    class Signs(Chain):
+        factor = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x, self.factor)
+            return x
+
+    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+        chain.factor = -0.0 if number > 4 else 0.0  # pyright: ignore
+        return plain_step(module, chain, number)
+
+    check(Signs(Scaled), step)
+
+
+@pytest.mark.parametrize("kind", ["same", "view"])
+def test_outputs_that_share_memory(kind: str) -> None:
+    class Sharing(Block):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = x * 0.5 + self.body(self.norm(x * 2))
+            return y, (y if kind == "same" else y.view(-1))
+
+    class Changing(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                y, other = block(x)
+                y.add_(1.0)
+                x = 0.3 * y + 0.3 * other.view_as(y) + (1.0 if other is y else 0.0)
+            return x
+
+    check(Changing(Sharing))
+
+
+def test_hooks_that_a_forward_adds_to_tensors() -> None:
+    class Noting(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sums: list[Tensor] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + self.body(self.norm(x))
+            y.register_hook(lambda gradient: self.sums.append(gradient.sum()))
+            return y
+
+    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+        blocks: Any = chain.blocks
+        sums = [each.sums for each in blocks]
+        return [*plain_step(module, chain, number), *(each[-1] for each in sums), len(sums[0])]
+
+    check(Chain(Noting), step)
+
+
+@pytest.mark.parametrize("kind", ["block", "forward", "class", "inner"])
+def test_another_block_or_forward(kind: str) -> None:
+    class Other(Block):
+        pass
+
+    def doubled(block: Any, x: Tensor) -> Tensor:
+        return x + 2 * block.body(block.norm(x))
+
+    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+        block: Any = chain.blocks[1]
+        if number == 5 and kind == "block":
+            torch.manual_seed(5)
+            chain.blocks[1] = Other()
+        elif number == 5 and kind == "forward":
+            block.forward = lambda x: doubled(block, x)
+        elif number == 5 and kind == "inner":
+            block.norm.forward = lambda x: 2 * x
+        elif kind == "class":
+            forward: Any = doubled if number >= 5 else Block.forward
+            Other.forward = forward
+        return plain_step(module, chain, number)
+
+    check(Chain(Other), step, is_planned=kind != "class")
+
+
+@pytest.mark.parametrize("name", ["use_cache", "gradient_checkpointing"])
+def test_switches_that_a_capture_turns_off(name: str) -> None:
+    class Switched(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config = SimpleNamespace(use_cache=False)
+            self.gradient_checkpointing = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            is_on = self.config.use_cache or self.gradient_checkpointing
+            return x + self.body(self.norm(x)) * (2.0 if is_on else 1.0)
+
+    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+        for each in chain.blocks:
+            setattr(each.config if name == "use_cache" else each, name, number > 4)
+        return plain_step(module, chain, number)
+
+    check(Chain(Switched), step)

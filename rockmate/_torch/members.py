@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_code
 
 MEMBER_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # Lists in which a recurrent layer has its parameters a second time; it renews them by itself.
@@ -88,6 +89,15 @@ def has_tensor_hooks(tensor: torch.Tensor) -> bool:
 def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
     """Whether a hook runs after the parameter's gradient has been accumulated."""
     return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks are registered around the forwards or backwards of all modules."""
+    tables = (
+        module_code._global_forward_pre_hooks, module_code._global_forward_hooks,
+        module_code._global_backward_pre_hooks, module_code._global_backward_hooks,
+    )  # fmt: skip
+    return any(map(bool, tables))
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -46,12 +46,12 @@ class Interiors(Protocol):
         """
         ...
 
-    def note(self, path: str, arguments: Arguments) -> None:
-        """Notes that a call with such arguments has come, and may come again."""
+    def watch(self, path: str, module: nn.Module) -> None:
+        """A call begins whose inside is to be captured."""
         ...
 
     def learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """Captures the inside of a call, if it can be, and one with such arguments has come before.
+        """Captures the inside of a call, if it can be.
 
         Args:
             call: which, with the state that it began in.

@@ -1,12 +1,15 @@
-"""When insides of frames are captured, and for which calls.
+"""When insides of frames are captured, and for which steps.
 
-A capture and its trial take memory beside a step. So the steps in which insides are captured hold
-nothing. They follow each step that was measured, until each frame has come in one of them.
+A capture and its trial take memory beside a step. So a step in which insides are captured holds
+nothing. It is one whose inputs have shapes that have come before, since each shape is captured by
+itself, and shapes that come once are not worth it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,8 +21,29 @@ from rockmate.frames.interior import Interior, Interiors
 from rockmate.frames.needs import StepNeeds
 from rockmate.frames.storages import tensors_in
 
-_MOST_STEPS = 4
-"""A frame may come never again, or seldom: one is left out of many steps by LayerDrop."""
+_MOST_STEPS = 3
+"""Of one shape, that capture: a frame may seldom come, as LayerDrop leaves it out."""
+_MOST_SHAPES = 8
+"""Of which insides are captured."""
+_REMEMBERED = 64
+"""Shapes that are known to have come."""
+
+
+@dataclass(slots=True)
+class _Shape:
+    """What is known for steps whose inputs have the same shapes.
+
+    Attributes:
+        number: of those that were captured, from 1; 0 before.
+        num_left: steps that may capture.
+        paths: of frames that have come in such steps.
+        found: insides, by the paths of frames.
+    """
+
+    number: int = 0
+    num_left: int = _MOST_STEPS
+    paths: set[str] = field(default_factory=set)
+    found: dict[str, Interior] = field(default_factory=dict)
 
 
 class Learning:
@@ -32,36 +56,55 @@ class Learning:
             interiors: captures.
         """
         self._interiors = interiors
-        self._num_left = 0
-        self._paths: set[str] = set()
-        self._found: dict[str, Interior] = {}
+        self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
+        self._present = _Shape()
+        self._num_captured = 0
         self._with_copies: set[str] = set()  # paths to which gradients came in other layouts
 
-    def begin(self) -> None:
-        """A step has been measured: those that follow are to capture."""
-        self._num_left, self._paths = _MOST_STEPS, set()
-        self._found.clear()
+    def note_step(self, shapes: Hashable) -> None:
+        """A step is measured, whose inputs have these shapes."""
+        self._present = self._shapes.setdefault(shapes, _Shape())
+        self._shapes.move_to_end(shapes)
+        while len(self._shapes) > _REMEMBERED:
+            self._shapes.popitem(last=False)
 
-    def goes_on(self, needs: StepNeeds | None) -> bool:
-        """Whether the step that begins is to capture. When none is any more, the needs take ways.
+    def begin_step(self, shapes: Hashable, needs: StepNeeds, scale: float) -> bool:
+        """Whether the step that begins is to capture. If not, its needs take the ways of its shape.
 
         Args:
-            needs: of the measured step.
+            shapes: of its inputs.
+            needs: of a measured step.
+            scale: size of the step relative to that one.
         """
-        if not self._num_left or needs is None:
-            return False
-        is_whole = {key.path for key in needs.by_key} <= self._paths
-        self._num_left = 0 if is_whole else self._num_left - 1
-        if not self._num_left:
-            for path, interior in self._found.items():
-                if path in self._with_copies:
-                    interior.expect_copies()
-                needs.take_ways(path, interior.ways)
-        return self._num_left > 0
+        is_new = shapes not in self._shapes
+        self.note_step(shapes)
+        shape = self._present
+        if is_new or self._captures(shape, needs):
+            needs.take_ways(0, {})
+            return not is_new
+        ways = {}
+        for path, interior in shape.found.items():
+            if path in self._with_copies:
+                interior.expect_copies()
+            ways[path] = interior.ways
+        needs.take_ways(shape.number, ways, scale)
+        return False
 
-    def note(self, path: str, arguments: Arguments) -> None:
-        """A call has come that may come again."""
-        self._interiors.note(path, arguments)
+    def _captures(self, shape: _Shape, needs: StepNeeds) -> bool:
+        """Whether a step of a shape that has come before is to capture."""
+        if {key.path for key in needs.by_key} <= shape.paths:
+            shape.num_left = 0
+        if not shape.num_left or (not shape.number and self._num_captured == _MOST_SHAPES):
+            return False
+        if not shape.number:
+            self._num_captured += 1
+            shape.number = self._num_captured
+        shape.num_left -= 1
+        return True
+
+    def watch(self, path: str, module: nn.Module) -> None:
+        """A call begins whose inside is to be captured."""
+        self._interiors.watch(path, module)
 
     def take(self, call: Call, module: nn.Module, arguments: Arguments, output: Any) -> None:
         """Captures the inside of a call.
@@ -73,12 +116,12 @@ class Learning:
             output: of it.
         """
         path = call.key.path
-        self._paths.add(path)
+        self._present.paths.add(path)
         self._interiors.learn(call, module, arguments)
         found = self._interiors.find(path, arguments)
         if found is None:
             return
-        self._found[path] = found[0]
+        self._present.found[path] = found[0]
         for each in tensors_in(output):
             if each.grad_fn is not None:
                 each.register_hook(partial(self._note_gradient, path, _layout_of(each)))

@@ -218,12 +218,16 @@ class Members:
                 each.requires_grad_(not each.requires_grad)
 
 
-def modes_of(model: nn.Module) -> tuple[Hashable, Hashable]:
-    """Which of its modules are in training mode, and which of its parameters are trained."""
+def state_of(model: nn.Module) -> tuple[Hashable, ...]:
+    """What decides, beside inputs, which tensors calls save.
+
+    Which modules are in training mode, which parameters are trained, and autocast.
+    """
     modules = modules_within(model)
     parameters = [p for each in modules for p in tensor_tables(each)[0].values()]
     modes = tuple([each.training for each in modules])
-    return modes, tuple([p is not None and p.requires_grad for p in parameters])
+    trained = tuple([p is not None and p.requires_grad for p in parameters])
+    return modes, trained, tuple(autocast_dtypes().items())
 
 
 class RandomState:

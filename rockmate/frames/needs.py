@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -86,12 +86,14 @@ class StepNeeds:
     Attributes:
         by_key: of each call.
         num_elements: of the inputs of the step.
+        ways_number: which ways the calls have; 0 for none.
         has_new_calls: whether calls have been added that ranks have not agreed on.
         without_backward: calls whose backward did not run in the step.
     """
 
     by_key: dict[FrameKey, Needs] = field(default_factory=dict)
     num_elements: int = 0
+    ways_number: int = 0
     has_new_calls: bool = False
     without_backward: frozenset[FrameKey] = frozenset()
     _of_others: dict[FrameKey, Needs] = field(default_factory=dict)
@@ -183,13 +185,21 @@ class StepNeeds:
         self._taken.add(key)
         self.has_new_calls, self._least = True, None
 
-    def take_ways(self, path: str, ways: Sequence[Way]) -> None:
-        """Takes how the calls of a path run, whose insides are captured."""
+    def take_ways(self, number: int, ways: Mapping[str, Sequence[Way]], scale: float = 1.0) -> None:
+        """Takes how calls run whose insides are captured.
+
+        Args:
+            number: of what follows; the same one stands for the same ways.
+            ways: by the paths of calls; others have none.
+            scale: size of the step that they belong to, relative to this one.
+        """
+        if number == self.ways_number:
+            return
+        self.ways_number, self._least = number, None
         self._of_others.clear()
-        self._least = None
+        scaled = {path: [way.scaled(1 / scale) for way in each] for path, each in ways.items()}
         for key, needs in self.by_key.items():
-            if key.path == path:
-                needs.ways = ways
+            needs.ways = scaled.get(key.path, ())
 
     def agree(self, agreement: Agreement) -> None:
         """Takes the largest needs of each call over all ranks. Collective."""

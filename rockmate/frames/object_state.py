@@ -8,6 +8,7 @@ again in the backward, it reads what it read the first time, and its changes are
 from __future__ import annotations
 
 import enum
+import pickle
 import random
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -106,6 +107,16 @@ class ObjectState:
                 del table[name]
             table.update(values)
 
+    def has_changed(self) -> bool:
+        """Whether anything is no more as it was."""
+        for table, values in self._tables:
+            now = {name: value for name, value in table.items() if name not in _SKIPPED}
+            if not _is_same(tuple(now.items()), tuple(values.items())):
+                return True
+        return not all(
+            _is_same(handler.take(value), content) for value, handler, content in self._contents
+        )
+
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Has all stand as it did, for what runs within."""
@@ -139,7 +150,7 @@ def _fill_dict(value: dict[Any, Any], content: Sequence[tuple[Any, Any]]) -> Non
 
 
 def _fill_list(value: list[Any] | deque[Any], content: Sequence[Any]) -> None:
-    if len(value) != len(content) or not all(map(_is_same, value, content)):
+    if len(value) != len(content) or not all(map(_is_identical, value, content)):
         value.clear()
         value.extend(content)
 
@@ -158,8 +169,23 @@ def _items(value: dict[Any, Any]) -> Sequence[tuple[Any, Any]]:
     return tuple(value.items())
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_identical(one: Any, other: Any) -> bool:
     return one is other
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Whether contents have the same objects, or equal atoms and states of generators."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, torch.Tensor):
+        return one.dtype == torch.uint8 and torch.equal(one, other)
+    if type(one) in _ATOMS:
+        return one == other
+    return isinstance(one, dict) and pickle.dumps(one) == pickle.dumps(other)
 
 
 def _nothing(_: Any) -> Sequence[Any]:

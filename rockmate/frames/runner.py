@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rockmate._torch.allocator import Recording
-from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import has_saved_tensor_hooks
 from rockmate._torch.members import module_at
@@ -29,7 +28,7 @@ from rockmate.frames.interior import Interiors
 from rockmate.frames.kept import KeptFrame
 from rockmate.frames.learning import Learning
 from rockmate.frames.memory import Counts, Memory
-from rockmate.frames.module_state import modes_of
+from rockmate.frames.module_state import state_of
 from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.noting_cost import noting_cost
 from rockmate.frames.part_cost import part_cost_s
@@ -101,10 +100,9 @@ class FrameRunner:
         self._agreement = Agreement(model) if is_sharded else None
         self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
         self._memory.has_compiled_modules = has_compiled(model)
-        self._learning: Learning | None = None
         can_plan = self._agreement is None and not self._memory.has_compiled_modules
-        if interiors is not None and can_plan:
-            self._learning = Learning(interiors(self._memory.clock))
+        makes = interiors if can_plan else None
+        self._learning = None if makes is None else Learning(makes(self._memory.clock))
         self._replaced = ReplacedForwards()
         self._memory.part_s = part_cost_s()  # here, as both take memory that is no need of a step
         noting_cost()
@@ -173,15 +171,14 @@ class FrameRunner:
                 self._budget = -self._agreement.largest([-self._budget])[0]
         memory = self._memory
         memory.let_go_begun()
-        memory.is_learning = self._learning is not None and self._learning.goes_on(memory.needs)
         size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
-        is_known = self._take_needs(size)
+        shapes = sizes_of(Arguments(self._model.forward, args, dict(kwargs)))
+        is_known = self._take_needs(size, shapes)
         if not is_known and not size.is_profiled:
             self._begin_recording(size)
-        elif memory.needs is not None:
-            scale = size.num_elements / max(1, memory.needs.num_elements)
-            memory.scale = scale if is_known else max(1.0, scale)
-        memory.begin_step(self._state(), size.held_bytes)
+            if self._learning is not None:
+                self._learning.note_step(shapes)
+        memory.begin_step(state_of(self._model), size.held_bytes)
         is_same = memory.needs is not None and size.num_elements == memory.needs.num_elements
         is_whole = memory.recorder is not None or (is_known and is_same)
         memory.can_profile = is_whole
@@ -194,10 +191,14 @@ class FrameRunner:
 
     # --- measuring --------------------------------------------------------------------------------
 
-    def _take_needs(self, size: StepSize) -> bool:
+    def _take_needs(self, size: StepSize, shapes: Hashable) -> bool:
         """Takes what a step of a size needs; whether one was measured that is at least as large.
 
         Calls that were not recorded may have raised the smallest peak above the budget.
+
+        Args:
+            size: of the step.
+            shapes: of its inputs.
 
         Raises:
             InfeasibleBudgetError: so they have.
@@ -209,9 +210,13 @@ class FrameRunner:
         known = self._measured.covering(size)
         if known is not None and known[1] is not None:
             memory.needs = known[1]
-        needs = memory.needs
+        needs, memory.is_learning = memory.needs, False
         if needs is None:
             return known is not None
+        scale = size.num_elements / max(1, needs.num_elements)
+        memory.scale = scale if known is not None else max(1.0, scale)
+        if self._learning is not None and known is not None:
+            memory.is_learning = self._learning.begin_step(shapes, needs, memory.scale)
         if self._agreement is not None and needs.has_new_calls:
             needs.agree(self._agreement)
         memory.budget_bytes = self._asked_bytes
@@ -270,7 +275,6 @@ class FrameRunner:
         memory.needs, self._asked_bytes = needs, budget_bytes
         # Captured insides may need less than frames as in eager.
         if self._learning is not None and budget_bytes >= needs.outside_bytes:
-            self._learning.begin()
             memory.budget_bytes = budget_bytes
         else:
             memory.budget_bytes = self._checked(budget_bytes, needs)
@@ -381,12 +385,12 @@ class FrameRunner:
             else:
                 kept.end_forward(output)
                 return output
+        if self._learning is not None and memory.is_learning:
+            self._learning.watch(path, module)
         call = Call(key, module, arguments, memory)
         frame, output = self._run_with_hooks(call, module, arguments, order)
         memory.end_forward(frame, sizes)
-        if self._learning is not None and memory.recorder is not None:
-            self._learning.note(path, arguments)
-        elif self._learning is not None and memory.is_learning:
+        if self._learning is not None and memory.is_learning:
             alone = memory.foreign_random.put_back()
             with self._replaced.suspended(), memory.inside_frame(), alone:
                 self._learning.take(call, module, arguments, output)
@@ -431,17 +435,12 @@ class FrameRunner:
                 self._running = None
 
     def _roll_back(self, call: Call) -> None:
-        """After a run that is out of memory."""
+        """After a run that is out of memory.
+
+        Lowers the budget to what is there, since a backward cannot be rolled back.
+        """
         call.roll_back()
-        self._note_out_of_memory(call.key)
-
-    def _state(self) -> Hashable:
-        """What decides, beside inputs, which tensors a frame saves."""
-        return *modes_of(self._model), tuple(autocast_dtypes().items())
-
-    def _note_out_of_memory(self, key: FrameKey) -> None:
-        """Lowers the budget to what is there, since a backward cannot be rolled back."""
-        before = self._memory.budget_bytes
+        key, before = call.key, self._memory.budget_bytes
         lowered = self._memory.lower_budget(key, _SHARE_AFTER_OUT_OF_MEMORY)
         if lowered is not None and before is not None:
             self._asked_bytes = lowered

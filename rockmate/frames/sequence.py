@@ -91,8 +91,8 @@ class KnownCalls:
             scale: its size relative to the recorded one.
         """
         size = max(1, math.ceil(scale * _SIZES_PER_UNIT))
-        num_ways = sum(len(each.ways) for each in needs.by_key.values())
-        question = (budget_bytes, size, menus.version, needs.minimum_bytes, num_ways)
+        least, number = needs.minimum_bytes, needs.ways_number
+        question = (budget_bytes, size, menus.version, least, number)
         if question not in self._decisions:
             frames = self.known_frames(needs, menus)
             found = decide(frames, budget_bytes * _SIZES_PER_UNIT // size)

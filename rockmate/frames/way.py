@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -25,3 +26,16 @@ class Way:
     output_gradient_bytes: int
     again_s: float
     seconds: float
+
+    def scaled(self, factor: float) -> Way:
+        """That of a step so many times as large."""
+        if factor == 1:
+            return self
+        held, forward, backward, gradient = (
+            math.ceil(factor * each)
+            for each in (
+                self.held_bytes, self.forward_bytes, self.backward_bytes,
+                self.output_gradient_bytes,
+            )
+        )  # fmt: skip
+        return Way(held, forward, backward, gradient, factor * self.again_s, factor * self.seconds)

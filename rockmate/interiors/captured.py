@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
-from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from rockmate._torch.members import all_forward_hooks, has_tensor_hooks
-from rockmate._torch.pytree import tree_leaves
-from rockmate.capture.huggingface import is_recording
-from rockmate.capture.model_signature import ModelSignature, acting_hooks
-from rockmate.capture.roles import Capture, Role, RoleKind
+from rockmate.capture.model_signature import ModelSignature
+from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.sample import read_sample, trace_sample
 from rockmate.capture.signature import SampleCall
 from rockmate.costs.cost import Cost
@@ -25,13 +20,20 @@ from rockmate.errors import RockmateError, UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import REWRITES, PassOptions, run_passes
-from rockmate.interiors.interior import CapturedInterior, signature_of
+from rockmate.interiors.checks import (
+    are_apart,
+    check_arguments,
+    check_capture,
+    check_effects,
+    check_module,
+    signature_of,
+)
+from rockmate.interiors.interior import CapturedInterior
 from rockmate.interiors.outer_values import OuterValues
 from rockmate.interiors.outside import LeftOutside
 from rockmate.interiors.readers import one_gradient_per_reader
 from rockmate.interiors.trial import Trial, trained
 from rockmate.interiors.ways import PlannedWays, structure_of
-from rockmate.runtime.model_checks import check_model
 from rockmate.step import CapturedStep, step_of
 
 logger = logging.getLogger(__name__)
@@ -54,7 +56,7 @@ class CapturedInteriors:
         """
         self._clock = clock
         self._known: dict[str, dict[Hashable, CapturedInterior | None]] = {}
-        self._seen: set[tuple[str, Hashable]] = set()
+        self._before: tuple[OuterValues, tuple[Any, ...]] | None = None
         self._costs: dict[Hashable, Cost] = {}
         self._by_structure: dict[Hashable, PlannedWays] = {}
 
@@ -70,30 +72,24 @@ class CapturedInteriors:
         except RockmateError:
             return None
         interior = known.get(signature)
-        if (
-            interior is None
-            or not _are_apart(tensors)
-            or not interior.is_present(arguments.forward)
-        ):
+        if interior is None or not are_apart(tensors) or not interior.is_present(arguments.forward):
             return None
         return interior, tensors
 
-    def note(self, path: str, arguments: Arguments) -> None:
+    def watch(self, path: str, module: nn.Module) -> None:
         """See `rockmate.frames.interior.Interiors`."""
-        with suppress(RockmateError):
-            self._seen.add((path, signature_of(arguments)[1]))
+        outer = OuterValues(module)
+        self._before = outer, outer.now()
 
     def learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """See `rockmate.frames.interior.Interiors`."""
         known = self._known.setdefault(call.key.path, {})
         try:
-            _check_arguments(call, arguments)
+            check_arguments(call, arguments)
             tensors, signature = signature_of(arguments)
-            is_new = (call.key.path, signature) not in self._seen
-            self._seen.add((call.key.path, signature))
-            if is_new or signature in known or len(known) >= _MOST_SIGNATURES:
+            if signature in known or len(known) >= _MOST_SIGNATURES:
                 return
-            if not _are_apart(tensors):
+            if not are_apart(tensors):
                 return
             known[signature] = None
             known[signature] = self._learned(call, module, arguments)
@@ -101,15 +97,13 @@ class CapturedInteriors:
             logger.info("%s is not planned, and runs as in eager: %s", call.key.path, error)
 
     def _learned(self, call: Call, module: nn.Module, arguments: Arguments) -> CapturedInterior:
-        _check(call, module)
-        outer = OuterValues(module)
-        outer_values = outer.now()
+        assert self._before is not None
+        outer, outer_values = self._before
+        check_module(module)
+        check_effects(call, is_outside=outer.now() != outer_values)
         run = partial(trained, call, module, clock=self._clock)
         outside = LeftOutside()
         eager = run(_watched(arguments.forward, outside))
-        if outer.now() != outer_values:
-            msg = "it changes a global variable"
-            raise UnsupportedModelError(msg)
         if outside.found():
             raise UnsupportedModelError(outside.found())
         with call.again():  # buffers of its own: autograd holds the present ones
@@ -153,51 +147,13 @@ def _watched(forward: Callable[..., Any], outside: LeftOutside) -> Callable[...,
     return watched
 
 
-def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether no argument with a gradient comes twice, nor is a parameter."""
-    trained_ones = [each for each in tensors if each.requires_grad]
-    ids = {id(each) for each in trained_ones}
-    return len(ids) == len(trained_ones) and not any(
-        isinstance(each, nn.Parameter) for each in trained_ones
-    )
-
-
-def _check_arguments(call: Call, arguments: Arguments) -> None:
-    given, signature = signature_of(call.as_given())
-    present, signature_after = signature_of(arguments)
-    if signature != signature_after or list(map(id, given)) != list(map(id, present)):
-        msg = "it changes a list or dictionary that it is given"
-        raise UnsupportedModelError(msg)
-    if any(map(is_dataclass, tree_leaves(arguments[1:]))):
-        msg = "it is given a dataclass, which it may change"
-        raise UnsupportedModelError(msg)
-
-
-def _check(call: Call, module: nn.Module) -> None:
-    if call.cannot_repeat:
-        msg = "it changes its input, or a buffer, in place"
-        raise UnsupportedModelError(msg)
-    hooks = all_forward_hooks if is_recording() else acting_hooks
-    if any(map(hooks, module.modules())):
-        msg = "it, or a submodule of it, has hooks"
-        raise UnsupportedModelError(msg)
-    parameters = list(module.named_parameters(remove_duplicate=False))
-    if len({id(each) for _, each in parameters}) < len(parameters):
-        msg = "it has one parameter under several names"
-        raise UnsupportedModelError(msg)
-    if any(has_tensor_hooks(each) for _, each in parameters):
-        msg = "a parameter of it has a hook"
-        raise UnsupportedModelError(msg)
-    check_model(module, (), None)
-
-
 def _captured(module: nn.Module, arguments: Arguments, eager: Trial) -> CapturedStep:
     """The inside of a call, with a gradient for each reader of a tensor."""
     sample = read_sample(module, SampleCall(arguments.args, arguments.kwargs), None)
     capture = trace_sample(
         module, sample, differentiable="all", outputs="all", untraced=(), keeps_strides=True
     )
-    _check_capture(capture)
+    check_capture(module, capture)
     strides = {
         role.index: node.meta["val"].stride()
         for node, role in capture.inputs
@@ -214,15 +170,6 @@ def _captured(module: nn.Module, arguments: Arguments, eager: Trial) -> Captured
     passes = PassOptions(owner_of=owner_names(module), keeps_inputs=True)
     capture = run_passes(REWRITES, apart, passes)
     return step_of(capture, module, sample.call, ModelSignature.of(module), _OPTIONS)
-
-
-def _check_capture(capture: Capture) -> None:
-    if capture.attributes.leaves_any or capture.read_values.check is not None:
-        msg = "it assigns attributes, or reads the values of tensors"
-        raise UnsupportedModelError(msg)
-    if capture.num_checkpoints or capture.non_differentiable_outputs:
-        msg = "it has checkpoints of its own, or outputs without a gradient"
-        raise UnsupportedModelError(msg)
 
 
 def _leaves(module: nn.Module, tensors: Sequence[torch.Tensor]) -> list[Role]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from rockmate._torch.members import all_forward_hooks
-from rockmate.capture.huggingface import is_recording, switches_of
+from rockmate.capture.huggingface import switches_of
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
-from rockmate.capture.signature import flatten_call
-from rockmate.frames.call import Arguments
 from rockmate.frames.replaced_forward import forwards_of
 from rockmate.frames.way import Way
 from rockmate.graph.parameters import owner_names
+from rockmate.interiors.checks import has_hooks
 from rockmate.interiors.outer_values import OuterValues
 from rockmate.interiors.ways import PlannedWays
 from rockmate.runtime.autograd import Runner
@@ -26,21 +24,6 @@ from rockmate.step import CapturedStep
 
 _ANY_NUMBER = 1 << 30
 """Of calls whose backward has not run: frames count what each holds."""
-
-
-def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
-    """The tensors of a call, and what a captured inside depends on.
-
-    That has layouts, too: kernels round otherwise for others. And which arguments are one tensor,
-    as attention asks.
-
-    Raises:
-        UnsupportedModelError: an argument is neither a tensor nor a constant.
-    """
-    tensors, call = flatten_call(arguments.args, arguments.kwargs)
-    places = {id(each): place for place, each in reversed(list(enumerate(tensors)))}
-    same = tuple([places[id(each)] for each in tensors])
-    return tensors, (call, tuple([each.stride() for each in tensors]), same)
 
 
 class CapturedInterior:
@@ -68,7 +51,7 @@ class CapturedInterior:
         self._runners: dict[int, Runner] = {}
         self._ways: Sequence[Way] = planned.ways
         self._watch = ModelWatch(module, step.capture.attributes)
-        self._forwards = forwards_of(module)
+        self._modules, self._forwards = list(module.modules()), forwards_of(module)
         switches = switches_of(module)
         self._switches = [(owner, name, getattr(owner, name)) for owner, name in switches]
 
@@ -94,7 +77,7 @@ class CapturedInterior:
             return False
         if any(getattr(owner, name, None) != value for owner, name, value in self._switches):
             return False
-        if is_recording() and any(map(all_forward_hooks, self._module.modules())):
+        if has_hooks(self._modules):
             return False
         if self._outer and self._outer.now() != self._outer_values:
             return False

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.storage import version_of
+from rockmate.frames.replaced_forward import forwards_of
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 _MOST_ELEMENTS = 64
@@ -45,8 +46,8 @@ class OuterValues:
         """Finds the places by the code as it is."""
         self._places: dict[tuple[int, str], _Place] = {}
         self._seen: set[int] = set()
-        for each in module.modules():
-            self._follow(getattr(each.forward, "__func__", each.forward), type(each))
+        for each, forward in zip(module.modules(), forwards_of(module), strict=True):
+            self._follow(getattr(forward, "__func__", forward), type(each))
 
     def __bool__(self) -> bool:
         """Whether there is any."""

@@ -337,14 +337,34 @@ def test_a_checkpoint_around_a_block_keeps_it_as_it_is() -> None:
     assert num_planned(module) == 3
 
 
-def test_batches_of_other_sizes_run_as_in_eager() -> None:
+def test_batches_of_sizes_that_come_again_are_planned() -> None:
+    numbers: list[int] = []
+
     def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
         torch.manual_seed(seed)
         loss = module(torch.randn(ROWS - 7 * (seed % 3), WIDTH)).square().mean()
         loss.backward()
+        if isinstance(module, RockmateModule):
+            numbers.append(num_planned(module))
         return [loss.detach()]
 
-    check(Net(), step=step, num_steps=12)
+    check(Net(dropped=0.0), 0.4, step, num_steps=12)
+    assert all(numbers[-3:]), numbers
+
+
+def test_the_peak_of_a_smaller_batch_is_within_the_budget() -> None:
+    model = Net(dropped=0.0)
+    module = framed(model, 0.4)
+    for seed in range(8):
+        torch.manual_seed(seed)
+        module(torch.randn(ROWS - 30 * (seed % 2), WIDTH)).square().mean().backward()
+    assert module.frames is not None
+    assert module.frames.budget_bytes is not None
+    for rows in (ROWS, ROWS - 30):
+        x = torch.randn(rows, WIDTH)
+        peak = timeline(lambda x=x: module(x).square().mean().backward()).peak_bytes
+        assert num_planned(module) > 0
+        assert peak <= module.frames.budget_bytes
 
 
 def test_statistics_are_updated_once_by_calls_of_both_kinds() -> None:
@@ -365,3 +385,85 @@ def test_a_second_derivative_is_refused() -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with pytest.raises(BackwardError, match="create_graph"):
         torch.autograd.grad(module(x).sum(), x, create_graph=True)
+
+
+def test_hooks_of_parameters_are_called_in_the_order_of_eager() -> None:
+    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+        called: list[int] = []
+        places = {id(each): place for place, each in enumerate(model.parameters())}
+        handles = []
+        if seed > 5:
+            handles = [
+                each.register_post_accumulate_grad_hook(
+                    lambda parameter: called.append(places[id(parameter)])
+                )
+                for each in model.parameters()
+            ]
+        result = step_of(module, model, seed)
+        for handle in handles:
+            handle.remove()
+        return [*result, torch.tensor(called)]
+
+    check(Net(dropped=0.0), 0.4, step)
+
+
+def test_hooks_of_all_modules_are_called() -> None:
+    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+        called: list[int] = []
+
+        def note(*_: Any) -> None:
+            called.append(1)
+
+        handle = None
+        if seed > 5:
+            handle = nn.modules.module.register_module_forward_hook(note)
+        result = step_of(module, model, seed)
+        if handle is not None:
+            handle.remove()
+            assert len(called) > 6 * len(list(model.get_submodule("blocks.0").modules())) - 1
+        return result
+
+    check(Net(dropped=0.0), 1.0, step)
+
+
+class Twice(Net):
+    """Calls each block twice, and reads a weight of one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(block(x))
+        weight: Any = self.blocks[0].get_submodule("layers.3").weight
+        return self.head(x) + nn.functional.linear(x.repeat(1, 8), weight).mean()
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_gradients_of_weights_that_autocast_has_cast_once(is_cached: bool) -> None:
+    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
+            return step_of(module, model, seed)
+
+    module = check(Twice([Block() for _ in range(3)]), 0.4, step)
+    assert (num_planned(module) > 0) == (not is_cached)
+
+
+class CountingOutside(Block):
+    """Counts its calls in a list of its model."""
+
+    def __init__(self, counts: list[int]) -> None:
+        super().__init__()
+        self.counts = counts
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts.append(1)
+        return super().forward(x)
+
+
+def test_what_a_forward_leaves_in_a_list_comes_once() -> None:
+    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+        counts: Any = model.get_submodule("blocks.0").counts
+        before = len(counts)
+        result = step_of(module, model, seed)
+        return [*result, torch.tensor(len(counts) - before)]
+
+    counts: list[int] = []
+    check(Net([CountingOutside(counts) for _ in range(4)]), 1.0, step)

@@ -1,0 +1,135 @@
+"""Which insides of frames can be planned; the others run as in eager."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import is_dataclass
+
+import torch
+from torch import nn
+
+from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.members import (
+    all_forward_hooks,
+    has_accumulation_hooks,
+    has_global_hooks,
+    has_tensor_hooks,
+)
+from rockmate._torch.pytree import tree_leaves
+from rockmate.capture.huggingface import is_recording
+from rockmate.capture.model_signature import acting_hooks
+from rockmate.capture.roles import Capture, RoleKind
+from rockmate.capture.signature import flatten_call
+from rockmate.errors import UnsupportedModelError
+from rockmate.frames.call import Arguments, Call
+from rockmate.runtime.model_checks import check_model
+
+_CAST = torch.ops.aten._to_copy.default
+
+
+def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
+    """The tensors of a call, and what a captured inside depends on.
+
+    That has layouts, too: kernels round otherwise for others. And which arguments are one tensor,
+    as attention asks, and settings of PyTorch that are read when a forward runs.
+
+    Raises:
+        UnsupportedModelError: an argument is neither a tensor nor a constant.
+    """
+    tensors, call = flatten_call(arguments.args, arguments.kwargs)
+    places = {id(each): place for place, each in reversed(list(enumerate(tensors)))}
+    same = tuple([places[id(each)] for each in tensors])
+    settings = (
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_autocast_cache_enabled(),
+    )
+    return tensors, (call, tuple([each.stride() for each in tensors]), same, settings)
+
+
+def are_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no argument with a gradient comes twice, nor is a parameter."""
+    trained_ones = [each for each in tensors if each.requires_grad]
+    ids = {id(each) for each in trained_ones}
+    return len(ids) == len(trained_ones) and not any(
+        isinstance(each, nn.Parameter) for each in trained_ones
+    )
+
+
+def has_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether anything runs around forwards, backwards or gradients that a plan does not run.
+
+    Hooks of parameters do run, but in another order than eager's.
+    """
+    hooks_of = all_forward_hooks if is_recording() else acting_hooks
+    return has_global_hooks() or any(
+        hooks_of(module)
+        or any(
+            has_tensor_hooks(each) or has_accumulation_hooks(each)
+            for each in module.parameters(recurse=False)
+        )
+        for module in modules
+    )
+
+
+def check_effects(call: Call, *, is_outside: bool) -> None:
+    """Refuses a call that has changed what its module, or others, have.
+
+    Args:
+        call: which has run.
+        is_outside: whether a global variable has changed.
+    """
+    if is_outside or call.has_changed_objects():
+        msg = "it changes attributes, globals, or what it is given"
+        raise UnsupportedModelError(msg)
+    if call.cannot_repeat:
+        msg = "it changes its input, or a buffer, in place"
+        raise UnsupportedModelError(msg)
+
+
+def check_arguments(call: Call, arguments: Arguments) -> None:
+    """Refuses a call whose arguments are changed, or may be."""
+    given, signature = signature_of(call.as_given())
+    present, signature_after = signature_of(arguments)
+    if signature != signature_after or list(map(id, given)) != list(map(id, present)):
+        msg = "it changes a list or dictionary that it is given"
+        raise UnsupportedModelError(msg)
+    if any(map(is_dataclass, tree_leaves(arguments[1:]))):
+        msg = "it is given a dataclass, which it may change"
+        raise UnsupportedModelError(msg)
+
+
+def check_module(module: nn.Module) -> None:
+    """Refuses a module that a plan would not run as eager does."""
+    if has_hooks(module.modules()):
+        msg = "it, or a submodule or a parameter of it, has hooks"
+        raise UnsupportedModelError(msg)
+    parameters = list(module.named_parameters(remove_duplicate=False))
+    if len({id(each) for _, each in parameters}) < len(parameters):
+        msg = "it has one parameter under several names"
+        raise UnsupportedModelError(msg)
+    check_model(module, (), None)
+
+
+def check_capture(module: nn.Module, capture: Capture) -> None:
+    """Refuses a captured inside that leaves something behind, or that autocast has casts in.
+
+    Autocast casts a parameter once for all calls, and adds up gradients of the cast one.
+    """
+    if capture.attributes.leaves_any or capture.read_values.check is not None:
+        msg = "it assigns attributes, or reads the values of tensors"
+        raise UnsupportedModelError(msg)
+    if capture.num_checkpoints or capture.non_differentiable_outputs:
+        msg = "it has checkpoints of its own, or outputs without a gradient"
+        raise UnsupportedModelError(msg)
+    if not (autocast_dtypes() and torch.is_autocast_cache_enabled()):
+        return
+    trained_ones = {name for name, each in module.named_parameters() if each.requires_grad}
+    for node, role in capture.inputs:
+        is_trained = role.kind is RoleKind.PARAMETER and role.name in trained_ones
+        if is_trained and any(user.target is _CAST for user in node.users):
+            msg = (
+                f"autocast casts {role.name} once for all calls. Give it in the type of the cast, "
+                "or autocast with cache_enabled=False"
+            )
+            raise UnsupportedModelError(msg)

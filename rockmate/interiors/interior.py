@@ -51,7 +51,7 @@ class CapturedInterior:
         self._runners: dict[int, Runner] = {}
         self._ways: Sequence[Way] = planned.ways
         self._watch = ModelWatch(module, step.capture.attributes)
-        self._modules, self._forwards = list(module.modules()), forwards_of(module)
+        self._watched_modules, self._forwards = list(module.modules()), forwards_of(module)
         switches = switches_of(module)
         self._switches = [(owner, name, getattr(owner, name)) for owner, name in switches]
 
@@ -77,7 +77,7 @@ class CapturedInterior:
             return False
         if any(getattr(owner, name, None) != value for owner, name, value in self._switches):
             return False
-        if has_hooks(self._modules):
+        if has_hooks(self._watched_modules):
             return False
         if self._outer and self._outer.now() != self._outer_values:
             return False

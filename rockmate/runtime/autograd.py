@@ -49,7 +49,7 @@ from torch.autograd.function import FunctionCtx
 
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.cuda import join_stream_at_end
-from rockmate._torch.engine import below_autograd, profiler_label
+from rockmate._torch.engine import below_autograd, has_saved_tensor_hooks, profiler_label
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
 from rockmate._torch.subclasses import at_path, is_subclassed, without_class
@@ -291,7 +291,9 @@ class PlannedStep(torch.autograd.Function):
         # Released by autograd after a backward without `retain_graph`.
         statics = runner.backward_statics.tensors(inputs)
         fields.save_for_backward(*statics, *aliases)
-        fields.addresses = addresses_of(statics) if program.recomputes else None
+        # The script's own hooks of saved tensors may give others back.
+        is_watched = program.recomputes and not has_saved_tensor_hooks()
+        fields.addresses = addresses_of(statics) if is_watched else None
         # Saved values and states, without saved outputs: None after such a backward.
         fields.saved, fields.moves = saved, moves
         # These refer to tensors of the caller's, and live as long as the function's node.

@@ -140,6 +140,7 @@ from rockmate._torch.members import (
     compiled_from,
     forward_hooks,
     has_accumulation_hooks,
+    has_global_hooks,
     has_tensor_hooks,
     is_compiled,
     is_compiled_in_place,
@@ -871,6 +872,16 @@ class TestMembers:
         assert list(forward_hooks(module)) == [handle.id]
         assert list(all_forward_hooks(module)) == [before.id, handle.id]
         assert other_hook_keys(module) == (before.id,)
+        assert not has_global_hooks()
+        for register in (
+            nn.modules.module.register_module_forward_hook,
+            nn.modules.module.register_module_forward_pre_hook,
+            nn.modules.module.register_module_full_backward_hook,
+            nn.modules.module.register_module_full_backward_pre_hook,
+        ):
+            everywhere = register(lambda *_: None)
+            assert has_global_hooks()
+            everywhere.remove()
         assert any(module_hooks_of(vars(module)))
 
     def test_hooks_of_a_tensor(self) -> None:

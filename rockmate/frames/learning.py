@@ -1,8 +1,9 @@
 """When insides of frames are captured, and for which steps.
 
 A capture and its trial take memory beside a step. So a step in which insides are captured holds
-nothing. It is one whose inputs have shapes that have come before, since each shape is captured by
-itself, and shapes that come once are not worth it.
+nothing, and it has to be possible to allocate the whole budget. It is one whose inputs have shapes
+that have come before, since each shape is captured by itself, and shapes that come once are not
+worth it.
 """
 
 from __future__ import annotations
@@ -68,18 +69,21 @@ class Learning:
         while len(self._shapes) > _REMEMBERED:
             self._shapes.popitem(last=False)
 
-    def begin_step(self, shapes: Hashable, needs: StepNeeds, scale: float) -> bool:
+    def begin_step(
+        self, shapes: Hashable, needs: StepNeeds, scale: float, *, is_short: bool
+    ) -> bool:
         """Whether the step that begins is to capture. If not, its needs take the ways of its shape.
 
         Args:
             shapes: of its inputs.
             needs: of a measured step.
             scale: size of the step relative to that one.
+            is_short: whether the budget cannot be allocated.
         """
         is_new = shapes not in self._shapes
         self.note_step(shapes)
         shape = self._present
-        if is_new or self._captures(shape, needs):
+        if is_new or (not is_short and self._captures(shape, needs)):
             needs.take_ways(0, {})
             return not is_new
         ways = {}

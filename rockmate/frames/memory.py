@@ -161,7 +161,7 @@ class Memory:
         self.decision, self.room = Decision(), None
         if self.recorder is None and self.needs is not None and self.budget_bytes is not None:
             left_bytes = self.budget_bytes - held_bytes
-            available_bytes = self._available_bytes(self.budget_bytes)
+            available_bytes = self.available_bytes(self.budget_bytes)
             self.room = Room(self.needs, available_bytes, self.scale)
             if not self.is_learning:
                 self.decision = self.calls.decision(self.needs, self.menus, left_bytes, self.scale)
@@ -175,7 +175,7 @@ class Memory:
             regions = offer.recipe.regions if offer.recipe is not None else ()
             self._region_paths.setdefault(key.path, set()).update(each.path for each in regions)
 
-    def _available_bytes(self, budget_bytes: int) -> int:
+    def available_bytes(self, budget_bytes: int) -> int:
         """What frames that cannot give up anything, and those to come, may take.
 
         What they hold cannot be dropped when memory runs out, so it has to fit into what is free.

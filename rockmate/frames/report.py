@@ -78,8 +78,8 @@ class FramesReport:
         yield "smallest peak", size_text(self.minimum_bytes)
         yield (
             "frames",
-            f"{counts.num_frames}; {counts.num_dropped} gave up something, {counts.num_planned} ran "
-            f"as planned, {counts.num_kept} as in eager without hooks",
+            f"{counts.num_frames}; {counts.num_dropped} gave up something, "
+            f"{counts.num_planned} ran as planned, {counts.num_kept} as in eager without hooks",
         )
         yield (
             "made again",

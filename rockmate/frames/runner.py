@@ -106,8 +106,7 @@ class FrameRunner:
         self._replaced = ReplacedForwards()
         self._memory.part_s = part_cost_s()  # here, as both take memory that is no need of a step
         noting_cost()
-        self._num_calls: Counter[str] = Counter()
-        self._num_frames = 0
+        self._num_calls, self._num_frames = Counter[str](), 0
         self._measured = MeasuredSteps()
         self._recorded_size: StepSize | None = None
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
@@ -214,9 +213,10 @@ class FrameRunner:
         if needs is None:
             return known is not None
         scale = size.num_elements / max(1, needs.num_elements)
-        memory.scale = scale if known is not None else max(1.0, scale)
+        scale = memory.scale = scale if known is not None else max(1.0, scale)
         if self._learning is not None and known is not None:
-            memory.is_learning = self._learning.begin_step(shapes, needs, memory.scale)
+            short = memory.available_bytes(self._asked_bytes) < self._asked_bytes
+            memory.is_learning = self._learning.begin_step(shapes, needs, scale, is_short=short)
         if self._agreement is not None and needs.has_new_calls:
             needs.agree(self._agreement)
         memory.budget_bytes = self._asked_bytes

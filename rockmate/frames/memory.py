@@ -250,14 +250,17 @@ class Memory:
         has_room = self.room is not None and self.kept_bytes + num_bytes <= self.room.kept_bytes
         return num_bytes if has_room else None
 
-    def way_for(self, key: FrameKey, ways: Sequence[Way]) -> int | None:
-        """The number of the way in which a frame's captured inside runs; None if as in eager."""
-        if self.is_learning:
-            return least_way(ways)
+    def may_run_way(self, key: FrameKey) -> bool:
+        """Whether a frame runs in a way, if its inside is captured."""
         offer = self.decision.offers.get(key)
         is_eager = offer.way is None if offer is not None else key in self.decision.kept
-        if self.room is None or is_eager:
-            return None
+        return self.is_learning or (self.room is not None and not is_eager)
+
+    def way_for(self, key: FrameKey, ways: Sequence[Way]) -> int | None:
+        """The number of the way in which a frame runs; None if there is room for none."""
+        if self.is_learning or self.room is None:
+            return least_way(ways)
+        offer = self.decision.offers.get(key)
         return self.room.number_for(key, ways, offer and offer.way, self.kept_bytes)
 
     def begin_call(self, key: FrameKey, call_bytes: Callable[[], int]) -> None:

@@ -402,7 +402,7 @@ class FrameRunner:
         """A frame that gives up nothing later, and what runs; None if it is to have hooks."""
         memory = self._memory
         found = None
-        if self._learning is not None and memory.recorder is None:
+        if self._learning is not None and memory.may_run_way(key):
             found = self._learning.find(key.path, arguments)
         number = None if found is None else memory.way_for(key, found[0].ways)
         if found is not None and number is not None:

@@ -91,6 +91,11 @@ def switches_of(model: nn.Module) -> list[tuple[Any, str]]:
     return [(owner, name) for owner, name in switches if hasattr(owner, name)]
 
 
+def is_cache(value: Any) -> bool:
+    """Whether an argument is the key/value cache of a model, which its layers change."""
+    return any(each.__module__ == "transformers.cache_utils" for each in type(value).__mro__)
+
+
 def is_recording() -> bool:
     """Whether hooks of a Hugging Face model that is being called record what submodules return."""
     recorders = sys.modules.get("transformers.utils.output_capturing")

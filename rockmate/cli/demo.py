@@ -284,6 +284,7 @@ def _built(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeniz
         n_embd=options.width,
         bos_token_id=0,
         eos_token_id=0,
+        use_cache=False,
     )
     if options.width % config.n_head:
         msg = (

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate.capture.huggingface import is_cache
 from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.sample import read_sample, trace_sample
@@ -56,6 +57,7 @@ class CapturedInteriors:
         """
         self._clock = clock
         self._known: dict[str, dict[Hashable, CapturedInterior | None]] = {}
+        self._has_told_of_cache = False
         self._before: tuple[OuterValues, tuple[Any, ...]] | None = None
         self._costs: dict[Hashable, Cost] = {}
         self._by_structure: dict[Hashable, PlannedWays] = {}
@@ -84,6 +86,15 @@ class CapturedInteriors:
     def learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """See `rockmate.frames.interior.Interiors`."""
         known = self._known.setdefault(call.key.path, {})
+        if any(map(is_cache, (*arguments.args, *arguments.kwargs.values()))):
+            if not self._has_told_of_cache:
+                self._has_told_of_cache = True
+                logger.warning(
+                    "frames of %s and others run as in eager, slower than planned ones, since the "
+                    "model gives them its key/value cache, which training does not need: "
+                    "model.config.use_cache = False", call.key.path,
+                )  # fmt: skip
+            return
         try:
             check_arguments(call, arguments)
             tensors, signature = signature_of(arguments)

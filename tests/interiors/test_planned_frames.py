@@ -467,3 +467,23 @@ def test_what_a_forward_leaves_in_a_list_comes_once() -> None:
 
     counts: list[int] = []
     check(Net([CountingOutside(counts) for _ in range(4)]), 1.0, step)
+
+
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_model_that_hands_its_cache_to_its_layers_is_told_once(
+    use_cache: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        ids = torch.randint(64, (8, 24))
+        loss = module(input_ids=ids, labels=ids).loss
+        loss.backward()
+        return [loss.detach()]
+
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=32, n_embd=32, n_layer=4, n_head=2, use_cache=use_cache
+    )
+    module = check(transformers.GPT2LMHeadModel(config).train(), 0.4, step)
+    assert (num_planned(module) > 0) == (not use_cache)
+    told = [each for each in caplog.records if "use_cache = False" in each.getMessage()]
+    assert len(told) == int(use_cache)

@@ -86,6 +86,8 @@ class Learning:
         if is_new or (not is_short and self._captures(shape, needs)):
             needs.take_ways(0, {})
             return not is_new
+        if needs.ways_number == shape.number:
+            return False
         ways = {}
         for path, interior in shape.found.items():
             if path in self._with_copies:

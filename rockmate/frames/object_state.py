@@ -8,6 +8,7 @@ again in the backward, it reads what it read the first time, and its changes are
 from __future__ import annotations
 
 import enum
+import operator
 import pickle
 import random
 from collections import OrderedDict, deque
@@ -150,7 +151,7 @@ def _fill_dict(value: dict[Any, Any], content: Sequence[tuple[Any, Any]]) -> Non
 
 
 def _fill_list(value: list[Any] | deque[Any], content: Sequence[Any]) -> None:
-    if len(value) != len(content) or not all(map(_is_identical, value, content)):
+    if len(value) != len(content) or not all(map(operator.is_, value, content)):
         value.clear()
         value.extend(content)
 
@@ -167,10 +168,6 @@ def _fill_attributes(value: Any, content: Sequence[tuple[Any, Any]]) -> None:
 
 def _items(value: dict[Any, Any]) -> Sequence[tuple[Any, Any]]:
     return tuple(value.items())
-
-
-def _is_identical(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _is_same(one: Any, other: Any) -> bool:

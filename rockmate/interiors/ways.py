@@ -104,8 +104,8 @@ def _way_of(graph: Graph, schedule: Schedule, costs: Costs) -> PlannedWay:
     simulation = simulate(graph, schedule, costs)
     num_forward = len(schedule.forward)
     output_bytes = sum(each.num_bytes for each in graph.storages if each.is_output)
-    # Autograd adds a gradient to others of the same tensor while all that are returned are there.
     gradient_bytes = sum(each.num_bytes for each in graph.storages if each.is_tangent)
+    # Autograd adds a gradient to others of the same tensor while all that are returned are there.
     returned = [each.num_bytes for each in graph.storages if each.is_kept_to_end]
     end_bytes = sum(returned) + max(returned, default=0)
     live = simulation.live_bytes

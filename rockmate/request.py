@@ -117,7 +117,8 @@ class PlanRequest:
     ) -> PlannedCall:
         """The planned call; all ranks of a process group run the plan of the first."""
         call = self._call_within(session, budget)
-        plan = broadcast_plan(call.plan, step=session.step_text, request=(asked_for, self.strategy))
+        request = (asked_for, self.strategy, self.options.get("machine"))
+        plan = broadcast_plan(call.plan, step=session.step_text, request=request)
         return call if plan is call.plan else session.planned_call_of(plan)
 
     def _call_within(self, session: PlanningSession, budget: Budget) -> PlannedCall:

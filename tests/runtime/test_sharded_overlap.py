@@ -56,8 +56,9 @@ def flown_over(events: list[tuple[str, int]], kind: str) -> list[list[str]]:
 
 def check_trace(mesh: DeviceMesh) -> None:
     """All but the first gathers and all but the last reductions run beside work of a layer."""
-    for budget in (1.0, 0.45):
-        module = planned(fully_shard(net(), mesh), budget)
+    for budget in (1.0, 0.4):
+        # Estimated costs: measured ones of a busy machine let a gather fly over a slow small op.
+        module = planned(fully_shard(net(), mesh), budget, machine="cpu-avx2")
         module(batch()).backward()
         with Trace() as forward:
             loss = module(batch())
@@ -73,7 +74,7 @@ def check_trace(mesh: DeviceMesh) -> None:
         # The reduction of the layer before the embedding ends with the backward.
         assert all(WORK.intersection(each) for each in others[:-1])
         again = flown_over(backward.events, "gather")
-        assert bool(again) == (budget == 0.45)
+        assert bool(again) == (budget == 0.4)
         for each in again:
             # It has begun before the layer before has handed its gradients over.
             assert WORK.intersection(each)
@@ -102,6 +103,16 @@ def check_training(mesh: DeviceMesh) -> None:
     assert_equal(found, expected)
 
 
+def check_own_machine(mesh: DeviceMesh) -> None:
+    """A plan for another machine is not taken for one by measured times."""
+    plans = [
+        planned(fully_shard(net(), mesh), 0.45, machine=machine).plan
+        for machine in ("cpu-avx2", None, "cpu-avx2")
+    ]
+    assert plans[0].to_text() == plans[2].to_text()
+    assert plans[0].predicted_ms != plans[1].predicted_ms
+
+
 def check_two_forwards(mesh: DeviceMesh) -> None:
     """One backward of two forwards, and hooks that see each gradient once and whole."""
     found = []
@@ -120,7 +131,7 @@ def check_two_forwards(mesh: DeviceMesh) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
-CHECKS = [check_trace, check_training, check_two_forwards]
+CHECKS = [check_trace, check_training, check_own_machine, check_two_forwards]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[check.__name__ for check in CHECKS])

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rockmate.frames.call import Arguments, Call
-from rockmate.frames.way import Way
+from rockmate.frames.way import Surroundings, Way
 
 
 class Interior(Protocol):
@@ -20,8 +20,8 @@ class Interior(Protocol):
         """How it can run, of rising seconds."""
         ...
 
-    def expect_copies(self) -> None:
-        """Counts copies of the gradients of outputs, since they lie otherwise in memory."""
+    def expect(self, around: Surroundings) -> None:
+        """Counts the bytes of its ways within some surroundings."""
         ...
 
     def run(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:

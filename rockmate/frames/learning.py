@@ -8,9 +8,9 @@ worth it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,11 @@ import torch
 from torch import nn
 
 from rockmate.frames.call import Arguments, Call
+from rockmate.frames.handed_on import HandedOn
 from rockmate.frames.interior import Interior, Interiors
-from rockmate.frames.needs import StepNeeds
+from rockmate.frames.needs import FrameKey, StepNeeds
 from rockmate.frames.storages import tensors_in
+from rockmate.frames.way import Surroundings
 
 _MOST_STEPS = 3
 """Of one shape, that capture: a frame may seldom come, as LayerDrop leaves it out."""
@@ -44,23 +46,26 @@ class _Shape:
     number: int = 0
     num_left: int = _MOST_STEPS
     paths: set[str] = field(default_factory=set)
-    found: dict[str, Interior] = field(default_factory=dict)
+    found: defaultdict[str, list[Interior]] = field(default_factory=lambda: defaultdict(list))
 
 
 class Learning:
     """What is known of insides, and what is still to be captured."""
 
-    def __init__(self, interiors: Interiors) -> None:
+    def __init__(self, interiors: Interiors, model: nn.Module) -> None:
         """Nothing yet.
 
         Args:
             interiors: captures.
+            model: whose submodules are frames.
         """
-        self._interiors = interiors
+        self._interiors, self._model = interiors, model
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self._present = _Shape()
         self._num_captured = 0
-        self._with_copies: set[str] = set()  # paths to which gradients came in other layouts
+        self._around: defaultdict[str, Surroundings] = defaultdict(Surroundings)  # by path
+        self._tied: frozenset[int] = frozenset()  # parameters that have several names
+        self._handed_on = HandedOn()  # in the last step that captured
 
     def note_step(self, shapes: Hashable) -> None:
         """A step is measured, whose inputs have these shapes."""
@@ -84,16 +89,16 @@ class Learning:
         self.note_step(shapes)
         shape = self._present
         if is_new or (not is_short and self._captures(shape, needs)):
-            needs.take_ways(0, {})
+            needs.take_ways(0, {}, {})
             return not is_new
         if needs.ways_number == shape.number:
             return False
         ways = {}
-        for path, interior in shape.found.items():
-            if path in self._with_copies:
-                interior.expect_copies()
-            ways[path] = interior.ways
-        needs.take_ways(shape.number, ways, scale)
+        for path, interiors in shape.found.items():
+            for each in interiors:
+                each.expect(self._around[path])
+            ways[path] = interiors[-1].ways
+        needs.take_ways(shape.number, ways, self._handed_on.waiting(), scale)
         return False
 
     def _captures(self, shape: _Shape, needs: StepNeeds) -> bool:
@@ -106,11 +111,20 @@ class Learning:
             self._num_captured += 1
             shape.number = self._num_captured
         shape.num_left -= 1
+        self._handed_on = HandedOn()
+        named = self._model.named_parameters(remove_duplicate=False)
+        num_names = Counter(id(each) for _, each in named)
+        self._tied = frozenset(each for each, number in num_names.items() if number > 1)
         return True
 
     def watch(self, path: str, module: nn.Module) -> None:
         """A call begins whose inside is to be captured."""
         self._interiors.watch(path, module)
+
+    def note_frame(self, key: FrameKey, arguments: Arguments, output: Any) -> None:
+        """A frame of a step that captures has run, whether or not its inside is captured."""
+        given = tensors_in((arguments.args, arguments.kwargs))
+        self._handed_on.note(key, given, _differentiable(output))
 
     def take(self, call: Call, module: nn.Module, arguments: Arguments, output: Any) -> None:
         """Captures the inside of a call.
@@ -127,20 +141,30 @@ class Learning:
         found = self._interiors.find(path, arguments)
         if found is None:
             return
-        self._present.found[path] = found[0]
-        for each in tensors_in(output):
-            if each.grad_fn is not None:
-                each.register_hook(partial(self._note_gradient, path, _layout_of(each)))
+        if found[0] not in self._present.found[path]:
+            self._present.found[path].append(found[0])
+        if call.key.number or any(id(each) in self._tied for each in module.parameters()):
+            self._expect(path, adds_gradients=True)
+        for each in _differentiable(output):
+            each.register_hook(partial(self._note_gradient, path, _layout_of(each)))
 
     def _note_gradient(self, path: str, layout: Sequence[int], gradient: torch.Tensor) -> None:
         if _layout_of(gradient) != layout:
-            self._with_copies.add(path)
+            self._expect(path, copies_gradients=True)
+
+    def _expect(self, path: str, **changed: bool) -> None:
+        self._around[path] = replace(self._around[path], **changed)
 
     def find(
         self, path: str, arguments: Arguments
     ) -> tuple[Interior, Sequence[torch.Tensor]] | None:
         """See `Interiors.find`."""
         return self._interiors.find(path, arguments)
+
+
+def _differentiable(output: Any) -> list[torch.Tensor]:
+    """The tensors of an output that have a history."""
+    return [each for each in tensors_in(output) if each.grad_fn is not None]
 
 
 def _layout_of(tensor: torch.Tensor) -> list[int]:

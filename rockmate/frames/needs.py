@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,6 +40,7 @@ class Needs:
         seconds: that its forward takes.
         before_forward_bytes: live when its forward begins.
         before_backward_bytes: live when its backward begins.
+        waiting_bytes: of all these, outputs of other frames that their backwards read.
         ways: how it runs if its inside is captured.
     """
 
@@ -49,6 +51,7 @@ class Needs:
     seconds: float = 0.0
     before_forward_bytes: int = 0
     before_backward_bytes: int = 0
+    waiting_bytes: int = 0
     ways: Sequence[Way] = ()
 
     @property
@@ -62,6 +65,14 @@ class Needs:
             self.before_forward_bytes + way.forward_bytes,
             self.before_backward_bytes + way.backward_bytes,
         )
+
+    def add(self, num_bytes: int) -> None:
+        """Counts what is in memory beside all that was measured."""
+        self.forward_bytes += num_bytes
+        self.after_bytes += num_bytes
+        self.backward_bytes += num_bytes
+        self.before_forward_bytes += num_bytes
+        self.before_backward_bytes += num_bytes
 
     def least_before(self, after_bytes: int, *, only_ways: bool = False) -> int:
         """Bytes without which neither it nor what follows can run.
@@ -176,21 +187,23 @@ class StepNeeds:
         self.by_key[key] = replace(self.of(key))
         self.by_key = {each: self.by_key[each] for each in order}
         for each in following:
-            needs = self.by_key[each]
-            needs.forward_bytes += call_bytes
-            needs.after_bytes += call_bytes
-            needs.backward_bytes += call_bytes
-            needs.before_forward_bytes += call_bytes
-            needs.before_backward_bytes += call_bytes
+            self.by_key[each].add(call_bytes)
         self._taken.add(key)
         self.has_new_calls, self._least = True, None
 
-    def take_ways(self, number: int, ways: Mapping[str, Sequence[Way]], scale: float = 1.0) -> None:
+    def take_ways(
+        self,
+        number: int,
+        ways: Mapping[str, Sequence[Way]],
+        waiting: Mapping[FrameKey, Sequence[FrameKey]],
+        scale: float = 1.0,
+    ) -> None:
         """Takes how calls run whose insides are captured.
 
         Args:
             number: of what follows; the same one stands for the same ways.
             ways: by the paths of calls; others have none.
+            waiting: for a call, others whose outputs are there beside it if they are read again.
             scale: size of the step that they belong to, relative to this one.
         """
         if number == self.ways_number:
@@ -198,8 +211,16 @@ class StepNeeds:
         self.ways_number, self._least = number, None
         self._of_others.clear()
         scaled = {path: [way.scaled(1 / scale) for way in each] for path, each in ways.items()}
+        read_bytes = {
+            path: max((way.read_output_bytes for way in each), default=0)
+            for path, each in scaled.items()
+        }
         for key, needs in self.by_key.items():
             needs.ways = scaled.get(key.path, ())
+            others = waiting.get(key, ())
+            waiting_bytes = sum(read_bytes.get(each.path, 0) for each in others)
+            needs.add(waiting_bytes - needs.waiting_bytes)
+            needs.waiting_bytes = waiting_bytes
 
     def agree(self, agreement: Agreement) -> None:
         """Takes the largest needs of each call over all ranks. Collective."""
@@ -237,12 +258,32 @@ def _largest(several: Sequence[Needs]) -> Needs:
         max((each.seconds for each in several), default=0.0),
         max((each.before_forward_bytes for each in several), default=0),
         max((each.before_backward_bytes for each in several), default=0),
+        max((each.waiting_bytes for each in several), default=0),
         next((each.ways for each in several if each.ways), ()),
     )
 
 
+class _Label(NamedTuple):
+    """What a stretch of a recording is.
+
+    Attributes:
+        key: its frame.
+        what: which of the frame's needs; empty for none.
+        gradient_bytes: of new gradients when it begins.
+        is_first: whether it does not follow another one of the same need.
+    """
+
+    key: FrameKey
+    what: str
+    gradient_bytes: int
+    is_first: bool = True
+
+
 class StepRecorder:
     """Measures the needs of a step that holds nothing.
+
+    A gradient that the step makes counts until it is in `.grad`. There it is in later steps from
+    the start, or its parameter has none in them; either way it is no need of a frame.
 
     Attributes:
         has_ended: whether the backward of the step has run. What is allocated from then on does not
@@ -262,9 +303,31 @@ class StepRecorder:
         gc.collect()  # memory of before that is freed meanwhile would count as room
         self._recording = Recording(device)
         self._without_gradient = [each for each in parameters if each.grad is None]
-        # For each stretch after the first: its frame, which of its needs, and gradients so far.
-        self._labels: list[tuple[FrameKey, str, int]] = []
+        self._labels: list[_Label] = []  # of each stretch after the first
         self.saved: dict[FrameKey, tuple[int, float]] = {}
+        self._nodes = [
+            torch.autograd.graph.get_gradient_edge(each).node for each in self._without_gradient
+        ]
+        # Nodes and their hooks live as long as the script's graph; a recording must not.
+        recorder: weakref.ref[StepRecorder] = weakref.ref(self)
+        self._handles = [
+            node.register_hook(_noting_first(each, recorder))
+            for node, each in zip(self._nodes, self._without_gradient, strict=True)
+        ]
+
+    def note_gradient(self, num_bytes: int) -> None:
+        """A new gradient is in `.grad`: begins a new stretch of the same need."""
+        if self._labels and not self.has_ended:
+            last = self._labels[-1]
+            self._recording.mark()
+            gradient_bytes = last.gradient_bytes + num_bytes
+            self._labels.append(_Label(last.key, last.what, gradient_bytes, is_first=False))
+
+    def release(self) -> None:
+        """Leaves no hook behind."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes = [], []
 
     def mark(self, key: FrameKey, what: str) -> None:
         """Begins the stretch of one of a frame's needs; of none if `what` is empty."""
@@ -272,7 +335,7 @@ class StepRecorder:
             each.grad.nbytes for each in self._without_gradient if each.grad is not None
         )
         self._recording.mark()
-        self._labels.append((key, what, gradient_bytes))
+        self._labels.append(_Label(key, what, gradient_bytes))
 
     def end(self) -> None:
         """The backward has run."""
@@ -294,25 +357,43 @@ class StepRecorder:
         return not self._without_backward()
 
     def _without_backward(self) -> frozenset[FrameKey]:
-        begun = {key for key, what, _ in self._labels if what == "backward_bytes"}
-        return frozenset(key for key, *_ in self._labels if key not in begun)
+        begun = {each.key for each in self._labels if each.what == "backward_bytes"}
+        return frozenset(each.key for each in self._labels if each.key not in begun)
 
     def stop(self, num_elements: int) -> StepNeeds:
         """The needs; what `mark` has not seen is left out."""
+        self.release()
         stretches: list[Stretch] = self._recording.stop()[1:]
         without = self._without_backward()
         step = StepNeeds(num_elements=num_elements, without_backward=without)
-        for (key, what, gradient_bytes), stretch in zip(self._labels, stretches, strict=False):
+        for label, stretch in zip(self._labels, stretches, strict=False):
+            key, what, gradient_bytes, is_first = label
             needs = step.by_key.setdefault(key, Needs())
             if not what:
                 continue
             peak = max(getattr(needs, what), stretch.peak_bytes - gradient_bytes)
             setattr(needs, what, peak)
             before = f"before_{what}"
-            if what != "after_bytes":
+            if is_first and what != "after_bytes":
                 begin = max(getattr(needs, before), stretch.begin_bytes - gradient_bytes)
                 setattr(needs, before, begin)
         for key, (saved_bytes, seconds) in self.saved.items():
             needs = step.by_key.setdefault(key, Needs())
             needs.saved_bytes, needs.seconds = saved_bytes, seconds
         return step
+
+
+def _noting_first(
+    parameter: torch.Tensor, recorder: weakref.ref[StepRecorder]
+) -> Callable[..., None]:
+    """A hook that notes the first gradient of a parameter."""
+    is_new = True
+
+    def note(*_: Any) -> None:
+        nonlocal is_new
+        present, gradient = recorder(), parameter.grad
+        if is_new and present is not None and gradient is not None:
+            is_new = False
+            present.note_gradient(gradient.nbytes)
+
+    return note

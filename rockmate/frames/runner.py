@@ -102,7 +102,7 @@ class FrameRunner:
         self._memory.has_compiled_modules = has_compiled(model)
         can_plan = self._agreement is None and not self._memory.has_compiled_modules
         makes = interiors if can_plan else None
-        self._learning = None if makes is None else Learning(makes(self._memory.clock))
+        self._learning = makes and Learning(makes(self._memory.clock), model)
         self._replaced = ReplacedForwards()
         self._memory.part_s = part_cost_s()  # here, as both take memory that is no need of a step
         noting_cost()
@@ -159,6 +159,7 @@ class FrameRunner:
         """
         self.end_recording()
         if self._memory.recorder is not None:
+            self._memory.recorder.release()
             self._memory.recorder = None
             logger.info("a step was not measured: its forward ran in a thread of its own")
         if self._refusal is not None:
@@ -274,10 +275,8 @@ class FrameRunner:
         self._measured.add(size, needs)
         memory.needs, self._asked_bytes = needs, budget_bytes
         # Captured insides may need less than frames as in eager.
-        if self._learning is not None and budget_bytes >= needs.outside_bytes:
-            memory.budget_bytes = budget_bytes
-        else:
-            memory.budget_bytes = self._checked(budget_bytes, needs)
+        may_need_less = self._learning is not None and budget_bytes >= needs.outside_bytes
+        memory.budget_bytes = budget_bytes if may_need_less else self._checked(budget_bytes, needs)
 
     def _note_no_frames(self, size: StepSize) -> None:
         """A step without frames is not measured again, unless a larger one comes."""
@@ -363,12 +362,11 @@ class FrameRunner:
 
     def _run_frame(self, path: str, module: nn.Module, arguments: Arguments) -> Any:
         memory = self._memory
-        key = FrameKey(path, self._num_calls[path])
-        self._num_calls[path] += 1
-        self._num_frames += 1
-        order = self._num_frames
+        key, order = FrameKey(path, self._num_calls[path]), self._num_frames + 1
+        self._num_calls[path], self._num_frames = key.number + 1, order
         sizes = sizes_of(arguments)
         memory.begin_call(key, lambda: Call(key, module, arguments, memory).num_bytes)
+        capturing = self._learning if memory.is_learning else None
         unhooked = self._unhooked(key, arguments, sizes, order)
         if unhooked is not None:
             kept, run = unhooked
@@ -384,24 +382,26 @@ class FrameRunner:
                 self._roll_back(call)
             else:
                 kept.end_forward(output)
+                if capturing is not None:
+                    capturing.note_frame(key, arguments, output)
                 return output
-        if self._learning is not None and memory.is_learning:
-            self._learning.watch(path, module)
+        if capturing is not None:
+            capturing.watch(path, module)
         call = Call(key, module, arguments, memory)
         frame, output = self._run_with_hooks(call, module, arguments, order)
         memory.end_forward(frame, sizes)
-        if self._learning is not None and memory.is_learning:
+        if capturing is not None:
+            capturing.note_frame(key, arguments, output)
             alone = memory.foreign_random.put_back()
             with self._replaced.suspended(), memory.inside_frame(), alone:
-                self._learning.take(call, module, arguments, output)
+                capturing.take(call, module, arguments, output)
         return output
 
     def _unhooked(
         self, key: FrameKey, arguments: Arguments, sizes: Hashable, order: int
     ) -> tuple[KeptFrame, Callable[[], Any]] | None:
         """A frame that gives up nothing later, and what runs; None if it is to have hooks."""
-        memory = self._memory
-        found = None
+        memory, found = self._memory, None
         if self._learning is not None and memory.may_run_way(key):
             found = self._learning.find(key.path, arguments)
         number = None if found is None else memory.way_for(key, found[0].ways)

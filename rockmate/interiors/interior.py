@@ -12,7 +12,7 @@ from torch import nn
 from rockmate.capture.huggingface import switches_of
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.frames.replaced_forward import forwards_of
-from rockmate.frames.way import Way
+from rockmate.frames.way import Surroundings, Way
 from rockmate.graph.parameters import owner_names
 from rockmate.interiors.checks import has_hooks
 from rockmate.interiors.outer_values import OuterValues
@@ -60,12 +60,9 @@ class CapturedInterior:
         """See `rockmate.frames.interior.Interior`."""
         return self._ways
 
-    def expect_copies(self) -> None:
+    def expect(self, around: Surroundings) -> None:
         """See `rockmate.frames.interior.Interior`."""
-        self._ways = [
-            replace(way, backward_bytes=way.backward_bytes + way.output_gradient_bytes)
-            for way in self._planned.ways
-        ]
+        self._ways = [way.within(around) for way in self._planned.ways]
 
     def is_present(self, forward: Callable[..., Any]) -> bool:
         """Whether the submodule, its forwards, and what they read, are as they were.

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from rockmate.bound.solver_time import SolverTime
+from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
 from rockmate.frames.way import Way
 from rockmate.graph.blocks import Block, kind_of, wiring_of
@@ -103,23 +104,42 @@ def _schedules(step: CapturedStep, costs: Costs) -> Iterator[Schedule]:
 def _way_of(graph: Graph, schedule: Schedule, costs: Costs) -> PlannedWay:
     simulation = simulate(graph, schedule, costs)
     num_forward = len(schedule.forward)
-    output_bytes = sum(each.num_bytes for each in graph.storages if each.is_output)
+    read = {storage for index in schedule.backward for storage in graph.ops[index].reads}
+    outputs = [each for each in graph.storages if each.is_output]
+    output_bytes = sum(each.num_bytes for each in outputs)
+    read_output_bytes = sum(each.num_bytes for each in outputs if each in read)
     gradient_bytes = sum(each.num_bytes for each in graph.storages if each.is_tangent)
-    # Autograd adds a gradient to others of the same tensor while all that are returned are there.
-    returned = [each.num_bytes for each in graph.storages if each.is_kept_to_end]
-    end_bytes = sum(returned) + max(returned, default=0)
     live = simulation.live_bytes
+    # The simulation has all outputs and their gradients live to the end.
+    running_bytes = max(live[num_forward:], default=0) + read_output_bytes - output_bytes
+    returned_bytes, added_bytes = _returned_bytes(graph)
     way = Way(
         held_bytes=max(0, simulation.saved_bytes - output_bytes),
+        read_output_bytes=read_output_bytes,
         forward_bytes=max(live[:num_forward], default=0),
-        backward_bytes=max(
-            max(live[num_forward:], default=0) - output_bytes - gradient_bytes, end_bytes
-        ),
+        backward_bytes=max(running_bytes - gradient_bytes, returned_bytes),
+        added_bytes=added_bytes,
         output_gradient_bytes=gradient_bytes,
         again_s=_again_ms(schedule, costs) / 1e3,
         seconds=simulation.time_ms / 1e3,
     )
     return PlannedWay(way, schedule)
+
+
+def _returned_bytes(graph: Graph) -> tuple[int, int]:
+    """Bytes when the backward has ended, and with a parameter's gradient added to another.
+
+    All gradients that it returns are there while autograd adds up one of them. It may have to make
+    a third tensor for that, since the other one's memory, or this one's, may have further readers.
+    An argument may always have readers elsewhere.
+    """
+    inputs, parameters = (
+        [node.meta["val"].nbytes for node, role in graph.outputs if role.kind is kind]
+        for kind in (RoleKind.INPUT_GRADIENT, RoleKind.PARAMETER_GRADIENT)
+    )
+    kept_bytes = sum(each.num_bytes for each in graph.storages if each.is_kept_to_end)
+    most_of_inputs = max(inputs, default=0)
+    return kept_bytes + most_of_inputs, kept_bytes + max(parameters, default=most_of_inputs)
 
 
 def _again_ms(schedule: Schedule, costs: Costs) -> float:

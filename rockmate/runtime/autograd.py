@@ -383,10 +383,15 @@ def _write_updates(
 def _returned(
     runner: Runner, values: Sequence[torch.Tensor | None], place: int
 ) -> torch.Tensor | None:
-    """The gradient at a place of the backward's results as eager returns it; None if undefined."""
+    """The gradient at a place of the backward's results as eager returns it; None if undefined.
+
+    Autograd adds another gradient to it in place only if nothing else refers to its memory, and a
+    view refers to its base. `data` does not.
+    """
     gradient, wrapping = values[place], runner.program.gradients[place].wrapping
     if gradient is None or is_undefined(gradient):
         return None
+    gradient = gradient.data
     return gradient if wrapping is None else wrapping.wrap(gradient)
 
 

@@ -68,7 +68,7 @@ def test_garbage_of_before_is_no_room() -> None:
         for garbage_bytes in (0, 1 << 22):
             model = Attending()
             model.blocks.insert(3, Collecting())
-            module = framed(model, 0.8)
+            module = framed(model, 0.8, plan_frames=False)  # ways depend on times
             peak(partial(make_garbage, garbage_bytes))  # the profiler knows sizes that it has seen
             for _ in range(3):
                 module(torch.randn(2, 64, WIDTH)).square().mean().backward()
@@ -176,3 +176,37 @@ def test_steps_in_threads_of_their_own(where: str) -> None:
         return value.detach().requires_grad_()
 
     check(Chain("layerdrop"), loss_in_thread)
+
+
+class Heavy(nn.Module):
+    """Several layers with large weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(256, 256), nn.Tanh()) for _ in range(4)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.layers(x)
+
+
+def test_a_new_gradient_counts_until_it_is_in_place() -> None:
+    """As it does in later steps: the needs are those of a step that finds all gradients there."""
+    measured = []
+    for has_gradients in (False, True):
+        model = Attending()
+        model.blocks = nn.ModuleList(Heavy() for _ in range(4))
+        if has_gradients:
+            for each in model.parameters():
+                each.grad = torch.zeros_like(each)
+        module = framed(model, 0.9, plan_frames=False)
+        for _ in range(2):
+            module(torch.randn(8, 256)).square().mean().backward()
+        assert module.frames is not None
+        assert module.frames.needs is not None
+        measured.append(module.frames.needs.by_key)
+    new, known = measured
+    assert new.keys() == known.keys()
+    for key in new:
+        assert new[key].backward_bytes == known[key].backward_bytes
+        assert new[key].before_backward_bytes == known[key].before_backward_bytes

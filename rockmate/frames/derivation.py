@@ -205,7 +205,7 @@ class _Observed:
     def seconds_of(self, order: Sequence[int], caution: float = 1.0) -> float:
         """All that ops cost that run again."""
         again_s = sum(self._frame.seconds[at] for at in order)
-        noted_s = self._cost.noted_s * len(order)
+        noted_s = (self._cost.noted_s + self._cost.repeated_s) * len(order)
         return again_s + noted_s + caution * self._observing_s(self.regions_of(order))
 
     def _observing_s(self, regions: Sequence[Region] | None) -> float:

@@ -20,6 +20,7 @@ from rockmate.frames.derivation import TapedFrame
 from rockmate.frames.memory import Memory
 from rockmate.frames.menu import FrameProfile, Offer, PartKey, PartProfile
 from rockmate.frames.needs import FrameKey
+from rockmate.frames.noting_cost import noting_cost
 from rockmate.frames.part import Part, Result
 from rockmate.frames.regions import Region
 from rockmate.frames.saved import Saved
@@ -65,8 +66,7 @@ class Frame:
         self._num_calls: Counter[str] = Counter()
         self._taped: TapedSlots | None = None
         self._derived: Set[int] = frozenset()  # slots that their ops will make again
-        self._begin_s = 0.0
-        self.seconds = 0.0
+        self._begin_s = self._passed = self.seconds = 0.0
         self.offers: tuple[Offer, ...] = ()
         self.planned: Offer | None = None
         self.taken: Offer | None = None
@@ -136,8 +136,12 @@ class Frame:
         return 0 if self._taped is None else self._taped.tape.num_ops
 
     def _passed_s(self) -> float:
-        noting_s = 0.0 if self._taped is None else self._taped.tape.noting_s
-        return self._memory.clock() - self._begin_s - noting_s
+        passed_s = self._memory.clock() - self._begin_s
+        if self._taped is not None:
+            tape = self._taped.tape
+            passed_s -= tape.noting_s + len(tape.seconds) * noting_cost().unseen_s
+        self._passed = max(self._passed, passed_s)  # what noting takes is known on average only
+        return self._passed
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         keys, version = storages_of(tensor), version_of(tensor)

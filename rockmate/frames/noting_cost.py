@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from rockmate._torch.storage import version_of
+from rockmate._torch.storage import storage_id, version_of
 from rockmate.frames.saved import Saved
 from rockmate.frames.slots import Slot, Slots, checked
 from rockmate.frames.storages import HeldStorages, storages_of
@@ -32,6 +32,7 @@ class NotingCost(NamedTuple):
         begun_s: of a call in which ops begin to be seen.
         by_tape_s: of one that is noted, as far as the tape itself can see it.
         hook_s: of a tensor that is saved, read and released.
+        repeated_s: of one that runs again.
     """
 
     seen_s: float
@@ -39,6 +40,12 @@ class NotingCost(NamedTuple):
     begun_s: float
     by_tape_s: float = 0.0
     hook_s: float = 0.0
+    repeated_s: float = 0.0
+
+    @property
+    def unseen_s(self) -> float:
+        """Of an op that is noted, as far as the tape cannot see it: the way to the tape."""
+        return max(0.0, self.seen_s + self.noted_s - self.by_tape_s)
 
     def as_in_step(self, by_tape_s: float) -> NotingCost:
         """The cost within a step, where not only data are cold, but what predicts branches, too.
@@ -74,12 +81,15 @@ def noting_cost() -> NotingCost:
     num_pairs = _NUM_REPEATS * _NUM_ROUNDS
     pairs = [(_saving_s(), _saving_s(has_hooks=True)) for _ in range(num_pairs)]
     unhooked_s, hooked_s = map(min, zip(*pairs, strict=True))
+    again = [_again_s() for _ in range(num_pairs)]
+    run_s, repeated_s = map(min, zip(*again, strict=True))
     return NotingCost(
         seen_s=max(0.0, seen_s - plain_s),
         noted_s=max(0.0, noted_s - seen_s),
         begun_s=begun_s,
         by_tape_s=min(by_tape),
         hook_s=max(0.0, hooked_s - unhooked_s),
+        repeated_s=max(0.0, repeated_s - run_s),
     )
 
 
@@ -115,6 +125,22 @@ def _saving_s(*, has_hooks: bool = False) -> float:
     begin = time.thread_time()
     _ = torch.autograd.grad(result, x)
     return seconds + time.thread_time() - begin
+
+
+def _again_s() -> tuple[float, float]:
+    """Of an op that runs, and of one that a tape has run again."""
+    x = torch.zeros(1)
+    tape = Tape("", (storage_id(x),), time.thread_time)
+    with tape.observing():
+        _ = x.exp()
+    (made,) = tape.states_of_ops[0].outputs
+    seconds = []
+    for run in (x.exp, lambda: tape.make({made}, {})):
+        fill_caches()
+        begin = time.thread_time()
+        _ = run()
+        seconds.append(time.thread_time() - begin)
+    return seconds[0], seconds[1]
 
 
 def _begun_s() -> float:

@@ -21,7 +21,7 @@ from rockmate._torch.storage import storage_id, version_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.derivation import TapedFrame, derivations
 from rockmate.frames.frame import Frame
-from rockmate.frames.noting_cost import noting_cost
+from rockmate.frames.noting_cost import NotingCost, noting_cost
 from rockmate.frames.op_states import OpStates, StatesOfOp
 from rockmate.frames.saved import Saved
 from rockmate.frames.tape import Recipe, Tape
@@ -131,7 +131,8 @@ def test_derivations_grow_and_can_be_played() -> None:
             num_found += 1
             num_extra += each.extra_bytes > 0
             assert each.num_bytes == sum(frame.num_bytes[state] for state in each.states)
-            noted_s = len(each.order) * cost.noted_s + len(frame.states) * cost.seen_s
+            noted_s = len(each.order) * (cost.noted_s + cost.repeated_s)
+            noted_s += len(frame.states) * cost.seen_s
             ran_s = sum(frame.seconds[at] for at in each.order)
             assert each.seconds == pytest.approx(ran_s + noted_s)
             assert each.extra_bytes == played(frame, each.order, each.states)
@@ -187,7 +188,7 @@ def derived(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Frames whose ops have made something again."""
     monkeypatch.setattr(
         "rockmate.frames.derivation.noting_cost",
-        lambda: noting_cost()._replace(seen_s=0, noted_s=0, begun_s=0),
+        lambda: noting_cost()._replace(seen_s=0, noted_s=0, begun_s=0, repeated_s=0),
     )
     derivations.cache_clear()
     found: list[str] = []
@@ -315,3 +316,19 @@ def test_compiled_modules_have_no_tape(caplog: pytest.LogCaptureFixture) -> None
         False,
         None,
     )
+
+
+def test_the_way_to_a_tape_is_no_time_of_a_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frames that a tape has seen take as long as others, not the double."""
+    monkeypatch.setattr("rockmate.frames.frame.noting_cost", lambda: NotingCost(1e9, 0.0, 0.0))
+    model = model_of()
+    module = RockmateModule(model, None, 0.5, mode="frames", on_infeasible="least")
+    for seed in range(2):
+        train(module, model, seed)
+    assert module.frames is not None
+    assert module.frames.needs is not None
+    needs = module.frames.needs.by_key.values()
+    assert needs
+    assert all(each.seconds < 1e-3 for each in needs), [each.seconds for each in needs]
+    assert NotingCost(3.0, 2.0, 0.0, by_tape_s=1.5).unseen_s == 3.5
+    assert NotingCost(1.0, 2.0, 0.0, by_tape_s=9.0).unseen_s == 0.0

@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from rockmate.frames.call import Arguments, Call
-from rockmate.frames.handed_on import HandedOn
 from rockmate.frames.interior import Interior, Interiors
-from rockmate.frames.needs import FrameKey, StepNeeds
+from rockmate.frames.needs import StepNeeds
 from rockmate.frames.storages import tensors_in
 from rockmate.frames.way import Surroundings
 
@@ -65,7 +64,6 @@ class Learning:
         self._num_captured = 0
         self._around: defaultdict[str, Surroundings] = defaultdict(Surroundings)  # by path
         self._tied: frozenset[int] = frozenset()  # parameters that have several names
-        self._handed_on = HandedOn()  # in the last step that captured
 
     def note_step(self, shapes: Hashable) -> None:
         """A step is measured, whose inputs have these shapes."""
@@ -89,7 +87,7 @@ class Learning:
         self.note_step(shapes)
         shape = self._present
         if is_new or (not is_short and self._captures(shape, needs)):
-            needs.take_ways(0, {}, {})
+            needs.take_ways(0, {})
             return not is_new
         if needs.ways_number == shape.number:
             return False
@@ -98,7 +96,7 @@ class Learning:
             for each in interiors:
                 each.expect(self._around[path])
             ways[path] = interiors[-1].ways
-        needs.take_ways(shape.number, ways, self._handed_on.waiting(), scale)
+        needs.take_ways(shape.number, ways, scale)
         return False
 
     def _captures(self, shape: _Shape, needs: StepNeeds) -> bool:
@@ -111,7 +109,6 @@ class Learning:
             self._num_captured += 1
             shape.number = self._num_captured
         shape.num_left -= 1
-        self._handed_on = HandedOn()
         named = self._model.named_parameters(remove_duplicate=False)
         num_names = Counter(id(each) for _, each in named)
         self._tied = frozenset(each for each, number in num_names.items() if number > 1)
@@ -120,11 +117,6 @@ class Learning:
     def watch(self, path: str, module: nn.Module) -> None:
         """A call begins whose inside is to be captured."""
         self._interiors.watch(path, module)
-
-    def note_frame(self, key: FrameKey, arguments: Arguments, output: Any) -> None:
-        """A frame of a step that captures has run, whether or not its inside is captured."""
-        given = tensors_in((arguments.args, arguments.kwargs))
-        self._handed_on.note(key, given, _differentiable(output))
 
     def take(self, call: Call, module: nn.Module, arguments: Arguments, output: Any) -> None:
         """Captures the inside of a call.
@@ -145,8 +137,9 @@ class Learning:
             self._present.found[path].append(found[0])
         if call.key.number or any(id(each) in self._tied for each in module.parameters()):
             self._expect(path, adds_gradients=True)
-        for each in _differentiable(output):
-            each.register_hook(partial(self._note_gradient, path, _layout_of(each)))
+        for each in tensors_in(output):
+            if each.grad_fn is not None:
+                each.register_hook(partial(self._note_gradient, path, _layout_of(each)))
 
     def _note_gradient(self, path: str, layout: Sequence[int], gradient: torch.Tensor) -> None:
         if _layout_of(gradient) != layout:
@@ -160,11 +153,6 @@ class Learning:
     ) -> tuple[Interior, Sequence[torch.Tensor]] | None:
         """See `Interiors.find`."""
         return self._interiors.find(path, arguments)
-
-
-def _differentiable(output: Any) -> list[torch.Tensor]:
-    """The tensors of an output that have a history."""
-    return [each for each in tensors_in(output) if each.grad_fn is not None]
 
 
 def _layout_of(tensor: torch.Tensor) -> list[int]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from rockmate._torch.allocator import Recording, Stretch
+from rockmate._torch.storage import StorageWeakRef
 from rockmate.frames.agreement import Agreement
+from rockmate.frames.storages import parts_of, tensors_in
 from rockmate.frames.way import Way
 
 _MUCH = 1.01
@@ -40,7 +43,7 @@ class Needs:
         seconds: that its forward takes.
         before_forward_bytes: live when its forward begins.
         before_backward_bytes: live when its backward begins.
-        waiting_bytes: of all these, outputs of other frames that their backwards read.
+        output_bytes: of all these, of outputs that captured insides read again.
         ways: how it runs if its inside is captured.
     """
 
@@ -51,7 +54,7 @@ class Needs:
     seconds: float = 0.0
     before_forward_bytes: int = 0
     before_backward_bytes: int = 0
-    waiting_bytes: int = 0
+    output_bytes: int = 0
     ways: Sequence[Way] = ()
 
     @property
@@ -100,6 +103,8 @@ class StepNeeds:
         ways_number: which ways the calls have; 0 for none.
         has_new_calls: whether calls have been added that ranks have not agreed on.
         without_backward: calls whose backward did not run in the step.
+        without_outputs: for a call, itself and others before it, if their outputs were free when it
+            ran. They are not where a backward of a captured inside is to read them.
     """
 
     by_key: dict[FrameKey, Needs] = field(default_factory=dict)
@@ -107,6 +112,7 @@ class StepNeeds:
     ways_number: int = 0
     has_new_calls: bool = False
     without_backward: frozenset[FrameKey] = frozenset()
+    without_outputs: Mapping[FrameKey, Set[FrameKey]] = field(default_factory=dict)
     _of_others: dict[FrameKey, Needs] = field(default_factory=dict)
     _taken: set[FrameKey] = field(default_factory=set)
     _least: tuple[int, dict[FrameKey, int]] | None = None
@@ -195,7 +201,6 @@ class StepNeeds:
         self,
         number: int,
         ways: Mapping[str, Sequence[Way]],
-        waiting: Mapping[FrameKey, Sequence[FrameKey]],
         scale: float = 1.0,
     ) -> None:
         """Takes how calls run whose insides are captured.
@@ -203,7 +208,6 @@ class StepNeeds:
         Args:
             number: of what follows; the same one stands for the same ways.
             ways: by the paths of calls; others have none.
-            waiting: for a call, others whose outputs are there beside it if they are read again.
             scale: size of the step that they belong to, relative to this one.
         """
         if number == self.ways_number:
@@ -217,10 +221,10 @@ class StepNeeds:
         }
         for key, needs in self.by_key.items():
             needs.ways = scaled.get(key.path, ())
-            others = waiting.get(key, ())
-            waiting_bytes = sum(read_bytes.get(each.path, 0) for each in others)
-            needs.add(waiting_bytes - needs.waiting_bytes)
-            needs.waiting_bytes = waiting_bytes
+            others = self.without_outputs.get(key, ())
+            output_bytes = sum(read_bytes.get(each.path, 0) for each in others)
+            needs.add(output_bytes - needs.output_bytes)
+            needs.output_bytes = output_bytes
 
     def agree(self, agreement: Agreement) -> None:
         """Takes the largest needs of each call over all ranks. Collective."""
@@ -258,7 +262,7 @@ def _largest(several: Sequence[Needs]) -> Needs:
         max((each.seconds for each in several), default=0.0),
         max((each.before_forward_bytes for each in several), default=0),
         max((each.before_backward_bytes for each in several), default=0),
-        max((each.waiting_bytes for each in several), default=0),
+        max((each.output_bytes for each in several), default=0),
         next((each.ways for each in several if each.ways), ()),
     )
 
@@ -304,6 +308,8 @@ class StepRecorder:
         self._recording = Recording(device)
         self._without_gradient = [each for each in parameters if each.grad is None]
         self._labels: list[_Label] = []  # of each stretch after the first
+        self._outputs: dict[FrameKey, list[StorageWeakRef]] = {}
+        self._without_outputs: defaultdict[FrameKey, set[FrameKey]] = defaultdict(set)
         self.saved: dict[FrameKey, tuple[int, float]] = {}
         self._nodes = [
             torch.autograd.graph.get_gradient_edge(each).node for each in self._without_gradient
@@ -336,6 +342,21 @@ class StepRecorder:
         )
         self._recording.mark()
         self._labels.append(_Label(key, what, gradient_bytes))
+        if what:
+            self._note_free_outputs(key)
+
+    def note_output(self, key: FrameKey, output: Any) -> None:
+        """What a frame has returned. Others may take it, or nobody."""
+        tensors = [part for each in tensors_in(output) for part in parts_of(each)]
+        self._outputs[key] = [StorageWeakRef(each.untyped_storage()) for each in tensors]
+
+    def _note_free_outputs(self, key: FrameKey) -> None:
+        """Notes which outputs are free, of a frame and those before it."""
+        for other, references in self._outputs.items():
+            if any(each.expired() for each in references):
+                self._without_outputs[key].add(other)
+            if other == key:
+                break
 
     def end(self) -> None:
         """The backward has run."""
@@ -365,7 +386,11 @@ class StepRecorder:
         self.release()
         stretches: list[Stretch] = self._recording.stop()[1:]
         without = self._without_backward()
-        step = StepNeeds(num_elements=num_elements, without_backward=without)
+        step = StepNeeds(
+            num_elements=num_elements,
+            without_backward=without,
+            without_outputs=self._without_outputs,
+        )
         for label, stretch in zip(self._labels, stretches, strict=False):
             key, what, gradient_bytes, is_first = label
             needs = step.by_key.setdefault(key, Needs())

@@ -382,16 +382,15 @@ class FrameRunner:
                 self._roll_back(call)
             else:
                 kept.end_forward(output)
-                if capturing is not None:
-                    capturing.note_frame(key, arguments, output)
                 return output
         if capturing is not None:
             capturing.watch(path, module)
         call = Call(key, module, arguments, memory)
         frame, output = self._run_with_hooks(call, module, arguments, order)
         memory.end_forward(frame, sizes)
+        if memory.recorder is not None:
+            memory.recorder.note_output(key, output)
         if capturing is not None:
-            capturing.note_frame(key, arguments, output)
             alone = memory.foreign_random.put_back()
             with self._replaced.suspended(), memory.inside_frame(), alone:
                 capturing.take(call, module, arguments, output)

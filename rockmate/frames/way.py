@@ -29,8 +29,8 @@ class Way:
         held_bytes: from its forward to its backward, without its outputs.
         read_output_bytes: of outputs that its backward reads.
         forward_bytes: peak of its forward.
-        backward_bytes: peak of its backward, with what it holds and outputs that it reads, without
-            gradients of its outputs.
+        backward_bytes: peak of its backward, with what it holds, without its outputs and their
+            gradients.
         added_bytes: of the end of its backward, while autograd adds a gradient of a parameter to
             another.
         output_gradient_bytes: of gradients of its outputs.

@@ -111,13 +111,13 @@ def _way_of(graph: Graph, schedule: Schedule, costs: Costs) -> PlannedWay:
     gradient_bytes = sum(each.num_bytes for each in graph.storages if each.is_tangent)
     live = simulation.live_bytes
     # The simulation has all outputs and their gradients live to the end.
-    running_bytes = max(live[num_forward:], default=0) + read_output_bytes - output_bytes
+    running_bytes = max(live[num_forward:], default=0) - output_bytes - gradient_bytes
     returned_bytes, added_bytes = _returned_bytes(graph)
     way = Way(
         held_bytes=max(0, simulation.saved_bytes - output_bytes),
         read_output_bytes=read_output_bytes,
         forward_bytes=max(live[:num_forward], default=0),
-        backward_bytes=max(running_bytes - gradient_bytes, returned_bytes),
+        backward_bytes=max(running_bytes, returned_bytes),
         added_bytes=added_bytes,
         output_gradient_bytes=gradient_bytes,
         again_s=_again_ms(schedule, costs) / 1e3,

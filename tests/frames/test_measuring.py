@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -14,13 +15,18 @@ from torch.nn import functional
 
 from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
-from rockmate.frames.needs import StepNeeds
+from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
 from rockmate.frames.step_size import MeasuredSteps, StepSize
+from rockmate.frames.way import Surroundings, Way
 from tests.frames.test_frames import Chain, batch, check, framed
 
 pytestmark = pytest.mark.model
 
 WIDTH = 32
+WAY = Way(
+    held_bytes=10, read_output_bytes=4, forward_bytes=20, backward_bytes=30, added_bytes=37,
+    output_gradient_bytes=5, again_s=0.0, seconds=0.5,
+)  # fmt: skip
 
 
 class Attention(nn.Module):
@@ -210,3 +216,38 @@ def test_a_new_gradient_counts_until_it_is_in_place() -> None:
     for key in new:
         assert new[key].backward_bytes == known[key].backward_bytes
         assert new[key].before_backward_bytes == known[key].before_backward_bytes
+
+
+def test_outputs_that_are_free_count_for_insides_that_read_them_again() -> None:
+    first, second, third = (FrameKey(name, 0) for name in "abc")
+    kept, freed = torch.ones(2), torch.ones(2)
+    recorder = StepRecorder(torch.device("cpu"), [])
+    for key, output in ((first, kept), (second, freed)):
+        recorder.mark(key, "forward_bytes")
+        recorder.note_output(key, (output,))
+    del output, freed
+    recorder.mark(third, "forward_bytes")
+    for key in (third, second, first):
+        recorder.mark(key, "backward_bytes")
+    recorder.end()
+    step = recorder.stop(1)
+    assert step.without_outputs == {third: {second}, second: {second}}
+    before = {key: replace(needs) for key, needs in step.by_key.items()}
+    for number in (1, 2):
+        step.take_ways(number, {"a": [WAY], "b": [WAY]})
+        for key, num_bytes in ((first, 0), (second, 4), (third, 4)):
+            needs, old = step.by_key[key], before[key]
+            assert needs.backward_bytes == old.backward_bytes + num_bytes
+            assert needs.before_backward_bytes == old.before_backward_bytes + num_bytes
+            assert needs.forward_bytes == old.forward_bytes + num_bytes
+            assert needs.after_bytes == old.after_bytes + num_bytes
+    step.take_ways(0, {})
+    assert step.by_key == before
+
+
+def test_a_way_takes_more_within_some_surroundings() -> None:
+    assert WAY.within(Surroundings()) == WAY
+    assert WAY.within(Surroundings(adds_gradients=True)).backward_bytes == 37
+    both = Surroundings(adds_gradients=True, copies_gradients=True)
+    assert WAY.within(both).backward_bytes == 42
+    assert WAY.scaled(2.0).read_output_bytes == 8

@@ -17,6 +17,7 @@ from rockmate._torch.allocator import Recording
 from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import has_saved_tensor_hooks
 from rockmate._torch.members import module_at
+from rockmate._torch.transforms import records_plainly
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
@@ -338,7 +339,7 @@ class FrameRunner:
         self, path: str, module: nn.Module, forward: Callable[..., Any]
     ) -> Callable[..., Any]:
         def framed(*args: Any, **kwargs: Any) -> Any:
-            is_plain = self._memory.is_inside or not torch.is_grad_enabled()
+            is_plain = self._memory.is_inside or not records_plainly()
             if is_plain or has_saved_tensor_hooks():  # a checkpoint keeps what is saved
                 return forward(*args, **kwargs)
             return self._run_frame(path, module, Arguments(forward, args, kwargs))
@@ -352,11 +353,10 @@ class FrameRunner:
 
         def parted(*args: Any, **kwargs: Any) -> Any:
             frame = self._running
-            if frame is None or frame.key.path != frame_path or not torch.is_grad_enabled():
+            if frame is None or frame.key.path != frame_path or not records_plainly():
                 return forward(*args, **kwargs)
             can_run = path in self._memory.part_paths(frame_path)
-            arguments = Arguments(forward, args, kwargs)
-            return frame.run_part(path, module, arguments, can_run=can_run)
+            return frame.run_part(path, module, Arguments(forward, args, kwargs), can_run=can_run)
 
         return parted
 
@@ -411,8 +411,8 @@ class FrameRunner:
         kept_bytes = memory.bytes_if_kept(key, sizes, order)
         if kept_bytes is None:
             return None
-        forward, args, kwargs = arguments
-        return KeptFrame(key, order, kept_bytes, memory), lambda: forward(*args, **kwargs)
+        kept = KeptFrame(key, order, kept_bytes, memory)
+        return kept, lambda: arguments.forward(*arguments.args, **arguments.kwargs)
 
     def _run_with_hooks(
         self, call: Call, module: nn.Module, arguments: Arguments, order: int

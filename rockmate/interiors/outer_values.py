@@ -48,6 +48,8 @@ class OuterValues:
         self._seen: set[int] = set()
         for each, forward in zip(module.modules(), forwards_of(module), strict=True):
             self._follow(getattr(forward, "__func__", forward), type(each))
+            for attribute in vars(each).values():  # an activation function, say
+                self._follow(attribute)
 
     def __bool__(self) -> bool:
         """Whether there is any."""

@@ -53,6 +53,7 @@ from rockmate._torch.engine import below_autograd, has_saved_tensor_hooks, profi
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
 from rockmate._torch.subclasses import at_path, is_subclassed, without_class
+from rockmate._torch.transforms import is_batched
 from rockmate.capture.roles import RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
@@ -310,7 +311,7 @@ class PlannedStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         runner = ctx.runner
-        _refuse_unsupported_backward(ctx)
+        _refuse_unsupported_backward(ctx, tangents)
         sink = _sink(ctx)
         backward = runner.backward_for(tangents)
         # The only holder of the saved values from here on.
@@ -386,12 +387,16 @@ def _returned(
     """The gradient at a place of the backward's results as eager returns it; None if undefined.
 
     Autograd adds another gradient to it in place only if nothing else refers to its memory, and a
-    view refers to its base. `data` does not.
+    view refers to its base. `data` does not. Where something else has that memory, a tangent or
+    the gradient of a tied value, autograd has to see that it is the same tensor: it would else put
+    it into several `.grad` without a copy.
     """
-    gradient, wrapping = values[place], runner.program.gradients[place].wrapping
+    program = runner.program
+    gradient, wrapping = values[place], program.gradients[place].wrapping
     if gradient is None or is_undefined(gradient):
         return None
-    gradient = gradient.data
+    if place in program.own_gradients:
+        gradient = gradient.data
     return gradient if wrapping is None else wrapping.wrap(gradient)
 
 
@@ -416,7 +421,7 @@ def _sink(ctx: Any) -> GradientSink:
     return GradientSink(ctx.owners, partial, fires_hooks=is_last, wrappings=wrappings, held=held)
 
 
-def _refuse_unsupported_backward(ctx: Any) -> None:
+def _refuse_unsupported_backward(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> None:
     if ctx.saved is None:
         msg = (
             "backward ran a second time through the same forward, whose values have been freed. "
@@ -428,5 +433,11 @@ def _refuse_unsupported_backward(ctx: Any) -> None:
         msg = (
             "create_graph=True asks for a second derivative, which a planned backward does not "
             "have. Use the plain model for it."
+        )
+        raise BackwardError(msg)
+    if any(each is not None and is_batched(each) for each in tangents):
+        msg = (
+            "is_grads_batched=True asks for several gradients at once, which a planned backward "
+            "does not have. Run one backward for each, or use the plain model."
         )
         raise BackwardError(msg)

@@ -11,6 +11,7 @@ it empties, the boxed calling convention: the caller's argument tuple would keep
 from __future__ import annotations
 
 import types
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,6 +86,7 @@ def emit(
         saved=tuple(saved),
         saved_outputs=_saved_outputs(results, saved_storages, graph.storage_of),
         gradients=tuple(role for _, role in gradients),
+        own_gradients=_own_gradients(gradients, saved_storages, graph.storage_of),
         accumulated=tuple(dict.fromkeys(accumulated_names(graph, schedule))),
         wrappings=_wrappings(graph),
         collectives=_collectives(graph, schedule, flights),
@@ -213,6 +215,22 @@ def _returned_gradients(graph: Graph) -> list[tuple[fx.Node, Role]]:
     if not graph.initial_gradients and not any(op.final_gradients for op in graph.ops):
         kinds.add(RoleKind.PARAMETER_GRADIENT)
     return [(node, role) for node, role in graph.outputs if role.kind in kinds]
+
+
+def _own_gradients(
+    gradients: Sequence[tuple[fx.Node, Role]],
+    saved: Sequence[Storage],
+    storage_of: Mapping[fx.Node, Storage],
+) -> frozenset[int]:
+    """See `Program.own_gradients`."""
+    storages = [storage_of[node] for node, _ in gradients]
+    numbers = Counter(storages)
+    others = set(saved)
+    return frozenset(
+        place
+        for place, storage in enumerate(storages)
+        if numbers[storage] == 1 and storage.producer is not None and storage not in others
+    )
 
 
 def _saved_storages(graph: Graph, schedule: Schedule) -> list[Storage]:

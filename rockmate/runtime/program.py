@@ -86,6 +86,8 @@ class Program:
             backward takes them.
         saved_outputs: positions in `saved` of values in the memory of an output.
         gradients: roles of the backward's results.
+        own_gradients: positions in `gradients` of those whose memory no other one has, nor a
+            tangent, a static or a saved value.
         accumulated: names of the parameters whose gradients the sink accumulates.
         wrappings: name of a parameter -> how to wrap its gradient, where it is a wrapper.
         collectives: the collectives in the order in which they run, in words, each with the name of
@@ -113,6 +115,7 @@ class Program:
     saved: tuple[Argument, ...]
     saved_outputs: tuple[int, ...]
     gradients: tuple[Role, ...]
+    own_gradients: frozenset[int]
     accumulated: tuple[str, ...]
     wrappings: Mapping[str, Wrapping]
     collectives: tuple[tuple[str, str], ...]

@@ -268,3 +268,36 @@ def test_switches_that_a_capture_turns_off(name: str) -> None:
         return plain_step(module, chain, number)
 
     check(Chain(Switched), step)
+
+
+def test_what_a_function_in_an_attribute_reads() -> None:
+    factors = [1.0]
+
+    class Scaled(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = lambda: factors[0]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.body(self.norm(x)) * self.factor()
+
+    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+        factors[0] = 2.0 if number > 4 else 1.0
+        return plain_step(module, chain, number)
+
+    check(Chain(Scaled), step)
+
+
+def test_blocks_and_layers_within_a_transform() -> None:
+    class Mapped(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.vmap(self.body)(self.norm(x)[:, None])[:, 0]
+
+    class Mapping(Chain):
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = 0.5 * block(x) + 0.5 * torch.vmap(block)(x[:, None])[:, 0]
+            return x
+
+    check(Chain(Mapped), is_planned=True)
+    check(Mapping(), is_planned=True)

@@ -13,7 +13,13 @@ from rockmate.frames.way import Surroundings, Way
 
 
 class Interior(Protocol):
-    """The inside of the calls of one submodule, for arguments of one signature."""
+    """The inside of the calls of one submodule, for arguments of one signature.
+
+    Attributes:
+        is_confirmed: whether gradients have come, and lie in memory as those of its trial.
+    """
+
+    is_confirmed: bool
 
     @property
     def ways(self) -> Sequence[Way]:
@@ -22,6 +28,15 @@ class Interior(Protocol):
 
     def expect(self, around: Surroundings) -> None:
         """Counts the bytes of its ways within some surroundings."""
+        ...
+
+    def confirm(self, place: int, gradient: torch.Tensor) -> bool:
+        """Whether its trial had a gradient of this layout. If not, it is used no more.
+
+        Args:
+            place: among the outputs that have a gradient.
+            gradient: of that one, in eager.
+        """
         ...
 
     def run(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:

@@ -95,13 +95,15 @@ class Learning:
         for path, interiors in shape.found.items():
             for each in interiors:
                 each.expect(self._around[path])
-            ways[path] = interiors[-1].ways
+            if _is_confirmed(interiors):
+                ways[path] = interiors[-1].ways
         needs.take_ways(shape.number, ways, scale)
         return False
 
     def _captures(self, shape: _Shape, needs: StepNeeds) -> bool:
         """Whether a step of a shape that has come before is to capture."""
-        if {key.path for key in needs.by_key} <= shape.paths:
+        unconfirmed = {path for path, found in shape.found.items() if not _is_confirmed(found)}
+        if {key.path for key in needs.by_key} <= shape.paths - unconfirmed:
             shape.num_left = 0
         if not shape.num_left or (not shape.number and self._num_captured == _MOST_SHAPES):
             return False
@@ -132,18 +134,36 @@ class Learning:
         self._interiors.learn(call, module, arguments)
         found = self._interiors.find(path, arguments)
         if found is None:
+            self._present.found.pop(path, None)
             return
-        if found[0] not in self._present.found[path]:
-            self._present.found[path].append(found[0])
+        interior, interiors = found[0], self._present.found[path]
+        if interior not in interiors:
+            interiors.append(interior)
         if call.key.number or any(id(each) in self._tied for each in module.parameters()):
             self._expect(path, adds_gradients=True)
-        for each in tensors_in(output):
-            if each.grad_fn is not None:
-                each.register_hook(partial(self._note_gradient, path, _layout_of(each)))
+        note = partial(self._note_gradient, path, interior, interiors)
+        outputs = [each for each in tensors_in(output) if each.grad_fn is not None]
+        for place, each in enumerate(outputs):
+            each.register_hook(partial(note, place, _layout_of(each)))
 
-    def _note_gradient(self, path: str, layout: Sequence[int], gradient: torch.Tensor) -> None:
+    def _note_gradient(
+        self,
+        path: str,
+        interior: Interior,
+        interiors: list[Interior],
+        place: int,
+        layout: Sequence[int],
+        gradient: torch.Tensor,
+    ) -> None:
+        """The gradient of an output has come.
+
+        Kernels round otherwise for another layout. So one that was not tried ends the use of the
+        inside, which is then captured again and tried with it.
+        """
         if _layout_of(gradient) != layout:
             self._expect(path, copies_gradients=True)
+        if not interior.confirm(place, gradient) and interior in interiors:
+            interiors.remove(interior)
 
     def _expect(self, path: str, **changed: bool) -> None:
         self._around[path] = replace(self._around[path], **changed)
@@ -151,8 +171,13 @@ class Learning:
     def find(
         self, path: str, arguments: Arguments
     ) -> tuple[Interior, Sequence[torch.Tensor]] | None:
-        """See `Interiors.find`."""
-        return self._interiors.find(path, arguments)
+        """See `Interiors.find`; None, too, as long as no backward has confirmed it."""
+        found = self._interiors.find(path, arguments)
+        return None if found is None or not found[0].is_confirmed else found
+
+
+def _is_confirmed(interiors: Sequence[Interior]) -> bool:
+    return bool(interiors) and interiors[-1].is_confirmed
 
 
 def _layout_of(tensor: torch.Tensor) -> list[int]:

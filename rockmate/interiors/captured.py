@@ -29,6 +29,7 @@ from rockmate.interiors.checks import (
     check_module,
     signature_of,
 )
+from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.interior import CapturedInterior
 from rockmate.interiors.outer_values import OuterValues
 from rockmate.interiors.outside import LeftOutside
@@ -60,6 +61,7 @@ class CapturedInteriors:
         self._has_told_of_cache = False
         self._before: tuple[OuterValues, tuple[Any, ...]] | None = None
         self._costs: dict[Hashable, Cost] = {}
+        self._layouts: dict[tuple[str, Hashable], GradientLayouts] = {}
         self._by_structure: dict[Hashable, PlannedWays] = {}
 
     def find(
@@ -98,21 +100,24 @@ class CapturedInteriors:
         try:
             check_arguments(call, arguments)
             tensors, signature = signature_of(arguments)
-            if signature in known or len(known) >= _MOST_SIGNATURES:
+            layouts = self._layouts.setdefault((call.key.path, signature), GradientLayouts())
+            if signature in known and not layouts.has_changed:
                 return
-            if not are_apart(tensors):
+            if len(known) - (signature in known) >= _MOST_SIGNATURES or not are_apart(tensors):
                 return
             known[signature] = None
-            known[signature] = self._learned(call, module, arguments)
+            known[signature] = self._learned(call, module, arguments, layouts)
         except Exception as error:  # noqa: BLE001 - whatever it is, the frame runs as in eager
             logger.info("%s is not planned, and runs as in eager: %s", call.key.path, error)
 
-    def _learned(self, call: Call, module: nn.Module, arguments: Arguments) -> CapturedInterior:
+    def _learned(
+        self, call: Call, module: nn.Module, arguments: Arguments, layouts: GradientLayouts
+    ) -> CapturedInterior:
         assert self._before is not None
         outer, outer_values = self._before
         check_module(module)
         check_effects(call, is_outside=outer.now() != outer_values)
-        run = partial(trained, call, module, clock=self._clock)
+        run = partial(trained, call, module, clock=self._clock, layouts=layouts)
         outside = LeftOutside()
         eager = run(_watched(arguments.forward, outside))
         if outside.found():
@@ -120,14 +125,14 @@ class CapturedInteriors:
         with call.again():  # buffers of its own: autograd holds the present ones
             step = _captured(module, arguments, eager)
         planned = self._planned(step)
-        interior = CapturedInterior(call.key.path, step, module, planned, outer)
+        interior = CapturedInterior(call.key.path, step, module, planned, outer, layouts)
         first, last = _forward_of(interior, 0), _forward_of(interior, len(planned.ways) - 1)
         was_tried = planned.was_tried
         trials = [run(each) for each in (first, last)]
-        difference = next(filter(None, map(eager.difference, trials)), None)
-        if difference:
-            msg = f"its {difference} would not be eager's bit for bit"
-            raise UnsupportedModelError(msg)
+        _check_bits(eager, trials)
+        for number in range(1, layouts.number):
+            others = [run(each, number=number) for each in (arguments.forward, first, last)]
+            _check_bits(others[0], others[1:])
         planned.take(eager_s=eager.seconds, fastest_s=trials[0].seconds)
         for _ in range(0 if was_tried else _NUM_TIMED):  # in turn
             planned.take(eager_s=run(arguments.forward).seconds, fastest_s=run(first).seconds)
@@ -140,6 +145,13 @@ class CapturedInteriors:
             costs = measure_costs(step.graph, known=self._costs)
             found = self._by_structure[structure] = PlannedWays(step, costs)
         return found
+
+
+def _check_bits(eager: Trial, trials: Sequence[Trial]) -> None:
+    difference = next(filter(None, map(eager.difference, trials)), None)
+    if difference:
+        msg = f"its {difference} would not be eager's bit for bit"
+        raise UnsupportedModelError(msg)
 
 
 def _forward_of(interior: CapturedInterior, number: int) -> Callable[..., Any]:

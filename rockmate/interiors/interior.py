@@ -11,10 +11,12 @@ from torch import nn
 
 from rockmate.capture.huggingface import switches_of
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
+from rockmate.errors import BackwardError
 from rockmate.frames.replaced_forward import forwards_of
 from rockmate.frames.way import Surroundings, Way
 from rockmate.graph.parameters import owner_names
 from rockmate.interiors.checks import has_hooks
+from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.outer_values import OuterValues
 from rockmate.interiors.ways import PlannedWays
 from rockmate.runtime.autograd import Runner
@@ -36,6 +38,7 @@ class CapturedInterior:
         module: nn.Module,
         planned: PlannedWays,
         outer: OuterValues,
+        layouts: GradientLayouts,
     ) -> None:
         """Writes no code yet.
 
@@ -45,7 +48,9 @@ class CapturedInterior:
             module: the submodule.
             planned: its schedules.
             outer: what its forward reads from outside.
+            layouts: of the gradients of outputs in its trial.
         """
+        self.is_confirmed, self._is_wrong, self._layouts = False, False, layouts
         self._path, self._step, self._module, self._planned = path, step, module, planned
         self._outer, self._outer_values = outer, outer.now()
         self._runners: dict[int, Runner] = {}
@@ -63,6 +68,15 @@ class CapturedInterior:
     def expect(self, around: Surroundings) -> None:
         """See `rockmate.frames.interior.Interior`."""
         self._ways = [way.within(around) for way in self._planned.ways]
+
+    def confirm(self, place: int, gradient: torch.Tensor) -> bool:
+        """See `rockmate.frames.interior.Interior`."""
+        is_tried = self._layouts.has(place, gradient)
+        if not is_tried:
+            self._layouts.add(place, gradient)  # for the next trial
+        self._is_wrong = self._is_wrong or not is_tried
+        self.is_confirmed = not self._is_wrong
+        return is_tried
 
     def is_present(self, forward: Callable[..., Any]) -> bool:
         """Whether the submodule, its forwards, and what they read, are as they were.
@@ -97,9 +111,22 @@ class CapturedInterior:
 
     def _new_runner(self, schedule: Schedule) -> Runner:
         program = emit(self._step.graph, schedule, owner_names(self._module))
-        return Runner(
+        runner = Runner(
             replace(program, num_in_flight=_ANY_NUMBER),
             self._module,
             name=self._path,
             way_out=f", or leave it whole: keep={[self._path]!r}",
         )
+        runner.check_tangents = self._check_tangents
+        return runner
+
+    def _check_tangents(self, tangents: Sequence[torch.Tensor | None]) -> None:
+        for place, each in enumerate(tangents):
+            if each is not None and not self._layouts.has(place, each):
+                msg = (
+                    f"the gradient of an output of {self._path} has strides {list(each.stride())}, "
+                    "others than in steps before: another loss, perhaps. Its planned backward "
+                    f"would round otherwise than eager's. Leave it whole: keep={[self._path]!r}, "
+                    "or call the plain model for such a step."
+                )
+                raise BackwardError(msg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
 from rockmate.frames.storages import storages_of, tensors_in
+from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.readers import contributions_noted
 
 _PIECE = 1 << 16
@@ -24,7 +26,7 @@ class Trial(NamedTuple):
         outputs: for each of its tensors layout, whether it has a gradient, which argument or output
             is the same tensor or has the same memory, and bits.
         contributions: for each argument and parameter with a gradient, the bits of what its readers
-            hand over, in the order in which they do.
+            hand over, in the order in which they do, and the strides of that of an argument.
         buffers: bits of each.
         random_state: bits of it, after the forward.
         seconds: of forward and backward.
@@ -32,7 +34,7 @@ class Trial(NamedTuple):
 
     structure: Structure
     outputs: tuple[Any, ...]
-    contributions: tuple[tuple[int, ...], ...]
+    contributions: tuple[Any, ...]
     buffers: tuple[int, ...]
     random_state: tuple[int, ...]
     seconds: float
@@ -46,7 +48,12 @@ class Trial(NamedTuple):
 
 
 def trained(
-    call: Call, module: nn.Module, forward: Callable[..., Any], clock: Callable[[], float]
+    call: Call,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    clock: Callable[[], float],
+    layouts: GradientLayouts,
+    number: int = 0,
 ) -> Trial:
     """Runs a forward and its backward in the state that a call began in, which then goes back.
 
@@ -57,6 +64,8 @@ def trained(
         module: its submodule.
         forward: what runs.
         clock: seconds.
+        layouts: of the gradients of outputs.
+        number: which of these.
     """
     given: list[torch.Tensor] = []
 
@@ -72,7 +81,9 @@ def trained(
         random_state = tuple(_bits(each) for each in _random_states(tensors))
         buffers = tuple([_bits(each) for each in module.buffers()])
         leaves = [*dict.fromkeys(each for each in given if each.requires_grad), *parameters]
-        contributions, backward_s = _contributions(tensors, leaves, clock)
+        contributions, backward_s = _contributions(
+            tensors, leaves, clock, partial(layouts.tangents, trial=number)
+        )
         outputs = tuple([
             (each.shape, each.stride(), each.dtype, each.requires_grad, same, _bits(each))
             for each, same in zip(tensors, _identities(given, tensors), strict=True)
@@ -82,21 +93,34 @@ def trained(
 
 
 def _contributions(
-    outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], clock: Callable[[], float]
-) -> tuple[tuple[tuple[int, ...], ...], float]:
+    outputs: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    clock: Callable[[], float],
+    tangents_for: Callable[..., Sequence[torch.Tensor]],
+) -> tuple[tuple[Any, ...], float]:
     """Bits of what arrives at each leaf, and seconds of the backward."""
     outputs = [each for each in outputs if each.requires_grad]
     generators = {each.device: torch.Generator(each.device) for each in outputs}
     for generator in generators.values():
         generator.manual_seed(0)
-    tangents = [
-        torch.empty_like(each).normal_(generator=generators[each.device]) for each in outputs
-    ]
+    tangents = tangents_for(outputs, generators)
     with contributions_noted(outputs, leaves) as found:
         begin_s = clock()
         _ = torch.autograd.grad(outputs, leaves, tangents, allow_unused=True)
         seconds = clock() - begin_s
-    return tuple([tuple(map(_bits, each)) for each in found]), seconds
+    compared = [
+        tuple([(_bits(each), _strides(leaf, each)) for each in gradients])
+        for leaf, gradients in zip(leaves, found, strict=True)
+    ]
+    return tuple(compared), seconds
+
+
+def _strides(leaf: torch.Tensor, gradient: torch.Tensor) -> tuple[int, ...]:
+    """Of an argument's gradient, since what made the argument rounds by them."""
+    if isinstance(leaf, nn.Parameter):
+        return ()
+    pairs = zip(gradient.stride(), gradient.shape, strict=True)
+    return tuple([stride for stride, size in pairs if size > 1])
 
 
 def _random_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

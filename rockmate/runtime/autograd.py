@@ -89,6 +89,7 @@ class Runner:
         non_differentiable: indices of outputs without a gradient.
         forward_statics: the statics that the forward reads.
         backward_statics: the statics that the backward reads.
+        check_tangents: is given the gradients of outputs, and may refuse them.
         backward: the backward with all tangents.
         input_gradients: index of an input -> position of its gradient in the backward's results.
         further_gradients: where each reader of an input has its gradient by itself, those after the
@@ -110,7 +111,7 @@ class Runner:
             way_out: what else a user may do about an error, after what can be done in any case.
         """
         self.program, self.name, self.way_out = program, name, way_out
-        self._model = model
+        self._model, self.check_tangents = model, _accept_tangents
         self.binding = Binding(model, program.tensor_names())
         self.pending = pending_steps_of(model)
         self.held = held_gradients_of(model)
@@ -312,6 +313,7 @@ class PlannedStep(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         runner = ctx.runner
         _refuse_unsupported_backward(ctx, tangents)
+        runner.check_tangents(tangents)
         sink = _sink(ctx)
         backward = runner.backward_for(tangents)
         # The only holder of the saved values from here on.
@@ -345,6 +347,10 @@ class _Backward:
         self.run = run
         # For each argument, its position among the sources of `_take_arguments`.
         self.order = program.order_of(arguments)
+
+
+def _accept_tangents(tangents: Sequence[torch.Tensor | None]) -> None:
+    """Gradients of outputs may have any layout."""
 
 
 def _may_be_needed_early(parameters: Iterable[torch.Tensor]) -> bool:
@@ -387,9 +393,8 @@ def _returned(
     """The gradient at a place of the backward's results as eager returns it; None if undefined.
 
     Autograd adds another gradient to it in place only if nothing else refers to its memory, and a
-    view refers to its base. `data` does not. Where something else has that memory, a tangent or
-    the gradient of a tied value, autograd has to see that it is the same tensor: it would else put
-    it into several `.grad` without a copy.
+    view refers to its base. `data` does not. Where something else has that memory, a tangent say,
+    autograd has to see the tensor itself: it would else put it into several `.grad`, uncopied.
     """
     program = runner.program
     gradient, wrapping = values[place], program.gradients[place].wrapping
@@ -437,7 +442,7 @@ def _refuse_unsupported_backward(ctx: Any, tangents: Sequence[torch.Tensor | Non
         raise BackwardError(msg)
     if any(each is not None and is_batched(each) for each in tangents):
         msg = (
-            "is_grads_batched=True asks for several gradients at once, which a planned backward "
-            "does not have. Run one backward for each, or use the plain model."
+            "is_grads_batched=True asks for several gradients at once. Run one backward for each, "
+            "or use the plain model."
         )
         raise BackwardError(msg)

@@ -165,7 +165,7 @@ from rockmate._torch.subclasses import (
     without_class,
     wrapped_parts,
 )
-from rockmate._torch.transforms import active_transform
+from rockmate._torch.transforms import active_transform, is_batched, records_plainly
 from rockmate._torch.version import check_torch_version
 
 CPU = torch.device("cpu")
@@ -446,6 +446,35 @@ def test_transforms_are_known_by_name() -> None:
         note(row)
     names = ["torch.func.grad", "torch.func.vmap", "torch.func.jvp", "torch.autograd.forward_ad"]
     assert seen == [None, *names]
+
+
+def test_transforms_have_tensors_of_their_own() -> None:
+    found: list[tuple[bool, bool]] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        found.append((records_plainly(), is_batched(x)))
+        return x.sum()
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+        @staticmethod
+        def backward(_: Any, gradient: torch.Tensor) -> torch.Tensor:  # pyright: ignore
+            note(gradient)
+            return 2 * gradient
+
+    note(torch.ones(2))
+    torch.func.vmap(note)(torch.ones(1, 2))
+    with torch.no_grad():
+        note(torch.ones(2))
+    x = torch.ones(2, requires_grad=True)
+    _ = torch.autograd.grad(Doubled.apply(x), x, torch.eye(2), is_grads_batched=True)
+    assert found[0] == (True, False)
+    assert not found[1][0]
+    assert found[2] == (False, False)
+    assert found[3][1]
 
 
 @pytest.mark.cuda

@@ -1,0 +1,105 @@
+"""Kernels round by the strides of a gradient, so a planned frame is tried with those it gets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import RockmateModule
+from rockmate.errors import BackwardError
+
+pytestmark = pytest.mark.model
+
+WIDTH, ROWS, STEPS = 13, 7, 8
+Loss = Callable[[Tensor], Tensor]
+LOSSES: dict[str, Loss] = {
+    "sum": lambda y: y.sum(),
+    "sum of rows": lambda y: y.sum(0).square().mean(),
+    "sum of columns": lambda y: y.sum(1).square().mean(),
+    "transposed": lambda y: (y.t().contiguous() * torch.arange(float(ROWS))).square().mean(),
+    "joined": lambda y: torch.cat([y, torch.ones(ROWS, 2)], 1).square().mean(),
+}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+class Convolved(nn.Module):
+    """The output is transposed; what it is added to is not, and so the gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.GELU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(x.t()[None])[0].t()
+
+
+class Positions(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = x + block(x)
+        return x
+
+
+def trained(module: nn.Module, model: nn.Module, losses: list[Loss]) -> list[Tensor]:
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    found: list[Tensor] = []
+    for loss in losses:
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        loss(module(x)).backward()
+        assert x.grad is not None
+        found += [
+            x.grad,
+            *(each.grad.clone() for each in model.parameters() if each.grad is not None),
+        ]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def framed(model: nn.Module) -> RockmateModule:
+    return RockmateModule(model, None, 0.5, mode="frames", on_infeasible="least")
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_that_hand_over_gradients_of_other_strides(name: str) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    other = copy.deepcopy(model)
+    module, losses = framed(other), [LOSSES[name]] * STEPS
+    assert all(map(torch.equal, trained(model, model, losses), trained(module, other, losses)))
+
+
+def test_frames_are_planned_with_a_gradient_of_other_strides() -> None:
+    torch.manual_seed(1)
+    model = Positions(*(Convolved() for _ in range(4)))
+    other = copy.deepcopy(model)
+    module, losses = framed(other), [lambda y: y.square().mean()] * STEPS
+    assert all(map(torch.equal, trained(model, model, losses), trained(module, other, losses)))
+    assert module.frames is not None
+    assert module.frames.counts.num_planned
+
+
+def test_another_loss_is_refused_rather_than_rounded_otherwise() -> None:
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    module = framed(model)
+    losses: list[Loss] = [lambda y: y.square().mean()] * STEPS
+    trained(module, model, losses)
+    assert module.frames is not None
+    assert module.frames.counts.num_planned
+    with pytest.raises(BackwardError, match="an output of 3"):
+        trained(module, model, [LOSSES["sum"]])

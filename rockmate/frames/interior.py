@@ -34,7 +34,7 @@ class Interior(Protocol):
         """Whether its trial had a gradient of this layout. If not, it is used no more.
 
         Args:
-            place: among the outputs that have a gradient.
+            place: among the tensors of the output.
             gradient: of that one, in eager.
         """
         ...

@@ -142,9 +142,9 @@ class Learning:
         if call.key.number or any(id(each) in self._tied for each in module.parameters()):
             self._expect(path, adds_gradients=True)
         note = partial(self._note_gradient, path, interior, interiors)
-        outputs = [each for each in tensors_in(output) if each.grad_fn is not None]
-        for place, each in enumerate(outputs):
-            each.register_hook(partial(note, place, _layout_of(each)))
+        for place, each in enumerate(tensors_in(output)):
+            if each.grad_fn is not None:
+                each.register_hook(partial(note, place, _layout_of(each)))
 
     def _note_gradient(
         self,

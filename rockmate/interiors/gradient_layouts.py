@@ -58,12 +58,14 @@ class GradientLayouts:
         """Random gradients of outputs for a trial.
 
         Args:
-            outputs: that have a gradient.
+            outputs: all of them; those without a history have no gradient.
             generators: of random numbers, by device.
             trial: its number.
         """
         found = []
         for place, each in enumerate(outputs):
+            if not each.requires_grad:
+                continue
             known = self._known[place][:trial]
             tangent = _empty(each, known[-1]) if known else torch.empty_like(each)
             tangent.normal_(generator=generators[each.device])

@@ -99,11 +99,11 @@ def _contributions(
     tangents_for: Callable[..., Sequence[torch.Tensor]],
 ) -> tuple[tuple[Any, ...], float]:
     """Bits of what arrives at each leaf, and seconds of the backward."""
-    outputs = [each for each in outputs if each.requires_grad]
     generators = {each.device: torch.Generator(each.device) for each in outputs}
     for generator in generators.values():
         generator.manual_seed(0)
     tangents = tangents_for(outputs, generators)
+    outputs = [each for each in outputs if each.requires_grad]
     with contributions_noted(outputs, leaves) as found:
         begin_s = clock()
         _ = torch.autograd.grad(outputs, leaves, tangents, allow_unused=True)

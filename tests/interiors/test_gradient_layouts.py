@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -103,3 +104,29 @@ def test_another_loss_is_refused_rather_than_rounded_otherwise() -> None:
     assert module.frames.counts.num_planned
     with pytest.raises(BackwardError, match="an output of 3"):
         trained(module, model, [LOSSES["sum"]])
+
+
+class Masked(Block):
+    """Returns tensors without a gradient, too, before the one with one."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y > 0, y.detach().sum(), y
+
+
+class Masking(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            mask, _, x = block(x)
+            x = x * mask
+        return x
+
+
+def test_outputs_without_a_gradient_come_first() -> None:
+    torch.manual_seed(1)
+    model = Masking(*(Masked() for _ in range(4)))
+    other = copy.deepcopy(model)
+    module, losses = framed(other), [LOSSES["sum of columns"]] * STEPS
+    assert all(map(torch.equal, trained(model, model, losses), trained(module, other, losses)))
+    assert module.frames is not None
+    assert module.frames.counts.num_planned

@@ -21,6 +21,7 @@ from rockmate.frames.call import Arguments, Call
 from rockmate.frames.interior import Interior, Interiors
 from rockmate.frames.needs import StepNeeds
 from rockmate.frames.storages import tensors_in
+from rockmate.frames.views import layout_of
 from rockmate.frames.way import Surroundings
 
 _MOST_STEPS = 3
@@ -144,7 +145,7 @@ class Learning:
         note = partial(self._note_gradient, path, interior, interiors)
         for place, each in enumerate(tensors_in(output)):
             if each.grad_fn is not None:
-                each.register_hook(partial(note, place, _layout_of(each)))
+                each.register_hook(partial(note, place, layout_of(each)))
 
     def _note_gradient(
         self,
@@ -160,7 +161,7 @@ class Learning:
         Kernels round otherwise for another layout. So one that was not tried ends the use of the
         inside, which is then captured again and tried with it.
         """
-        if _layout_of(gradient) != layout:
+        if layout_of(gradient) != layout:
             self._expect(path, copies_gradients=True)
         if not interior.confirm(place, gradient) and interior in interiors:
             interiors.remove(interior)
@@ -178,9 +179,3 @@ class Learning:
 
 def _is_confirmed(interiors: Sequence[Interior]) -> bool:
     return bool(interiors) and interiors[-1].is_confirmed
-
-
-def _layout_of(tensor: torch.Tensor) -> list[int]:
-    """Strides of the dimensions with more than one element."""
-    pairs = zip(tensor.stride(), tensor.shape, strict=True)
-    return [stride for stride, size in pairs if size > 1]

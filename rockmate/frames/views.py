@@ -25,3 +25,9 @@ class View(NamedTuple):
     def within(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor that lies so in the storage of another one, of the same type."""
         return tensor.as_strided(self.shape, self.stride, self.offset)
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides, 1 for dimensions of one element, where they do not matter."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple([stride if size > 1 else 1 for size, stride in pairs])

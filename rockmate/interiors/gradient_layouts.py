@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
+from rockmate.frames.views import layout_of
+
 _MOST_LAYOUTS = 4
 """Of the gradient of one output, beside that of the output."""
 
@@ -40,14 +42,14 @@ class GradientLayouts:
             place: of its output.
             gradient: that a backward in eager had.
         """
-        layout, known = _layout_of(gradient), self._known[place]
+        layout, known = layout_of(gradient), self._known[place]
         if layout not in known and len(known) < _MOST_LAYOUTS:
             known.append(layout)
             self.has_changed = True
 
     def has(self, place: int, gradient: torch.Tensor) -> bool:
         """Whether a trial had a gradient of this layout."""
-        return _layout_of(gradient) in self._tried[place]
+        return layout_of(gradient) in self._tried[place]
 
     def tangents(
         self,
@@ -70,7 +72,7 @@ class GradientLayouts:
             tangent = _empty(each, known[-1]) if known else torch.empty_like(each)
             tangent.normal_(generator=generators[each.device])
             found.append(tangent.expand(each.shape))
-            self._tried[place].add(_layout_of(found[-1]))
+            self._tried[place].add(layout_of(found[-1]))
         self.has_changed = False
         return found
 
@@ -79,9 +81,3 @@ def _empty(like: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
     """Of a size of one in each dimension in which all elements are the same."""
     sizes = [1 if step == 0 else size for size, step in zip(like.shape, layout, strict=True)]
     return torch.empty_strided(sizes, layout, dtype=like.dtype, device=like.device)
-
-
-def _layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides, 1 for dimensions in which they do not matter."""
-    pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    return tuple([stride if size > 1 else 1 for size, stride in pairs])

@@ -12,6 +12,7 @@ from torch import nn
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
 from rockmate.frames.storages import storages_of, tensors_in
+from rockmate.frames.views import layout_of
 from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.readers import contributions_noted
 
@@ -117,10 +118,7 @@ def _contributions(
 
 def _strides(leaf: torch.Tensor, gradient: torch.Tensor) -> tuple[int, ...]:
     """Of an argument's gradient, since what made the argument rounds by them."""
-    if isinstance(leaf, nn.Parameter):
-        return ()
-    pairs = zip(gradient.stride(), gradient.shape, strict=True)
-    return tuple([stride for stride, size in pairs if size > 1])
+    return () if isinstance(leaf, nn.Parameter) else layout_of(gradient)
 
 
 def _random_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

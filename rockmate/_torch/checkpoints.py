@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -48,26 +49,23 @@ def checkpoints_observed(
         region: makes the context of a call. It is told whether the call selects what it saves, and
             whether its recomputation restores the random state.
     """
-    generator, function = (
-        checkpoints._checkpoint_without_reentrant_generator,
-        checkpoints.CheckpointFunction,
-    )
-    without_policy, thread = checkpoints.noop_context_fn, threading.get_ident()
+    # Called by `checkpoint` itself; PyTorch 2.14 left the shorter name to other callers.
+    name = "_checkpoint_without_reentrant_generator"
+    name += "_impl" if hasattr(checkpoints, f"{name}_impl") else ""
+    generator, function = getattr(checkpoints, name), checkpoints.CheckpointFunction
+    signature, thread = inspect.signature(generator), threading.get_ident()
 
-    def observed(
-        fn: Any, preserve_rng_state: bool = True, context_fn: Any = without_policy,
-        determinism_check: str = "default", debug: bool = False, *rest: Any, **kwargs: Any,
-    ) -> Iterator[None]:  # fmt: skip
+    def observed(*args: Any, **kwargs: Any) -> Iterator[None]:
         if threading.get_ident() != thread:
-            yield from generator(
-                fn, preserve_rng_state, context_fn, determinism_check, debug, *rest, **kwargs
-            )
+            yield from generator(*args, **kwargs)
             return
-        context_fn, is_selective = _traceable(context_fn, without_policy)
-        with region(is_selective, preserve_rng_state), _without_debug():
-            yield from generator(
-                fn, preserve_rng_state, context_fn, determinism_check, False, *rest, **kwargs
-            )
+        call = signature.bind(*args, **kwargs)
+        call.apply_defaults()
+        options = call.arguments
+        options["context_fn"], is_selective = _traceable(options["context_fn"])
+        options["debug"] = False
+        with region(is_selective, options["preserve_rng_state"]), _without_debug():
+            yield from generator(*call.args, **call.kwargs)
 
     class PlainCall:
         @staticmethod
@@ -80,18 +78,18 @@ def checkpoints_observed(
             with region(False, preserve_rng_state), torch.set_grad_enabled(has_gradient):
                 return fn(*args)
 
-    checkpoints._checkpoint_without_reentrant_generator = observed
+    setattr(checkpoints, name, observed)
     checkpoints.CheckpointFunction = PlainCall  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
-        checkpoints._checkpoint_without_reentrant_generator = generator
+        setattr(checkpoints, name, generator)
         checkpoints.CheckpointFunction = function
 
 
-def _traceable(context_fn: Any, without_policy: Any) -> tuple[Any, bool]:
+def _traceable(context_fn: Any) -> tuple[Any, bool]:
     """What makes the contexts of a call in a form that can be traced, and whether they select."""
-    if context_fn is without_policy:
+    if context_fn is checkpoints.noop_context_fn:
         return context_fn, False
     forward, recomputation = context_fn()
     contexts = tuple(

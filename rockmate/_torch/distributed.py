@@ -92,7 +92,7 @@ def is_collective(target: Any) -> bool:
 
 def is_wait(target: Any) -> bool:
     """Whether an op waits for the result of a functional collective."""
-    return is_op(target) and str(target) == "_c10d_functional.wait_tensor.default"
+    return is_op(target) and str(target).startswith("_c10d_functional.wait_tensor")
 
 
 def wait_for(tensor: torch.Tensor) -> torch.Tensor:

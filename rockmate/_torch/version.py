@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-_OLDEST, _NEWEST = (2, 11), (2, 13)
+_OLDEST, _NEWEST = (2, 11), (2, 15)
 
 
 def check_torch_version(version: str = torch.__version__) -> None:

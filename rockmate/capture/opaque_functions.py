@@ -21,8 +21,6 @@ from rockmate.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
-_OWN = {"torch", "rockmate"}
-
 
 class FunctionCaller(nn.Module):
     """Stands for a function where a submodule is needed."""
@@ -130,8 +128,6 @@ class ForeignFunctions:
                     msg = f"calls of {cls.__qualname__} are not recorded yet"
                     raise UnsupportedModelError(msg)
                 return caller(*args)
-            if cls.__module__.partition(".")[0] in _OWN:
-                return run(*args)
             self.met[cls] = None
             try:
                 return run(*args)

@@ -1029,7 +1029,7 @@ def test_storage() -> None:
 
 def test_versions() -> None:
     check_torch_version()
-    with pytest.raises(ImportError, match=r"2\.11 to 2\.13"):
+    with pytest.raises(ImportError, match=r"2\.11 to 2\.15"):
         check_torch_version("2.10.1")
 
 

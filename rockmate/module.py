@@ -24,6 +24,7 @@ from rockmate.errors import (
     InvalidSampleError,
     NothingToTrainError,
     RockmateError,
+    SignatureMismatchError,
     UnsupportedModelError,
     advise_frames,
 )
@@ -97,10 +98,10 @@ class RockmateModule(nn.Module):
         plan: a plan for the same model and sample (`Plan.load`). Nothing is measured or solved.
         strategy: the planning strategy; see `Planner.plan`. The default finds the fastest plans.
         replan: True plans again, with a line in the log, when the module has changed (device,
-            dtype, added rows, frozen parameters, autocast, modes), when a call has other keywords
-            or shapes, or when an input begins to require a gradient. Shapes no larger than the
-            sample's reuse its schedule. False raises `SignatureMismatchError` instead. So does a
-            module that was given a `plan`.
+            dtype, added rows, frozen parameters, autocast, modes), when a call has other keywords,
+            constants or shapes, or when an input begins to require a gradient. Shapes no larger
+            than the sample's reuse its schedule. False raises `SignatureMismatchError` instead. So
+            does a module that was given a `plan`.
         larger: "plan" plans for a call with a tensor larger than the sample's, within the same
             bytes. "refuse" raises `SignatureMismatchError`.
         mode: "plan" captures the model and plans. "frames" does not: what calls of submodules save
@@ -178,6 +179,7 @@ class RockmateModule(nn.Module):
             options=planner_options,
         )
         self._plans = PlanCache(plain, request, replans=replan, refuses_larger=larger == "refuse")
+        self._plans.new_plans.hands_over = mode == "auto"
         if sample_input is not None:
             try:
                 self._plans.plan_for_sample(sample_input)
@@ -207,10 +209,10 @@ class RockmateModule(nn.Module):
 
     def _go_on_with_frames(self, error: RockmateError) -> None:
         """With mode "auto": leaves planning for frames; else raises."""
-        if self._make_frames is None:
-            if isinstance(error, InvalidSampleError):
-                raise error
-            advise_frames(error)
+        refused = isinstance(error, SignatureMismatchError) and self._plans.refuses_calls
+        if self._make_frames is None or refused:
+            if isinstance(error, UnsupportedModelError):
+                advise_frames(error)
             raise error
         left_out = self._plans.request.left_out_by_frames if self._plans.request else []
         logger.warning(
@@ -286,10 +288,10 @@ class RockmateModule(nn.Module):
         """The wrapped module's forward: planned in training, unchanged otherwise.
 
         Raises:
-            SignatureMismatchError: a training call differs from the sample in a constant, dtype or
-                device; a tensor is larger than the sample's and `larger` is "refuse"; or the call
-                or the module's state differs in any way, and the module was made with a plan or
-                with `replan=False`.
+            SignatureMismatchError: a training call differs from the sample in a dtype or device; a
+                tensor is larger than the sample's and `larger` is "refuse"; or the call or the
+                module's state differs in any way, and the module was made with a plan or with
+                `replan=False`.
             InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: the call, or the
                 changed module, cannot be planned for.
         """
@@ -334,7 +336,7 @@ class RockmateModule(nn.Module):
             except NothingToTrainError:
                 self._ungraded.add(args, kwargs)
                 return self._ungraded.run(self.original, args, kwargs)
-            except _CAPTURE_ERRORS as error:
+            except (*_CAPTURE_ERRORS, SignatureMismatchError) as error:
                 self._go_on_with_frames(error)
         assert self._frames is not None
         return self._frames.run(args, kwargs)

@@ -49,14 +49,13 @@ from rockmate.runtime.delegation import (
     take_special_methods,
     with_signature_of,
 )
-from rockmate.runtime.model_checks import refuse_transforms
+from rockmate.runtime.model_checks import refuse_transforms, refuse_uninitialized
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.runtime.ungraded import UngradedCalls
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["plan", "frames", "auto"]
-# A forward may also fail on a sample because it is traced.
 _CAPTURE_ERRORS = (UnsupportedModelError, InvalidSampleError)
 
 
@@ -181,6 +180,7 @@ class RockmateModule(nn.Module):
         self._plans = PlanCache(plain, request, replans=replan, refuses_larger=larger == "refuse")
         self._plans.new_plans.hands_over = mode == "auto"
         if sample_input is not None:
+            refuse_uninitialized(plain)
             try:
                 self._plans.plan_for_sample(sample_input)
             except _CAPTURE_ERRORS as error:

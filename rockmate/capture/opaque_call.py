@@ -436,15 +436,3 @@ def input_change_error(name: str) -> UnsupportedModelError:
         "(x = x.clone()), or leave a larger part of the model untraced."
     )
     return UnsupportedModelError(msg)
-
-
-@contextlib.contextmanager
-def nothing_saved() -> Iterator[None]:
-    """Runs with gradients on, and saves nothing for a backward."""
-
-    def refuse(_: Any) -> Tensor:
-        msg = "this run is never differentiated"
-        raise AssertionError(msg)
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
-        yield

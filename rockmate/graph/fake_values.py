@@ -80,7 +80,8 @@ def _with_statistics(target: Any, args: tuple[Any, ...], result: Any) -> Any:
     dtype, and 32 bits, in their place.
     """
     if target is _aten.native_group_norm_backward.default:  # the input's, whatever the statistics'
-        return (result[0].to(args[1].dtype), *result[1:])
+        of_input, *others = result  # None right on an input that needs none
+        return (of_input if of_input is None else of_input.to(args[1].dtype), *others)
     saved, running = _STATISTICS.get(target, ((), ()))
     if not saved:
         return result

@@ -14,9 +14,9 @@ package.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rockmate._torch.version import check_torch_version
+from rockmate._torch.version import is_check_skipped, is_tested, refuse_older
 
-check_torch_version()
+refuse_older()
 
 from rockmate.capture.opaque_functions import register_opaque  # noqa: E402
 from rockmate.costs.machine import Machine  # noqa: E402
@@ -37,6 +37,7 @@ from rockmate.errors import (  # noqa: E402
     SolverLimitError,
     UnknownNameError,
     UnsupportedModelError,
+    UntestedVersionError,
 )
 from rockmate.module import RockmateModule  # noqa: E402
 from rockmate.ops.value_mark import name, recompute, save  # noqa: E402
@@ -93,6 +94,7 @@ __all__ = [
     "Timeline",
     "UnknownNameError",
     "UnsupportedModelError",
+    "UntestedVersionError",
     "fit",
     "fully_shard",
     "name",
@@ -135,3 +137,9 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_LAZY_NAMES[name]), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
+
+
+if not is_tested() and not is_check_skipped():
+    from rockmate.checks.self_check import check_once
+
+    check_once()

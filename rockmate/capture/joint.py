@@ -35,6 +35,7 @@ from rockmate._torch.aot import (
 from rockmate._torch.fake import is_fake, results_corrected
 from rockmate.capture.attribute_access import AttributeState, attributes_kept
 from rockmate.capture.carried_attributes import forward_attributes
+from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoints
 from rockmate.capture.collectives import wait_for_collectives
 from rockmate.capture.compiled_model import uncompiled
@@ -99,7 +100,9 @@ def capture_joint(
             requires a gradient.
         UnsupportedModelError: the model cannot be captured as one static graph; the text names the
             line.
+        UntestedVersionError: PyTorch does not behave as a capture relies on.
     """
+    check_behaviour()
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
     clone = _cloned_with_strides if keeps_strides else torch.Tensor.clone
     tensors = [clone(each.detach()).requires_grad_(each.requires_grad) for each in tensors]

@@ -10,7 +10,7 @@ _OLDEST, _NEWEST = (2, 11), (2, 15)
 SKIP_CHECK = "ROCKMATE_SKIP_CHECK"
 
 
-def tested_versions() -> str:
+def known_range() -> str:
     """The range in words."""
     return f"{_text(_OLDEST)} to {_text(_NEWEST)}"
 

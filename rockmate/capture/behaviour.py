@@ -121,13 +121,15 @@ def _nodes() -> None:
     _expect(not arguments, "code of a graph keeps its arguments")
 
 
-def _resized(image: torch.Tensor) -> torch.Tensor:
-    return nn.functional.interpolate(image, scale_factor=2.0)
+class _Resized(nn.Module):
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor]:
+        return (nn.functional.interpolate(image, scale_factor=2.0).sum(),)
 
 
 def _whole_kernels() -> None:
-    with aot.without_decompositions(["upsample_nearest2d"]), torch.no_grad():
-        graph = make_fx(_resized, tracing_mode="fake", pre_dispatch=True)(torch.ones(1, 1, 2, 2))
+    image = torch.ones(1, 1, 2, 2, requires_grad=True)
+    with contextlib.ExitStack() as stack, aot.without_decompositions(["upsample_nearest2d"]):
+        graph, _ = aot.joint_graph(stack, _Resized(), [image])
     names = [str(node.target) for node in graph.graph.nodes]
     _expect(any("upsample_nearest2d" in name for name in names), "a formula of it is traced")
 

@@ -34,8 +34,8 @@ from rockmate._torch.aot import (
 )
 from rockmate._torch.fake import is_fake, results_corrected
 from rockmate.capture.attribute_access import AttributeState, attributes_kept
-from rockmate.capture.carried_attributes import forward_attributes
 from rockmate.capture.behaviour import check_behaviour
+from rockmate.capture.carried_attributes import forward_attributes
 from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoints
 from rockmate.capture.collectives import wait_for_collectives
 from rockmate.capture.compiled_model import uncompiled

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rockmate._torch.version import tested_versions
+from rockmate._torch.version import known_range
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.checks.cases import tiny_case
 from rockmate.checks.run import check_case
@@ -39,7 +39,7 @@ def check_once() -> None:
         "PyTorch %s is outside of the versions tested (%s); the self-check passed. `rockmate "
         "check` tries more.",
         torch.__version__,
-        tested_versions(),
+        known_range(),
     )
     try:
         passed.parent.mkdir(parents=True, exist_ok=True)

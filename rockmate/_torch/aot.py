@@ -104,6 +104,11 @@ def value_checks_as_ops() -> Iterator[None]:
         torch._check_tensor_all = check
 
 
+def check_values(condition: torch.Tensor, message: str) -> None:
+    """The check that `value_checks_as_ops` replaces, as model code calls it."""
+    torch._check_tensor_all(condition, lambda: message)
+
+
 @contextlib.contextmanager
 def linalg_checks_kept() -> Iterator[None]:
     """Has the op that raises for a singular matrix count as an effect, as from PyTorch 2.13 on.

@@ -34,6 +34,7 @@ from rockmate._torch.allocator import (
     workspace_bytes,
 )
 from rockmate._torch.aot import (
+    check_values,
     compile_flags,
     joint_graph,
     linalg_checks_kept,
@@ -166,7 +167,7 @@ from rockmate._torch.subclasses import (
     wrapped_parts,
 )
 from rockmate._torch.transforms import active_transform, is_batched, records_plainly
-from rockmate._torch.version import (
+from rockmate.torch_version import (
     is_check_skipped,
     is_tested,
     known_range,
@@ -423,7 +424,7 @@ class _Square(nn.Module):
 
 
 def _checked(values: torch.Tensor) -> torch.Tensor:
-    torch._check_tensor_all(values > 0, lambda: "not positive")
+    check_values(values > 0, "not positive")
     return values + 1
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-
-import torch
+import sys
+from importlib import metadata
 
 _OLDEST, _NEWEST = (2, 11), (2, 15)
 SKIP_CHECK = "ROCKMATE_SKIP_CHECK"
@@ -15,8 +15,15 @@ def known_range() -> str:
     return f"{_text(_OLDEST)} to {_text(_NEWEST)}"
 
 
-def is_tested(version: str = torch.__version__) -> bool:
+def installed_version() -> str:
+    """The version of PyTorch, which need not be imported for it."""
+    torch = sys.modules.get("torch")
+    return metadata.version("torch") if torch is None else torch.__version__
+
+
+def is_tested(version: str | None = None) -> bool:
     """Whether a version is a release within the tested range; nightly builds are none."""
+    version = version or installed_version()
     is_release = not any(word in version for word in ("dev", "a0", "rc"))
     return is_release and _OLDEST <= _release(version) <= _NEWEST
 
@@ -26,8 +33,9 @@ def is_check_skipped() -> bool:
     return os.environ.get(SKIP_CHECK, "") not in ("", "0")
 
 
-def refuse_older(version: str = torch.__version__) -> None:
+def refuse_older(version: str | None = None) -> None:
     """Raises `ImportError` for a version that lacks what this package calls."""
+    version = version or installed_version()
     if _release(version) < _OLDEST:
         msg = (
             f"rockmate needs torch {_text(_OLDEST)} or later and found {version}. Install a newer "

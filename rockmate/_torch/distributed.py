@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -186,7 +187,8 @@ def strided_shard(dim: int, num_cuts: int) -> Any:
 
 def num_cuts(tensor: Any, dim: int) -> int:
     """Into how many parts a `DTensor` is cut along a dimension."""
-    return tensor._spec.num_shards_map[dim]
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if getattr(placement, "dim", None) == dim)
 
 
 def timeout_s() -> float:

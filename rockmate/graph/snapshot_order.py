@@ -81,7 +81,7 @@ def _labels_of_given(step: _Step) -> list[str]:
 
 def _places(step: _Step) -> list[Any]:
     """For each op its place among those whose order counts."""
-    owner_of = {name: names[0] for names in _given_names(step) for name in names}
+    owner_of: dict[str, str] = {name: names[0] for names in _given_names(step) for name in names}
     seen: Counter[str] = Counter()
 
     def place(which: str) -> int:
@@ -91,7 +91,10 @@ def _places(step: _Step) -> list[Any]:
     return [
         (
             place("") if op.is_random or _runs_once(op) else 0,
-            [(name, place(owner_of.get(name, name))) for name in op.final_gradients],
+            [
+                (name, place(owner_of.get(name, name)))
+                for name in op.final_gradients
+            ],
         )
         for op in step.ops
     ]

@@ -79,6 +79,17 @@ def is_gathered_by_fsdp(module: nn.Module) -> bool:
     return hasattr(module, "_fsdp_wrapped_module") or is_first
 
 
+def reduces_in_own_dtype() -> bool:
+    """Whether `fully_shard` adds gradients in their parameters' dtype where no other is asked for.
+
+    So it does from PyTorch 2.15 on. Before, it added them in the dtype of the gathered parameters.
+    The rule stands in this class, which is private, and nowhere else to be asked.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return hasattr(FSDPParam, "unsharded_grad_dtype")
+
+
 def _is_sharded(tensor: Any) -> bool:
     return any(
         hasattr(each, "_fsdp_flattened") or hasattr(each, "device_mesh")

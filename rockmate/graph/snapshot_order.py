@@ -91,10 +91,7 @@ def _places(step: _Step) -> list[Any]:
     return [
         (
             place("") if op.is_random or _runs_once(op) else 0,
-            [
-                (name, place(owner_of.get(name, name)))
-                for name in op.final_gradients
-            ],
+            [(name, place(owner_of.get(name, name))) for name in op.final_gradients],
         )
         for op in step.ops
     ]

@@ -94,7 +94,7 @@ def value_checks_as_ops() -> Iterator[None]:
     """
 
     def assert_all(condition: torch.Tensor, message: Callable[[], str] | None = None) -> None:
-        torch._assert_async(condition.all())
+        torch.ops.aten._assert_async.default(condition.all())
 
     check = torch._check_tensor_all
     torch._check_tensor_all = assert_all

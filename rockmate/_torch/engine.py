@@ -16,6 +16,9 @@ import torch
 # passes through that layer, at 1 to 2 us an op. Version counters keep counting, which
 # `torch.inference_mode` stops.
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+_engine: Any = torch.autograd.Variable._execution_engine
+# Public from PyTorch 2.15 on.
+_queue_callback = getattr(torch.autograd.graph, "queue_callback", _engine.queue_callback)
 
 
 def keeps_graph() -> bool:
@@ -53,7 +56,7 @@ def is_asked_for(leaf_node: Any) -> bool:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls a function when the running backward has ended. Only a running one takes it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    _queue_callback(callback)
 
 
 class _AfterBackward:
@@ -111,9 +114,8 @@ def accumulate(
         gradients: one each.
         keys: from `dispatch_keys`, taken where ops pass through autograd. Hooks may need it.
     """
-    engine = torch.autograd.Variable._execution_engine
     with torch._C._ForceDispatchKeyGuard(*keys):
-        engine.run_backward(
+        _engine.run_backward(
             parameters,
             tuple(gradients),
             False,

@@ -7,7 +7,8 @@ and PyTorch uses them for its own needs alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -90,6 +91,27 @@ def after_backward(callback: Callable[[], None]) -> None:
 def has_saved_tensor_hooks() -> bool:
     """Whether somebody's hooks are on for what autograd saves: checkpoints, `save_on_cpu`."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore
+
+
+@contextlib.contextmanager
+def saving(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> Iterator[None]:
+    """`saved_tensors_hooks` that are none of the user's, as those of a checkpoint are not.
+
+    A selective checkpoint within, from PyTorch 2.15 on, warns of the user's hooks, and may give
+    them what it saves. It passes over hooks with this mark to those that were on before. There is
+    no public mark; older versions, which ask for none, read neither attribute. The user's pair goes
+    at the end, since the graph holds `pack`.
+    """
+    own: Any = partial(pack)
+    own._checkpoint_internal = True
+    own._user_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    with torch.autograd.graph.saved_tensors_hooks(own, unpack):
+        try:
+            yield
+        finally:
+            del own._user_hooks
 
 
 def dispatch_keys() -> tuple[Any, Any]:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
+from rockmate._torch.engine import saving
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError
 from rockmate.frames.call import Arguments, Call
@@ -90,7 +90,7 @@ class Frame:
             tape = Tape(self.key.path, constants, self._memory.clock, recipe)
             self._taped = TapedSlots(tape)
         self._begin_s = self._memory.clock()
-        with saved_tensors_hooks(self._pack, self._unpack), ExitStack() as stack:
+        with saving(self._pack, self._unpack), ExitStack() as stack:
             if self._taped is not None:
                 stack.enter_context(self._taped.observing(None))
             output = self._call.run()

@@ -82,9 +82,9 @@ def _labels_of_given(step: _Step) -> list[str]:
 def _places(step: _Step) -> list[Any]:
     """For each op its place among those whose order counts."""
     owner_of: dict[str, str] = {name: names[0] for names in _given_names(step) for name in names}
-    seen: Counter[str] = Counter()
+    seen: Counter[Any] = Counter()
 
-    def place(which: str) -> int:
+    def place(which: Any) -> int:
         seen[which] += 1
         return seen[which]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import subprocess
 import sys
 import time
@@ -110,6 +111,7 @@ from rockmate._torch.engine import (
     is_profiling,
     keeps_graph,
     profiler_label,
+    saving,
     will_execute,
 )
 from rockmate._torch.fake import (
@@ -784,6 +786,36 @@ class TestEngine:
         with torch.autograd.graph.save_on_cpu():
             assert has_saved_tensor_hooks()
         assert not has_saved_tensor_hooks()
+
+    @pytest.mark.parametrize("respects", [False, True])
+    def test_what_selective_checkpoints_save_goes_to_hooks_of_the_user(
+        self, respects: bool
+    ) -> None:
+        """If they respect hooks at all, which PyTorch 2.15 lets a call choose."""
+        torch_checkpoints = torch.utils.checkpoint
+        options: dict[str, Any] = {}
+        if (
+            "respect_saved_tensors_hooks"
+            in inspect.signature(torch_checkpoints.checkpoint).parameters
+        ):
+            options["respect_saved_tensors_hooks"] = respects
+        contexts = torch_checkpoints.create_selective_checkpoint_contexts
+        selected = functools.partial(contexts, [torch.ops.aten.sin.default])
+        x, users, own = torch.ones(3, requires_grad=True), [], []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: users.append(t) or t, lambda t: t),
+            saving(lambda t: own.append(t) or t, lambda t: t),
+        ):
+            total = torch_checkpoints.checkpoint(
+                lambda value: value.sin().exp(),
+                x,
+                use_reentrant=False,
+                context_fn=selected,
+                **options,
+            )
+        total.sum().backward()
+        assert len(users) == options.get("respect_saved_tensors_hooks", False)
+        assert own  # what the checkpoint is called with
 
     def test_a_backward_is_asked(self) -> None:
         values = torch.ones(2, requires_grad=True)

@@ -439,13 +439,11 @@ def input_change_error(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(msg)
 
 
-@contextlib.contextmanager
-def nothing_saved() -> Iterator[None]:
+def nothing_saved() -> contextlib.AbstractContextManager[None]:
     """Runs with gradients on, and saves nothing for a backward."""
 
     def refuse(_: Any) -> Tensor:
         msg = "this run is never differentiated"
         raise AssertionError(msg)
 
-    with saving(lambda _: None, refuse):
-        yield
+    return saving(lambda _: None, refuse)

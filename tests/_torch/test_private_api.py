@@ -74,6 +74,7 @@ from rockmate._torch.distributed import (
     own_part,
     rank_in,
     ranks_of,
+    reduces_in_own_dtype,
     start_all_reduce,
     start_gather,
     start_reduction,
@@ -684,6 +685,12 @@ class TestDistributed:
         )
         assert (num_cuts(tensor, 0), num_cuts(tensor, 1)) == (1, 1)
         assert strided_shard(0, 2).dim == 0
+
+
+def test_in_which_dtype_fully_shard_adds_gradients() -> None:
+    """`tests/runtime/test_fully_shard.py` compares the sums themselves."""
+    is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+    assert reduces_in_own_dtype() == is_new
 
 
 def test_a_group_of_ranks_that_are_not_there() -> None:

@@ -14,6 +14,7 @@ Names are loaded at their first use, and PyTorch with them. A saved plan runs wi
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rockmate._torch.version import is_check_skipped, is_tested, refuse_older
 from rockmate.errors import (
     BackwardError,
     InfeasibleBudgetError,
@@ -33,7 +34,6 @@ from rockmate.errors import (
     UnsupportedModelError,
     UntestedVersionError,
 )
-from rockmate.torch_version import is_check_skipped, is_tested, refuse_older
 
 if TYPE_CHECKING:
     from rockmate._torch.allocator import Timeline, timeline

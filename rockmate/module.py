@@ -35,7 +35,6 @@ from rockmate.plan_cache import PlanCache
 from rockmate.request import (
     PlanRequest,
     check_arguments,
-    check_model,
     check_larger,
     check_mode,
     checked_plan,
@@ -143,8 +142,7 @@ class RockmateModule(nn.Module):
         plan_frames: bool = True,
         **planner_options: Any,
     ) -> None:
-        check_model(model, sample_input, budget or memory_limit or plan)
-        check_arguments(budget, memory_limit, plan)
+        check_arguments(model, sample_input, budget, memory_limit, plan)
         check_mode(mode, keep, plan)
         check_on_infeasible(on_infeasible)
         check_larger(larger)

@@ -137,23 +137,6 @@ class PlanRequest:
         )
 
 
-def check_model(model: Any, sample_input: Any, budget: Any) -> None:
-    """Raises for a model that is none, and for a budget in the place of the sample."""
-    if not isinstance(model, nn.Module):
-        msg = (
-            f"the model is {reprlib.repr(model)}, a {type(model).__name__}; give an nn.Module. A "
-            "function can be the forward of one."
-        )
-        raise TypeError(msg)
-    if budget is None and isinstance(sample_input, int | float | str):
-        msg = (
-            f"{sample_input!r} stands in the place of the sample. Write RockmateModule(model, "
-            f"sample, {sample_input!r}), or without a sample RockmateModule(model, "
-            f"budget={sample_input!r})."
-        )
-        raise InvalidBudgetError(msg)
-
-
 def check_options(options: Collection[str], known: Collection[str]) -> None:
     """Raises `TypeError` for an option that there is not, with the nearest one."""
     for name in options:
@@ -164,11 +147,28 @@ def check_options(options: Collection[str], known: Collection[str]) -> None:
 
 
 def check_arguments(
-    budget: Budget | None, memory_limit: int | str | None, plan: Plan | None
+    model: Any,
+    sample_input: Any,
+    budget: Budget | None,
+    memory_limit: int | str | None,
+    plan: Plan | None,
 ) -> None:
-    """Raises for none or several of the three, and for a value that cannot be read."""
+    """Raises for a model that is none, a budget in the place of the sample, or no one bound."""
+    if not isinstance(model, nn.Module):
+        msg = (
+            f"the model is {reprlib.repr(model)}, a {type(model).__name__}; give an nn.Module. A "
+            "function can be the forward of one."
+        )
+        raise TypeError(msg)
     values = {"budget": budget, "memory_limit": memory_limit, "plan": plan}
     given = [name for name, value in values.items() if value is not None]
+    if not given and isinstance(sample_input, int | float | str):
+        msg = (
+            f"{sample_input!r} stands in the place of the sample. Write RockmateModule(model, "
+            f"sample, {sample_input!r}), or without a sample RockmateModule(model, "
+            f"budget={sample_input!r})."
+        )
+        raise InvalidBudgetError(msg)
     if not given:
         msg = (
             'budget None: give RockmateModule a budget (bytes, "6GiB", or a fraction in (0, 1]), '

@@ -14,7 +14,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ORDER = (
     "errors",
-    "torch_version",
     "_arrays",
     "extras",
     "progress",

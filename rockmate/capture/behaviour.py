@@ -20,10 +20,10 @@ from torch import fx, nn
 from rockmate._torch import aot, checkpoints, dispatch, engine, fake, functions, graphs
 from rockmate._torch.allocator import Recording, peak_beyond_result
 from rockmate._torch.pytree import tree_leaves
+from rockmate._torch.version import is_check_skipped
 from rockmate.capture.huggingface import known_masks
 from rockmate.capture.trace_state import no_random_state_set
 from rockmate.errors import UnsupportedModelError, UntestedVersionError
-from rockmate.torch_version import is_check_skipped
 
 _CPU = torch.device("cpu")
 _ROWS = torch.arange(6.0).view(2, 3)

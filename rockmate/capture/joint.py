@@ -100,9 +100,7 @@ def capture_joint(
             requires a gradient.
         UnsupportedModelError: the model cannot be captured as one static graph; the text names the
             line.
-        UntestedVersionError: PyTorch does not behave as a capture relies on.
     """
-    check_behaviour()
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
     clone = _cloned_with_strides if keeps_strides else torch.Tensor.clone
     tensors = [clone(each.detach()).requires_grad_(each.requires_grad) for each in tensors]
@@ -158,7 +156,12 @@ def _captured_with_values(
     untraced: Sequence[str],
     keeps_checkpoints: bool,
 ) -> Capture:
-    """The capture of a model, which may read values that follow from its call and buffers."""
+    """The capture of a model, which may read values that follow from its call and buffers.
+
+    Raises:
+        UntestedVersionError: PyTorch does not behave as a capture relies on.
+    """
+    check_behaviour()
     with uncompiled(model):
         try:
             return _captured(model, make, tensors, untraced, keeps_checkpoints)

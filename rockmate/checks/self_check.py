@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
+from rockmate._torch.version import known_range
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.checks.cases import tiny_case
 from rockmate.checks.run import check_case
 from rockmate.errors import UntestedVersionError
-from rockmate.torch_version import known_range
 
 logger = logging.getLogger(__name__)
 

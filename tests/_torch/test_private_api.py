@@ -170,7 +170,7 @@ from rockmate._torch.subclasses import (
     wrapped_parts,
 )
 from rockmate._torch.transforms import active_transform, is_batched, records_plainly
-from rockmate.torch_version import (
+from rockmate._torch.version import (
     is_check_skipped,
     is_tested,
     known_range,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rockmate.torch_version import is_tested, refuse_older
+from rockmate._torch.version import is_tested, refuse_older
 
 NIGHTLY = "3.7.0.dev20300101+cpu"
 IMPORT = f"""

@@ -86,6 +86,10 @@ class InvalidSampleError(RockmateError, ValueError):
     """
 
 
+class NothingToTrainError(InvalidSampleError):
+    """No output of a call requires a gradient."""
+
+
 class UnsupportedModelError(RockmateError, ValueError):
     """The model cannot be captured as one static graph, or holds an op that cannot be planned."""
 

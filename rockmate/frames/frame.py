@@ -235,7 +235,10 @@ class Frame:
                 each for each in self.offers
                 if each.num_bytes > taken.num_bytes or (each is last and each is not taken)
             )  # fmt: skip
-        return next(filter(self._can_give_up, following), None)
+        found = next(filter(self._can_give_up, following), None)
+        # A menu is of other calls of the path, which may have saved less: all of this one remains.
+        is_partly_held = self.taken is not None and self._num_prefix < len(self._slots)
+        return self.everything() if found is None and is_partly_held else found
 
     def _cannot_repeat(self) -> bool:
         return self._call.cannot_repeat or self._call.has_changed_inputs()

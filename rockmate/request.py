@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget
+from rockmate.costs.layout_check import captured_in_kernel_layouts, check_traced
 from rockmate.errors import InvalidBudgetError
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.offload.request import OffloadRequest
@@ -36,13 +37,19 @@ _CAPTURE_OPTIONS = (
 
 
 def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedCall:
-    """A plan that was made before, with the code that runs it; nothing is measured or solved.
+    """A plan that was made before, with the code that runs it; nothing is timed or solved.
 
     Raises:
         PlanMismatchError: the plan was made for another model or sample.
     """
     options: dict[str, Any] = {"hooked": "", **plan.options}
-    return capture_step(model, sample_input, **options).planned_call(plan)
+
+    def captured() -> CapturedStep:
+        step = capture_step(model, sample_input, **options)
+        check_traced(() if step.absence else step.capture.traced)
+        return step
+
+    return captured_in_kernel_layouts(captured).planned_call(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,6 +58,7 @@ from rockmate.capture.trace_state import (
     random_state_kept,
     tensors_kept,
 )
+from rockmate.capture.traced_calls import traced_calls
 from rockmate.capture.traced_forward import ModuleReplacedError, TracedForward
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
@@ -332,6 +333,7 @@ def _with_roles(
         forward.non_differentiable_outputs,
         read_values=forward.read_values,
         num_checkpoints=num_checkpoints(joint.graph),
+        traced=traced_calls(joint.graph),
     )
 
 

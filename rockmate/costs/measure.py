@@ -34,11 +34,13 @@ from rockmate.budget import size_text
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
+from rockmate.costs.layout_check import check_layouts
 from rockmate.costs.synthetic_inputs import InputPool, Layout, synthetic_value
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
-from rockmate.graph.ir import Graph, Op, SlicedMatmul, call_key
+from rockmate.graph.ir import Graph, Op, SlicedMatmul
 from rockmate.ops.collectives import is_communication
 from rockmate.ops.kernels import cross_entropy_backward
+from rockmate.ops.observed_layouts import call_key, observe
 
 _ADD = torch.ops.aten.add_.Tensor
 _ADD_PRODUCT = torch.ops.aten.addmm_.default
@@ -81,6 +83,7 @@ def measure_costs(
 
     Raises:
         InvalidSampleError: an op fails on inputs of the shapes and dtypes that the sample gives it.
+        KernelLayoutError: the graph has other layouts than kernels give; see `layout_check`.
         RockmateError: a profiler is running, or the device has no memory for a single op.
     """
     _refuse_profiler()
@@ -106,6 +109,10 @@ def measure_costs(
         _run_rounds(unknown, progress=progress)
     is_host_bound = sum(call.launch_ms for call in first) > sum(call.kernel_ms for call in first)
     costs.update({call.key: call.cost(is_host_bound=is_host_bound) for call in unknown})
+    check_layouts(
+        (f"{op.node.target} in {op.module or 'the model'}", op.call_key, op.node.meta["val"])
+        for op in graph.ops
+    )
 
     def total(calls: Sequence[_Call], further: Sequence[Sequence[_Call]]) -> tuple[Cost, ...]:
         pairs = zip(calls, further, strict=True)
@@ -317,6 +324,7 @@ class _Call:
             begin = cpu_seconds()
             result = target(*args, **kwargs)
             self.first_ms = (cpu_seconds() - begin) * 1e3
+            observe(self.key, result, args if is_op(target) else ())
             return _tracked_results(result, fake)
 
         measured_bytes = workspace_bytes(lambda: (run, made or self._make_call()), self.device)

@@ -23,7 +23,7 @@ from torch.fx.node import has_side_effect, map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from rockmate._torch.dispatch import ops_observed, outside_of_modes
-from rockmate._torch.fake import functional_part, is_plain
+from rockmate._torch.fake import functional_part, is_fake, is_plain
 from rockmate._torch.ops import OpOverload, schema_of
 from rockmate._torch.storage import storage_id
 from rockmate.errors import UnsupportedModelError
@@ -75,6 +75,17 @@ NO_VALUES = ReadValues()
 
 
 @dataclass(frozen=True, slots=True)
+class SampleValues:
+    """The tensors of a sample and the model's buffers by name, as they are before the trace.
+
+    Those on the meta device, and fake buffers, have no values.
+    """
+
+    inputs: Sequence[torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class _Known:
     """A tensor that follows from the call: the tracer's, its node, and the sample's value.
 
@@ -101,7 +112,7 @@ class ValueReader:
     def know_inputs(self, traced: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Takes the call's tensors, as the tracer passes them, and the sample's."""
         for index, (tensor, value) in enumerate(zip(traced, values, strict=True)):
-            self._learn(tensor, self._graph.placeholder(f"input_{index}"), _copy(value))
+            self._learn_given(tensor, self._graph.placeholder(f"input_{index}"), value)
 
     def know_buffers(
         self, traced: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
@@ -110,7 +121,7 @@ class ValueReader:
         for name, value in values.items():
             node = self._graph.placeholder(f"buffer_{len(self._names)}")
             self._names.append(name)
-            self._learn(traced[name], node, _copy(value))
+            self._learn_given(traced[name], node, value)
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -167,6 +178,10 @@ class ValueReader:
                 part_node = self._graph.call_function(_item_of, (part_node, index))
             self._learn(traced, part_node, part)
         return result
+
+    def _learn_given(self, traced: torch.Tensor, node: fx.Node, value: torch.Tensor) -> None:
+        if not (value.is_meta or is_fake(value)):
+            self._learn(traced, node, _copy(value).to(traced.device))
 
     def _learn_constant(self, tensor: torch.Tensor) -> None:
         """A tensor that the model's code makes of Python numbers; the tracer passes it as it is."""

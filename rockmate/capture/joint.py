@@ -162,10 +162,13 @@ def _captured_with_values(
     with uncompiled(model):
         try:
             return _captured(model, make, tensors, untraced, keeps_checkpoints)
-        except UnknownValueError:
+        except UnknownValueError as error:
             values = values or SampleValues(tensors, dict(model.named_buffers()))
             if any(map(is_fake, values.inputs)):
                 raise
+            if any(each.is_meta for each in values.inputs):
+                msg = f"{error} The sample is on the meta device: one on the CPU has the values."
+                raise UnknownValueError(msg) from error
             make = partial(make, sample=values)
             return _captured(model, make, tensors, untraced, keeps_checkpoints)
 

@@ -23,7 +23,7 @@ from torch.fx.node import has_side_effect, map_aggregate
 from torch.overrides import TorchFunctionMode
 
 from rockmate._torch.dispatch import ops_observed, outside_of_modes
-from rockmate._torch.fake import functional_part, is_fake, is_plain
+from rockmate._torch.fake import functional_part, is_plain
 from rockmate._torch.ops import OpOverload, schema_of
 from rockmate._torch.storage import storage_id
 from rockmate.errors import UnsupportedModelError
@@ -78,7 +78,7 @@ NO_VALUES = ReadValues()
 class SampleValues:
     """The tensors of a sample and the model's buffers by name, as they are before the trace.
 
-    Those on the meta device, and fake buffers, have no values.
+    Buffers on the meta device have no values.
     """
 
     inputs: Sequence[torch.Tensor]
@@ -112,7 +112,8 @@ class ValueReader:
     def know_inputs(self, traced: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Takes the call's tensors, as the tracer passes them, and the sample's."""
         for index, (tensor, value) in enumerate(zip(traced, values, strict=True)):
-            self._learn_given(tensor, self._graph.placeholder(f"input_{index}"), value)
+            node = self._graph.placeholder(f"input_{index}")
+            self._learn(tensor, node, _copy(value).to(tensor.device))
 
     def know_buffers(
         self, traced: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
@@ -121,7 +122,8 @@ class ValueReader:
         for name, value in values.items():
             node = self._graph.placeholder(f"buffer_{len(self._names)}")
             self._names.append(name)
-            self._learn_given(traced[name], node, value)
+            if not value.is_meta:
+                self._learn(traced[name], node, _copy(value).to(traced[name].device))
 
     @contextmanager
     def answering(self) -> Iterator[None]:
@@ -178,10 +180,6 @@ class ValueReader:
                 part_node = self._graph.call_function(_item_of, (part_node, index))
             self._learn(traced, part_node, part)
         return result
-
-    def _learn_given(self, traced: torch.Tensor, node: fx.Node, value: torch.Tensor) -> None:
-        if not (value.is_meta or is_fake(value)):
-            self._learn(traced, node, _copy(value).to(traced.device))
 
     def _learn_constant(self, tensor: torch.Tensor) -> None:
         """A tensor that the model's code makes of Python numbers; the tracer passes it as it is."""

@@ -37,6 +37,7 @@ from rockmate._torch.fake import results_corrected
 from rockmate.capture.fake_device import _GpuAttention
 from rockmate.capture.read_values import NO_VALUES, UnknownValueError
 from rockmate.errors import UnsupportedModelError
+from rockmate.graph.ir import Op
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.step import capture_step
 
@@ -44,6 +45,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FORMS = ("float32", "bfloat16", "autocast")
 _BUDGET = 0.6
 _HAS_CUDA = torch.version.cuda is not None
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 # --- the stub -------------------------------------------------------------------------------------
@@ -181,7 +183,9 @@ def planned_step(place: str, form: str, name: str) -> dict[str, Any]:
     fakes = FakeTensors(dtype)
     if place == "elsewhere":
         model = model.to(dtype)
-        planner = Planner(model, tree_map(lambda each: _converted(each, dtype), batch), machine="h200")
+        planner = Planner(
+            model, tree_map(lambda each: _converted(each, dtype), batch), machine="h200"
+        )
         plan = _tight_plan(planner)
     fakes.replace_in(model)
     batch = tree_map(fakes.of, batch)
@@ -191,7 +195,9 @@ def planned_step(place: str, form: str, name: str) -> dict[str, Any]:
             plan = _tight_plan(planner)
         with fakes.mode:
             step = replace(planner._step.in_form_of(plan), absence="")
-            module = RockmateModule.of(model, step.planned_call(plan))
+            # Fake tensors have no values to compare with the sample's.
+            planned = replace(step.planned_call(plan), read_values=NO_VALUES)
+            module = RockmateModule.of(model, planned)
 
     def call(callee: Callable[..., Any]) -> Callable[..., Any]:
         def within(**arguments: Any) -> Any:
@@ -214,7 +220,7 @@ def planned_step(place: str, form: str, name: str) -> dict[str, Any]:
         "num_gradients": len(ours),
         "num_recomputations": plan.schedule.num_recomputations(),
         "devices": sorted({str(op.device) for op in ops}),
-        "dtypes": sorted({str(op.node.meta["val"].dtype) for op in ops if _is_product(op)}),
+        "product_dtypes": sorted({_dtype(op) for op in ops if op.node.target in _PRODUCTS}),
         "cpu_bytes": sum(op.written_bytes for op in ops if op.device.type == "cpu"),
     }
 
@@ -239,8 +245,8 @@ def _tight_plan(planner: Planner) -> Plan:
         return planner.plan(planner.minimum_peak_bytes)
 
 
-def _is_product(op: Any) -> bool:
-    return op.node.target in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+def _dtype(op: Op) -> str:
+    return str(op.node.meta["val"].dtype).removeprefix("torch.")
 
 
 def _row(place: str, form: str, name: str) -> dict[str, Any]:
@@ -260,6 +266,9 @@ def _row(place: str, form: str, name: str) -> dict[str, Any]:
 def main() -> None:
     # The stub answers for a device; PyTorch must not initialize it to make fake tensors.
     torch.cuda.is_available = lambda: False
+    if not _HAS_CUDA:
+        torch.cuda.default_generators = (torch.Generator(),)
+        torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: None
     for line in sys.stdin:
         place, form, name = line.split()
         try:

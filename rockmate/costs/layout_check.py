@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from rockmate._torch.autocast import autocast_off
 from rockmate.capture.traced_calls import TracedCall
 from rockmate.costs.synthetic_inputs import synthetic_tensor
-from rockmate.errors import KernelLayoutError
+from rockmate.errors import KernelLayoutError, advise_frames
 from rockmate.ops.observed_layouts import differences, is_observed, observe
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ def captured_in_kernel_layouts(make: Callable[[], _Made]) -> _Made:
             return make()
         except KernelLayoutError as error:
             if error.differences <= tried:
+                advise_frames(error)
                 raise
             tried |= error.differences
             logger.info("captured again: %s", str(error).partition(". ")[0])

@@ -1,7 +1,7 @@
 """Planned steps of fake CUDA tensors on a machine without a GPU.
 
-PyTorch's own autograd engine, dispatcher and autocast run as on a GPU. Ops give fake tensors, in the
-layouts of kernels. An op that reads a value on the host raises, so a step that runs does not
+PyTorch's own autograd engine, dispatcher and autocast run as on a GPU. Ops give fake tensors, in
+the layouts of kernels. An op that reads a value on the host raises, so a step that runs does not
 synchronize.
 
 A preloaded library stands for the GPU. In a CUDA build it is the CUDA runtime of `cuda_stub.c`, and
@@ -182,10 +182,8 @@ def planned_step(place: str, form: str, name: str) -> dict[str, Any]:
     model, batch = _model(name), architectures.ARCHITECTURES[name].make_batch(0)
     fakes = FakeTensors(dtype)
     if place == "elsewhere":
-        model = model.to(dtype)
-        planner = Planner(
-            model, tree_map(lambda each: _converted(each, dtype), batch), machine="h200"
-        )
+        sample = tree_map(lambda each: _converted(each, dtype), batch)
+        planner = Planner(model.to(dtype), sample, machine="h200")
         plan = _tight_plan(planner)
     fakes.replace_in(model)
     batch = tree_map(fakes.of, batch)
@@ -275,7 +273,8 @@ def main() -> None:
             row = _row(place, form, name)
         except Exception:  # noqa: BLE001 - one architecture must not stop the others
             row = {"error": traceback.format_exc()[-3000:]}
-        print(json.dumps(row), flush=True)
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
     # The stub has no threads to join.
     os._exit(0)
 

@@ -155,7 +155,10 @@ def step_of(call: Callable[..., Any], batch: dict[str, Any], model: nn.Module) -
 
 
 def _described(value: Tensor) -> str:
-    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+    # Those of dimensions of one element stand for nothing.
+    sizes = zip(value.shape, value.stride(), strict=True)
+    strides = [stride for size, stride in sizes if size > 1]
+    return f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"
 
 
 @contextlib.contextmanager

@@ -52,7 +52,11 @@ def check_traced(calls: Iterable[TracedCall]) -> None:
         KernelLayoutError: as for `check_layouts`.
     """
     calls = [*calls]
-    unknown = [call for call in calls if not is_observed(call.key)]
+    # Fake CUDA tensors may be traced on a machine without a GPU.
+    can_run = torch.cuda.is_available()
+    unknown = [
+        each for each in calls if not is_observed(each.key) and can_run >= bool(each.cuda_devices)
+    ]
     cuda = sorted({index for call in unknown for index in call.cuda_devices})
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
         for call in unknown:

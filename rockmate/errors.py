@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -93,6 +94,19 @@ class UnsupportedModelError(RockmateError, ValueError):
     """The model cannot be captured as one static graph, or holds an op that cannot be planned."""
 
 
+class KernelLayoutError(UnsupportedModelError):
+    """Kernels lay results out otherwise than their fake tensors, on which the capture went.
+
+    Attributes:
+        differences: calls with both layouts. Another capture has the layouts of the kernels.
+    """
+
+    def __init__(self, text: str, differences: frozenset[object]) -> None:
+        """Takes the text, which names the first of the calls, and the differences."""
+        super().__init__(text)
+        self.differences = differences
+
+
 FRAMES_ADVICE = (
     "Or keep the budget without a captured graph: "
     'RockmateModule(model, None, budget, mode="frames").'
@@ -114,6 +128,31 @@ def frames_advised() -> Iterator[None]:
     except UnsupportedModelError as error:
         advise_frames(error)
         raise
+
+
+class UntestedVersionError(RockmateError, ImportError):
+    """An interface of PyTorch or transformers does not behave as this package relies on.
+
+    Attributes:
+        name: of the interface, with its module.
+    """
+
+    def __init__(self, name: str, found: str) -> None:
+        """Build the text.
+
+        Args:
+            name: of the interface.
+            found: what it did.
+        """
+        package = name.partition(".")[0]
+        version = getattr(sys.modules.get(package), "__version__", "")
+        super().__init__(
+            f"{name} does not behave as rockmate relies on in {package} {version}: {found}. A "
+            "captured step could silently differ from eager's. Install a version that "
+            "docs/reference/versions.md lists, or report this with the output of `rockmate check "
+            "--json`. ROCKMATE_SKIP_CHECK=1 goes on without the check."
+        )
+        self.name = name
 
 
 class MachineError(RockmateError, ValueError):

@@ -144,7 +144,7 @@ class RockmateModule(nn.Module):
         plan_frames: bool = True,
         **planner_options: Any,
     ) -> None:
-        check_arguments(budget, memory_limit, plan)
+        check_arguments(model, sample_input, budget, memory_limit, plan)
         check_mode(mode, keep, plan)
         check_on_infeasible(on_infeasible)
         check_larger(larger)
@@ -154,6 +154,7 @@ class RockmateModule(nn.Module):
         if mode != "plan":
             interiors = captured_interiors if plan_frames else None
             options = {"on_infeasible": on_infeasible, "keep": keep, "interiors": interiors}
+            options["is_fallback"] = mode == "auto"
             self._make_frames = partial(FrameRunner, plain, limit or budget, **options)  # pyright: ignore
         if mode == "frames" and self._make_frames is not None:
             if planner_options or strategy is not None:
@@ -325,7 +326,7 @@ class RockmateModule(nn.Module):
         self.__dict__["_num_runs"] += 1
         if not (self.training and torch.is_grad_enabled()):
             if self._frames is not None:
-                self._frames.end_recording()
+                self._frames.end_recording(only_finished=True)
             return self.original(*args, **kwargs)
         refuse_transforms()
         if self._ungraded.includes(args, kwargs):

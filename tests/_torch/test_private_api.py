@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from rockmate._torch.allocator import (
     workspace_bytes,
 )
 from rockmate._torch.aot import (
+    check_values,
     compile_flags,
     joint_graph,
     linalg_checks_kept,
@@ -72,6 +74,7 @@ from rockmate._torch.distributed import (
     own_part,
     rank_in,
     ranks_of,
+    reduces_in_own_dtype,
     start_all_reduce,
     start_gather,
     start_reduction,
@@ -109,6 +112,7 @@ from rockmate._torch.engine import (
     is_profiling,
     keeps_graph,
     profiler_label,
+    saving,
     will_execute,
 )
 from rockmate._torch.fake import (
@@ -118,6 +122,7 @@ from rockmate._torch.fake import (
     FakeTensorMode,
     ShapeEnv,
     functional_part,
+    hint_of,
     is_fake,
     is_plain,
     mode_of,
@@ -157,7 +162,14 @@ from rockmate._torch.members import (
 )
 from rockmate._torch.ops import is_op, schema_of
 from rockmate._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
-from rockmate._torch.storage import StorageWeakRef, base_of, storage_id, version_of, versions_of
+from rockmate._torch.storage import (
+    StorageWeakRef,
+    base_of,
+    bytes_of,
+    storage_id,
+    version_of,
+    versions_of,
+)
 from rockmate._torch.subclasses import (
     at_path,
     is_subclassed,
@@ -166,7 +178,13 @@ from rockmate._torch.subclasses import (
     wrapped_parts,
 )
 from rockmate._torch.transforms import active_transform, is_batched, records_plainly
-from rockmate._torch.version import check_torch_version
+from rockmate._torch.version import (
+    installed_version,
+    is_check_skipped,
+    is_tested,
+    known_range,
+    refuse_older,
+)
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -418,7 +436,7 @@ class _Square(nn.Module):
 
 
 def _checked(values: torch.Tensor) -> torch.Tensor:
-    torch._check_tensor_all(values > 0, lambda: "not positive")
+    check_values(values > 0, "not positive")
     return values + 1
 
 
@@ -678,6 +696,12 @@ class TestDistributed:
         assert strided_shard(0, 2).dim == 0
 
 
+def test_in_which_dtype_fully_shard_adds_gradients() -> None:
+    """`tests/runtime/test_fully_shard.py` compares the sums themselves."""
+    is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+    assert reduces_in_own_dtype() == is_new
+
+
 def test_a_group_of_ranks_that_are_not_there() -> None:
     with fake_group(8):
         assert torch.distributed.get_world_size() == 8
@@ -779,6 +803,36 @@ class TestEngine:
             assert has_saved_tensor_hooks()
         assert not has_saved_tensor_hooks()
 
+    @pytest.mark.parametrize("respects", [False, True])
+    def test_what_selective_checkpoints_save_goes_to_hooks_of_the_user(
+        self, respects: bool
+    ) -> None:
+        """If they respect hooks at all, which PyTorch 2.15 lets a call choose."""
+        torch_checkpoints = torch.utils.checkpoint
+        options: dict[str, Any] = {}
+        if (
+            "respect_saved_tensors_hooks"
+            in inspect.signature(torch_checkpoints.checkpoint).parameters
+        ):
+            options["respect_saved_tensors_hooks"] = respects
+        contexts = torch_checkpoints.create_selective_checkpoint_contexts
+        selected = functools.partial(contexts, [torch.ops.aten.sin.default])
+        x, users, own = torch.ones(3, requires_grad=True), [], []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: users.append(t) or t, lambda t: t),
+            saving(lambda t: own.append(t) or t, lambda t: t),
+        ):
+            total = torch_checkpoints.checkpoint(
+                lambda value: value.sin().exp(),
+                x,
+                use_reentrant=False,
+                context_fn=selected,
+                **options,
+            )
+        total.sum().backward()
+        assert len(users) == options.get("respect_saved_tensors_hooks", False)
+        assert own  # what the checkpoint is called with
+
     def test_a_backward_is_asked(self) -> None:
         values = torch.ones(2, requires_grad=True)
         total = _Asking.apply(values, _Asking.leaf).sum()
@@ -836,6 +890,7 @@ class TestFake:
         symbol = environment.create_symbol(5, ConstantSource("rows"), DimDynamic.DYNAMIC)
         size = environment.create_symintnode(symbol, hint=5)
         assert isinstance(size, torch.SymInt)
+        assert hint_of(size) == hint_of(5) == 5
 
 
 class TestGraphs:
@@ -1027,10 +1082,18 @@ def test_storage() -> None:
     assert reference.expired()
 
 
+def test_bytes_of_sparse_values_are_those_of_indices_and_values() -> None:
+    assert bytes_of(torch.ones(2, 3)) == 24
+    assert bytes_of(torch.eye(4).to_sparse()) == 2 * 4 * 8 + 4 * 4
+
+
 def test_versions() -> None:
-    check_torch_version()
-    with pytest.raises(ImportError, match=r"2\.11 to 2\.15"):
-        check_torch_version("2.10.1")
+    assert installed_version() == torch.__version__
+    assert is_tested()
+    assert not is_check_skipped()
+    assert "2.11" in known_range()
+    with pytest.raises(ImportError, match=r"2\.11"):
+        refuse_older("2.10.1")
 
 
 def test_dynamo_reads_whether_it_traces_for_an_export() -> None:

@@ -49,7 +49,7 @@ from rockmate.runtime.delegation import (
     take_special_methods,
     with_signature_of,
 )
-from rockmate.runtime.model_checks import refuse_transforms, refuse_uninitialized
+from rockmate.runtime.model_checks import refuse_transforms
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.runtime.ungraded import UngradedCalls
 
@@ -97,10 +97,9 @@ class RockmateModule(nn.Module):
         plan: a plan for the same model and sample (`Plan.load`). Nothing is measured or solved.
         strategy: the planning strategy; see `Planner.plan`. The default finds the fastest plans.
         replan: True plans again, with a line in the log, when the module has changed (device,
-            dtype, added rows, frozen parameters, autocast, modes), when a call has other keywords,
-            constants or shapes, or when an input begins to require a gradient. Shapes no larger
-            than the sample's reuse its schedule. False raises `SignatureMismatchError` instead. So
-            does a module that was given a `plan`.
+            dtype, added rows, frozen parameters, autocast, modes) or a call differs in keywords,
+            constants, shapes or inputs that require gradients. Shapes no larger than the sample's
+            reuse its schedule. False, or a given `plan`, raises `SignatureMismatchError` instead.
         larger: "plan" plans for a call with a tensor larger than the sample's, within the same
             bytes. "refuse" raises `SignatureMismatchError`.
         mode: "plan" captures the model and plans. "frames" does not: what calls of submodules save
@@ -181,7 +180,6 @@ class RockmateModule(nn.Module):
         self._plans = PlanCache(plain, request, replans=replan, refuses_larger=larger == "refuse")
         self._plans.new_plans.hands_over = mode == "auto"
         if sample_input is not None:
-            refuse_uninitialized(plain)
             try:
                 self._plans.plan_for_sample(sample_input)
             except _CAPTURE_ERRORS as error:
@@ -210,8 +208,8 @@ class RockmateModule(nn.Module):
 
     def _go_on_with_frames(self, error: RockmateError) -> None:
         """With mode "auto": leaves planning for frames; else raises."""
-        refused = isinstance(error, SignatureMismatchError) and self._plans.refuses_calls
-        if self._make_frames is None or refused:
+        is_refused = isinstance(error, SignatureMismatchError) and self._plans.refuses_calls
+        if self._make_frames is None or is_refused:
             if isinstance(error, UnsupportedModelError):
                 advise_frames(error)
             raise error

@@ -38,6 +38,7 @@ from rockmate.fusion.rewrite import COMPILE_LIMIT_S
 from rockmate.request import PlanRequest
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.ddp import finds_unused_parameters
+from rockmate.runtime.model_checks import refuse_uninitialized
 from rockmate.runtime.new_plans import NewPlans
 from rockmate.runtime.non_differentiable import forbid_gradient
 from rockmate.runtime.planned_call import PlannedCall
@@ -178,6 +179,7 @@ class PlanCache:
     def plan_for_sample(self, sample_input: Any) -> None:
         """Plans for a sample; errors as for `PlanRequest.planned_call`."""
         assert self.request is not None
+        refuse_uninitialized(self._model)
         self.adopt(self.request.planned_call(self._model, sample_input))
         self._samples.append(PlannedSample(self.runnables[0].planned.call))
         if not self._replans:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rockmate._torch.allocator import net_allocated
-from rockmate._torch.engine import saving
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.storage import storage_id, version_of
 from rockmate.capture.attribute_access import Place, attributes_kept

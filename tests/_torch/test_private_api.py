@@ -159,6 +159,7 @@ from rockmate._torch.members import (
     submodule_table,
     tensor_hooks_of,
     tensor_tables,
+    writable_tables,
 )
 from rockmate._torch.ops import is_op, schema_of
 from rockmate._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -933,6 +934,7 @@ class TestMembers:
     def test_tables(self) -> None:
         module = nn.Sequential(nn.BatchNorm1d(2))
         parameters, buffers = tensor_tables(module[0])
+        assert [*writable_tables(module[0])] == [parameters, buffers]
         assert list(parameters) == ["weight", "bias"]
         assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
         assert list(submodule_table(module)) == ["0"]

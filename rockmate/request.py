@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget
-from rockmate.costs.layout_check import captured_in_kernel_layouts, check_traced
 from rockmate.errors import InvalidBudgetError
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.plan import Plan
 from rockmate.runtime.plan_agreement import broadcast_plan
 from rockmate.runtime.planned_call import PlannedCall
-from rockmate.step import CapturedStep, capture_step
+from rockmate.step import CapturedStep, capture_step, checked_step
 
 if TYPE_CHECKING:
     from rockmate.planning.session import PlanningSession
@@ -41,13 +40,7 @@ def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedC
         PlanMismatchError: the plan was made for another model or sample.
     """
     options: dict[str, Any] = {"hooked": "", **plan.options}
-
-    def captured() -> CapturedStep:
-        step = capture_step(model, sample_input, **options)
-        check_traced(() if step.absence else step.capture.traced)
-        return step
-
-    return captured_in_kernel_layouts(captured).planned_call(plan)
+    return checked_step(lambda: capture_step(model, sample_input, **options)).planned_call(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ def captured_in_kernel_layouts(make: Callable[[], _Made]) -> _Made:
             if error.differences <= tried:
                 raise
             tried |= error.differences
-            logger.info("captured again, since %s", error.args[0])
+            logger.info("captured again: %s", str(error).partition(". ")[0])
 
 
 def check_traced(calls: Iterable[TracedCall]) -> None:

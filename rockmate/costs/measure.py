@@ -109,10 +109,7 @@ def measure_costs(
         _run_rounds(unknown, progress=progress)
     is_host_bound = sum(call.launch_ms for call in first) > sum(call.kernel_ms for call in first)
     costs.update({call.key: call.cost(is_host_bound=is_host_bound) for call in unknown})
-    check_layouts(
-        (f"{op.node.target} in {op.module or 'the model'}", op.call_key, op.node.meta["val"])
-        for op in graph.ops
-    )
+    check_layouts((op.place, op.call_key, op.node.meta["val"]) for op in graph.ops)
 
     def total(calls: Sequence[_Call], further: Sequence[Sequence[_Call]]) -> tuple[Cost, ...]:
         pairs = zip(calls, further, strict=True)
@@ -314,7 +311,9 @@ class _Call:
         if self.device.type == "cuda":
             # Loads kernels and lets cuDNN choose its algorithm, by the settings of the training.
             make_workspaces(self.device)
-            self._run_once()
+            target, args, kwargs = self._make_call()
+            target(*args, **kwargs)
+            del args, kwargs
         # The allocator must see the allocation of inputs that the call releases.
         made = None if released_bytes else self._make_call()
         if self.device.type == "cpu":
@@ -388,10 +387,6 @@ class _Call:
             result = target(*args, **kwargs)
             self.times_ms.append((cpu_seconds() - begin) * 1e3)
             del result
-
-    def _run_once(self) -> None:
-        target, args, kwargs = self._make_call()
-        target(*args, **kwargs)
 
     def _warm_heap(self) -> None:
         """Leaves as many bytes in the heap as the call allocates."""

@@ -222,6 +222,11 @@ class Op:
             return value.device
         return next(item.device for item in value if isinstance(item, torch.Tensor))
 
+    @property
+    def place(self) -> str:
+        """The call and the submodule that ran it."""
+        return f"{call_name(self.node)} in {self.module or 'the model'}"
+
     def __repr__(self) -> str:
         return f"Op({self.index}, {self.name})"
 

@@ -161,12 +161,12 @@ def in_observed_layout(target: Any, args: Any, kwargs: Mapping[str, Any], result
         result: what it returned.
     """
     known = _corrected.get(str(target)) if _corrected else None
-    layouts = known and known.get(call_key(target, args, kwargs))
+    layouts = known.get(call_key(target, args, kwargs)) if known else None
     if not layouts:
         return None
     if isinstance(result, torch.Tensor):
         return _laid_out(layouts[0], result)
-    return tuple(_laid_out(*pair) for pair in zip(layouts, result, strict=True))
+    return tuple(_laid_out(real, fake) for real, fake in zip(layouts, result, strict=True))
 
 
 def _laid_out(real: Layout | None, fake: Any) -> Any:

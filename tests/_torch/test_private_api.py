@@ -118,6 +118,7 @@ from rockmate._torch.fake import (
     FakeTensorMode,
     ShapeEnv,
     functional_part,
+    hint_of,
     is_fake,
     is_plain,
     mode_of,
@@ -836,6 +837,8 @@ class TestFake:
         symbol = environment.create_symbol(5, ConstantSource("rows"), DimDynamic.DYNAMIC)
         size = environment.create_symintnode(symbol, hint=5)
         assert isinstance(size, torch.SymInt)
+        assert [hint_of(each) for each in (size, 2 * size, 3)] == [5, 10, 3]
+        assert not environment.guards
 
 
 class TestGraphs:

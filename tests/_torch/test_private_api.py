@@ -891,7 +891,8 @@ class TestFake:
         symbol = environment.create_symbol(5, ConstantSource("rows"), DimDynamic.DYNAMIC)
         size = environment.create_symintnode(symbol, hint=5)
         assert isinstance(size, torch.SymInt)
-        assert hint_of(size) == hint_of(5) == 5
+        assert [hint_of(each) for each in (size, 2 * size, 3)] == [5, 10, 3]
+        assert not environment.guards
 
 
 class TestGraphs:

@@ -152,6 +152,7 @@ class RockmateModule(nn.Module):
         if mode != "plan":
             interiors = captured_interiors if plan_frames else None
             options = {"on_infeasible": on_infeasible, "keep": keep, "interiors": interiors}
+            options["is_fallback"] = mode == "auto"
             self._make_frames = partial(FrameRunner, plain, limit or budget, **options)  # pyright: ignore
         if mode == "frames" and self._make_frames is not None:
             if planner_options or strategy is not None:
@@ -320,7 +321,7 @@ class RockmateModule(nn.Module):
         self.__dict__["_num_runs"] += 1
         if not (self.training and torch.is_grad_enabled()):
             if self._frames is not None:
-                self._frames.end_recording()
+                self._frames.end_recording(only_finished=True)
             return self.original(*args, **kwargs)
         _refuse_transforms()
         if self._frames is None:

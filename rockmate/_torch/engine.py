@@ -7,7 +7,8 @@ and PyTorch uses them for its own needs alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ import torch
 # passes through that layer, at 1 to 2 us an op. Version counters keep counting, which
 # `torch.inference_mode` stops.
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+_engine: Any = torch.autograd.Variable._execution_engine
+# Public from PyTorch 2.15 on.
+_queue_callback = getattr(torch.autograd.graph, "queue_callback", _engine.queue_callback)
 
 
 def keeps_graph() -> bool:
@@ -53,7 +57,7 @@ def is_asked_for(leaf_node: Any) -> bool:
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls a function when the running backward has ended. Only a running one takes it."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+    _queue_callback(callback)
 
 
 class _AfterBackward:
@@ -89,6 +93,27 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore
 
 
+@contextlib.contextmanager
+def saving(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> Iterator[None]:
+    """`saved_tensors_hooks` that are none of the user's, as those of a checkpoint are not.
+
+    A selective checkpoint within, from PyTorch 2.15 on, warns of the user's hooks, and may give
+    them what it saves. It passes over hooks with this mark to those that were on before. There is
+    no public mark; older versions, which ask for none, read neither attribute. The user's pair goes
+    at the end, since the graph holds `pack`.
+    """
+    own: Any = partial(pack)
+    own._checkpoint_internal = True
+    own._user_hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # pyright: ignore
+    with torch.autograd.graph.saved_tensors_hooks(own, unpack):
+        try:
+            yield
+        finally:
+            del own._user_hooks
+
+
 def dispatch_keys() -> tuple[Any, Any]:
     """The dispatcher's included and excluded keys in this thread, for `accumulate`."""
     return (
@@ -111,9 +136,8 @@ def accumulate(
         gradients: one each.
         keys: from `dispatch_keys`, taken where ops pass through autograd. Hooks may need it.
     """
-    engine = torch.autograd.Variable._execution_engine
     with torch._C._ForceDispatchKeyGuard(*keys):
-        engine.run_backward(
+        _engine.run_backward(
             parameters,
             tuple(gradients),
             False,

@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["StorageWeakRef", "base_of", "storage_id", "version_of", "versions_of"]
+__all__ = ["StorageWeakRef", "base_of", "bytes_of", "storage_id", "version_of", "versions_of"]
 
 _version_of = attrgetter("_version")
 
@@ -20,6 +20,13 @@ def storage_id(tensor: torch.Tensor | torch.UntypedStorage) -> int:
     """
     storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else tensor
     return storage._cdata
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements; of a sparse one, of its indices and values."""
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.nbytes
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 
+from rockmate._torch.engine import saving
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError
 from rockmate.frames.call import Call
@@ -50,8 +50,7 @@ class Collector:
         first = self.position
         with self._call.again() as (forward, members):
             self.outside = {*members, *outside}
-            hooks = saved_tensors_hooks(self.collect, self._refuse_backward)
-            with suppress(CompleteError), hooks:
+            with suppress(CompleteError), saving(self.collect, self._refuse_backward):
                 output = forward()
                 if part is not None:
                     self.made |= part.results_again(output)

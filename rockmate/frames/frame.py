@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
+from rockmate._torch.engine import saving
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError
 from rockmate.frames.call import Arguments, Call
@@ -90,7 +90,7 @@ class Frame:
             tape = Tape(self.key.path, constants, self._memory.clock, recipe)
             self._taped = TapedSlots(tape)
         self._begin_s = self._memory.clock()
-        with saved_tensors_hooks(self._pack, self._unpack), ExitStack() as stack:
+        with saving(self._pack, self._unpack), ExitStack() as stack:
             if self._taped is not None:
                 stack.enter_context(self._taped.observing(None))
             output = self._call.run()
@@ -235,7 +235,10 @@ class Frame:
                 each for each in self.offers
                 if each.num_bytes > taken.num_bytes or (each is last and each is not taken)
             )  # fmt: skip
-        return next(filter(self._can_give_up, following), None)
+        found = next(filter(self._can_give_up, following), None)
+        # A menu is of other calls of the path, which may have saved less: all of this one remains.
+        is_partly_held = self.taken is not None and self._num_prefix < len(self._slots)
+        return self.everything() if found is None and is_partly_held else found
 
     def _cannot_repeat(self) -> bool:
         return self._call.cannot_repeat or self._call.has_changed_inputs()

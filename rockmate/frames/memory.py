@@ -100,6 +100,7 @@ class Memory:
         clock: seconds, by which frames and their parts are timed.
         part_s: seconds that it takes a part to be able to run again, and to begin.
         has_new_backward: whether one ran that the measured step did not have.
+        is_unmeasured: whether steps of this size were without a backward when they were measured.
         backward_order: of the frame whose backward is under way; None before the first of a step.
     """
 
@@ -129,7 +130,7 @@ class Memory:
         self.counts = Counts()
         self.storages, self.kept_bytes = HeldStorages(), 0
         self.peak_bytes = 0
-        self.is_inside = self.has_new_backward = False
+        self.is_inside = self.has_new_backward = self.is_unmeasured = False
         self.has_compiled_modules = False
         self.is_profiling = self.can_profile = False
         self.wrong_ops: dict[tuple[FrameKey, tuple[OpOverload, ...]], frozenset[int]] = {}
@@ -338,6 +339,7 @@ class Memory:
             return
         self.backward_order = frame.order
         self.let_go_begun()
+        self.has_new_backward |= self.is_unmeasured and self.recorder is None
         if self.recorder is not None:
             if present is None:
                 at_end_of_backward(self.recorder.end)

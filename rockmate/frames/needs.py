@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rockmate._torch.allocator import Recording, Stretch
-from rockmate._torch.storage import StorageWeakRef
+from rockmate._torch.storage import StorageWeakRef, bytes_of
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.storages import parts_of, tensors_in
 from rockmate.frames.way import Way
@@ -294,6 +294,7 @@ class StepRecorder:
             count, until `stop`: a recording cannot be stopped within a backward, which restores
             the state of its thread.
         saved: bytes that a frame has saved, and seconds of its forward.
+        peak_bytes: before the first frame; of the whole step where there is none.
     """
 
     def __init__(self, device: torch.device, parameters: Sequence[torch.Tensor]) -> None:
@@ -303,7 +304,7 @@ class StepRecorder:
             device: of the model.
             parameters: whose gradients, if the step makes them, count for no need.
         """
-        self.has_ended = False
+        self.has_ended, self.peak_bytes = False, 0
         gc.collect()  # memory of before that is freed meanwhile would count as room
         self._recording = Recording(device)
         self._without_gradient = [each for each in parameters if each.grad is None]
@@ -338,7 +339,7 @@ class StepRecorder:
     def mark(self, key: FrameKey, what: str) -> None:
         """Begins the stretch of one of a frame's needs; of none if `what` is empty."""
         gradient_bytes = sum(
-            each.grad.nbytes for each in self._without_gradient if each.grad is not None
+            bytes_of(each.grad) for each in self._without_gradient if each.grad is not None
         )
         self._recording.mark()
         self._labels.append(_Label(key, what, gradient_bytes))
@@ -384,7 +385,8 @@ class StepRecorder:
     def stop(self, num_elements: int) -> StepNeeds:
         """The needs; what `mark` has not seen is left out."""
         self.release()
-        stretches: list[Stretch] = self._recording.stop()[1:]
+        first, *stretches = self._recording.stop() or [Stretch(0, 0)]
+        self.peak_bytes = first.peak_bytes
         without = self._without_backward()
         step = StepNeeds(
             num_elements=num_elements,
@@ -419,6 +421,6 @@ def _noting_first(
         present, gradient = recorder(), parameter.grad
         if is_new and present is not None and gradient is not None:
             is_new = False
-            present.note_gradient(gradient.nbytes)
+            present.note_gradient(bytes_of(gradient))
 
     return note

@@ -11,16 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from rockmate._torch.allocator import Recording
 from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import has_saved_tensor_hooks
 from rockmate._torch.members import module_at
 from rockmate._torch.transforms import records_plainly
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
-from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.frames import feasibility
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.ahead import decidable_bytes
 from rockmate.frames.call import Arguments, Call, sizes_of
@@ -48,11 +47,6 @@ _SHARE_AFTER_OUT_OF_MEMORY = 0.9
 _NUM_PROFILES = 2
 """Steps that menus are made from, the last one counting: a process's first step is slow."""
 
-_FSDP1 = (
-    "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which frames do not "
-    "follow. Shard with torch.distributed.fsdp.fully_shard (FSDP2), then wrap the model."
-)
-
 
 class FrameRunner:
     """Training calls of one model within a budget, without a captured graph.
@@ -69,6 +63,7 @@ class FrameRunner:
         *,
         on_infeasible: OnInfeasible = "error",
         keep: Collection[str] = (),
+        is_fallback: bool = False,
         interiors: Callable[[Callable[[], float]], Interiors] | None = None,
     ) -> None:
         """Chooses frames by structure; nothing runs.
@@ -79,15 +74,17 @@ class FrameRunner:
                 bound on the whole device, which the first call turns into bytes.
             on_infeasible: see `RockmateModule`.
             keep: paths of submodules whose calls are no frames.
+            is_fallback: whether steps of which no call can be a frame run as in eager, with a
+                warning: nothing else is left to try.
             interiors: makes what captures insides of frames, from what measures seconds; None has
                 all run as in eager.
 
         Raises:
             UnsupportedModelError: FSDP1 has sharded the model.
         """
-        if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
-            raise UnsupportedModelError(_FSDP1)
+        feasibility.refuse_flat_parameters(model)
         self._model, self._on_infeasible = model, on_infeasible
+        self._is_fallback = is_fallback
         self._budget: Budget | None = None if isinstance(budget, MemoryLimit) else budget
         self._limit = budget if isinstance(budget, MemoryLimit) else None
         self._keep = frozenset(keep)
@@ -110,6 +107,7 @@ class FrameRunner:
         self._num_calls, self._num_frames = Counter[str](), 0
         self._measured = MeasuredSteps()
         self._recorded_size: StepSize | None = None
+        self._was_without_backward: StepSize | None = None  # the last step that was recorded
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
         self._running: Frame | None = None  # the frame whose first run is under way
         self._num_profiles = 0  # steps since frames were chosen that made menus
@@ -121,7 +119,7 @@ class FrameRunner:
 
     @property
     def paths(self) -> tuple[str, ...]:
-        """Paths of the submodules whose calls are frames."""
+        """Of the submodules whose calls are frames."""
         return tuple(self._paths)
 
     @property
@@ -209,8 +207,8 @@ class FrameRunner:
             self._measured.forget()
             memory.has_new_backward = False
         known = self._measured.covering(size)
-        if known is not None and known[1] is not None:
-            memory.needs = known[1]
+        if known is not None:
+            memory.needs, memory.is_unmeasured = known[1] or memory.needs, known[1] is None
         needs, memory.is_learning = memory.needs, False
         if needs is None:
             return known is not None
@@ -230,7 +228,6 @@ class FrameRunner:
 
     def _begin_recording(self, size: StepSize) -> None:
         """Measures a step that is larger than all before it, in some dimension."""
-        Recording.end_present()
         memory = self._memory
         parameters = [each for each in self._model.parameters() if each.requires_grad]
         memory.recorder = StepRecorder(memory.device, parameters)
@@ -239,10 +236,13 @@ class FrameRunner:
             self._has_step_hook = True
             call_before_steps(self._end_if_alive, owner=self)
 
-    def end_recording(self) -> None:
-        """After the backward of a measured step: what it needs, and whether frames are right."""
+    def end_recording(self, *, only_finished: bool = False) -> None:
+        """After the backward of a measured step: what it needs, and whether frames are right.
+
+        A call without gradients may come before that backward (`only_finished`).
+        """
         memory, recorder = self._memory, self._memory.recorder
-        if recorder is None or not recorder.can_stop:
+        if recorder is None or not recorder.can_stop or only_finished > recorder.has_ended:
             return
         memory.recorder = None
         size = self._recorded_size
@@ -250,8 +250,12 @@ class FrameRunner:
         needs = recorder.stop(size.num_elements)
         if not recorder.has_ended:  # the script has not called backward
             if not recorder.has_frames:
-                self._note_no_frames(size)
+                self._note_no_frames(size, recorder.peak_bytes)
+            elif self._was_without_backward == size:
+                self._measured.add(size, None)  # measured anew once a backward comes
+            self._was_without_backward = size
             return
+        self._was_without_backward = None
         if self._agreement is not None:
             needs.agree(self._agreement)
         is_split, self._before_split = self._before_split, None
@@ -279,28 +283,28 @@ class FrameRunner:
         may_need_less = self._learning is not None and budget_bytes >= needs.outside_bytes
         memory.budget_bytes = budget_bytes if may_need_less else self._checked(budget_bytes, needs)
 
-    def _note_no_frames(self, size: StepSize) -> None:
-        """A step without frames is not measured again, unless a larger one comes."""
+    def _note_no_frames(self, size: StepSize, peak_bytes: int) -> None:
+        """A step without frames is not measured again, unless a larger one comes.
+
+        If it passes the budget, the next one is refused, but where that is allowed.
+        """
         self._measured.add(size, None)
-        logger.warning(
-            "no call of a submodule could be a frame, so nothing keeps the budget. Frames are "
-            "calls of submodules that have submodules, outside of checkpoints and of keep."
-        )
+        assert self._budget is not None
+        budget_bytes = parse_budget(self._budget, peak_bytes)
+        if budget_bytes >= peak_bytes:
+            return
+        refusal = feasibility.told_no_frames(budget_bytes, peak_bytes)
+        if self._on_infeasible == "error" and not self._is_fallback:
+            self._refusal = refusal
 
     def _checked(self, budget_bytes: int, needs: StepNeeds) -> int:
         """The budget, or the least peak where that is allowed."""
         minimum = needs.minimum_bytes
         if budget_bytes >= minimum:
-            logger.info(
-                "frames: %d calls of %d submodules, budget %s, smallest peak %s, %s if nothing is "
-                "dropped",
-                len(needs.by_key), len(self._paths), size_text(budget_bytes), size_text(minimum),
-                size_text(needs.baseline_bytes),
-            )  # fmt: skip
+            feasibility.tell_budget(budget_bytes, needs, len(self._paths))
             return budget_bytes
         if self._on_infeasible == "error":
-            largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
-            self._refusal = InfeasibleBudgetError(budget_bytes, minimum, where=str(largest))
+            self._refusal = feasibility.too_small(budget_bytes, needs)
             return minimum
         if minimum not in self._told:
             self._told.add(minimum)
@@ -443,7 +447,4 @@ class FrameRunner:
         lowered = self._memory.lower_budget(key, _SHARE_AFTER_OUT_OF_MEMORY)
         if lowered is not None and before is not None:
             self._asked_bytes = lowered
-            logger.warning(
-                "out of memory in %s, within the budget of %s, which is %s from now on",
-                key, size_text(before), size_text(lowered),
-            )  # fmt: skip
+            feasibility.tell_lowered(key, before, lowered)

@@ -11,6 +11,7 @@ from torch import nn
 from rockmate.frames.needs import StepNeeds
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Passed through; a sequence of layers alone is a frame."""
 _FEW = 4
 """Fewer frames than this are split by their parameters before anything is measured."""
 _LARGE_SHARE = 0.15
@@ -21,13 +22,15 @@ def inner_paths(model: nn.Module, path: str) -> list[str]:
     """Paths of the outermost submodules of submodules within the one at `path`.
 
     Containers are passed through. Layers without submodules are left out: they save little that
-    they do not read.
+    they do not read. A sequence of several such layers is called as one, and saves what is between.
     """
     found = []
     for name, child in model.get_submodule(path).named_children():
         inner = f"{path}.{name}" if path else name
         if type(child) in _CONTAINERS:
-            found += inner_paths(model, inner)
+            within = inner_paths(model, inner)
+            is_sequence = isinstance(child, nn.Sequential) and len(child) > 1
+            found += [inner] if is_sequence and not within else within
         elif next(child.children(), None) is not None:
             found.append(inner)
     return found

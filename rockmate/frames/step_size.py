@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
 from rockmate._torch.allocator import Recording
 from rockmate._torch.engine import is_profiling
-from rockmate._torch.pytree import tree_leaves
+from rockmate.capture.structure import tensors_within
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.needs import StepNeeds
 
@@ -37,12 +35,12 @@ class StepSize(NamedTuple):
         """The size of a step. Collective with an agreement.
 
         Args:
-            inputs: nested containers with tensors.
+            inputs: nested containers and objects with tensors.
             held_bytes: see the attribute.
             agreement: with the ranks that take the same decisions.
         """
-        tensors = [each for each in tree_leaves(inputs) if isinstance(each, torch.Tensor)]
-        total = sum(each.numel() for each in tensors)
+        tensors = tensors_within(inputs)
+        total = max(1, sum(each.numel() for each in tensors))
         sizes = [0] * sum(range(_MOST_DIMENSIONS + 1))
         for each in tensors:
             if each.numel() >= _SMALL_SHARE * total and each.dim() <= _MOST_DIMENSIONS:

@@ -6,6 +6,7 @@ import copy
 import logging
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
@@ -438,12 +439,26 @@ def test_a_refusal_ends_in_the_line_that_works() -> None:
         RockmateModule(Chain("halting"), batch(0), 0.5)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpoints_within_frames(use_reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_reentrant": False},
+        {"use_reentrant": True},
+        # Warnings are errors here: hooks of a frame are none of the user's.
+        {
+            "use_reentrant": False,
+            "context_fn": partial(
+                create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]
+            ),
+        },
+    ],
+    ids=["plain", "reentrant", "selective"],
+)
+def test_checkpoints_within_frames(options: dict[str, Any]) -> None:
     class Checkpointed(Block):
         def forward(self, x: Tensor) -> Tensor:
-            y = checkpoint(self.layers, self.norm(x), use_reentrant=use_reentrant)
-            return x + self.drop(y)  # pyright: ignore[reportArgumentType]
+            y: Any = checkpoint(self.layers, self.norm(x), **options)
+            return x + self.drop(y)
 
     model = Chain()
     for index in (1, 3):

@@ -1,0 +1,182 @@
+"""The budget of frames holds, or is refused, and measuring ends: steps that other code makes."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rockmate import InfeasibleBudgetError, RockmateModule, timeline
+from rockmate._torch.engine import is_profiling
+
+WIDTH = 32
+
+
+class Segments(nn.Module):
+    """Applies a block to each segment: calls of equal sizes run another number of ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, cuts: Tensor) -> Tensor:
+        places = cuts.tolist()
+        parts = [self.first(x[i:j]) for i, j in pairwise(places)]
+        return x + torch.cat([self.second(torch.tanh(each)) for each in parts])
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Segments() for _ in range(6))
+
+    def forward(self, x: Tensor, cuts: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, cuts)
+        return x.square().mean()
+
+
+class Blocks(nn.Module):
+    """Blocks without a class of their own, and control flow that depends on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.Tanh(), nn.Linear(8 * WIDTH, WIDTH))
+            for _ in range(8)
+        )
+
+    def forward(self, x: Any) -> Tensor:
+        x = x if isinstance(x, Tensor) else x["x"] if isinstance(x, UserDict) else x.x
+        for block in self.blocks:
+            x = x + block(x) if float(x.detach().mean()) < 1e9 else x
+        return x.square().mean()
+
+
+def peak_of(module: nn.Module, *args: Any) -> int:
+    module.zero_grad(set_to_none=False)
+    return timeline(lambda: module(*args).backward()).peak_bytes
+
+
+def test_calls_of_equal_sizes_that_run_other_ops() -> None:
+    module = RockmateModule(Packed(), None, 0.5, mode="frames")
+    x = torch.randn(200, WIDTH)
+    cuts = [torch.tensor(each) for each in ([0, 200], [0, 50, 200], [0, 30, 60, 200])]
+    for step in range(12):
+        module(x, cuts[step % 3]).backward()
+    assert module.frames is not None
+    for each in cuts:
+        assert peak_of(module, x, each) <= (module.frames.budget_bytes or 0)
+
+
+def test_blocks_that_are_sequences_of_layers() -> None:
+    module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
+    for _ in range(4):
+        module(x).backward()
+    assert module.frames is not None
+    assert module.frames.paths == tuple(f"blocks.{number}" for number in range(8))
+    assert peak_of(module, x) <= (module.frames.budget_bytes or 0)
+
+
+@dataclass
+class Batch:
+    x: Tensor
+
+
+@pytest.mark.parametrize("make", [Batch, lambda x: UserDict(x=x)])
+def test_inputs_in_objects(make: Any) -> None:
+    plain, x = Blocks(), torch.randn(200, WIDTH)
+    module = RockmateModule(plain, None, 0.5, mode="frames")
+    for _ in range(4):
+        module(make(x)).backward()
+    assert module.frames is not None
+    assert peak_of(module, make(x)) <= (module.frames.budget_bytes or 0)
+
+
+class Bag(nn.Module):
+    """An embedding with sparse gradients, and blocks behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, WIDTH, sparse=True)
+        self.blocks = Blocks()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.blocks(self.embedding(tokens))
+
+
+def test_sparse_gradients() -> None:
+    torch.manual_seed(0)
+    plain, tokens = Bag(), torch.randint(100, (200,))
+    (expected,) = torch.autograd.grad(plain(tokens), plain.embedding.weight)
+    module = RockmateModule(plain, None, 0.5, mode="frames")
+    for _ in range(3):
+        module.zero_grad()
+        module(tokens).backward()
+        found = plain.embedding.weight.grad
+        assert found is not None
+        assert torch.equal(found.to_dense(), expected.to_dense())
+
+
+class Layers(nn.Module):
+    """Layers right in the root: no call can be a frame."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        hidden = functional.gelu(hidden) if float(hidden.detach().sum()) < 1e9 else hidden
+        return self.second(hidden).square().mean()
+
+
+def test_where_no_call_can_be_a_frame(caplog: pytest.LogCaptureFixture) -> None:
+    x = torch.randn(8, WIDTH)
+    module = RockmateModule(Layers(), None, 0.5, mode="frames")
+    module(x).backward()
+    module.eval()
+    with torch.no_grad():
+        module(x)
+    module.train()
+    with pytest.raises(InfeasibleBudgetError, match="no call can be a frame") as caught:
+        module(x)
+    followed = RockmateModule(Layers(), None, caught.value.minimum_bytes + 64, mode="frames")
+    for _ in range(3):
+        followed(x).backward()
+    for options in ({"mode": "auto"}, {"mode": "frames", "on_infeasible": "least"}):
+        caplog.clear()
+        module = RockmateModule(Layers(), None, 0.5, **options)
+        for _ in range(3):
+            module(x).backward()
+        assert sum("nothing keeps the budget of" in each for each in caplog.messages) == 1
+
+
+def test_a_call_without_gradients_before_the_backward() -> None:
+    module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
+    for _ in range(3):
+        loss = module(x)
+        with torch.no_grad():
+            other = module(x)
+        (loss - other).square().backward()
+    assert module.frames is not None
+    assert module.frames.needs is not None
+    assert not is_profiling()
+
+
+def test_calls_without_a_backward_are_not_measured_for_ever() -> None:
+    module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
+    for _ in range(4):
+        module(x)
+    assert not is_profiling()
+    for _ in range(3):  # a backward that comes after all is measured
+        module(x).backward()
+    assert module.frames is not None
+    assert module.frames.needs is not None
+    assert peak_of(module, x) <= (module.frames.budget_bytes or 0)

@@ -8,19 +8,14 @@ curve of time against memory. `wrap_trainer` serves Hugging Face's Trainer.
 `torch.compile(model, backend="rockmate", options={"budget": "6GiB"})` needs no import of this
 package.
 
-`Planner` and the solvers are loaded at their first use: a saved plan runs without them.
+Names are loaded at their first use, and PyTorch with them. A saved plan runs without the solvers.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rockmate._torch.version import check_torch_version
-
-check_torch_version()
-
-from rockmate.capture.opaque_functions import register_opaque  # noqa: E402
-from rockmate.costs.machine import Machine  # noqa: E402
-from rockmate.errors import (  # noqa: E402
+from rockmate._torch.version import is_check_skipped, is_tested, refuse_older
+from rockmate.errors import (
     BackwardError,
     InfeasibleBudgetError,
     InfeasibleMemoryLimitError,
@@ -37,13 +32,13 @@ from rockmate.errors import (  # noqa: E402
     SolverLimitError,
     UnknownNameError,
     UnsupportedModelError,
+    UntestedVersionError,
 )
-from rockmate.module import RockmateModule  # noqa: E402
-from rockmate.ops.value_mark import name, recompute, save  # noqa: E402
-from rockmate.plan.plan import Plan  # noqa: E402
 
 if TYPE_CHECKING:
     from rockmate._torch.allocator import Timeline, timeline
+    from rockmate.capture.opaque_functions import register_opaque
+    from rockmate.costs.machine import Machine
     from rockmate.dynamo.backend import planned_graphs
     from rockmate.fits.errors import FitError, NothingFitsError
     from rockmate.fits.options import FitOptions
@@ -52,6 +47,9 @@ if TYPE_CHECKING:
     from rockmate.fits.run import fit
     from rockmate.hf.buckets import PadToBuckets
     from rockmate.hf.trainer import wrap_trainer
+    from rockmate.module import RockmateModule
+    from rockmate.ops.value_mark import name, recompute, save
+    from rockmate.plan.plan import Plan
     from rockmate.planner import Planner
     from rockmate.planning.frontier_point import FrontierPoint
     from rockmate.planning.mark_prices import MarkPrice
@@ -93,6 +91,7 @@ __all__ = [
     "Timeline",
     "UnknownNameError",
     "UnsupportedModelError",
+    "UntestedVersionError",
     "fit",
     "fully_shard",
     "name",
@@ -108,6 +107,13 @@ __all__ = [
 
 
 _LAZY_NAMES = {
+    "Machine": "rockmate.costs.machine",
+    "Plan": "rockmate.plan.plan",
+    "RockmateModule": "rockmate.module",
+    "name": "rockmate.ops.value_mark",
+    "recompute": "rockmate.ops.value_mark",
+    "register_opaque": "rockmate.capture.opaque_functions",
+    "save": "rockmate.ops.value_mark",
     "STRATEGIES": "rockmate.planning.strategies",
     "FrontierPoint": "rockmate.planning.frontier_point",
     "MarkPrice": "rockmate.planning.mark_prices",
@@ -135,3 +141,10 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_LAZY_NAMES[name]), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
+
+
+refuse_older()
+if not is_tested() and not is_check_skipped():
+    from rockmate.checks.self_check import check_once
+
+    check_once()

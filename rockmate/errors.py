@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -85,6 +86,10 @@ class InvalidSampleError(RockmateError, ValueError):
     """
 
 
+class NothingToTrainError(InvalidSampleError):
+    """No output of a call requires a gradient."""
+
+
 class UnsupportedModelError(RockmateError, ValueError):
     """The model cannot be captured as one static graph, or holds an op that cannot be planned."""
 
@@ -110,6 +115,31 @@ def frames_advised() -> Iterator[None]:
     except UnsupportedModelError as error:
         advise_frames(error)
         raise
+
+
+class UntestedVersionError(RockmateError, ImportError):
+    """An interface of PyTorch or transformers does not behave as this package relies on.
+
+    Attributes:
+        name: of the interface, with its module.
+    """
+
+    def __init__(self, name: str, found: str) -> None:
+        """Build the text.
+
+        Args:
+            name: of the interface.
+            found: what it did.
+        """
+        package = name.partition(".")[0]
+        version = getattr(sys.modules.get(package), "__version__", "")
+        super().__init__(
+            f"{name} does not behave as rockmate relies on in {package} {version}: {found}. A "
+            "captured step could silently differ from eager's. Install a version that "
+            "docs/reference/versions.md lists, or report this with the output of `rockmate check "
+            "--json`. ROCKMATE_SKIP_CHECK=1 goes on without the check."
+        )
+        self.name = name
 
 
 class MachineError(RockmateError, ValueError):

@@ -17,12 +17,12 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import is_compiled, share_members
-from rockmate._torch.transforms import active_transform
 from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, size_text
 from rockmate.capture.compiled_model import innermost, plain_model
 from rockmate.capture.signature import CallSignature
 from rockmate.errors import (
     InvalidSampleError,
+    NothingToTrainError,
     RockmateError,
     UnsupportedModelError,
     advise_frames,
@@ -48,7 +48,9 @@ from rockmate.runtime.delegation import (
     take_special_methods,
     with_signature_of,
 )
+from rockmate.runtime.model_checks import refuse_transforms
 from rockmate.runtime.planned_call import PlannedCall
+from rockmate.runtime.ungraded import UngradedCalls
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +144,7 @@ class RockmateModule(nn.Module):
         plan_frames: bool = True,
         **planner_options: Any,
     ) -> None:
-        check_arguments(budget, memory_limit, plan)
+        check_arguments(model, sample_input, budget, memory_limit, plan)
         check_mode(mode, keep, plan)
         check_on_infeasible(on_infeasible)
         check_larger(larger)
@@ -197,6 +199,7 @@ class RockmateModule(nn.Module):
         self._frames: FrameRunner | None = None
         self._make_frames: partial[FrameRunner] | None = None
         self._num_runs = 0
+        self._ungraded = UngradedCalls(innermost(model))
         # The wrapped module's own dictionaries: a registration in one module appears in the other.
         share_members(self, model)
         self.__dict__["_wrapped"] = model
@@ -323,10 +326,15 @@ class RockmateModule(nn.Module):
             if self._frames is not None:
                 self._frames.end_recording(only_finished=True)
             return self.original(*args, **kwargs)
-        _refuse_transforms()
+        refuse_transforms()
+        if self._ungraded.includes(args, kwargs):
+            return self._ungraded.run(self.original, args, kwargs)
         if self._frames is None:
             try:
                 return self._plans.run(args, kwargs)
+            except NothingToTrainError:
+                self._ungraded.add(args, kwargs)
+                return self._ungraded.run(self.original, args, kwargs)
             except _CAPTURE_ERRORS as error:
                 self._go_on_with_frames(error)
         assert self._frames is not None
@@ -439,13 +447,3 @@ def _run_planned(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[
 
 
 _run_outside_dynamo: Callable[..., Any] = torch.compiler.disable(_run_planned)
-
-
-def _refuse_transforms() -> None:
-    transform = active_transform()
-    if transform is not None:
-        msg = (
-            f"this training call runs inside of {transform}, which cannot see into a planned step. "
-            "Transform module.original instead, the plain model with the same parameters."
-        )
-        raise UnsupportedModelError(msg)

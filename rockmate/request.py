@@ -6,6 +6,8 @@ when the module or the shapes of its calls have changed.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import reprlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -60,6 +62,14 @@ class PlanRequest:
     strategy: str = "rockmate"
     on_infeasible: OnInfeasible = "error"
     options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuses an option that there is not, before there is a sample."""
+        from rockmate.planning.session import PlanningSession  # loads the solvers
+
+        parameters = inspect.signature(PlanningSession.__init__).parameters.values()
+        known = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
+        check_options(self.options, known)
 
     @property
     def left_out_by_frames(self) -> list[str]:
@@ -127,12 +137,38 @@ class PlanRequest:
         )
 
 
+def check_options(options: Collection[str], known: Collection[str]) -> None:
+    """Raises `TypeError` for an option that there is not, with the nearest one."""
+    for name in options:
+        if name not in known:
+            nearest = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {nearest[0]}?" if nearest else ""
+            raise TypeError(f"there is no option {name!r}.{hint}")
+
+
 def check_arguments(
-    budget: Budget | None, memory_limit: int | str | None, plan: Plan | None
+    model: Any,
+    sample_input: Any,
+    budget: Budget | None,
+    memory_limit: int | str | None,
+    plan: Plan | None,
 ) -> None:
-    """Raises for none or several of the three, and for a value that cannot be read."""
+    """Raises for a model that is none, a budget in the place of the sample, or no one bound."""
+    if not isinstance(model, nn.Module):
+        msg = (
+            f"the model is {reprlib.repr(model)}, a {type(model).__name__}; give an nn.Module. A "
+            "function can be the forward of one."
+        )
+        raise TypeError(msg)
     values = {"budget": budget, "memory_limit": memory_limit, "plan": plan}
     given = [name for name, value in values.items() if value is not None]
+    if not given and isinstance(sample_input, int | float | str):
+        msg = (
+            f"{sample_input!r} stands in the place of the sample. Write RockmateModule(model, "
+            f"sample, {sample_input!r}), or without a sample RockmateModule(model, "
+            f"budget={sample_input!r})."
+        )
+        raise InvalidBudgetError(msg)
     if not given:
         msg = (
             'budget None: give RockmateModule a budget (bytes, "6GiB", or a fraction in (0, 1]), '

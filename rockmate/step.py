@@ -44,6 +44,7 @@ from rockmate.graph.passes import (
 )
 from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.plan.plan import Plan
+from rockmate.plan.renumbering import renumbered
 from rockmate.runtime.emit import emit
 from rockmate.runtime.model_checks import check_model
 from rockmate.runtime.planned_call import PlannedCall
@@ -239,6 +240,7 @@ class CapturedStep:
                 "use the model and the sample of the plan."
             )
             raise PlanMismatchError(msg)
+        plan = renumbered(plan, snapshot)
         schedule = plan.schedule
         misplaced = sorted(schedule.in_place - find_in_place(self.graph, *schedule.order))
         if misplaced:
@@ -257,9 +259,7 @@ class CapturedStep:
             )
             raise PlanMismatchError(msg)
         fusion = self.fusion.report if self.fusion else None
-        return replace(
-            plan, captured=self.graph, snapshot=snapshot, simulation=simulation, fusion=fusion
-        )
+        return replace(plan, captured=self.graph, simulation=simulation, fusion=fusion)
 
 
 def capture_step(

@@ -44,6 +44,7 @@ ORDER = (
     "dynamo",
     "sweeps",
     "fits",
+    "checks",
     "hf",
     "cli",
 )

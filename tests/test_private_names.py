@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -113,6 +114,18 @@ def is_torch(node: ast.expr, roots: set[str]) -> bool:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_touches_no_private_name_of_pytorch(path: Path) -> None:
     assert not private_uses(path)
+
+
+def test_the_page_names_every_private_interface() -> None:
+    page = (ROOT.parent / "docs" / "reference" / "private_interfaces.md").read_text("utf-8")
+    listed = {part for name in re.findall(r"`([^`]+)`", page) for part in name.split(".")}
+    used = {
+        use.split(": ", 1)[1].strip("'").split(".")[-1]
+        for path in sorted((ROOT / "_torch").glob("*.py"))
+        for use in private_uses(path)
+        if "_pytree." not in use
+    }
+    assert not used - listed - {"_C", "_autograd"}
 
 
 def test_the_check_finds_private_names(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """Measures allocations while a function runs, from the allocator's own events.
 
-On CPU the legacy autograd profiler reports each allocation and release in order. The public
-`torch.profiler` reports them too, but writes to standard error and costs tens of milliseconds a
-session. On CUDA the counters of the caching allocator serve, which are public.
+On CPU the legacy autograd profiler reports each allocation and release in order. On CUDA the
+counters of the caching allocator serve, which are public. Neither sees scratch memory that oneDNN
+or MKL take from elsewhere.
 
-Neither sees scratch memory that oneDNN or MKL take from elsewhere. The legacy profiler is fragile:
-its configuration is positional, and PyTorch has announced its removal.
+The legacy profiler is fragile: its configuration is positional, and PyTorch has announced its
+removal. `docs/reference/private_interfaces.md` names the way out, and why it is not taken yet.
 """
 
 from __future__ import annotations

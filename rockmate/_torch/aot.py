@@ -94,7 +94,7 @@ def value_checks_as_ops() -> Iterator[None]:
     """
 
     def assert_all(condition: torch.Tensor, message: Callable[[], str] | None = None) -> None:
-        torch._assert_async(condition.all())
+        torch.ops.aten._assert_async.default(condition.all())
 
     check = torch._check_tensor_all
     torch._check_tensor_all = assert_all
@@ -102,6 +102,11 @@ def value_checks_as_ops() -> Iterator[None]:
         yield
     finally:
         torch._check_tensor_all = check
+
+
+def check_values(condition: torch.Tensor, message: str) -> None:
+    """The check that `value_checks_as_ops` replaces, as model code calls it."""
+    torch._check_tensor_all(condition, lambda: message)
 
 
 @contextlib.contextmanager

@@ -18,18 +18,11 @@ def autocast_off() -> contextlib.AbstractContextManager[None]:
 
 
 def autocast_dtypes() -> dict[str, torch.dtype]:
-    """Kind of device -> dtype of autocast, for each kind on which it is on.
-
-    `torch.is_autocast_enabled` answers for one kind. The private name answers for all in one call,
-    which each training call makes.
-    """
-    if not torch._C._is_any_autocast_enabled():
+    """Kind of device -> dtype of autocast, for each kind on which it is on."""
+    is_on = torch.is_autocast_enabled
+    if not (is_on("cpu") or is_on("cuda")):  # as in most training calls, each of which asks
         return {}
-    return {
-        kind: torch.get_autocast_dtype(kind)
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    }
+    return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if is_on(kind)}
 
 
 @contextlib.contextmanager

@@ -63,8 +63,8 @@ def checkpoints_observed(
         call.apply_defaults()
         options = call.arguments
         options["context_fn"], is_selective = _traceable(options["context_fn"])
-        options["debug"] = False
-        with region(is_selective, options["preserve_rng_state"]), _without_debug():
+        is_restoring = options["preserve_rng_state"]
+        with region(is_selective, is_restoring), checkpoints.set_checkpoint_debug_enabled(False):
             yield from generator(*call.args, **call.kwargs)
 
     class PlainCall:
@@ -96,15 +96,5 @@ def _traceable(context_fn: Any) -> tuple[Any, bool]:
         context if isinstance(context, TorchDispatchMode) else _AsMode(context)
         for context in (forward, recomputation)
     )
-    return lambda: contexts, isinstance(forward, checkpoints._CachingTorchDispatchMode)
-
-
-@contextlib.contextmanager
-def _without_debug() -> Iterator[None]:
-    """Has the switch for all calls off, which counts for more than the argument of one."""
-    is_enabled = checkpoints._checkpoint_debug_enabled
-    checkpoints._checkpoint_debug_enabled = False
-    try:
-        yield
-    finally:
-        checkpoints._checkpoint_debug_enabled = is_enabled
+    selecting, _ = checkpoints.create_selective_checkpoint_contexts([])
+    return lambda: contexts, isinstance(forward, type(selecting))

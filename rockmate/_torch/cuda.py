@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from rockmate._torch.engine import at_end_of_backward
+
 # Cycles for which a spinning kernel keeps the stream busy: about a millisecond.
 _SPIN_CYCLES = 2_000_000
 
@@ -81,4 +83,4 @@ def join_stream_at_end(device: torch.device) -> None:
     def join() -> None:
         torch.cuda.current_stream(device).wait_event(event)
 
-    torch.autograd.Variable._execution_engine.queue_callback(join)
+    at_end_of_backward(join)

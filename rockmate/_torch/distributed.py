@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -76,6 +77,17 @@ def is_gathered_by_fsdp(module: nn.Module) -> bool:
         for each in (tensor, base_of(tensor))
     )
     return hasattr(module, "_fsdp_wrapped_module") or is_first
+
+
+def reduces_in_own_dtype() -> bool:
+    """Whether `fully_shard` adds gradients in their parameters' dtype where no other is asked for.
+
+    So it does from PyTorch 2.15 on. Before, it added them in the dtype of the gathered parameters.
+    The rule stands in this class, which is private, and nowhere else to be asked.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
+    return hasattr(FSDPParam, "unsharded_grad_dtype")
 
 
 def _is_sharded(tensor: Any) -> bool:
@@ -186,7 +198,8 @@ def strided_shard(dim: int, num_cuts: int) -> Any:
 
 def num_cuts(tensor: Any, dim: int) -> int:
     """Into how many parts a `DTensor` is cut along a dimension."""
-    return tensor._spec.num_shards_map[dim]
+    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in sizes if getattr(placement, "dim", None) == dim)
 
 
 def timeout_s() -> float:

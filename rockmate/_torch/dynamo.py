@@ -220,19 +220,16 @@ def compilations_left() -> int:
 
     It counts what it has compiled of the same code, for any model. To be called from a backend.
     """
-    from torch._dynamo import config
     from torch._guards import CompileContext
 
     compilation = CompileContext.current_compile_id()
     number = 0 if compilation is None else (compilation.frame_compile_id or 0)
-    return max(0, config.recompile_limit - number - 1)
+    return max(0, torch.compiler.config.recompile_limit - number - 1)
 
 
 def fails_past_limit() -> bool:
     """Whether Dynamo raises where it would run a frame uncompiled for having compiled too often."""
-    from torch._dynamo import config
-
-    return config.fail_on_recompile_limit_hit
+    return torch.compiler.config.fail_on_recompile_limit_hit
 
 
 def guard_training(graph: fx.GraphModule) -> bool | None:

@@ -21,7 +21,7 @@ def applications_replaced(replacement: Replacement) -> Iterator[None]:
 
     Code holds `apply` itself (`swiglu = SwiGLU.apply`), which is a compiled method from PyTorch
     2.14 on. So each class gets another forward and backward for the duration. What a replacement
-    computes is differentiated within that backward.
+    computes is differentiated within that backward, which must run within the context, too.
 
     Functions of PyTorch and of this package, and classes made meanwhile, run as they are.
     """

@@ -8,7 +8,7 @@ one group of ops is compiled, and all around it stays as planned. The public way
 from __future__ import annotations
 
 import contextlib
-import importlib
+import importlib.util
 import math
 import subprocess
 import warnings
@@ -84,9 +84,7 @@ def missing_compiler(device_type: str) -> str:
         except exc.InvalidCxxCompiler:
             return "a C++ compiler (install g++, or set CXX to one)"
         return ""
-    from torch.utils._triton import has_triton_package
-
-    return "" if has_triton_package() else "Triton (pip install triton)"
+    return "" if importlib.util.find_spec("triton") else "Triton (pip install triton)"
 
 
 def decomposed(graph: fx.GraphModule, layouts: Sequence[Layout]) -> tuple[fx.GraphModule, Any]:

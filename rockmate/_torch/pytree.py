@@ -1,7 +1,7 @@
 """Nested containers as PyTorch's own tracing takes them apart.
 
 Libraries register their containers here (Hugging Face its model outputs), so no other pytree
-library sees the same leaves. The public `torch.utils.pytree` is missing in some known versions.
+library sees the same leaves. PyTorch has no public name for it.
 """
 
 from torch.utils._pytree import (

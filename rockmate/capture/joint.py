@@ -34,6 +34,7 @@ from rockmate._torch.aot import (
 )
 from rockmate._torch.fake import is_fake, results_corrected
 from rockmate.capture.attribute_access import AttributeState, attributes_kept
+from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import forward_attributes
 from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoints
 from rockmate.capture.collectives import wait_for_collectives
@@ -155,7 +156,12 @@ def _captured_with_values(
     untraced: Sequence[str],
     keeps_checkpoints: bool,
 ) -> Capture:
-    """The capture of a model, which may read values that follow from its call and buffers."""
+    """The capture of a model, which may read values that follow from its call and buffers.
+
+    Raises:
+        UntestedVersionError: PyTorch does not behave as a capture relies on.
+    """
+    check_behaviour()
     with uncompiled(model):
         try:
             return _captured(model, make, tensors, untraced, keeps_checkpoints)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rockmate._torch.allocator import net_allocated
+from rockmate._torch.engine import saving
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.storage import storage_id, version_of
 from rockmate.capture.attribute_access import Place, attributes_kept
@@ -438,13 +439,11 @@ def input_change_error(name: str) -> UnsupportedModelError:
     return UnsupportedModelError(msg)
 
 
-@contextlib.contextmanager
-def nothing_saved() -> Iterator[None]:
+def nothing_saved() -> contextlib.AbstractContextManager[None]:
     """Runs with gradients on, and saves nothing for a backward."""
 
     def refuse(_: Any) -> Tensor:
         msg = "this run is never differentiated"
         raise AssertionError(msg)
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
-        yield
+    return saving(lambda _: None, refuse)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rockmate._torch.engine import saving
 from rockmate._torch.storage import storage_id
 
 _Place = tuple[
@@ -59,7 +60,7 @@ class ReleasableInputs:
         """While the graph is made."""
         if self._note is None and not self._starts:
             return nullcontext()
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        return saving(self._pack, self._unpack)
 
     @contextmanager
     def given(self, values: Sequence[Tensor]) -> Iterator[None]:

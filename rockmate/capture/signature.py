@@ -117,7 +117,7 @@ class CallSignature:
         return CallSignature(tuple(signature_of[id(tensor)] for tensor in tensors), structure)
 
     def __str__(self) -> str:
-        return f"{self.structure.rebuild([str(tensor) for tensor in self.tensors])}"
+        return self.structure.text([str(tensor) for tensor in self.tensors])
 
 
 @dataclass(frozen=True, slots=True)

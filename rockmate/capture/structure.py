@@ -1,37 +1,31 @@
 """Nested inputs and outputs as a flat list of leaves, and back.
 
 PyTorch's pytrees know tuples, lists, mappings, named tuples and whatever a library has registered
-(Hugging Face registers its `ModelOutput` classes). Plain dataclasses are leaves to them, so those
-are opened here, field by field. Tensors are separated from the other leaves, which are constants of
+(Hugging Face registers its `ModelOutput` classes). Any other object is a leaf to them, so those
+are opened in `opened_object`. Tensors are separated from the other leaves, which are constants of
 the plan.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import enum
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from rockmate._torch import pytree
+from rockmate.capture.opened_object import (
+    Constant,
+    Marker,
+    cannot_copy,
+    constant_of,
+    copied_with,
+    parts_of,
+)
 from rockmate.errors import UnsupportedModelError
 
-_CONSTANT_TYPES = (
-    type(None), bool, int, float, complex, str, bytes, enum.Enum,
-    torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout,
-)  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class _OpenedDataclass:
-    """Stands where a plain dataclass stood: its class and the structure of its fields."""
-
-    cls: type
-    field_names: tuple[str, ...]
-    fields: Structure
+_SAME = "the same tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +36,51 @@ class _TensorSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Constant:
-    """A leaf that is no tensor.
+class _Opened:
+    """Stands where an object stood that holds tensors, and no pytree knows.
 
-    Its type and the sign of zero count, since 1, 1.0 and True are equal in Python, as are 0.0 and
-    -0.0, and not to a model.
+    Attributes:
+        cls: its class.
+        names: keys of its items, names of its attributes.
+        inner: the structure of those, as a list.
+        template: a copy of it with markers in the place of its tensors.
+        markers: those, in the order of the tensors.
+        held: what is the same object in each copy, by address.
     """
 
-    kind: Any
-    value: Any
+    cls: type
+    names: tuple[Any, ...]
+    inner: Structure
+    template: Any = field(default=None, compare=False, repr=False)
+    markers: tuple[Marker, ...] = field(default=(), compare=False, repr=False)
+    held: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, value: Any, names: tuple[Any, ...], inner: Structure, given: list[Any]) -> _Opened:
+        """Takes an object apart.
+
+        Args:
+            value: the object.
+            names: see the attribute.
+            inner: see the attribute.
+            given: the tensors in it.
+        """
+        markers = tuple(Marker() for _ in given)
+        held = {id(each): each for each in inner.held()}
+        place = {id(tensor): marker for tensor, marker in zip(given, markers, strict=True)}
+        template = copied_with(value, held | place)
+        return cls(type(value), names, inner, template, markers, held)
+
+    def rebuild(self, tensors: list[Any]) -> Any:
+        """A copy of the object with other tensors."""
+        given = [_restore(slot, tensors) for slot in self.inner.slots()]
+        place = {id(marker): each for marker, each in zip(self.markers, given, strict=True)}
+        result = copied_with(self.template, self.held | place)
+        if all(isinstance(each, torch.Tensor) for each in given):
+            found = flatten(result, what="a copy")[0]
+            if [*map(id, found)] != [*map(id, given)] and len({*map(id, given)}) == len(given):
+                raise cannot_copy(self.cls)
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +94,73 @@ class Structure:
         """The nested object with `tensors` in the places of the original's tensors."""
         return pytree.tree_unflatten([_restore(leaf, tensors) for leaf in self.leaves], self.spec)
 
+    def text(self, tensors: list[str]) -> str:
+        """The nested object, with texts in the places of its tensors."""
+        leaves = [_Shown(_text(leaf, tensors)) for leaf in self.leaves]
+        return str(pytree.tree_unflatten(leaves, self.spec))
+
+    def slots(self) -> list[_TensorSlot]:
+        """Where its tensors go, in their order."""
+        return [each for each in self._flat_leaves() if isinstance(each, _TensorSlot)]
+
+    def has_same(self) -> bool:
+        """Whether it has a tensor that the object around it has elsewhere."""
+        leaves = self._flat_leaves()
+        return any(isinstance(each, Constant) and each.kind is _SAME for each in leaves)
+
+    def held(self) -> list[Any]:
+        """Its constants."""
+        return [each.held for each in self._flat_leaves() if isinstance(each, Constant)]
+
+    def _flat_leaves(self) -> list[Any]:
+        """Its leaves, and those of objects among them."""
+        return [
+            inner
+            for leaf in self.leaves
+            for inner in (leaf.inner._flat_leaves() if isinstance(leaf, _Opened) else [leaf])
+        ]
+
+    def without_constants(self) -> Structure:
+        """The same structure, all of its constants the same one."""
+        return self._changed(lambda leaf: None if isinstance(leaf, Constant) else leaf)
+
     def without_tensors(self, keep: set[int]) -> Structure:
         """The same structure with `None` for every tensor whose index is not in `keep`.
 
         Those left are renumbered.
         """
         order = {index: position for position, index in enumerate(sorted(keep))}
-        return Structure(self.spec, tuple(_renumber(leaf, order) for leaf in self.leaves))
+
+        def renumbered(leaf: Any) -> Any:
+            if not isinstance(leaf, _TensorSlot):
+                return leaf
+            return _TensorSlot(order.get(leaf.index, -1))
+
+        return self._changed(renumbered)
+
+    def _changed(self, change: Callable[[Any], Any]) -> Structure:
+        leaves = (
+            replace(leaf, inner=leaf.inner._changed(change))
+            if isinstance(leaf, _Opened)
+            else change(leaf)
+            for leaf in self.leaves
+        )
+        return Structure(self.spec, tuple(leaves))
 
 
 def flatten(value: Any, *, what: str) -> tuple[list[torch.Tensor], Structure]:
     """Separates the tensors of a nested object from its structure.
 
     Args:
-        value: any nesting of tuples, lists, mappings, registered pytrees and dataclasses.
+        value: any nesting of tuples, lists, mappings, registered pytrees and objects.
         what: how an error calls the object ("the model's output").
 
     Raises:
-        UnsupportedModelError: a leaf is neither a tensor nor a plain constant.
+        UnsupportedModelError: a leaf is neither a tensor nor a constant, and what it holds cannot
+            be seen.
     """
     tensors: list[torch.Tensor] = []
-    return tensors, _flatten_into(value, tensors, what)
+    return tensors, flatten_further(value, tensors, what=what)
 
 
 def flatten_further(value: Any, tensors: list[torch.Tensor], *, what: str) -> Structure:
@@ -92,52 +168,95 @@ def flatten_further(value: Any, tensors: list[torch.Tensor], *, what: str) -> St
 
     Args and errors are those of `flatten`.
     """
-    return _flatten_into(value, tensors, what)
+    return _Flattening(tensors, what).structure(value)
 
 
-def _flatten_into(value: Any, tensors: list[torch.Tensor], what: str) -> Structure:
-    leaves, spec = pytree.tree_flatten(value)
-    return Structure(spec, tuple(_open(leaf, tensors, what) for leaf in leaves))
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested object, as far as they can be seen, each once."""
+    seen: dict[int, Any] = {}
+
+    def look_into(leaf: Any) -> None:
+        if id(leaf) in seen or constant_of(leaf) is not None:
+            return
+        seen[id(leaf)] = leaf
+        parts = None if isinstance(leaf, torch.Tensor) else parts_of(leaf)
+        for each in pytree.tree_leaves(list(parts.values())) if parts else ():
+            look_into(each)
+
+    for leaf in pytree.tree_leaves(value):
+        look_into(leaf)
+    return [each for each in seen.values() if isinstance(each, torch.Tensor)]
 
 
-def _open(leaf: Any, tensors: list[torch.Tensor], what: str) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        tensors.append(leaf)
-        return _TensorSlot(len(tensors) - 1)
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        names = tuple(field.name for field in dataclasses.fields(leaf) if field.init)
-        fields = _flatten_into([getattr(leaf, name) for name in names], tensors, what)
-        return _OpenedDataclass(type(leaf), names, fields)
-    if isinstance(leaf, _CONSTANT_TYPES):
-        return _Constant(_kind_of(leaf), leaf)
-    msg = (
-        f"{what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which is neither a "
-        "tensor, a constant, a dataclass "
-        "nor a registered pytree. Return plain containers of tensors, or register the class with "
-        "torch.utils._pytree."
-    )
-    raise UnsupportedModelError(msg)
+class _Flattening:
+    """Takes one object apart."""
 
+    def __init__(self, tensors: list[torch.Tensor], what: str) -> None:
+        self._tensors, self._what = tensors, what
+        self._within: list[int] = []  # addresses of the objects around
+        self._first = 0  # number of tensors before the outermost of those
 
-def _kind_of(leaf: Any) -> Any:
-    is_negative_zero = type(leaf) is float and not leaf and math.copysign(1.0, leaf) < 0
-    return (float, "negative") if is_negative_zero else type(leaf)
+    def structure(self, value: Any) -> Structure:
+        """The structure of an object or of what is in one."""
+        leaves, spec = pytree.tree_flatten(value)
+        return Structure(spec, tuple(map(self._open, leaves)))
+
+    def _open(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return self._slot(leaf)
+        constant = constant_of(leaf)
+        if constant is not None:
+            return constant
+        if id(leaf) in self._within:
+            return Constant("around", self._within.index(id(leaf)), None)
+        parts = parts_of(leaf)
+        if parts is None:
+            msg = (
+                f"{self._what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, and what "
+                "that holds cannot be seen from Python. Pass and return tensors, constants, and "
+                "containers or objects of these."
+            )
+            raise UnsupportedModelError(msg)
+        is_outermost, num_before = not self._within, len(self._tensors)
+        self._first = num_before if is_outermost else self._first
+        self._within.append(id(leaf))
+        names, inner = tuple(parts), self.structure(list(parts.values()))
+        self._within.pop()
+        if not inner.slots() and not inner.has_same():  # it is compared by what it holds
+            return Constant(type(leaf), (names, inner), leaf)
+        if is_outermost:
+            return _Opened.of(leaf, names, inner, self._tensors[num_before:])
+        return _Opened(type(leaf), names, inner)  # the object around it is copied with it
+
+    def _slot(self, tensor: torch.Tensor) -> Any:
+        """The place of a tensor; an object holds the same one twice in its copies, too."""
+        if self._within:
+            for index in range(self._first, len(self._tensors)):
+                if self._tensors[index] is tensor:
+                    return Constant(_SAME, index - self._first, None)
+        self._tensors.append(tensor)
+        return _TensorSlot(len(self._tensors) - 1)
 
 
 def _restore(leaf: Any, tensors: list[Any]) -> Any:
     if isinstance(leaf, _TensorSlot):
-        return tensors[leaf.index]
-    if isinstance(leaf, _OpenedDataclass):
-        return leaf.cls(**dict(zip(leaf.field_names, leaf.fields.rebuild(tensors), strict=True)))
-    return leaf.value if isinstance(leaf, _Constant) else leaf
+        return tensors[leaf.index] if leaf.index >= 0 else None
+    if isinstance(leaf, _Opened):
+        return leaf.rebuild(tensors)
+    return leaf.held if isinstance(leaf, Constant) else leaf
 
 
-def _renumber(leaf: Any, order: dict[int, int]) -> Any:
-    if isinstance(leaf, _TensorSlot):
-        return _TensorSlot(order[leaf.index]) if leaf.index in order else None
-    if isinstance(leaf, _OpenedDataclass):
-        fields = Structure(
-            leaf.fields.spec, tuple(_renumber(inner, order) for inner in leaf.fields.leaves)
-        )
-        return _OpenedDataclass(leaf.cls, leaf.field_names, fields)
-    return leaf
+def _text(leaf: Any, tensors: list[str]) -> str:
+    if isinstance(leaf, _Opened):
+        inner = [_text(each, tensors) for each in leaf.inner.leaves]
+        return f"{leaf.cls.__name__}({', '.join(inner)})"
+    return repr(_restore(leaf, tensors))
+
+
+class _Shown(str):
+    """A text without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)

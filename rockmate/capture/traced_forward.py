@@ -23,7 +23,7 @@ from rockmate.capture.recorded_containers import Recorded, unrecorded
 from rockmate.capture.structure import Structure, flatten, flatten_further
 from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import no_random_state_set
-from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
 
 
 class ModuleReplacedError(UnsupportedModelError):
@@ -192,7 +192,7 @@ class TracedForward(nn.Module):
                     "no output of the model requires a gradient, so there is nothing to train. "
                     "Unfreeze a parameter, pass labels, or call the plain model."
                 )
-                raise InvalidSampleError(msg)
+                raise NothingToTrainError(msg)
             self._add_attributes(flat, {id(tensor) for tensor in tensors})
             flat = self.formats.laid_out(flat)
         finally:

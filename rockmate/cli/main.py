@@ -1,6 +1,7 @@
 """The command `rockmate`: `demo` trains a model eager and inside a budget.
 
-`sweep` tells what each budget costs; `plan` makes one plan; `fit` tells the largest batch.
+`sweep` tells what each budget costs; `plan` makes one plan; `fit` tells the largest batch; `check`
+tells whether this machine keeps what is promised.
 
 Exit codes: 0 done; 1 it ran, but a promise did not hold (losses, weights, gradients, peak), or no
 budget of a sweep was feasible; 2 it could not run as asked; 130 it was interrupted, and what a
@@ -16,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rockmate.cli import fit_command
+from rockmate.cli import check_command, fit_command
 from rockmate.cli.arguments import (
     add_mark_arguments,
     add_mesh_argument,
@@ -63,6 +64,7 @@ def _with_threads(arguments: argparse.Namespace) -> int:
         "sweep": _run_sweep,
         "plan": _run_plan,
         "fit": fit_command.run,
+        "check": check_command.run,
     }[arguments.command]
     num_threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads or num_threads)
@@ -84,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sweep(commands)
     _add_plan(commands)
     fit_command.add_to(commands)
+    check_command.add_to(commands)
     return parser
 
 

@@ -6,17 +6,22 @@ constants; shapes, strides and dtypes of their arguments; and the storages that 
 A view is recorded by the shape and strides in which an op reads it.
 
 A comparison ignores names, module paths and source lines, which serve readers. It also ignores
-device indices: a plan of `cuda:0` serves `cuda:1`.
+device indices: a plan of `cuda:0` serves `cuda:1`. And it ignores the order of the trace, but where
+that counts; see `snapshot_order.py`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections import Counter
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
+
+from rockmate.graph.snapshot_order import CanonicalOrder, canonical_order
 
 _NOT_COMPARED = {"name", "aliases", "module", "source", "mark_sources"}
 # Fields that are compared only where they are set, so that steps without them keep their
@@ -184,16 +189,30 @@ class StepSnapshot:
 
         It is equal for equal steps, in every process and on every machine.
         """
-        compared = [
-            self.inputs,
-            self.outputs,
-            self.updates,
-            *map(_compared, self.storages),
-            *map(_compared, self.ops),
+        order = self.order
+        place = {index: number for number, index in enumerate(order.storages)}
+        compared: list[Any] = [
+            sorted((re.sub(r"^constant .*", "constant", role), text) for role, text in self.inputs),
+            sorted((role, place[storage]) for role, storage in self.outputs),
+            sorted(place[storage] for storage in self.updates),
+            *(_compared(self.storages[index]) for index in order.storages),
         ]
+        for index in order.ops:
+            op = self.ops[index]
+            renumbered = {
+                "reads": [place[storage] for storage in op.reads],
+                "writes": [place[storage] for storage in op.writes],
+                "origin": order.origins[index],
+            }
+            compared.append(_compared(op) | renumbered)
         if self.num_in_flight > 1:
             compared.append(self.num_in_flight)
         return digest(compared)
+
+    @cached_property
+    def order(self) -> CanonicalOrder:
+        """An order of ops and storages that equal steps share."""
+        return canonical_order(self)
 
     @cached_property
     def call_fingerprint(self) -> str:
@@ -253,13 +272,14 @@ class StepSnapshot:
         return ""
 
     def _different_ops(self, other: StepSnapshot) -> str:
-        for index, (mine, theirs) in enumerate(zip(self.ops, other.ops, strict=False)):
-            if _compared(mine) != _compared(theirs):
-                where = f"op {index} ({theirs.name} in {theirs.module or 'no single submodule'})"
-                if mine.call != theirs.call:
-                    planned, present = f"\n  {mine.call}\n", f"\n  {theirs.call}\n"
-                    return f"{where} is{planned}in the plan and{present}in this model"
-                return f"{where}, {theirs.call}, reads, writes or serves other values than planned"
+        mine, theirs = _without_twin(self, other), _without_twin(other, self)
+        if theirs:
+            op = other.ops[theirs[0]]
+            where = f"op {theirs[0]} ({op.name} in {op.module or 'no single submodule'})"
+            if mine and self.ops[mine[0]].call != op.call:
+                planned, present = f"\n  {self.ops[mine[0]].call}\n", f"\n  {op.call}\n"
+                return f"{where} is{planned}in the plan and{present}in this model"
+            return f"{where}, {op.call}, reads, writes or serves other values than planned"
         if self.num_in_flight != other.num_in_flight:
             return (
                 f"the plan is for {self.num_in_flight} forwards in flight, and "
@@ -267,7 +287,11 @@ class StepSnapshot:
             )
         if len(self.ops) != len(other.ops):
             return f"the plan's step has {len(self.ops)} ops and this model's {len(other.ops)}"
-        for mine, theirs in zip(self.storages, other.storages, strict=False):
+        return self._different_storages(other)
+
+    def _different_storages(self, other: StepSnapshot) -> str:
+        pairs = zip(self.order.storages, other.order.storages, strict=False)
+        for mine, theirs in ((self.storages[i], other.storages[k]) for i, k in pairs):
             if _compared(mine) != _compared(theirs):
                 if mine.mark != theirs.mark:
                     return (
@@ -278,6 +302,13 @@ class StepSnapshot:
                 planned = f"{mine.kind.value} of {mine.num_bytes:,} bytes"
                 return f"{theirs.name} is {present} and in the plan {planned}"
         return ""
+
+
+def _without_twin(step: StepSnapshot, other: StepSnapshot) -> list[int]:
+    """Indices of the ops that compute what no op of the other step computes."""
+    left = Counter(other.order.origins)
+    left.subtract(step.order.origins)
+    return [index for index, origin in enumerate(step.order.origins) if left[origin] < 0]
 
 
 def digest(value: Any) -> str:

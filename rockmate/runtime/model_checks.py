@@ -6,6 +6,7 @@ import logging
 
 from torch import nn
 
+from rockmate._torch.transforms import active_transform
 from rockmate.capture.model_signature import acting_hooks
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.costs.machine import Machine
@@ -36,3 +37,14 @@ def check_model(model: nn.Module, untraced: tuple[str, ...], machine: Machine | 
             "%s",
             ", ".join(with_hooks),
         )
+
+
+def refuse_transforms() -> None:
+    """Raises for a call within a function transform, such as `torch.func.grad`."""
+    transform = active_transform()
+    if transform is not None:
+        msg = (
+            f"this training call runs inside of {transform}, which cannot see into a planned step. "
+            "Transform module.original instead, the plain model with the same parameters."
+        )
+        raise UnsupportedModelError(msg)

@@ -170,6 +170,12 @@ def _refuse_undivided(name: str, parameter: torch.Tensor, mesh: DeviceMesh) -> N
         kind = type(parameter).__name__
         msg = f"{name} is a {kind}, which cannot be sharded. Leave it out: ignored=[{name!r}]."
         raise UnsupportedModelError(msg)
+    if parameter.grad_dtype != parameter.dtype:
+        msg = (
+            f"{name} is {parameter.dtype} and asks for gradients in {parameter.grad_dtype}, which "
+            f"fully_shard does not give. Leave its grad_dtype alone, or ignored=[{name!r}]."
+        )
+        raise UnsupportedModelError(msg)
     local: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     if isinstance(parameter, DTensor) and mesh.ndim == 2:
         msg = (

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from rockmate._torch.distributed import reduces_in_own_dtype
 from rockmate._torch.members import tensor_tables
 from rockmate.ops.held_gradients import HeldGradients
 from rockmate.ops.shard_ops import gathered
@@ -29,7 +30,9 @@ class Policy:
 
     Attributes:
         dtype: of whole parameters; None: their own.
-        reduce_dtype: in which gradients are added; None: that of the gradients.
+        reduce_dtype: in which gradients are added; None: that of the parameter if
+            `reduces_in_own_dtype`, else that of the gradients.
+        reduces_in_own_dtype: as PyTorch's `fully_shard` of the installed version does it.
         output_dtype: to which floating-point outputs of the model are cast; None: as they are.
         casts_inputs: whether floating-point inputs of a unit are cast to `dtype`.
         bucket_bytes: the largest bucket of several parameters, in bytes of whole parameters.
@@ -37,6 +40,7 @@ class Policy:
 
     dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    reduces_in_own_dtype: bool = False
     output_dtype: torch.dtype | None = None
     casts_inputs: bool = True
     bucket_bytes: int = 1 << 22
@@ -49,6 +53,7 @@ class Policy:
         return cls(
             dtype=mp_policy.param_dtype,
             reduce_dtype=mp_policy.reduce_dtype,
+            reduces_in_own_dtype=reduces_in_own_dtype(),
             output_dtype=mp_policy.output_dtype,
             casts_inputs=mp_policy.cast_forward_inputs,
             bucket_bytes=bucket_bytes,
@@ -171,14 +176,14 @@ class Unit:
 
     def _gather(self, places: list[Place]) -> None:
         model, policy = self.model, self.model.policy
-        is_floating = places[0].parameter.is_floating_point()
+        own_dtype = places[0].parameter.dtype
         found = gathered(
             [place.parameter.to_local() for place in places],
             [place.dim for place in places],
             model.num_ranks,
             model.group,
-            policy.dtype if is_floating else None,
-            policy.reduce_dtype,
+            policy.dtype if own_dtype.is_floating_point else None,
+            policy.reduce_dtype or (own_dtype if policy.reduces_in_own_dtype else None),
             model.replicas,
             [place.parameter for place in places],
             model.held,

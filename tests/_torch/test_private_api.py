@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import inspect
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from rockmate._torch.allocator import (
     workspace_bytes,
 )
 from rockmate._torch.aot import (
+    check_values,
     compile_flags,
     joint_graph,
     linalg_checks_kept,
@@ -72,6 +74,7 @@ from rockmate._torch.distributed import (
     own_part,
     rank_in,
     ranks_of,
+    reduces_in_own_dtype,
     start_all_reduce,
     start_gather,
     start_reduction,
@@ -109,6 +112,7 @@ from rockmate._torch.engine import (
     is_profiling,
     keeps_graph,
     profiler_label,
+    saving,
     will_execute,
 )
 from rockmate._torch.fake import (
@@ -166,7 +170,12 @@ from rockmate._torch.subclasses import (
     wrapped_parts,
 )
 from rockmate._torch.transforms import active_transform, is_batched, records_plainly
-from rockmate._torch.version import check_torch_version
+from rockmate._torch.version import (
+    is_check_skipped,
+    is_tested,
+    known_range,
+    refuse_older,
+)
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -418,7 +427,7 @@ class _Square(nn.Module):
 
 
 def _checked(values: torch.Tensor) -> torch.Tensor:
-    torch._check_tensor_all(values > 0, lambda: "not positive")
+    check_values(values > 0, "not positive")
     return values + 1
 
 
@@ -678,6 +687,12 @@ class TestDistributed:
         assert strided_shard(0, 2).dim == 0
 
 
+def test_in_which_dtype_fully_shard_adds_gradients() -> None:
+    """`tests/runtime/test_fully_shard.py` compares the sums themselves."""
+    is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+    assert reduces_in_own_dtype() == is_new
+
+
 def test_a_group_of_ranks_that_are_not_there() -> None:
     with fake_group(8):
         assert torch.distributed.get_world_size() == 8
@@ -778,6 +793,36 @@ class TestEngine:
         with torch.autograd.graph.save_on_cpu():
             assert has_saved_tensor_hooks()
         assert not has_saved_tensor_hooks()
+
+    @pytest.mark.parametrize("respects", [False, True])
+    def test_what_selective_checkpoints_save_goes_to_hooks_of_the_user(
+        self, respects: bool
+    ) -> None:
+        """If they respect hooks at all, which PyTorch 2.15 lets a call choose."""
+        torch_checkpoints = torch.utils.checkpoint
+        options: dict[str, Any] = {}
+        if (
+            "respect_saved_tensors_hooks"
+            in inspect.signature(torch_checkpoints.checkpoint).parameters
+        ):
+            options["respect_saved_tensors_hooks"] = respects
+        contexts = torch_checkpoints.create_selective_checkpoint_contexts
+        selected = functools.partial(contexts, [torch.ops.aten.sin.default])
+        x, users, own = torch.ones(3, requires_grad=True), [], []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda t: users.append(t) or t, lambda t: t),
+            saving(lambda t: own.append(t) or t, lambda t: t),
+        ):
+            total = torch_checkpoints.checkpoint(
+                lambda value: value.sin().exp(),
+                x,
+                use_reentrant=False,
+                context_fn=selected,
+                **options,
+            )
+        total.sum().backward()
+        assert len(users) == options.get("respect_saved_tensors_hooks", False)
+        assert own  # what the checkpoint is called with
 
     def test_a_backward_is_asked(self) -> None:
         values = torch.ones(2, requires_grad=True)
@@ -1028,9 +1073,11 @@ def test_storage() -> None:
 
 
 def test_versions() -> None:
-    check_torch_version()
-    with pytest.raises(ImportError, match=r"2\.11 to 2\.15"):
-        check_torch_version("2.10.1")
+    assert is_tested()
+    assert not is_check_skipped()
+    assert "2.11" in known_range()
+    with pytest.raises(ImportError, match=r"2\.11"):
+        refuse_older("2.10.1")
 
 
 def test_dynamo_reads_whether_it_traces_for_an_export() -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from rockmate import (
     BackwardError,
@@ -249,6 +250,25 @@ def test_an_input_that_is_saved_conjugated_as_well_is_not_mistaken() -> None:
     model, x = Spectral(), torch.randn(256, 16)
     planned = RockmateModule(model, x, 1.0, untraced=["complex"])
     _agree(model, planned, x)
+
+
+class Selective(nn.Linear):
+    """Its checkpoint saves what the product makes; the part returns a loss."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        product = super().forward
+        found: Any = checkpoint(
+            lambda x: product(x).sin().exp(), input, use_reentrant=False, context_fn=contexts
+        )
+        return found.square().mean()
+
+
+def test_a_selective_checkpoint_in_a_submodule_is_silent() -> None:
+    """Warnings are errors here, and PyTorch has one for hooks of the user around a checkpoint."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), Selective(16, 4)), torch.randn(64, 16)
+    _agree(model, RockmateModule(model, x, 1.0, untraced=["1"]), x)
 
 
 def test_eager_holds_no_less_than_the_plan_counts() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from typing import Any
 
 import models
 import pytest
@@ -29,7 +30,7 @@ from helpers import (
 )
 from torch import nn
 
-from rockmate import Planner, RockmateModule
+from rockmate import InvalidBudgetError, Planner, RockmateModule
 
 
 @pytest.mark.parametrize("last_first", [True, False])
@@ -292,3 +293,20 @@ def test_retained_graph_gives_the_same_gradients_again() -> None:
             assert not any(differing(gradients, reference) for gradients in found), (
                 f"{name}: a later backward differs"
             )
+
+
+def test_a_mistyped_option_is_told_before_there_is_a_sample() -> None:
+    with pytest.raises(TypeError, match=r"no option 'outptus'. Did you mean outputs\?"):
+        RockmateModule(nn.Linear(2, 2), None, 1.0, outptus="loss")
+
+
+@pytest.mark.parametrize("budget", [0.7, "6GiB", 1 << 20])
+def test_a_budget_in_the_place_of_the_sample_is_told(budget: Any) -> None:
+    with pytest.raises(InvalidBudgetError, match="in the place of the sample") as caught:
+        RockmateModule(nn.Linear(2, 2), budget)
+    assert f"budget={budget!r})" in str(caught.value)
+
+
+def test_a_model_that_is_no_module_is_told() -> None:
+    with pytest.raises(TypeError, match=r"a function; give an nn\.Module"):
+        RockmateModule(lambda x: x, torch.ones(2), 1.0)  # pyright: ignore[reportArgumentType]

@@ -85,16 +85,20 @@ def check_number_of_gathers(module: RockmateModule, budget: float | None) -> Non
 
 
 def check_policies(mesh: DeviceMesh) -> None:
-    """Gathers in half precision, reductions in single, and several micro batches a step."""
+    """Gathers in half precision, reductions in single, and several micro batches a step.
+
+    Without a dtype of reductions, that is as in the installed version of PyTorch.
+    """
     rank = mesh.get_local_rank()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    theirs = sharded_by_torch(net(), mesh, mp_policy=policy)
-    expected = trained(theirs, theirs, rank, num_micro_batches=2)
-    for budget in (1.0, 0.3):
-        model = fully_shard(net(), mesh, mp_policy=policy)
-        module = planned(model, budget)
-        assert_equal(trained(module, model, rank, num_micro_batches=2), expected)
-        assert all(p.dtype == torch.float32 for p in model.parameters())
+    for reduce_dtype in (torch.float32, torch.bfloat16, None):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
+        theirs = sharded_by_torch(net(), mesh, mp_policy=policy)
+        expected = trained(theirs, theirs, rank, num_micro_batches=2)
+        for budget in (1.0, 0.3):
+            model = fully_shard(net(), mesh, mp_policy=policy)
+            module = planned(model, budget)
+            assert_equal(trained(module, model, rank, num_micro_batches=2), expected)
+            assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def check_memory(mesh: DeviceMesh) -> None:
@@ -189,6 +193,10 @@ def check_refusals(mesh: DeviceMesh) -> None:
     with pytest.raises(UnsupportedModelError, match=r"0.weight of shape \(5, 3\).*2 ranks divide"):
         fully_shard(odd, mesh)
     assert not any(isinstance(parameter, DTensor) for parameter in odd.parameters())
+    wide = nn.Sequential(nn.Linear(4, 4, bias=False).bfloat16())
+    wide[0].weight.grad_dtype = torch.float32
+    with pytest.raises(UnsupportedModelError, match=r"0.weight is torch.bfloat16 .*torch.float32"):
+        fully_shard(wide, mesh)
     with pytest.raises(UnsupportedModelError, match="ignored names 'nothing'"):
         fully_shard(net(), mesh, ignored=["nothing"])
     with pytest.raises(UnsupportedModelError, match="second list of its weights"):

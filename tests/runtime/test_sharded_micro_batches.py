@@ -51,7 +51,7 @@ def check_training(mesh: DeviceMesh) -> None:
     """Bit for bit, under plans and without, in single and in mixed precision."""
     rank = mesh.get_local_rank()
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for policy in (None, mixed):
+    for policy in (None, mixed, MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
         options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
         theirs = sharded_by_torch(net(), mesh, **options)
         expected = trained(theirs, theirs, rank)

@@ -1,0 +1,1 @@
+"""Small steps, eager and planned, that show on a machine what this package promises."""

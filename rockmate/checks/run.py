@@ -1,0 +1,223 @@
+"""Runs small steps eager and planned, and tells whether each promise holds."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate._torch.pytree import tree_map
+from rockmate.capture.behaviour import check_behaviour
+from rockmate.checks.cases import Case, InBfloat16
+from rockmate.errors import RockmateError
+from rockmate.extras import MissingExtraError
+from rockmate.module import RockmateModule
+from rockmate.plan.plan import Plan
+from rockmate.sweeps.measure import (
+    Measurement,
+    SideBySide,
+    run_step,
+    state_kept,
+    tensor_difference,
+)
+
+_NUM_STEPS = 3
+# A plan this near to its bound shows as much as a better one.
+_GAP_TOLERANCE = 0.02
+_PEAK_TOLERANCE = 1.02
+# Of a CUDA allocator's blocks, which are not split below a megabyte; and of a CPU's.
+_SLACK_BYTES = {"cuda": 2 << 20, "cpu": 4096}
+# Errors of two sums of the same numbers in other orders differ by a small factor.
+_ERROR_RATIO = 4.0
+# A gradient below this share of the largest one is held against that share.
+_SMALL = 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckRow:
+    """What one step took and whether it is eager's.
+
+    Attributes:
+        name: of the step.
+        failures: promises that do not hold, in words; empty if all do.
+        skipped: why it did not run; empty if it did.
+        is_bitwise: whether all gradients equal eager's bit for bit.
+        difference: largest of a gradient, relative to eager's.
+        error: largest of a gradient against double precision; None where gradients are eager's, and
+            for random models.
+        eager_error: that of eager's gradients.
+        predicted_peak_bytes: activation peak; the budget of frames.
+        peak_bytes: measured.
+        eager_peak_bytes: of eager's step.
+        predicted_ratio: time over that without recomputation; None for frames.
+        ratio: measured time over eager's.
+        num_waits: of the host for a GPU in one planned step, beyond eager's; None on a CPU.
+        seconds: that the row took, planning included.
+    """
+
+    name: str
+    failures: tuple[str, ...] = ()
+    skipped: str = ""
+    is_bitwise: bool = False
+    difference: float | None = None
+    error: float | None = None
+    eager_error: float | None = None
+    predicted_peak_bytes: int | None = None
+    peak_bytes: int | None = None
+    eager_peak_bytes: int | None = None
+    predicted_ratio: float | None = None
+    ratio: float | None = None
+    num_waits: int | None = None
+    seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The attributes by name."""
+        return asdict(self)
+
+
+def check_behaviour_row() -> CheckRow:
+    """Tries each interface of PyTorch and transformers that a capture relies on."""
+    name = "interfaces"
+    try:
+        check_behaviour()
+    except RockmateError as error:
+        return CheckRow(name=name, failures=(str(error),))
+    return CheckRow(name=name)
+
+
+def check_case(case: Case, device: torch.device) -> CheckRow:
+    """Runs one step; an error of any kind is a failure of its row."""
+    begin = time.perf_counter()
+    try:
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")  # of libraries, about their own deprecated calls
+            torch.manual_seed(0)
+            return replace(_row(case, device), seconds=time.perf_counter() - begin)
+    except MissingExtraError as error:
+        return CheckRow(name=case.name, skipped=str(error))
+    except Exception as error:  # noqa: BLE001 - a table tells all failures
+        text = (
+            str(error) if isinstance(error, RockmateError) else f"{type(error).__name__}: {error}"
+        )
+        return CheckRow(name=case.name, failures=(text,))
+
+
+def _row(case: Case, device: torch.device) -> CheckRow:
+    model, sample = case.build()
+    exact = None if case.is_random else copy.deepcopy(model).double().to(device)
+    model = model.to(device).train()
+    model = InBfloat16(model) if case.autocast else model
+    sample = tree_map(lambda each: each.to(device), sample)
+    steps = SideBySide(model, sample, num_steps=_NUM_STEPS)
+    module = _planned(case, model, sample, steps.eager_peak_bytes or 0)
+    found = steps.measure(module)
+    assert found.gradients is not None
+    is_equal = found.gradients.equal
+    errors = _errors(module, model, exact, sample) if exact is not None and not is_equal else None
+    if module.is_planned:
+        predicted, ratio = module.plan.predicted_peak_bytes, module.plan.predicted_ratio
+    else:
+        assert module.frames is not None
+        predicted, ratio = module.frames.budget_bytes or 0, None
+    waits = None
+    if device.type == "cuda":
+        waits = _num_waits(module, sample) - _num_waits(model, sample)
+    return CheckRow(
+        name=case.name,
+        failures=tuple(_failures(case, found, predicted, errors, waits, device)),
+        is_bitwise=is_equal,
+        difference=found.gradients.largest_relative,
+        error=errors[0] if errors else None,
+        eager_error=errors[1] if errors else None,
+        predicted_peak_bytes=predicted,
+        peak_bytes=found.peak_bytes,
+        eager_peak_bytes=found.eager_peak_bytes,
+        predicted_ratio=ratio,
+        ratio=found.ratio,
+        num_waits=waits,
+    )
+
+
+def _planned(case: Case, model: nn.Module, sample: Any, eager_bytes: int) -> RockmateModule:
+    # A fraction of eager's measured peak, which all modes share.
+    budget = max(1, int(case.budget * eager_bytes))
+    search = {} if "mode" in case.options else {"gap_tolerance": _GAP_TOLERANCE}
+    module = RockmateModule(model, sample, budget, **search, **case.options)
+    if not case.saves:
+        return module
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        module.plan.save(path)
+        return RockmateModule(model, sample, plan=Plan.load(path))
+
+
+def _failures(
+    case: Case,
+    found: Measurement,
+    predicted_bytes: int,
+    errors: tuple[float, float] | None,
+    num_waits: int | None,
+    device: torch.device,
+) -> Iterator[str]:
+    """The promises that do not hold."""
+    gradients = found.gradients
+    assert gradients is not None
+    if not gradients.equal:
+        if case.is_bitwise and device.type == "cpu":
+            yield f"the gradient of {gradients.where} is not eager's bit for bit"
+        elif gradients.largest_relative > found.gradient_tolerance and (
+            errors is None or errors[0] > _ERROR_RATIO * errors[1]
+        ):
+            yield (
+                f"the gradient of {gradients.where} is {gradients.largest_relative:.1e} from "
+                f"eager's, which rounding does not explain"
+            )
+    most_bytes = predicted_bytes * _PEAK_TOLERANCE + _SLACK_BYTES[device.type]
+    if found.peak_bytes > most_bytes:
+        yield f"the peak is {found.peak_bytes:,} bytes, and {predicted_bytes:,} were predicted"
+    if num_waits:
+        yield f"the host waits for the GPU {num_waits} times more than in eager's step"
+
+
+def _errors(
+    module: nn.Module, model: nn.Module, exact: nn.Module, sample: Any
+) -> tuple[float, float]:
+    """The largest errors of planned and of eager gradients against double precision."""
+    gradients = []
+    for call, owner in ((module, model), (model, model), (exact, exact)):
+        inputs = sample
+        if call is exact:
+            inputs = tree_map(
+                lambda each: each.double() if each.is_floating_point() else each, inputs
+            )
+        with state_kept(owner):
+            run_step(call, inputs, seed=0)
+            found = {name: each.grad for name, each in owner.named_parameters()}
+            gradients.append({name.removeprefix("model."): each for name, each in found.items()})
+    planned, eager, reference = gradients
+    ours, theirs = (tensor_difference(each, reference, small=_SMALL) for each in (planned, eager))
+    return ours.largest_relative, theirs.largest_relative
+
+
+def _num_waits(call: Callable[..., Any], sample: Any) -> int:
+    """How often one step makes the host wait for the GPU, as PyTorch's debug mode counts."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            run_step(call, sample, seed=0)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchroniz" in str(each.message) for each in caught)

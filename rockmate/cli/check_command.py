@@ -1,0 +1,141 @@
+"""`rockmate check`: small steps, eager and planned, on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from rockmate.checks.run import CheckRow
+
+_PACKAGES = ("rockmate-planner", "torch", "transformers", "peft", "accelerate", "numpy", "triton")
+
+
+def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command."""
+    command = commands.add_parser(
+        "check",
+        help="whether this machine and these versions keep what is promised",
+        description=(
+            "Train about a dozen small models, eager and planned, on this machine's device: equal "
+            "bits or rounding, predicted and measured peak, predicted and measured time, and on a "
+            "GPU how often the host waits. Takes about a minute. Exit code 1 if a promise does not "
+            "hold."
+        ),
+    )
+    command.add_argument("--device", help="as cpu or cuda:0 (default: a GPU if there is one)")
+    command.add_argument(
+        "--only", metavar="TEXT", default="", help="only steps whose name contains it"
+    )
+    command.add_argument("--json", action="store_true", help="print JSON, to attach to a report")
+    command.add_argument("--threads", type=int, help="threads of an op (default: PyTorch's choice)")
+    command.add_argument("--quiet", action="store_true", help="no progress, only the table")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Runs the check and gives the exit code."""
+    import torch
+    from tqdm import tqdm
+
+    from rockmate.checks.cases import cases
+    from rockmate.checks.run import check_behaviour_row, check_case
+
+    device = torch.device(arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+    # The table says what lines of the log would say.
+    logging.getLogger("rockmate").setLevel(logging.ERROR)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    rows = [check_behaviour_row()]
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = [case for case in cases(device, folder) if arguments.only in case.name]
+        progress = tqdm(
+            chosen, desc="check", leave=False, disable=True if arguments.quiet else None
+        )
+        for case in progress:
+            progress.set_postfix_str(case.name)
+            rows.append(check_case(case, device))
+    machine = _machine(device)
+    if arguments.json:
+        record = {"machine": machine, "rows": [row.to_json() for row in rows]}
+        sys.stdout.write(json.dumps(record, indent=1) + "\n")
+    else:
+        sys.stdout.write(_text(machine, rows))
+    return 1 if any(row.failures for row in rows) else 0
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    import torch
+
+    versions = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    machine = {
+        "device": str(device),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "num_threads": torch.get_num_threads(),
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        "versions": versions,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        machine["gpu"] = f"{properties.name}, {properties.total_memory >> 20} MiB"
+        machine["capability"] = f"{properties.major}.{properties.minor}"
+        machine["cuda"] = torch.version.cuda
+        machine["driver"] = _driver()
+    return machine
+
+
+def _driver() -> str:
+    """The version of the GPU's driver, as the kernel module tells it; empty if it does not."""
+    try:
+        with open("/sys/module/nvidia/version", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def _text(machine: dict[str, Any], rows: Sequence[CheckRow]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
+    where = machine.get("gpu") or machine["processor"]
+    lines = [
+        f"{machine['device']}: {where}, {machine['num_threads']} threads; Python "
+        f"{machine['python']}, {versions}",
+        "",
+        f"{'step':<24}{'gradients':<22}{'peak, predicted -> measured':<34}{'time':<16}",
+    ]
+    lines += [_line(row) for row in rows]
+    failed = [row for row in rows if row.failures]
+    lines += ["", *(f"FAILED: {row.name}: {each}" for row in failed for each in row.failures)]
+    lines += [f"skipped: {row.name}: {row.skipped}" for row in rows if row.skipped]
+    num_passed = sum(not row.failures and not row.skipped for row in rows)
+    lines.append(f"{num_passed} of {len(rows)} hold.")
+    return "\n".join(lines) + "\n"
+
+
+def _line(row: CheckRow) -> str:
+    from rockmate.budget import size_text
+
+    if row.skipped or row.peak_bytes is None or row.predicted_peak_bytes is None:
+        return f"{row.name:<24}{'FAILED' if row.failures else 'skipped' if row.skipped else 'ok'}"
+    gradients = "equal bits"
+    if not row.is_bitwise:
+        gradients = f"within {row.difference:.0e}"
+    peak = f"{size_text(row.predicted_peak_bytes)} -> {size_text(row.peak_bytes)}"
+    peak += f" of {size_text(row.eager_peak_bytes or 0)}"
+    predicted = "" if row.predicted_ratio is None else f"{row.predicted_ratio:.2f} -> "
+    waits = "" if row.num_waits is None else f", {row.num_waits} waits"
+    failed = "  FAILED" if row.failures else ""
+    return f"{row.name:<24}{gradients:<22}{peak:<34}{predicted}{row.ratio:.2f}x{waits}{failed}"

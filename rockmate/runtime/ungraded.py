@@ -1,0 +1,66 @@
+"""Calls in training mode that have no backward: the plain model runs them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+from torch import Tensor, nn
+
+from rockmate.capture.forward_attributes import NO_ATTRIBUTES
+from rockmate.capture.model_signature import ModelWatch
+from rockmate.capture.signature import CallSignature, flatten_call
+from rockmate.capture.structure import tensors_within
+
+logger = logging.getLogger(__name__)
+
+
+class UngradedCalls:
+    """The calls of one module whose outputs require no gradient.
+
+    In a GAN, one player's parameters are frozen while the other one trains.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._trained: Tensor | None = None  # a parameter or buffer that required a gradient
+        self._found: list[tuple[CallSignature, ModelWatch]] = []  # calls that turned out to be some
+        self._has_told = False
+
+    def includes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call is one, as far as that is known before it runs."""
+        if self._trained is None or not self._trained.requires_grad:
+            members = chain(self._model.parameters(), self._model.buffers())
+            self._trained = next((each for each in members if each.requires_grad), None)
+        if self._trained is None:
+            return not any(each.requires_grad for each in tensors_within((args, kwargs)))
+        if not self._found:
+            return False
+        call = flatten_call(args, kwargs)[1]
+        return any(known == call and not watch.has_changed() for known, watch in self._found)
+
+    def add(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Notes that a call is one, which its capture has shown, while the module is as it is."""
+        call = flatten_call(args, kwargs)[1]
+        self._found = [each for each in self._found if not each[1].has_changed()]
+        self._found.append((call, ModelWatch(self._model, NO_ATTRIBUTES)))
+
+    def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The output of a call of `model`, which may be a wrapper of the module."""
+        output = model(*args, **kwargs)
+        if any(each.requires_grad for each in tensors_within(output)):
+            self._found.clear()
+            logger.warning(
+                "an output of this call requires a gradient, which reaches the model neither by "
+                "its parameters and buffers nor by its inputs, so the plain model ran it without "
+                "a budget. Pass the tensors that require a gradient as inputs, or register them."
+            )
+        elif not self._has_told:
+            self._has_told = True
+            logger.warning(
+                "no output of this call requires a gradient, so the plain model ran it, without a "
+                "plan or budget: nothing is saved for a backward. Later calls like it do the same."
+            )
+        return output

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from rockmate.frames.way import Way
 
 _MUCH = 1.01
 """A peak that is so much larger than the smallest is not taken for it."""
+MOST_PLANNED = 256
+"""Frames of a step of which insides are captured: what is known of each pair of them counts."""
 
 
 class FrameKey(NamedTuple):
@@ -102,6 +105,7 @@ class StepNeeds:
         num_elements: of the inputs of the step.
         ways_number: which ways the calls have; 0 for none.
         has_new_calls: whether calls have been added that ranks have not agreed on.
+        new_bytes: that calls of the present step take which were not recorded, until `settle`.
         without_backward: calls whose backward did not run in the step.
         without_outputs: for a call, itself and others before it, if their outputs were free when it
             ran. They are not where a backward of a captured inside is to read them.
@@ -111,9 +115,11 @@ class StepNeeds:
     num_elements: int = 0
     ways_number: int = 0
     has_new_calls: bool = False
+    new_bytes: int = 0
     without_backward: frozenset[FrameKey] = frozenset()
     without_outputs: Mapping[FrameKey, Set[FrameKey]] = field(default_factory=dict)
-    _of_others: dict[FrameKey, Needs] = field(default_factory=dict)
+    _of_paths: dict[str, Needs] = field(default_factory=dict)
+    _new: dict[FrameKey, tuple[FrameKey | None, int]] = field(default_factory=dict)
     _taken: set[FrameKey] = field(default_factory=set)
     _least: tuple[int, dict[FrameKey, int]] | None = None
 
@@ -129,6 +135,11 @@ class StepNeeds:
             max(needs.before_forward_bytes, needs.before_backward_bytes, needs.after_bytes)
             for needs in self.by_key.values()
         )
+
+    @property
+    def end_bytes(self) -> int:
+        """What is live when the forward has ended, if it holds nothing."""
+        return next(reversed(self.by_key.values())).after_bytes
 
     @property
     def least_after(self) -> dict[FrameKey, int]:
@@ -166,10 +177,10 @@ class StepNeeds:
 
     def of(self, key: FrameKey) -> Needs:
         """Those of a frame; of one that was not recorded, the largest of its path, or of all."""
-        known = self.by_key.get(key) or self._of_others.get(key)
+        known = self.by_key.get(key) or self._of_paths.get(key.path)
         if known is None:
             alike = [needs for each, needs in self.by_key.items() if each.path == key.path]
-            known = self._of_others[key] = _largest(alike or list(self.by_key.values()))
+            known = self._of_paths[key.path] = _largest(alike or list(self.by_key.values()))
         return known
 
     def guessed_backward_bytes(self, key: FrameKey) -> int:
@@ -178,7 +189,7 @@ class StepNeeds:
         return max(needs.backward_bytes, needs.forward_bytes + needs.saved_bytes)
 
     def take(self, key: FrameKey, before: FrameKey | None, call_bytes: int) -> None:
-        """Has a call that was not recorded take its place.
+        """Takes a call that was not recorded.
 
         What it takes for a second run is in memory from its forward to its backward, so all that
         follow need as much more.
@@ -188,14 +199,33 @@ class StepNeeds:
             before: the call that it follows; None if it is the first.
             call_bytes: of that, its arguments among it.
         """
-        order = merged(list(self.by_key), [key] if before is None else [before, key])
-        following = order[order.index(key) :]
         self.by_key[key] = replace(self.of(key))
-        self.by_key = {each: self.by_key[each] for each in order}
-        for each in following:
-            self.by_key[each].add(call_bytes)
+        self._new[key] = before, call_bytes
         self._taken.add(key)
-        self.has_new_calls, self._least = True, None
+        self.new_bytes += call_bytes
+        self.has_new_calls = True
+
+    def settle(self) -> None:
+        """Has the calls that were taken since the last time take their places among the others."""
+        if not self._new:
+            return
+        known = [key for key in self.by_key if key not in self._new]
+        more_bytes = 0
+        order = placed(known, {key: before for key, (before, _) in self._new.items()})
+        self.by_key = {key: self.by_key[key] for key in order}
+        for key, needs in self.by_key.items():
+            more_bytes += self._new.get(key, (None, 0))[1]
+            needs.add(more_bytes)
+        self._new.clear()
+        self._of_paths.clear()
+        self.new_bytes, self._least = 0, None
+
+    def add(self, num_bytes: int) -> None:
+        """Counts what a step was seen to have live beside all that was known."""
+        for needs in self.by_key.values():
+            needs.add(num_bytes)
+        self._of_paths.clear()
+        self._least = None
 
     def take_ways(
         self,
@@ -213,7 +243,7 @@ class StepNeeds:
         if number == self.ways_number:
             return
         self.ways_number, self._least = number, None
-        self._of_others.clear()
+        self._of_paths.clear()
         scaled = {path: [way.scaled(1 / scale) for way in each] for path, each in ways.items()}
         read_bytes = {
             path: max((way.read_output_bytes for way in each), default=0)
@@ -231,25 +261,48 @@ class StepNeeds:
         for others in agreement.of_all(self.by_key):
             for key in self.by_key.keys() & others.keys():
                 self.by_key[key] = _largest([self.by_key[key], others[key]])
-        self._of_others.clear()
+        self._of_paths.clear()
         self.has_new_calls, self._least = False, None
 
     def learn(self, key: FrameKey, saved_bytes: int, seconds: float) -> None:
-        """What a call that was not recorded saves, and how long it takes, when it has run."""
+        """What a call saves, and how long it takes, when it has run.
+
+        It may save more than was measured, since it runs other ops: what it saves is live while its
+        forward and backward run.
+        """
+        needs = self.by_key.get(key)
+        if needs is None:
+            return
         if key in self._taken:
             self._taken.remove(key)
-            self.by_key[key] = replace(self.by_key[key], saved_bytes=saved_bytes, seconds=seconds)
+            needs.saved_bytes, needs.seconds = saved_bytes, seconds
+        needs.seconds = min(needs.seconds, seconds)
+        more_bytes = saved_bytes - needs.saved_bytes
+        if more_bytes > 0:
+            needs.saved_bytes += more_bytes
+            needs.forward_bytes += more_bytes
+            needs.backward_bytes += more_bytes
+            self._least = None
 
 
-def merged(known: list[FrameKey], present: Iterable[FrameKey]) -> list[FrameKey]:
+def merged(known: Sequence[FrameKey], present: Sequence[FrameKey]) -> list[FrameKey]:
     """The known calls, and new ones each after the call that went before it."""
-    result, places = list(known), set(known)
-    before: FrameKey | None = None
-    for key in present:
-        if key not in places:
-            result.insert(0 if before is None else result.index(before) + 1, key)
-            places.add(key)
-        before = key
+    places = set(known)
+    pairs = zip(present, [None, *present[:-1]][: len(present)], strict=True)
+    return placed(known, {key: before for key, before in pairs if key not in places})
+
+
+def placed(known: Sequence[FrameKey], new: Mapping[FrameKey, FrameKey | None]) -> list[FrameKey]:
+    """Known calls, and new ones each after the one that it is given with."""
+    following: defaultdict[FrameKey | None, list[FrameKey]] = defaultdict(list)
+    for key, before in new.items():
+        following[before].append(key)
+    result: list[FrameKey] = []
+    pending: list[FrameKey] = [*reversed(known), *following.pop(None, ())]
+    while pending:
+        key = pending.pop()
+        result.append(key)
+        pending += following.pop(key, ())
     return result
 
 
@@ -290,9 +343,8 @@ class StepRecorder:
     the start, or its parameter has none in them; either way it is no need of a frame.
 
     Attributes:
-        has_ended: whether the backward of the step has run. What is allocated from then on does not
-            count, until `stop`: a recording cannot be stopped within a backward, which restores
-            the state of its thread.
+        has_ended: whether a backward has run. A recording cannot be stopped within one, which
+            restores the state of its thread.
         saved: bytes that a frame has saved, and seconds of its forward.
         peak_bytes: before the first frame; of the whole step where there is none.
     """
@@ -324,7 +376,7 @@ class StepRecorder:
 
     def note_gradient(self, num_bytes: int) -> None:
         """A new gradient is in `.grad`: begins a new stretch of the same need."""
-        if self._labels and not self.has_ended:
+        if self._labels:
             last = self._labels[-1]
             self._recording.mark()
             gradient_bytes = last.gradient_bytes + num_bytes
@@ -353,6 +405,8 @@ class StepRecorder:
 
     def _note_free_outputs(self, key: FrameKey) -> None:
         """Notes which outputs are free, of a frame and those before it."""
+        if len(self._outputs) > MOST_PLANNED:
+            return
         for other, references in self._outputs.items():
             if any(each.expired() for each in references):
                 self._without_outputs[key].add(other)
@@ -360,9 +414,14 @@ class StepRecorder:
                 break
 
     def end(self) -> None:
-        """The backward has run."""
-        self._recording.mark()
+        """A backward has run. What is allocated until a frame's next one does not count."""
         self.has_ended = True
+        self.pause()
+
+    def pause(self) -> None:
+        """What runs until the next frame does not count: a call without gradients, say."""
+        if self._labels:
+            self.mark(self._labels[-1].key, "")
 
     @property
     def can_stop(self) -> bool:
@@ -404,9 +463,15 @@ class StepRecorder:
             if is_first and what != "after_bytes":
                 begin = max(getattr(needs, before), stretch.begin_bytes - gradient_bytes)
                 setattr(needs, before, begin)
+        # A process's first calls are slow: medians are of calls that save and take as much.
+        alike: defaultdict[Hashable, list[float]] = defaultdict(list)
         for key, (saved_bytes, seconds) in self.saved.items():
             needs = step.by_key.setdefault(key, Needs())
-            needs.saved_bytes, needs.seconds = saved_bytes, seconds
+            needs.saved_bytes = saved_bytes
+            alike[saved_bytes, needs.forward_bytes - needs.before_forward_bytes].append(seconds)
+        for needs in step.by_key.values():
+            times = alike[needs.saved_bytes, needs.forward_bytes - needs.before_forward_bytes]
+            needs.seconds = median(times) if times else 0.0
         return step
 
 

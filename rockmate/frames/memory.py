@@ -34,7 +34,8 @@ from rockmate.frames.clock import clock_of, logical_clock
 from rockmate.frames.foreign_random import ForeignRandom
 from rockmate.frames.in_flight import StepsInFlight
 from rockmate.frames.module_state import ChangingBuffers
-from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
+from rockmate.frames.needs import FrameKey, StepNeeds
+from rockmate.frames.recorder import StepRecorder
 from rockmate.frames.room import Room, backward_bytes, forward_bytes, least_way
 from rockmate.frames.running import Frame, Kept, Running
 from rockmate.frames.sequence import KnownCalls, offer_of_way

@@ -29,9 +29,10 @@ from rockmate.frames.kept import KeptFrame
 from rockmate.frames.learning import Learning
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.module_state import state_of
-from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
+from rockmate.frames.needs import FrameKey, StepNeeds
 from rockmate.frames.peak_check import PeakCheck
 from rockmate.frames.planned import PlannedFrame
+from rockmate.frames.recorder import StepRecorder
 from rockmate.frames.replaced_forward import ReplacedForwards
 from rockmate.frames.report import FramesReport, report_of
 from rockmate.frames.selection import first_paths, frames_to_split, split

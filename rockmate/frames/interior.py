@@ -39,12 +39,13 @@ class Interior(Protocol):
         """
         ...
 
-    def run(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
+    def run(self, number: int, tensors: Sequence[torch.Tensor], call: Call | None = None) -> Any:
         """The result of a call.
 
         Args:
             number: of the way.
             tensors: of the arguments.
+            call: with what it takes to run it as in eager after all.
         """
         ...
 

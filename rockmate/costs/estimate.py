@@ -46,9 +46,10 @@ from rockmate.capture.nodes import tensors_of
 from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.machine import Machine
-from rockmate.graph.ir import Graph, Op, call_key
+from rockmate.graph.ir import Graph, Op
 from rockmate.ops import kernels
 from rockmate.ops.collectives import is_communication
+from rockmate.ops.observed_layouts import call_key
 
 _aten = torch.ops.aten
 _GPU_ATTENTION_BACKWARD = {
@@ -292,7 +293,8 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
         yield num_bytes(node) - sum(map(_distinct_bytes, tensors_of(node)))
         yield _unrequested_bytes(node)
     elif machine.device == "cpu" and packet is _aten.native_batch_norm_backward:
-        yield _distinct_bytes(node.meta["val"][0])
+        gradient = node.meta["val"][0]  # None if it is not asked for
+        yield 0 if gradient is None else _distinct_bytes(gradient)
 
 
 def _unrequested_bytes(node: fx.Node) -> int:

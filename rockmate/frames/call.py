@@ -147,18 +147,9 @@ class Call:
         """Whether an argument was changed in place since the call began."""
         return self._versions != versions_of(self._inputs)
 
-    def note_run_again(self, *, is_differentiated: bool) -> None:
-        """A planned call runs again as in eager, within its backward.
-
-        Args:
-            is_differentiated: whether the backward is one that is differentiated again.
-        """
-        self._memory.has_second_derivatives |= is_differentiated
-        self._memory.make_room_again(self.key)
-
     @contextmanager
     def again(
-        self, forward: Callable[..., Any] | None = None, *, keeps_history: bool = False
+        self, forward: Callable[..., Any] | None = None
     ) -> Iterator[tuple[Callable[[], Any], dict[int, torch.Tensor]]]:
         """State as in the first run.
 
@@ -166,7 +157,6 @@ class Call:
 
         Args:
             forward: what runs; None for the call's own.
-            keeps_history: whether the arguments are those of the first run, not leaves.
 
         Raises:
             UnsupportedModelError: an argument was changed in place after the call, or a parameter
@@ -178,7 +168,7 @@ class Call:
                 f"run again. Leave it whole: keep={[self.key.path]!r}, or change a copy."
             )
             raise UnsupportedModelError(msg)
-        args, kwargs = self._rest if keeps_history else with_changed(_Detached(), self._rest)
+        args, kwargs = with_changed(_Detached(), self._rest)
         with ExitStack() as stack:
             stack.enter_context(self._memory.foreign_random.refused(self._draws_foreign))
             stack.enter_context(torch.enable_grad())

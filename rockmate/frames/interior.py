@@ -39,13 +39,12 @@ class Interior(Protocol):
         """
         ...
 
-    def run(self, number: int, tensors: Sequence[torch.Tensor], call: Call | None = None) -> Any:
+    def run(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
         """The result of a call.
 
         Args:
             number: of the way.
             tensors: of the arguments.
-            call: with what it takes to run it as in eager after all.
         """
         ...
 

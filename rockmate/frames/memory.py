@@ -328,12 +328,6 @@ class Memory:
                 needed = int(self.scale * self.needs.guessed_backward_bytes(frame.key))
             self._make_room(needed - frame.num_bytes, position=frame.order, but=frame)
 
-    def make_room_again(self, key: FrameKey) -> None:
-        """Makes room for a planned frame's backward, when it runs as in eager after all."""
-        if self.needs is not None and not self.is_measuring:
-            needed = backward_bytes(self.needs.of(key), None, self.scale)
-            self._make_room(needed, position=self.backward_order or 0)
-
     def _end_recording(self) -> None:
         """After a backward, if it was that of all frames: another one may be to come."""
         if self.recorder is not None and self.recorder.is_whole() and not self._on_recorded():

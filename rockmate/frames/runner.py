@@ -371,19 +371,16 @@ class FrameRunner:
         if unhooked is not None:
             kept, run = unhooked
             # What takes back a failed run is needed only where an allocation can fail.
-            needs_call = memory.is_limited or kept.way is not None
-            call = Call(key, module, arguments, memory) if needs_call else None
+            call = Call(key, module, arguments, memory) if memory.is_limited else None
             memory.begin_forward(kept)
             try:
                 with memory.inside_frame():
-                    output = run(call)
+                    output = run()
             except Exception as error:
                 if call is None or not memory.has_made_room(error, order):
                     raise
                 self._roll_back(call)
             else:
-                if call is not None:
-                    call.end()
                 kept.end_forward(output)
                 return output
         if capturing is not None:
@@ -402,7 +399,7 @@ class FrameRunner:
 
     def _unhooked(
         self, key: FrameKey, arguments: Arguments, sizes: Hashable, order: int
-    ) -> tuple[KeptFrame, Callable[[Call | None], Any]] | None:
+    ) -> tuple[KeptFrame, Callable[[], Any]] | None:
         """A frame that gives up nothing later, and what runs; None if it is to have hooks."""
         memory, found = self._memory, None
         if self._learning is not None and memory.may_run_way(key):
@@ -411,12 +408,12 @@ class FrameRunner:
         if found is not None and number is not None:
             interior, tensors = found
             planned = PlannedFrame(key, order, interior.ways[number], memory)
-            return planned, lambda call: interior.run(number, tensors, call)
+            return planned, lambda: interior.run(number, tensors)
         kept_bytes = memory.bytes_if_kept(key, sizes, order)
         if kept_bytes is None:
             return None
         kept = KeptFrame(key, order, kept_bytes, memory)
-        return kept, lambda _: arguments.forward(*arguments.args, **arguments.kwargs)
+        return kept, lambda: arguments.forward(*arguments.args, **arguments.kwargs)
 
     def _run_with_hooks(
         self, call: Call, module: nn.Module, arguments: Arguments, order: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,20 +11,18 @@ from torch import nn
 
 from rockmate.capture.huggingface import switches_of
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
-from rockmate.frames.call import Call
+from rockmate.errors import BackwardError
 from rockmate.frames.replaced_forward import forwards_of
 from rockmate.frames.way import Surroundings, Way
 from rockmate.graph.parameters import owner_names
-from rockmate.interiors.again import InteriorRunner
 from rockmate.interiors.checks import has_hooks
 from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.outer_values import OuterValues
 from rockmate.interiors.ways import PlannedWays
+from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import Schedule
 from rockmate.step import CapturedStep
-
-logger = logging.getLogger(__name__)
 
 _ANY_NUMBER = 1 << 30
 """Of calls whose backward has not run: frames count what each holds."""
@@ -56,7 +53,7 @@ class CapturedInterior:
         self.is_confirmed, self._is_wrong, self._layouts = False, False, layouts
         self._path, self._step, self._module, self._planned = path, step, module, planned
         self._outer, self._outer_values = outer, outer.now()
-        self._runners: dict[int, InteriorRunner] = {}
+        self._runners: dict[int, Runner] = {}
         self._ways: Sequence[Way] = planned.ways
         self._watch = ModelWatch(module, step.capture.attributes)
         self._watched_modules, self._forwards = list(module.modules()), forwards_of(module)
@@ -104,34 +101,32 @@ class CapturedInterior:
         self._watch = ModelWatch(self._module, attributes)
         return True
 
-    def run(self, number: int, tensors: Sequence[torch.Tensor], call: Call | None = None) -> Any:
+    def run(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
         """See `rockmate.frames.interior.Interior`."""
         runner = self._runners.get(number)
         if runner is None:
             runner = self._runners[number] = self._new_runner(self._planned.schedules[number])
-        runner.call = call
         outputs = list(runner.run(tensors))
         return self._step.capture.output_structure.rebuild(outputs)
 
-    def _new_runner(self, schedule: Schedule) -> InteriorRunner:
+    def _new_runner(self, schedule: Schedule) -> Runner:
         program = emit(self._step.graph, schedule, owner_names(self._module))
-        return InteriorRunner(
+        runner = Runner(
             replace(program, num_in_flight=_ANY_NUMBER),
             self._module,
-            path=self._path,
-            forward=self._forwards[0],
-            is_tried=self._are_tried,
+            name=self._path,
+            way_out=f", or leave it whole: keep={[self._path]!r}",
         )
+        runner.check_tangents = self._check_tangents
+        return runner
 
-    def _are_tried(self, tangents: Sequence[torch.Tensor | None]) -> bool:
-        """Whether the trial had gradients of outputs that lie so. If not, it is used no more."""
-        given = [(place, each) for place, each in enumerate(tangents) if each is not None]
-        if all(self._layouts.has(place, each) for place, each in given):
-            return True
-        for place, each in given:
-            self.confirm(place, each)
-        logger.info(
-            "gradients of outputs of %s have other strides than in steps before, so its calls run "
-            "as in eager from now on", self._path,
-        )  # fmt: skip
-        return False
+    def _check_tangents(self, tangents: Sequence[torch.Tensor | None]) -> None:
+        for place, each in enumerate(tangents):
+            if each is not None and not self._layouts.has(place, each):
+                msg = (
+                    f"the gradient of an output of {self._path} has strides {list(each.stride())}, "
+                    "others than in steps before: another loss, perhaps. Its planned backward "
+                    f"would round otherwise than eager's. Leave it whole: keep={[self._path]!r}, "
+                    "or call the plain model for such a step."
+                )
+                raise BackwardError(msg)

@@ -89,7 +89,7 @@ class Runner:
         non_differentiable: indices of outputs without a gradient.
         forward_statics: the statics that the forward reads.
         backward_statics: the statics that the backward reads.
-        function: the autograd function of a call.
+        check_tangents: is given the gradients of outputs, and may refuse them.
         backward: the backward with all tangents.
         input_gradients: index of an input -> position of its gradient in the backward's results.
         further_gradients: where each reader of an input has its gradient by itself, those after the
@@ -111,7 +111,7 @@ class Runner:
             way_out: what else a user may do about an error, after what can be done in any case.
         """
         self.program, self.name, self.way_out = program, name, way_out
-        self._model, self.function = model, PlannedStep
+        self._model, self.check_tangents = model, _accept_tangents
         self.binding = Binding(model, program.tensor_names())
         self.pending = pending_steps_of(model)
         self.held = held_gradients_of(model)
@@ -186,7 +186,7 @@ class Runner:
         else:
             parameters = ()
         further = [laid_out[index] for index, _ in self.further_gradients]
-        outputs = self.function.apply(
+        outputs = PlannedStep.apply(
             self, owners, anchor, anchor.leaf, len(laid_out), *laid_out, *further, *parameters
         )
         for index in self.updated_inputs:
@@ -313,6 +313,7 @@ class PlannedStep(torch.autograd.Function):
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         runner = ctx.runner
         _refuse_unsupported_backward(ctx, tangents)
+        runner.check_tangents(tangents)
         sink = _sink(ctx)
         backward = runner.backward_for(tangents)
         # The only holder of the saved values from here on.
@@ -346,6 +347,10 @@ class _Backward:
         self.run = run
         # For each argument, its position among the sources of `_take_arguments`.
         self.order = program.order_of(arguments)
+
+
+def _accept_tangents(tangents: Sequence[torch.Tensor | None]) -> None:
+    """Gradients of outputs may have any layout."""
 
 
 def _may_be_needed_early(parameters: Iterable[torch.Tensor]) -> bool:

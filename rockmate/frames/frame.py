@@ -130,7 +130,7 @@ class Frame:
                 first = f"a tensor {list(saved.tensor.shape)}"
                 raise self._call.not_repeated(first, "one with other values")
             self._slots.fill(each, saved)
-        self._memory.note_made_again(self._memory.clock() - begin)
+        self._memory.note_made_again(self.key, self._memory.clock() - begin)
         saved = self._slots.found(index)
         assert saved is not None
         return saved

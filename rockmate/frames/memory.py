@@ -264,8 +264,7 @@ class Memory:
         if self.is_measuring and self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
         elif self.needs is not None:
-            saved_bytes, seconds = int(frame.num_bytes / self.scale), frame.seconds / self.scale
-            self.needs.learn(frame.key, saved_bytes, seconds)
+            self.needs.learn(frame.key, int(frame.num_bytes / self.scale))
         planned = self.decision.offers.get(frame.key)
         frame.is_planned = planned is not None and planned.way is None
         holds_nothing = self.budget_bytes is None or self.is_measuring or self.is_learning
@@ -294,7 +293,7 @@ class Memory:
             saved_bytes = 0 if self.needs is None else self.needs.of(frame.key).saved_bytes
             self.given_up[frame.key] = offer_of_way(frame.way, saved_bytes)
             if frame.way.again_s:
-                self.note_made_again(frame.way.again_s)
+                self._count_made_again(frame.way.again_s)
         self._make_room_after(frame)
 
     def _make_room_after(self, frame: Running) -> None:
@@ -361,8 +360,15 @@ class Memory:
             if frame is not None:
                 frame.let_go()
 
-    def note_made_again(self, seconds: float) -> None:
-        """Counts a second run of a forward."""
+    def note_made_again(self, key: FrameKey, seconds: float) -> None:
+        """Takes what a second run of a forward has taken."""
+        self._count_made_again(seconds)
+        if self.is_measuring and self.recorder is not None:
+            self.recorder.note_seconds(key, seconds)
+        elif self.needs is not None:
+            self.needs.learn_seconds(key, seconds / self.scale)
+
+    def _count_made_again(self, seconds: float) -> None:
         self.counts.num_made_again += 1
         self.counts.made_again_s += seconds
 

@@ -35,7 +35,7 @@ class Needs:
         after_bytes: from there to the next frame, or to the first backward.
         backward_bytes: while it is made again and its backward runs, up to the next one's.
         saved_bytes: what it saves.
-        seconds: that its forward takes.
+        seconds: that it takes to make it again.
         before_forward_bytes: live when its forward begins.
         before_backward_bytes: live when its backward begins.
         output_bytes: of all these, of outputs that captured insides read again.
@@ -256,8 +256,8 @@ class StepNeeds:
         self._of_paths.clear()
         self.has_new_calls, self._least = False, None
 
-    def learn(self, key: FrameKey, saved_bytes: int, seconds: float) -> None:
-        """What a call saves, and how long it takes, when it has run.
+    def learn(self, key: FrameKey, saved_bytes: int) -> None:
+        """What a call saves, when it has run.
 
         It may save more than was measured, since it runs other ops: what it saves is live while its
         forward and backward run.
@@ -267,14 +267,19 @@ class StepNeeds:
             return
         if key in self._taken:
             self._taken.remove(key)
-            needs.saved_bytes, needs.seconds = saved_bytes, seconds
-        needs.seconds = min(needs.seconds, seconds)
+            needs.saved_bytes = saved_bytes
         more_bytes = saved_bytes - needs.saved_bytes
         if more_bytes > 0:
             needs.saved_bytes += more_bytes
             needs.forward_bytes += more_bytes
             needs.backward_bytes += more_bytes
             self._least = None
+
+    def learn_seconds(self, key: FrameKey, seconds: float) -> None:
+        """How long it has taken to make a call again."""
+        needs = self.by_key.get(key)
+        if needs is not None:
+            needs.seconds = min(needs.seconds, seconds)
 
 
 def merged(known: Sequence[FrameKey], present: Sequence[FrameKey]) -> list[FrameKey]:

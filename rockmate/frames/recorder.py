@@ -42,7 +42,7 @@ class StepRecorder:
     Attributes:
         has_ended: whether a backward has run. A recording cannot be stopped within one, which
             restores the state of its thread.
-        saved: bytes that a frame has saved, and seconds of its forward.
+        saved: bytes that a frame has saved, and seconds of its last run.
         peak_bytes: before the first frame; of the whole step where there is none.
     """
 
@@ -78,6 +78,11 @@ class StepRecorder:
             self._recording.mark()
             gradient_bytes = last.gradient_bytes + num_bytes
             self._labels.append(_Label(last.key, last.what, gradient_bytes, is_first=False))
+
+    def note_seconds(self, key: FrameKey, seconds: float) -> None:
+        """How long it has taken to make a frame again, which is more than its forward takes."""
+        if key in self.saved:
+            self.saved[key] = self.saved[key][0], seconds
 
     def release(self) -> None:
         """Leaves no hook behind."""

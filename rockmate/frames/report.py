@@ -18,7 +18,7 @@ class FrameRow:
     Attributes:
         name: path of the submodule, and the number of its call if it is not the first.
         saved_bytes: that autograd saves in it, in the measured step or in one of its path.
-        seconds: that its forward took there.
+        seconds: that it takes to make it again.
         given_up: what the last call gave up of it, in words.
     """
 

@@ -108,11 +108,9 @@ class FrameRunner:
         self._recorded_size: StepSize | None = None
         self._was_without_backward: StepSize | None = None  # the last step that was recorded
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
-        self._is_running = False  # the model's forward
-        self._num_forgotten = 0
-        self._check = PeakCheck(
-            model, self._memory, may_refuse=on_infeasible == "error" and not is_fallback
-        )
+        self._is_running, self._num_forgotten = False, 0  # the model's forward
+        may_refuse = on_infeasible == "error" and not is_fallback
+        self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
         self._is_settled = False  # no frame is split any more
         self._has_step_hook = False
         self._asked_bytes = 0  # the budget as it was given, or lowered

@@ -14,8 +14,8 @@ from rockmate.frames.way import Way
 _REMEMBERED_STEPS = 16
 _SHARES = 16
 """Shares of steps are rounded to one of so many, so that not each step is decided for anew."""
-_DECIDING_SHARE = 1 / 16
-"""Of the time of steps, what decisions take at most."""
+_DECIDING_SHARE, _DECIDING_S = 1 / 16, 1.0
+"""What decisions take at most: a share of the time of steps, and seconds beside."""
 _MOST_DECISIONS = 64
 """That are remembered."""
 _SIZES_PER_UNIT = 16
@@ -42,8 +42,7 @@ class KnownCalls:
         self._saved: dict[tuple[FrameKey, Hashable], int | None] = {}
         self._decisions: dict[tuple[int, ...], Decision] = {}
         self._last = Decision()
-        self._rest_s = 0.0  # of steps, before the next decision
-        self._decided_s: float | None = None
+        self._decisions_s, self._begin_s = 0.0, math.inf  # seconds of all; when the first one was
 
     def begin_step(self, state: object) -> None:
         """Takes the calls of the step before; forgets what they save if the state is another."""
@@ -94,7 +93,7 @@ class KnownCalls:
         """What is decided for the known calls.
 
         Steps that all have other calls or sizes would be decided for anew each time. Decisions take
-        a share of the time of steps at most; where one would take more, the last one stays, and
+        a share of the time of steps at most; where they have taken more, the last one stays, and
         what does not fit is dropped when it comes to that.
 
         Args:
@@ -109,18 +108,18 @@ class KnownCalls:
         if found is None and self._may_decide(now_s):
             begin_s = time.perf_counter()
             found = decide(self.known_frames(needs), budget_bytes * _SIZES_PER_UNIT // size)
-            self._last = self._decisions[question] = found or Decision()
-            self._rest_s = (time.perf_counter() - begin_s) / _DECIDING_SHARE
-            self._decided_s = now_s
+            found = self._last = self._decisions[question] = found or Decision()
+            self._decisions_s += time.perf_counter() - begin_s
             while len(self._decisions) > _MOST_DECISIONS:
                 del self._decisions[next(iter(self._decisions))]
-        return self._last if found is None else self._decisions[question]
+        return self._last if found is None else found
 
     def _may_decide(self, now_s: float | None) -> bool:
-        """Whether steps have taken so long since the last decision that another one is cheap."""
-        if self._decided_s is None or now_s is None:
+        """Whether steps have taken so long that another decision is cheap beside them."""
+        if now_s is None:
             return True
-        return now_s - self._decided_s >= self._rest_s
+        self._begin_s = min(self._begin_s, now_s)
+        return self._decisions_s <= _DECIDING_S + _DECIDING_SHARE * (now_s - self._begin_s)
 
     def known_frames(self, needs: StepNeeds) -> list[KnownFrame]:
         """The known calls, with what they need and may give up."""

@@ -65,7 +65,7 @@ class _AfterBackward:
 
     __slots__ = ("_callback",)
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    def __init__(self, callback: Callable[[], object]) -> None:
         self._callback = callback
 
     def __call__(self) -> None:
@@ -78,7 +78,7 @@ class _AfterBackward:
             after_backward(self._callback)
 
 
-def after_backward(callback: Callable[[], None]) -> None:
+def after_backward(callback: Callable[[], object]) -> None:
     """Calls a function after the running backward, and those around it, whether or not they fail.
 
     `at_end_of_backward` is earlier: then the engine still puts the state of its thread back, and

@@ -1,32 +1,52 @@
 """Decides ahead what the frames of a known step give up: a knapsack with one limit for each frame.
 
-In a step of frames 1 to n, each gives up one of its choices, or nothing. What the first k of them
-still hold, H(k), is in memory while frame k + 1 runs forward and backward, and until then. So
+In a step of frames 1 to n, each gives up one of its choices, or nothing. As in eager, a frame gives
+up all that it has saved; a captured inside runs in one of its ways. What the first k of them still
+hold, H(k), is in memory while frame k + 1 runs forward and backward, and until then. So
 
     H(k) <= budget - after(k),   H(k - 1) <= budget - max(forward(k), backward(k)),
 
-with the needs of a step that holds nothing, and with what a choice takes beside all that the frame
-has saved, while it is made again. The seconds of all choices are to be the least. A
-frame that gives up something has hooks, whose time counts, too: few frames give up much, rather
-than many a little. A frame that comes in a share of the steps only counts by this share, bytes and
-seconds: where a step has more of them than on average, others give up something more when it comes
-to that. Held bytes are counted in units of a `_NUM_LEVELS`th of the budget: rounded up
-for the decision, which therefore fits, and down for a bound, below which no decision that fits
-can be.
+with the needs of a step that holds nothing. The seconds of all choices are to be the least. A frame
+that comes in a share of the steps only counts by this share, bytes and seconds: where a step has
+more of them than on average, others are dropped when it comes to that. Held bytes are counted in
+units of a `_NUM_LEVELS`th of the budget: rounded up for the decision, which therefore fits, and
+down for a bound, below which no decision that fits can be.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rockmate.frames.menu import Offer
+from rockmate.budget import size_text
 from rockmate.frames.needs import FrameKey, Needs
 
 _NUM_LEVELS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a frame may give up.
+
+    Attributes:
+        num_bytes: that this frees, of what the frame saves as in eager.
+        seconds: that it takes to make it again.
+        way: the number of a way, where the inside is captured; None for all that is saved.
+        peak_bytes: of the frame's forward and backward, in such a way.
+    """
+
+    num_bytes: int
+    seconds: float
+    way: int | None = None
+    peak_bytes: int = 0
+
+    def __str__(self) -> str:
+        if self.way is None:
+            return f"all, {size_text(self.num_bytes)}"
+        return f"{size_text(max(0, self.num_bytes))}, as planned"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +57,12 @@ class KnownFrame:
         key: which call.
         needs: in a step that holds nothing; `saved_bytes` is what it holds if it gives up nothing.
         choices: what it may give up.
-        hooks_s: seconds that hooks for all that it saves take.
         share: of the steps, in which it comes.
     """
 
     key: FrameKey
     needs: Needs
     choices: Sequence[Offer]
-    hooks_s: float = 0.0
     share: float = 1.0
 
     def peak_bytes(self, number: int) -> int:
@@ -52,8 +70,7 @@ class KnownFrame:
         choice = self.choices[number - 1] if number else None
         if choice is not None and choice.way is not None:
             return choice.peak_bytes
-        extra_bytes = 0 if choice is None else choice.extra_bytes
-        return max(self.needs.forward_bytes, self.needs.backward_bytes + extra_bytes)
+        return max(self.needs.forward_bytes, self.needs.backward_bytes)
 
     def held_bytes(self, number: int) -> float:
         """What it holds on average if it gives up its choice of a number from 1, or nothing (0)."""
@@ -62,11 +79,7 @@ class KnownFrame:
 
     def seconds(self, number: int) -> float:
         """That this takes on average."""
-        if not number:
-            return 0.0
-        choice = self.choices[number - 1]
-        hooks_s = self.hooks_s if choice.way is None else 0.0
-        return self.share * (choice.seconds + hooks_s)
+        return self.share * self.choices[number - 1].seconds if number else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +130,7 @@ def decide(frames: Sequence[KnownFrame], budget_bytes: int) -> Decision | None:
 
 def bound_s(frames: Sequence[KnownFrame], budget_bytes: int) -> float | None:
     """Seconds below which no choices within the budget make all again; None if nothing fits."""
-    found = _solve([replace(each, hooks_s=0.0) for each in frames], budget_bytes, np.floor)
+    found = _solve(frames, budget_bytes, np.floor)
     return None if found is None else found[0]
 
 

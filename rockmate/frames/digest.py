@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from rockmate.frames.storages import PLAIN
-from rockmate.frames.two_valued import fills_storage
 
 
 def digest_of(tensor: torch.Tensor) -> int | None:
@@ -23,7 +22,7 @@ def digest_of(tensor: torch.Tensor) -> int | None:
     if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return None
     tensor = tensor.detach()
-    if fills_storage(tensor):
+    if _fills_storage(tensor):
         return _digest(tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()), 0)
     found = 0
     for piece in [tensor] if tensor.dim() < 2 else tensor:
@@ -34,3 +33,18 @@ def digest_of(tensor: torch.Tensor) -> int | None:
 def _digest(flat: torch.Tensor, before: int) -> int:
     bits: Any = flat.view(torch.uint8).numpy()
     return zlib.crc32(bits, before)
+
+
+def _fills_storage(tensor: torch.Tensor) -> bool:
+    """Whether a plain tensor has all of its storage's elements, each once."""
+    return tensor.nbytes == tensor.untyped_storage().nbytes() and _is_dense(tensor)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether elements follow each other, in some order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size if size != 1 else 1
+    return True

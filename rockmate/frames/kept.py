@@ -20,6 +20,7 @@ class KeptFrame:
     Attributes:
         key: which call.
         order: position among all frames, by the beginning of their calls.
+        step: the forward of the model that it belongs to.
         num_bytes: that it holds, as known from calls before.
         way: how a captured inside runs; None if it runs as in eager.
     """
@@ -29,12 +30,8 @@ class KeptFrame:
     def __init__(self, key: FrameKey, order: int, num_bytes: int, memory: Memory) -> None:
         """Counts nothing yet."""
         self.key, self.order, self._memory = key, order, memory
+        self.step = memory.in_flight.present
         self._known_bytes, self.num_bytes = num_bytes, 0
-
-    @property
-    def extra_bytes(self) -> int:
-        """Nothing is made again."""
-        return 0
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: takes its place among what is held.

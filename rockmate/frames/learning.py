@@ -19,7 +19,7 @@ from torch import nn
 
 from rockmate.frames.call import Arguments, Call
 from rockmate.frames.interior import Interior, Interiors
-from rockmate.frames.needs import StepNeeds
+from rockmate.frames.needs import MOST_PLANNED, StepNeeds
 from rockmate.frames.storages import tensors_in
 from rockmate.frames.views import layout_of
 from rockmate.frames.way import Surroundings
@@ -84,6 +84,9 @@ class Learning:
             scale: size of the step relative to that one.
             is_short: whether the budget cannot be allocated.
         """
+        if len(needs.by_key) > MOST_PLANNED:
+            needs.take_ways(0, {})
+            return False
         is_new = shapes not in self._shapes
         self.note_step(shapes)
         shape = self._present

@@ -17,33 +17,31 @@ room for a step that holds nothing else, so the budget holds whatever calls foll
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from rockmate._torch.allocator import free_bytes, is_out_of_memory
-from rockmate._torch.engine import after_backward, at_end_of_backward
-from rockmate._torch.ops import OpOverload
+from rockmate._torch.engine import after_backward, at_end_of_backward, backward_id, keeps_graph
 from rockmate.frames.agreement import Agreement
-from rockmate.frames.ahead import Decision
-from rockmate.frames.cheapest import cheapest
+from rockmate.frames.ahead import Decision, Offer
 from rockmate.frames.clock import clock_of, logical_clock
 from rockmate.frames.foreign_random import ForeignRandom
-from rockmate.frames.menu import Offer, offer_of_way
-from rockmate.frames.menus import Menus
+from rockmate.frames.in_flight import StepsInFlight
 from rockmate.frames.module_state import ChangingBuffers
-from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
+from rockmate.frames.needs import FrameKey, StepNeeds
+from rockmate.frames.recorder import StepRecorder
 from rockmate.frames.room import Room, backward_bytes, forward_bytes, least_way
 from rockmate.frames.running import Frame, Kept, Running
-from rockmate.frames.sequence import KnownCalls
+from rockmate.frames.sequence import KnownCalls, offer_of_way
 from rockmate.frames.storages import HeldStorages
-from rockmate.frames.tape import Recipe
 from rockmate.frames.way import Way
 
-_REMEMBERED_STEPS = 4
 _SURELY_FREE = 0.8
 """Of what is free when a step begins, the share that it can have: memory is in pieces."""
 _CHECKED_EVERY = 16
@@ -85,9 +83,6 @@ class Memory:
         storages: that frames hold.
         kept_bytes: of frames that are kept.
         is_learning: whether insides are captured in this step, so that it holds nothing.
-        is_profiling: whether menus are made from the frames of this step.
-        can_profile: whether they could be, as the step is as large as the recorded one.
-        menus: what each frame may give up.
         decision: what was decided ahead for this step.
         is_limited: whether an allocation may fail.
         given_up: what frames of this step have given up; None of one that is kept.
@@ -96,18 +91,20 @@ class Memory:
         agreement: with the ranks that hold other shards of the parameters. Frames run collectives
             again, in the same order on all ranks, so nothing that differs between them decides, and
             frames give up what was decided ahead, not what memory is short for.
-        wrong_ops: of a call with certain ops, positions of those that make nothing again.
-        clock: seconds, by which frames and their parts are timed.
-        part_s: seconds that it takes a part to be able to run again, and to begin.
+        clock: seconds, by which frames are timed.
+        in_flight: steps whose backward has not run.
+        is_measuring: whether this step holds nothing and is measured.
+        has_second_derivatives: whether a backward has run with create_graph=True.
         has_new_backward: whether one ran that the measured step did not have.
         is_unmeasured: whether steps of this size were without a backward when they were measured.
+        at_end: is called at the end of each backward.
         backward_order: of the frame whose backward is under way; None before the first of a step.
     """
 
     def __init__(
         self,
         device: torch.device,
-        end_recording: Callable[[], None],
+        end_recording: Callable[[], bool],
         *,
         agreement: Agreement | None = None,
     ) -> None:
@@ -115,13 +112,13 @@ class Memory:
 
         Args:
             device: of the model.
-            end_recording: is called after the backward of a recorded step.
+            end_recording: is called after the backward of a recorded step; False if nobody is left
+                who asks for it.
             agreement: see the attribute.
         """
         self.device, self._on_recorded = device, end_recording
         self.agreement = agreement
         self.clock = clock_of(device) if agreement is None else logical_clock()
-        self.part_s = 0.0
         self.budget_bytes: int | None = None
         self.needs: StepNeeds | None = None
         self.recorder: StepRecorder | None = None
@@ -132,20 +129,20 @@ class Memory:
         self.peak_bytes = 0
         self.is_inside = self.has_new_backward = self.is_unmeasured = False
         self.has_compiled_modules = False
-        self.is_profiling = self.can_profile = False
-        self.wrong_ops: dict[tuple[FrameKey, tuple[OpOverload, ...]], frozenset[int]] = {}
-        self.menus, self.calls = Menus(), KnownCalls()
+        self.is_measuring = self.has_second_derivatives = False
+        self.calls, self.in_flight = KnownCalls(), StepsInFlight()
         self.decision = Decision()
         self.given_up: dict[FrameKey, Offer | None] = {}
         self.room: Room | None = None
         self.is_limited, self.is_learning = True, False
         self.backward_order: int | None = None
-        self._part_paths: dict[str, set[str]] = {}
-        self._region_paths: dict[str, set[str]] = {}
-        self._wanted_at: dict[tuple[str, str], int] = {}  # (path, part's path) -> last step
         self._num_steps = 0
-        self._frames: dict[int, weakref.ref[Frame]] = {}
+        self._frames: list[weakref.ref[Frame]] = []
+        self._planned: deque[weakref.ref[Frame]] = deque()  # in the order of their forwards
+        self._candidates: list[weakref.ref[Frame]] = []  # to be dropped next, the last one first
         self._begun: list[weakref.ref[Kept]] = []
+        self._backward_id = -1
+        self.at_end: Callable[[], None] | None = None
 
     def begin_step(self, state: Any, held_bytes: int) -> None:
         """Forgets what happened in earlier steps; frames of theirs stay.
@@ -157,24 +154,29 @@ class Memory:
         self.counts, self.peak_bytes, self.backward_order = Counts(), 0, None
         self.given_up = {}
         self._num_steps += 1
-        self.menus.make(self.agreement)
         self.calls.begin_step(state)
         self.decision, self.room = Decision(), None
-        if self.recorder is None and self.needs is not None and self.budget_bytes is not None:
-            left_bytes = self.budget_bytes - held_bytes
-            available_bytes = self.available_bytes(self.budget_bytes)
-            self.room = Room(self.needs, available_bytes, self.scale)
-            if not self.is_learning:
-                self.decision = self.calls.decision(self.needs, self.menus, left_bytes, self.scale)
-        self._part_paths = {}
-        for (path, part), step in self._wanted_at.items():
-            if self._num_steps - step <= _REMEMBERED_STEPS:
-                self._part_paths.setdefault(path, set()).add(part)
-        self._region_paths = {}
-        for key, offer in self.decision.offers.items():
-            self._part_paths.setdefault(key.path, set()).update(part.path for part in offer.parts)
-            regions = offer.recipe.regions if offer.recipe is not None else ()
-            self._region_paths.setdefault(key.path, set()).update(each.path for each in regions)
+        needs = self.needs
+        if needs is not None:
+            needs.settle()
+        after_bytes = 0 if needs is None else int(needs.end_bytes * self.scale)
+        self.in_flight.begin(after_bytes, self._end_unused)
+        self._forget_dead()
+        if self.is_measuring or needs is None or self.budget_bytes is None:
+            return
+        least_bytes = int(needs.minimum_bytes * self.scale)
+        share = partial(self.in_flight.share, least_bytes=least_bytes, after_bytes=after_bytes)
+        available_bytes = self.available_bytes(self.budget_bytes) - self.kept_bytes
+        self.room = Room(needs, self.kept_bytes + share(available_bytes), self.scale)
+        if not self.is_learning:
+            left_bytes = share(self.budget_bytes - held_bytes)
+            now_s = self.clock() if self.agreement is None else None
+            self.decision = self.calls.decision(needs, left_bytes, self.scale, now_s)
+
+    def _forget_dead(self) -> None:
+        self._frames = [each for each in self._frames if each() is not None]
+        self._planned = deque(each for each in self._planned if each() is not None)
+        self._candidates = []
 
     def available_bytes(self, budget_bytes: int) -> int:
         """What frames that cannot give up anything, and those to come, may take.
@@ -203,38 +205,6 @@ class Memory:
         finally:
             self.is_inside = was_inside
 
-    def profiles(self, path: str) -> bool:
-        """Whether menus are made from the frames of a path: in the first steps, or when it comes.
-
-        With LayerDrop, a layer may be absent from the first steps.
-        """
-        return self.is_profiling or (self.can_profile and self.menus.menu_of_path(path) is None)
-
-    def part_paths(self, path: str) -> set[str]:
-        """Paths of the parts of a frame that take what a second run needs.
-
-        Those that are decided on, or that memory was short for in the last steps: each costs a
-        fraction of a millisecond.
-        """
-        return self._part_paths.get(path, set())
-
-    def region_paths(self, path: str) -> set[str]:
-        """Paths, within a frame's, of the submodules whose ops are observed in some calls."""
-        return self._region_paths.get(path, set())
-
-    def wanted_tape(self, key: FrameKey) -> tuple[bool, Recipe | None]:
-        """Whether a frame's ops are noted, and which; all are when it is measured.
-
-        Compiled code has no ops to see, and with sharded parameters ops are collectives, too.
-        """
-        if self.agreement is not None or self.has_compiled_modules:
-            return False, None
-        planned = self.decision.offers.get(key)
-        if self.is_profiling:
-            return True, None
-        recipe = None if planned is None else planned.recipe
-        return recipe is not None, recipe
-
     def bytes_if_kept(self, key: FrameKey, sizes: Any, order: int) -> int | None:
         """Bytes that a frame saves if it is kept; None if it is to have hooks.
 
@@ -243,7 +213,7 @@ class Memory:
             sizes: of its inputs.
             order: of the frame.
         """
-        if self.profiles(key.path) or key not in self.decision.kept or self.budget_bytes is None:
+        if key not in self.decision.kept or self.budget_bytes is None:
             return None
         num_bytes = self.calls.saved_bytes(key, sizes)
         if num_bytes is None or (order + self._num_steps) % _CHECKED_EVERY == 0:
@@ -275,45 +245,44 @@ class Memory:
         before = present[-1] if present else None
         self.calls.note(key)
         needs = self.needs
-        if self.recorder is None and needs is not None and key not in needs.by_key:
-            needs.take(key, before, int(call_bytes() / max(self.scale, 1e-9)))
+        if not self.is_measuring and needs is not None and key not in needs.by_key:
+            needs.take(key, before, int(call_bytes() / self.scale))
 
     def begin_forward(self, frame: Running) -> None:
         """Makes room for a frame's forward."""
         if self.recorder is not None:
             self.recorder.mark(frame.key, "forward_bytes")
-        elif self.needs is not None:
+        if self.needs is not None and not self.is_measuring:
             needed = forward_bytes(self.needs.of(frame.key), frame.way, self.scale)
             self._make_room(needed, position=frame.order)
 
     def end_forward(self, frame: Frame, sizes: Any) -> None:
         """Takes a frame whose forward has run, and makes room for what follows."""
-        self.counts.num_frames += 1
-        self._frames[frame.order] = weakref.ref(frame)
+        self._begin_step_of(frame)
+        self._frames.append(weakref.ref(frame))
         self.calls.note_saved(frame.key, sizes, frame.num_bytes)
-        if self.recorder is not None:
+        if self.is_measuring and self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
-            self.recorder.mark(frame.key, "")  # what the check takes is no need of a step
-            frame.check_tape()
         elif self.needs is not None:
-            self.needs.learn(frame.key, int(frame.num_bytes / self.scale), frame.seconds)
-        if self.profiles(frame.key.path):
-            self.menus.note(frame.key, frame.profile())
-        known = self.menus.menu_of(frame.key)
-        frame.offers = (frame.everything(),) if known is None else known
+            self.needs.learn(frame.key, int(frame.num_bytes / self.scale))
         planned = self.decision.offers.get(frame.key)
-        frame.planned = None if planned is None or planned.way is not None else planned
-        if self.budget_bytes is None or self.recorder is not None or self.is_learning:
-            self._drop_wholly(frame)
-        elif self.agreement is not None:
-            self._drop_as_decided(frame)
+        frame.is_planned = planned is not None and planned.way is None
+        holds_nothing = self.budget_bytes is None or self.is_measuring or self.is_learning
+        is_alike = self.agreement is not None and frame.key not in self.decision.kept
+        if holds_nothing or is_alike:
+            self._drop(frame)
+        elif frame.is_planned:
+            self._planned.append(weakref.ref(frame))
         self._make_room_after(frame)
-        if self.recorder is not None:
-            self.recorder.mark(frame.key, "after_bytes")
+
+    def _begin_step_of(self, frame: Running) -> None:
+        self.counts.num_frames += 1
+        if frame.step.first_order is None and frame.num_bytes:
+            frame.step.first_order = frame.order
 
     def end_kept(self, frame: Kept) -> None:
         """Takes a frame that is kept, or planned, when its forward has run."""
-        self.counts.num_frames += 1
+        self._begin_step_of(frame)
         self.kept_bytes += frame.num_bytes
         if frame.way is None:
             self.counts.num_kept += 1
@@ -324,39 +293,57 @@ class Memory:
             saved_bytes = 0 if self.needs is None else self.needs.of(frame.key).saved_bytes
             self.given_up[frame.key] = offer_of_way(frame.way, saved_bytes)
             if frame.way.again_s:
-                self.note_made_again(frame.way.again_s)
+                self._count_made_again(frame.way.again_s)
         self._make_room_after(frame)
 
     def _make_room_after(self, frame: Running) -> None:
-        if self.needs is not None and self.recorder is None:
+        if self.needs is not None and not self.is_measuring:
             needed = self.needs.of(frame.key).after_bytes * self.scale
             self._make_room(int(needed), position=frame.order + 1)
+        if self.recorder is not None:
+            self.recorder.mark(frame.key, "after_bytes")
 
     def begin_backward(self, frame: Running) -> None:
         """Makes room for a frame's backward, when it begins."""
-        present = self.backward_order
-        if present == frame.order:
+        if self.backward_order == frame.order:
             return
         self.backward_order = frame.order
+        self.in_flight.run(frame.step)
+        frame.step.note_backward(frame.order, keeps_graph=keeps_graph())
         self.let_go_begun()
         self.has_new_backward |= self.is_unmeasured and self.recorder is None
+        is_new, self._backward_id = self._backward_id != backward_id(), backward_id()
+        if is_new and self.at_end is not None:
+            at_end_of_backward(self.at_end)
         if self.recorder is not None:
-            if present is None:
+            if is_new:
                 at_end_of_backward(self.recorder.end)
                 after_backward(self._end_recording)
             self.recorder.mark(frame.key, "backward_bytes")
-        elif self.needs is not None:
+        if self.needs is not None and not self.is_measuring:
             needed = backward_bytes(self.needs.of(frame.key), frame.way, self.scale)
             if frame.key in self.needs.without_backward:
                 self.has_new_backward = True
                 needed = int(self.scale * self.needs.guessed_backward_bytes(frame.key))
-            needed += frame.extra_bytes - frame.num_bytes
-            self._make_room(needed, position=frame.order, but=frame)
+            self._make_room(needed - frame.num_bytes, position=frame.order, but=frame)
 
     def _end_recording(self) -> None:
         """After a backward, if it was that of all frames: another one may be to come."""
-        if self.recorder is not None and self.recorder.is_whole():
-            self._on_recorded()
+        if self.recorder is not None and self.recorder.is_whole() and not self._on_recorded():
+            self.leave_recording()
+
+    def _end_unused(self) -> None:
+        """The graph of a step is free. If no backward has run, none will."""
+        recorder = self.recorder
+        is_unused = recorder is not None and recorder.has_frames > recorder.has_ended
+        if is_unused and backward_id() == -1 and not self._on_recorded():
+            self.leave_recording()
+
+    def leave_recording(self) -> None:
+        """The step is not measured after all."""
+        if self.recorder is not None:
+            self.recorder.stop(1)
+        self.recorder, self.is_measuring = None, False
 
     def end_backward_later(self, frame: Kept) -> None:
         """A frame that is kept is let go when the backward of another one begins.
@@ -373,24 +360,53 @@ class Memory:
             if frame is not None:
                 frame.let_go()
 
-    def note_made_again(self, seconds: float) -> None:
-        """Counts a second run of a forward."""
+    def note_made_again(self, key: FrameKey, seconds: float) -> None:
+        """Takes what a second run of a forward has taken."""
+        self._count_made_again(seconds)
+        if self.is_measuring and self.recorder is not None:
+            self.recorder.note_seconds(key, seconds)
+        elif self.needs is not None:
+            self.needs.learn_seconds(key, seconds / self.scale)
+
+    def _count_made_again(self, seconds: float) -> None:
         self.counts.num_made_again += 1
         self.counts.made_again_s += seconds
 
     # --- dropping ---------------------------------------------------------------------------------
 
     def drop_one(self, position: int, but: Running | None = None) -> bool:
-        """Drops the frame that costs the least; whether there was one."""
-        frames = [(order, reference()) for order, reference in self._frames.items()]
-        self._frames = {order: weakref.ref(each) for order, each in frames if each is not None}
-        live = [each for _, each in frames if each is not None and each is not but]
-        untaken = [each for each in live if each.planned is not None and each.taken is None]
-        found = cheapest(untaken, position, planned=True) or cheapest(live, position)
-        if found is None:
-            return False
-        self._drop(*found)
-        return True
+        """Drops the frame that costs the least; whether there was one.
+
+        First those that were decided on, in the order of their forwards: all of them will be.
+        """
+        while self._planned:
+            frame = self._planned.popleft()()
+            if frame is not None and frame is not but and frame.can_be_dropped:
+                self._drop(frame)
+                return True
+        found = self._cheapest(position, but)
+        if found is not None:
+            self._drop(found)
+        return found is not None
+
+    def _cheapest(self, position: int, but: Running | None) -> Frame | None:
+        """The frame of the least seconds for its bytes and for the distance to its backward."""
+        while self._candidates:
+            frame = self._candidates.pop()()
+            if frame is not None and frame is not but and frame.can_be_dropped:
+                return frame
+        live = [each for reference in self._frames if (each := reference()) is not None]
+        able = [each for each in live if each.can_be_dropped]
+        self._frames = [weakref.ref(each) for each in able]
+        able = [each for each in able if each is not but]
+        prices = [
+            (each.seconds / (each.num_bytes * max(1, position - each.order)), each.order, each)
+            for each in able
+        ]
+        prices.sort(key=lambda each: each[:2])
+        # So many at once that all drops of a step together take no time of its square.
+        self._candidates = [weakref.ref(each) for *_, each in prices[1 : len(prices) // 2]][::-1]
+        return prices[0][2] if prices else None
 
     def has_made_room(self, error: Exception, position: int, but: Running | None = None) -> bool:
         """Whether a run that failed can run anew: memory had run out, and there is more now.
@@ -418,33 +434,15 @@ class Memory:
 
     def _make_room(self, needed: int, *, position: int, but: Running | None = None) -> None:
         assert self.budget_bytes is not None
+        assert self.needs is not None
+        needed += self.in_flight.other_bytes + int(self.needs.new_bytes * self.scale)
         while self.agreement is None and self.held_bytes + needed > self.budget_bytes:
             if not self.drop_one(position, but):
                 break
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + needed)
 
-    def _drop_wholly(self, frame: Frame) -> None:
-        if frame.next_offer is not None:
-            self.counts.num_dropped += frame.taken is None
-            frame.drop_all()
-
-    def _drop_as_decided(self, frame: Frame) -> None:
-        """Drops what was decided ahead; all of a frame that no decision knows."""
-        if frame.planned is None and frame.key not in self.decision.kept:
-            self._drop_wholly(frame)
-        elif frame.planned is not None and frame.next_offer is frame.planned:
-            self._drop(frame, frame.planned)
-
-    def _drop(self, frame: Frame, offer: Offer) -> None:
-        self.counts.num_dropped += frame.taken is None
-        if offer is not frame.planned:
-            self._want_parts(frame)
-        frame.drop(offer)
-        self.given_up[frame.key] = frame.taken
-
-    def _want_parts(self, frame: Frame) -> None:
-        """Notes the parts of the best offer of a frame, whether or not they can run."""
-        taken_bytes = 0 if frame.taken is None else frame.taken.num_bytes
-        best = next((each for each in frame.offers if each.num_bytes > taken_bytes), None)
-        for part in best.parts if best is not None else ():
-            self._wanted_at[frame.key.path, part.path] = self._num_steps
+    def _drop(self, frame: Frame) -> None:
+        if frame.can_be_dropped:
+            self.counts.num_dropped += 1
+            self.given_up[frame.key] = Offer(frame.num_bytes, frame.seconds)
+            frame.drop()

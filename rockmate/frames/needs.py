@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from rockmate._torch.allocator import Recording, Stretch
-from rockmate._torch.storage import StorageWeakRef, bytes_of
 from rockmate.frames.agreement import Agreement
-from rockmate.frames.storages import parts_of, tensors_in
 from rockmate.frames.way import Way
 
 _MUCH = 1.01
 """A peak that is so much larger than the smallest is not taken for it."""
+MOST_PLANNED = 256
+"""Frames of a step of which insides are captured: what is known of each pair of them counts."""
 
 
 class FrameKey(NamedTuple):
@@ -40,7 +35,7 @@ class Needs:
         after_bytes: from there to the next frame, or to the first backward.
         backward_bytes: while it is made again and its backward runs, up to the next one's.
         saved_bytes: what it saves.
-        seconds: that its forward takes.
+        seconds: that it takes to make it again.
         before_forward_bytes: live when its forward begins.
         before_backward_bytes: live when its backward begins.
         output_bytes: of all these, of outputs that captured insides read again.
@@ -102,6 +97,7 @@ class StepNeeds:
         num_elements: of the inputs of the step.
         ways_number: which ways the calls have; 0 for none.
         has_new_calls: whether calls have been added that ranks have not agreed on.
+        new_bytes: that calls of the present step take which were not recorded, until `settle`.
         without_backward: calls whose backward did not run in the step.
         without_outputs: for a call, itself and others before it, if their outputs were free when it
             ran. They are not where a backward of a captured inside is to read them.
@@ -111,9 +107,11 @@ class StepNeeds:
     num_elements: int = 0
     ways_number: int = 0
     has_new_calls: bool = False
+    new_bytes: int = 0
     without_backward: frozenset[FrameKey] = frozenset()
     without_outputs: Mapping[FrameKey, Set[FrameKey]] = field(default_factory=dict)
-    _of_others: dict[FrameKey, Needs] = field(default_factory=dict)
+    _of_paths: dict[str, Needs] = field(default_factory=dict)
+    _new: dict[FrameKey, tuple[FrameKey | None, int]] = field(default_factory=dict)
     _taken: set[FrameKey] = field(default_factory=set)
     _least: tuple[int, dict[FrameKey, int]] | None = None
 
@@ -129,6 +127,11 @@ class StepNeeds:
             max(needs.before_forward_bytes, needs.before_backward_bytes, needs.after_bytes)
             for needs in self.by_key.values()
         )
+
+    @property
+    def end_bytes(self) -> int:
+        """What is live when the forward has ended, if it holds nothing."""
+        return next(reversed(self.by_key.values())).after_bytes
 
     @property
     def least_after(self) -> dict[FrameKey, int]:
@@ -166,10 +169,10 @@ class StepNeeds:
 
     def of(self, key: FrameKey) -> Needs:
         """Those of a frame; of one that was not recorded, the largest of its path, or of all."""
-        known = self.by_key.get(key) or self._of_others.get(key)
+        known = self.by_key.get(key) or self._of_paths.get(key.path)
         if known is None:
             alike = [needs for each, needs in self.by_key.items() if each.path == key.path]
-            known = self._of_others[key] = _largest(alike or list(self.by_key.values()))
+            known = self._of_paths[key.path] = _largest(alike or list(self.by_key.values()))
         return known
 
     def guessed_backward_bytes(self, key: FrameKey) -> int:
@@ -178,7 +181,7 @@ class StepNeeds:
         return max(needs.backward_bytes, needs.forward_bytes + needs.saved_bytes)
 
     def take(self, key: FrameKey, before: FrameKey | None, call_bytes: int) -> None:
-        """Has a call that was not recorded take its place.
+        """Takes a call that was not recorded.
 
         What it takes for a second run is in memory from its forward to its backward, so all that
         follow need as much more.
@@ -188,14 +191,33 @@ class StepNeeds:
             before: the call that it follows; None if it is the first.
             call_bytes: of that, its arguments among it.
         """
-        order = merged(list(self.by_key), [key] if before is None else [before, key])
-        following = order[order.index(key) :]
         self.by_key[key] = replace(self.of(key))
-        self.by_key = {each: self.by_key[each] for each in order}
-        for each in following:
-            self.by_key[each].add(call_bytes)
+        self._new[key] = before, call_bytes
         self._taken.add(key)
-        self.has_new_calls, self._least = True, None
+        self.new_bytes += call_bytes
+        self.has_new_calls = True
+
+    def settle(self) -> None:
+        """Has the calls that were taken since the last time take their places among the others."""
+        if not self._new:
+            return
+        known = [key for key in self.by_key if key not in self._new]
+        more_bytes = 0
+        order = placed(known, {key: before for key, (before, _) in self._new.items()})
+        self.by_key = {key: self.by_key[key] for key in order}
+        for key, needs in self.by_key.items():
+            more_bytes += self._new.get(key, (None, 0))[1]
+            needs.add(more_bytes)
+        self._new.clear()
+        self._of_paths.clear()
+        self.new_bytes, self._least = 0, None
+
+    def add(self, num_bytes: int) -> None:
+        """Counts what a step was seen to have live beside all that was known."""
+        for needs in self.by_key.values():
+            needs.add(num_bytes)
+        self._of_paths.clear()
+        self._least = None
 
     def take_ways(
         self,
@@ -213,7 +235,7 @@ class StepNeeds:
         if number == self.ways_number:
             return
         self.ways_number, self._least = number, None
-        self._of_others.clear()
+        self._of_paths.clear()
         scaled = {path: [way.scaled(1 / scale) for way in each] for path, each in ways.items()}
         read_bytes = {
             path: max((way.read_output_bytes for way in each), default=0)
@@ -231,25 +253,53 @@ class StepNeeds:
         for others in agreement.of_all(self.by_key):
             for key in self.by_key.keys() & others.keys():
                 self.by_key[key] = _largest([self.by_key[key], others[key]])
-        self._of_others.clear()
+        self._of_paths.clear()
         self.has_new_calls, self._least = False, None
 
-    def learn(self, key: FrameKey, saved_bytes: int, seconds: float) -> None:
-        """What a call that was not recorded saves, and how long it takes, when it has run."""
+    def learn(self, key: FrameKey, saved_bytes: int) -> None:
+        """What a call saves, when it has run.
+
+        It may save more than was measured, since it runs other ops: what it saves is live while its
+        forward and backward run.
+        """
+        needs = self.by_key.get(key)
+        if needs is None:
+            return
         if key in self._taken:
             self._taken.remove(key)
-            self.by_key[key] = replace(self.by_key[key], saved_bytes=saved_bytes, seconds=seconds)
+            needs.saved_bytes = saved_bytes
+        more_bytes = saved_bytes - needs.saved_bytes
+        if more_bytes > 0:
+            needs.saved_bytes += more_bytes
+            needs.forward_bytes += more_bytes
+            needs.backward_bytes += more_bytes
+            self._least = None
+
+    def learn_seconds(self, key: FrameKey, seconds: float) -> None:
+        """How long it has taken to make a call again."""
+        needs = self.by_key.get(key)
+        if needs is not None:
+            needs.seconds = min(needs.seconds, seconds)
 
 
-def merged(known: list[FrameKey], present: Iterable[FrameKey]) -> list[FrameKey]:
+def merged(known: Sequence[FrameKey], present: Sequence[FrameKey]) -> list[FrameKey]:
     """The known calls, and new ones each after the call that went before it."""
-    result, places = list(known), set(known)
-    before: FrameKey | None = None
-    for key in present:
-        if key not in places:
-            result.insert(0 if before is None else result.index(before) + 1, key)
-            places.add(key)
-        before = key
+    places = set(known)
+    pairs = zip(present, [None, *present[:-1]][: len(present)], strict=True)
+    return placed(known, {key: before for key, before in pairs if key not in places})
+
+
+def placed(known: Sequence[FrameKey], new: Mapping[FrameKey, FrameKey | None]) -> list[FrameKey]:
+    """Known calls, and new ones each after the one that it is given with."""
+    following: defaultdict[FrameKey | None, list[FrameKey]] = defaultdict(list)
+    for key, before in new.items():
+        following[before].append(key)
+    result: list[FrameKey] = []
+    pending: list[FrameKey] = [*reversed(known), *following.pop(None, ())]
+    while pending:
+        key = pending.pop()
+        result.append(key)
+        pending += following.pop(key, ())
     return result
 
 
@@ -265,162 +315,3 @@ def _largest(several: Sequence[Needs]) -> Needs:
         max((each.output_bytes for each in several), default=0),
         next((each.ways for each in several if each.ways), ()),
     )
-
-
-class _Label(NamedTuple):
-    """What a stretch of a recording is.
-
-    Attributes:
-        key: its frame.
-        what: which of the frame's needs; empty for none.
-        gradient_bytes: of new gradients when it begins.
-        is_first: whether it does not follow another one of the same need.
-    """
-
-    key: FrameKey
-    what: str
-    gradient_bytes: int
-    is_first: bool = True
-
-
-class StepRecorder:
-    """Measures the needs of a step that holds nothing.
-
-    A gradient that the step makes counts until it is in `.grad`. There it is in later steps from
-    the start, or its parameter has none in them; either way it is no need of a frame.
-
-    Attributes:
-        has_ended: whether the backward of the step has run. What is allocated from then on does not
-            count, until `stop`: a recording cannot be stopped within a backward, which restores
-            the state of its thread.
-        saved: bytes that a frame has saved, and seconds of its forward.
-        peak_bytes: before the first frame; of the whole step where there is none.
-    """
-
-    def __init__(self, device: torch.device, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins to record.
-
-        Args:
-            device: of the model.
-            parameters: whose gradients, if the step makes them, count for no need.
-        """
-        self.has_ended, self.peak_bytes = False, 0
-        gc.collect()  # memory of before that is freed meanwhile would count as room
-        self._recording = Recording(device)
-        self._without_gradient = [each for each in parameters if each.grad is None]
-        self._labels: list[_Label] = []  # of each stretch after the first
-        self._outputs: dict[FrameKey, list[StorageWeakRef]] = {}
-        self._without_outputs: defaultdict[FrameKey, set[FrameKey]] = defaultdict(set)
-        self.saved: dict[FrameKey, tuple[int, float]] = {}
-        self._nodes = [
-            torch.autograd.graph.get_gradient_edge(each).node for each in self._without_gradient
-        ]
-        # Nodes and their hooks live as long as the script's graph; a recording must not.
-        recorder: weakref.ref[StepRecorder] = weakref.ref(self)
-        self._handles = [
-            node.register_hook(_noting_first(each, recorder))
-            for node, each in zip(self._nodes, self._without_gradient, strict=True)
-        ]
-
-    def note_gradient(self, num_bytes: int) -> None:
-        """A new gradient is in `.grad`: begins a new stretch of the same need."""
-        if self._labels and not self.has_ended:
-            last = self._labels[-1]
-            self._recording.mark()
-            gradient_bytes = last.gradient_bytes + num_bytes
-            self._labels.append(_Label(last.key, last.what, gradient_bytes, is_first=False))
-
-    def release(self) -> None:
-        """Leaves no hook behind."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._nodes = [], []
-
-    def mark(self, key: FrameKey, what: str) -> None:
-        """Begins the stretch of one of a frame's needs; of none if `what` is empty."""
-        gradient_bytes = sum(
-            bytes_of(each.grad) for each in self._without_gradient if each.grad is not None
-        )
-        self._recording.mark()
-        self._labels.append(_Label(key, what, gradient_bytes))
-        if what:
-            self._note_free_outputs(key)
-
-    def note_output(self, key: FrameKey, output: Any) -> None:
-        """What a frame has returned. Others may take it, or nobody."""
-        tensors = [part for each in tensors_in(output) for part in parts_of(each)]
-        self._outputs[key] = [StorageWeakRef(each.untyped_storage()) for each in tensors]
-
-    def _note_free_outputs(self, key: FrameKey) -> None:
-        """Notes which outputs are free, of a frame and those before it."""
-        for other, references in self._outputs.items():
-            if any(each.expired() for each in references):
-                self._without_outputs[key].add(other)
-            if other == key:
-                break
-
-    def end(self) -> None:
-        """The backward has run."""
-        self._recording.mark()
-        self.has_ended = True
-
-    @property
-    def can_stop(self) -> bool:
-        """Whether this thread can: only the one in which it began."""
-        return self._recording.can_stop
-
-    @property
-    def has_frames(self) -> bool:
-        """Whether any frame has run."""
-        return bool(self._labels)
-
-    def is_whole(self) -> bool:
-        """Whether each frame has begun its backward."""
-        return not self._without_backward()
-
-    def _without_backward(self) -> frozenset[FrameKey]:
-        begun = {each.key for each in self._labels if each.what == "backward_bytes"}
-        return frozenset(each.key for each in self._labels if each.key not in begun)
-
-    def stop(self, num_elements: int) -> StepNeeds:
-        """The needs; what `mark` has not seen is left out."""
-        self.release()
-        first, *stretches = self._recording.stop() or [Stretch(0, 0)]
-        self.peak_bytes = first.peak_bytes
-        without = self._without_backward()
-        step = StepNeeds(
-            num_elements=num_elements,
-            without_backward=without,
-            without_outputs=self._without_outputs,
-        )
-        for label, stretch in zip(self._labels, stretches, strict=False):
-            key, what, gradient_bytes, is_first = label
-            needs = step.by_key.setdefault(key, Needs())
-            if not what:
-                continue
-            peak = max(getattr(needs, what), stretch.peak_bytes - gradient_bytes)
-            setattr(needs, what, peak)
-            before = f"before_{what}"
-            if is_first and what != "after_bytes":
-                begin = max(getattr(needs, before), stretch.begin_bytes - gradient_bytes)
-                setattr(needs, before, begin)
-        for key, (saved_bytes, seconds) in self.saved.items():
-            needs = step.by_key.setdefault(key, Needs())
-            needs.saved_bytes, needs.seconds = saved_bytes, seconds
-        return step
-
-
-def _noting_first(
-    parameter: torch.Tensor, recorder: weakref.ref[StepRecorder]
-) -> Callable[..., None]:
-    """A hook that notes the first gradient of a parameter."""
-    is_new = True
-
-    def note(*_: Any) -> None:
-        nonlocal is_new
-        present, gradient = recorder(), parameter.grad
-        if is_new and present is not None and gradient is not None:
-            is_new = False
-            present.note_gradient(bytes_of(gradient))
-
-    return note

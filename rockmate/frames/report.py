@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rockmate.budget import size_text
+from rockmate.frames.ahead import Offer
 from rockmate.frames.memory import Counts, Memory
-from rockmate.frames.menu import Offer
 from rockmate.frames.needs import FrameKey
 
 
@@ -18,7 +18,7 @@ class FrameRow:
     Attributes:
         name: path of the submodule, and the number of its call if it is not the first.
         saved_bytes: that autograd saves in it, in the measured step or in one of its path.
-        seconds: that its forward took there.
+        seconds: that it takes to make it again.
         given_up: what the last call gave up of it, in words.
     """
 
@@ -83,8 +83,7 @@ class FramesReport:
         )
         yield (
             "made again",
-            f"{counts.num_made_again} forwards or parts of them, in {1e3 * counts.made_again_s:.1f}"
-            " ms",
+            f"{counts.num_made_again} forwards, in {1e3 * counts.made_again_s:.1f} ms",
         )
         if self.decided_s is not None:
             yield "decided ahead", f"{1e3 * self.decided_s:.1f} ms by the measured times"
@@ -129,7 +128,7 @@ def report_of(memory: Memory) -> FramesReport | None:
         counts=replace(memory.counts),
         decided_s=decision.seconds_of(memory.calls.present) if is_decided else None,
         bound_s=(
-            memory.calls.bound_s(needs, memory.menus, memory.budget_bytes)
+            memory.calls.bound_s(needs, memory.budget_bytes)
             if is_decided and memory.scale == 1
             else None
         ),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.distributed import holds_sharded_parameters
-from rockmate._torch.engine import has_saved_tensor_hooks
+from rockmate._torch.engine import after_backward, has_saved_tensor_hooks
 from rockmate._torch.members import module_at
 from rockmate._torch.transforms import records_plainly
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
@@ -29,23 +29,24 @@ from rockmate.frames.kept import KeptFrame
 from rockmate.frames.learning import Learning
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.module_state import state_of
-from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
-from rockmate.frames.noting_cost import noting_cost
-from rockmate.frames.part_cost import part_cost_s
+from rockmate.frames.needs import FrameKey, StepNeeds
+from rockmate.frames.peak_check import PeakCheck
 from rockmate.frames.planned import PlannedFrame
+from rockmate.frames.recorder import StepRecorder
 from rockmate.frames.replaced_forward import ReplacedForwards
 from rockmate.frames.report import FramesReport, report_of
 from rockmate.frames.selection import first_paths, frames_to_split, split
 from rockmate.frames.step_hook import call_before_steps
 from rockmate.frames.step_size import MeasuredSteps, StepSize
+from rockmate.frames.storages import tensors_in
 from rockmate.memory_limit import MemoryLimit
 
 logger = logging.getLogger(__name__)
 
 _SHARE_AFTER_OUT_OF_MEMORY = 0.9
 """Of the live bytes at which memory has run out: the budget of what follows."""
-_NUM_PROFILES = 2
-"""Steps that menus are made from, the last one counting: a process's first step is slow."""
+_MOST_FORGOTTEN = 4
+"""How often all is measured anew because frames have a backward that had none."""
 
 
 class FrameRunner:
@@ -92,7 +93,7 @@ class FrameRunner:
         tensors = [*model.parameters(), *model.buffers()]
         # The engine and hooks of all optimizers hold this; it does not hold the object.
         end_recording = weakref.WeakMethod(self.end_recording)
-        self._end_if_alive = lambda: found() if (found := end_recording()) is not None else None
+        self._end_if_alive = lambda: (found := end_recording()) is not None and found() is None
         device = tensors[0].device if tensors else torch.device("cpu")
         is_sharded = any(map(holds_sharded_parameters, model.modules()))
         self._agreement = Agreement(model) if is_sharded else None
@@ -102,15 +103,14 @@ class FrameRunner:
         makes = interiors if can_plan else None
         self._learning = makes and Learning(makes(self._memory.clock), model)
         self._replaced = ReplacedForwards()
-        self._memory.part_s = part_cost_s()  # here, as both take memory that is no need of a step
-        noting_cost()
         self._num_calls, self._num_frames = Counter[str](), 0
         self._measured = MeasuredSteps()
         self._recorded_size: StepSize | None = None
         self._was_without_backward: StepSize | None = None  # the last step that was recorded
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
-        self._running: Frame | None = None  # the frame whose first run is under way
-        self._num_profiles = 0  # steps since frames were chosen that made menus
+        self._is_running, self._num_forgotten = False, 0  # the model's forward
+        may_refuse = on_infeasible == "error" and not is_fallback
+        self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
         self._is_settled = False  # no frame is split any more
         self._has_step_hook = False
         self._asked_bytes = 0  # the budget as it was given, or lowered
@@ -138,7 +138,7 @@ class FrameRunner:
         return self._memory.budget_bytes
 
     def summary(self) -> str:
-        """Budget, peaks, what the last call dropped and made again, and a bound of its seconds."""
+        """Budget, peaks, what the last call dropped and ran again, and a bound of its seconds."""
         report = self.report()
         if report is None:
             return f"frames of {len(self._paths)} submodules, not measured yet"
@@ -156,11 +156,12 @@ class FrameRunner:
                 shown.
             InfeasibleMemoryLimitError: parameters, gradients and optimizer state reach the limit.
         """
+        memory = self._memory
         self.end_recording()
-        if self._memory.recorder is not None:
-            self._memory.recorder.release()
-            self._memory.recorder = None
+        if memory.recorder is not None:
+            memory.leave_recording()
             logger.info("a step was not measured: its forward ran in a thread of its own")
+        self._refusal = self._refusal or self._check.refusal_of_last_step()
         if self._refusal is not None:
             raise self._refusal
         if self._budget is None:
@@ -168,25 +169,34 @@ class FrameRunner:
             self._budget = self._limit.activation_budget_bytes(self._model)
             if self._agreement is not None:
                 self._budget = -self._agreement.largest([-self._budget])[0]
-        memory = self._memory
         memory.let_go_begun()
         size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
         shapes = sizes_of(Arguments(self._model.forward, args, dict(kwargs)))
         is_known = self._take_needs(size, shapes)
-        if not is_known and not size.is_profiled:
+        memory.is_measuring = not is_known and not size.is_profiled
+        if memory.is_measuring or self._check.is_due(is_profiled=size.is_profiled):
             self._begin_recording(size)
-            if self._learning is not None:
-                self._learning.note_step(shapes)
+        if memory.is_measuring and self._learning is not None:
+            self._learning.note_step(shapes)
         memory.begin_step(state_of(self._model), size.held_bytes)
-        is_same = memory.needs is not None and size.num_elements == memory.needs.num_elements
-        is_whole = memory.recorder is not None or (is_known and is_same)
-        memory.can_profile = is_whole
-        memory.is_profiling = is_whole and self._num_profiles < _NUM_PROFILES
-        self._num_profiles += memory.is_profiling
         self._num_calls.clear()
         watching = memory.foreign_random.watching()
-        with watching, self._frames_installed(), uncompiled(self._model):
-            return self._model(*args, **kwargs)
+        self._is_running = True
+        try:
+            with watching, self._frames_installed(), uncompiled(self._model):
+                output = self._model(*args, **kwargs)
+        except BaseException:
+            memory.leave_recording()
+            raise
+        finally:
+            self._is_running = False
+            memory.in_flight.end()
+        if memory.recorder is not None and not memory.recorder.has_frames:
+            end = self._end_if_alive
+            for each in tensors_in(output):
+                if each.grad_fn is not None:
+                    each.grad_fn.register_prehook(lambda _: after_backward(end))
+        return output
 
     # --- measuring --------------------------------------------------------------------------------
 
@@ -204,8 +214,10 @@ class FrameRunner:
         """
         memory = self._memory
         if memory.has_new_backward and self._agreement is None and not size.is_profiled:
-            self._measured.forget()
             memory.has_new_backward = False
+            self._num_forgotten += 1
+            if self._num_forgotten <= _MOST_FORGOTTEN:
+                self._measured.forget()
         known = self._measured.covering(size)
         if known is not None:
             memory.needs, memory.is_unmeasured = known[1] or memory.needs, known[1] is None
@@ -214,7 +226,9 @@ class FrameRunner:
             return known is not None
         scale = size.num_elements / max(1, needs.num_elements)
         scale = memory.scale = scale if known is not None else max(1.0, scale)
-        if self._learning is not None and known is not None:
+        if memory.has_second_derivatives:  # a schedule has none
+            needs.take_ways(0, {})
+        elif self._learning is not None and known is not None:
             short = memory.available_bytes(self._asked_bytes) < self._asked_bytes
             memory.is_learning = self._learning.begin_step(shapes, needs, scale, is_short=short)
         if self._agreement is not None and needs.has_new_calls:
@@ -227,11 +241,11 @@ class FrameRunner:
         return known is not None
 
     def _begin_recording(self, size: StepSize) -> None:
-        """Measures a step that is larger than all before it, in some dimension."""
+        """Has the allocations of a step recorded."""
         memory = self._memory
         parameters = [each for each in self._model.parameters() if each.requires_grad]
         memory.recorder = StepRecorder(memory.device, parameters)
-        self._recorded_size, self._num_profiles = size, 0  # menus are of frames of this size
+        self._recorded_size = size
         if not self._has_step_hook:  # where some frame has no backward, it is what comes after
             self._has_step_hook = True
             call_before_steps(self._end_if_alive, owner=self)
@@ -242,12 +256,18 @@ class FrameRunner:
         A call without gradients may come before that backward (`only_finished`).
         """
         memory, recorder = self._memory, self._memory.recorder
-        if recorder is None or not recorder.can_stop or only_finished > recorder.has_ended:
+        if recorder is None or self._is_running or not recorder.can_stop:
             return
-        memory.recorder = None
+        if only_finished and not recorder.has_ended:
+            recorder.pause()
+            return
+        is_measured, memory.is_measuring, memory.recorder = memory.is_measuring, False, None
         size = self._recorded_size
         assert size is not None
         needs = recorder.stop(size.num_elements)
+        if not is_measured:
+            self._check.note(needs if recorder.has_ended else None)
+            return
         if not recorder.has_ended:  # the script has not called backward
             if not recorder.has_frames:
                 self._note_no_frames(size, recorder.peak_bytes)
@@ -275,7 +295,6 @@ class FrameRunner:
             memory.budget_bytes = memory.needs = None
             memory.calls.forget()
             self._measured.forget()
-            self._num_profiles = 0
             return
         self._measured.add(size, needs)
         memory.needs, self._asked_bytes = needs, budget_bytes
@@ -318,26 +337,15 @@ class FrameRunner:
 
     @contextmanager
     def _frames_installed(self) -> Iterator[None]:
-        """Has the chosen submodules run as frames, and some of theirs as parts."""
+        """Has the chosen submodules run as frames."""
         replaced = self._replaced = ReplacedForwards()
         try:
             for path in self._paths:
                 module = module_at(self._model, path)
                 replaced.replace(module, self._framed(path, module, module.forward))
-                for inner in self._part_paths(path, module):
-                    part = module_at(module, inner)
-                    replaced.replace(part, self._parted((path, inner), part, part.forward))
             yield
         finally:
             replaced.put_back()
-
-    def _part_paths(self, path: str, module: nn.Module) -> list[str]:
-        """Paths, within a frame's, of the submodules whose calls are parts or are measured."""
-        if self._agreement is not None:  # a part may run when its parameters are not gathered
-            return []
-        if self._memory.profiles(path):
-            return [inner for inner, _ in module.named_modules() if inner]
-        return sorted(self._memory.part_paths(path) | self._memory.region_paths(path))
 
     def _framed(
         self, path: str, module: nn.Module, forward: Callable[..., Any]
@@ -349,20 +357,6 @@ class FrameRunner:
             return self._run_frame(path, module, Arguments(forward, args, kwargs))
 
         return framed
-
-    def _parted(
-        self, paths: tuple[str, str], module: nn.Module, forward: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        frame_path, path = paths
-
-        def parted(*args: Any, **kwargs: Any) -> Any:
-            frame = self._running
-            if frame is None or frame.key.path != frame_path or not records_plainly():
-                return forward(*args, **kwargs)
-            can_run = path in self._memory.part_paths(frame_path)
-            return frame.run_part(path, module, Arguments(forward, args, kwargs), can_run=can_run)
-
-        return parted
 
     def _run_frame(self, path: str, module: nn.Module, arguments: Arguments) -> Any:
         memory = self._memory
@@ -391,8 +385,9 @@ class FrameRunner:
             capturing.watch(path, module)
         call = Call(key, module, arguments, memory)
         frame, output = self._run_with_hooks(call, module, arguments, order)
+        frame.note_backward_of(output)
         memory.end_forward(frame, sizes)
-        if memory.recorder is not None:
+        if memory.is_measuring and memory.recorder is not None:
             memory.recorder.note_output(key, output)
         if capturing is not None:
             alone = memory.foreign_random.put_back()
@@ -425,7 +420,6 @@ class FrameRunner:
         while True:
             frame = Frame(call, order, memory)
             memory.begin_forward(frame)
-            self._running = frame
             try:
                 with memory.inside_frame():
                     return frame, frame.run()
@@ -434,8 +428,6 @@ class FrameRunner:
                     raise
                 self._roll_back(call)
                 call = Call(call.key, module, arguments, memory)
-            finally:
-                self._running = None
 
     def _roll_back(self, call: Call) -> None:
         """After a run that is out of memory.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rockmate.frames.menu import FrameProfile, Offer
+from rockmate.frames.in_flight import Step
 from rockmate.frames.needs import FrameKey
 from rockmate.frames.way import Way
 
@@ -14,11 +14,10 @@ class Running(Protocol):
 
     key: FrameKey
     order: int
+    step: Step
 
     @property
     def num_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def extra_bytes(self) -> int: ...  # noqa: D102
     @property
     def way(self) -> Way | None: ...  # noqa: D102
 
@@ -27,17 +26,11 @@ class Frame(Running, Protocol):
     """What a frame tells of itself; see `rockmate.frames.frame.Frame`."""
 
     seconds: float
-    offers: tuple[Offer, ...]
-    planned: Offer | None
-    taken: Offer | None
+    is_planned: bool
 
     @property
-    def next_offer(self) -> Offer | None: ...  # noqa: D102
-    def drop(self, offer: Offer) -> None: ...  # noqa: D102
-    def drop_all(self) -> None: ...  # noqa: D102
-    def everything(self) -> Offer: ...  # noqa: D102
-    def profile(self) -> FrameProfile: ...  # noqa: D102
-    def check_tape(self) -> None: ...  # noqa: D102
+    def can_be_dropped(self) -> bool: ...  # noqa: D102
+    def drop(self) -> None: ...  # noqa: D102
 
 
 class Kept(Running, Protocol):

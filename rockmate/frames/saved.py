@@ -6,9 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from rockmate._torch.storage import version_of
-from rockmate.frames.storages import storages_of
-
 
 class Saved(NamedTuple):
     """A saved tensor, its storages, and the number of in-place writes to it at that time."""
@@ -16,8 +13,3 @@ class Saved(NamedTuple):
     tensor: torch.Tensor
     storages: tuple[int, ...]
     version: int
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Saved:
-        """A new tensor, without its history."""
-        return Saved(tensor.detach(), storages_of(tensor), version_of(tensor))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 
-from rockmate.frames.ahead import Decision, KnownFrame, bound_s, decide
-from rockmate.frames.menu import ALL_TENSORS, Offer, offer_of_way
-from rockmate.frames.menus import Menus
+from rockmate.frames.ahead import Decision, KnownFrame, Offer, bound_s, decide
 from rockmate.frames.needs import FrameKey, Needs, StepNeeds, merged
+from rockmate.frames.way import Way
 
 _REMEMBERED_STEPS = 16
 _SHARES = 16
 """Shares of steps are rounded to one of so many, so that not each step is decided for anew."""
+_DECIDING_SHARE, _DECIDING_S = 1 / 16, 1.0
+"""What decisions take at most: a share of the time of steps, and seconds beside."""
+_MOST_DECISIONS = 64
+"""That are remembered."""
 _SIZES_PER_UNIT = 16
 """Steps smaller than the recorded one are decided for as if they were of the next larger of so many
 sizes."""
@@ -38,6 +41,8 @@ class KnownCalls:
         # Bytes that calls of a path save, by the sizes of their inputs; None if they vary.
         self._saved: dict[tuple[FrameKey, Hashable], int | None] = {}
         self._decisions: dict[tuple[int, ...], Decision] = {}
+        self._last = Decision()
+        self._decisions_s, self._begin_s = 0.0, math.inf  # seconds of all; when the first one was
 
     def begin_step(self, state: object) -> None:
         """Takes the calls of the step before; forgets what they save if the state is another."""
@@ -63,9 +68,10 @@ class KnownCalls:
         """Calls of the present step so far."""
         return self._present
 
-    def bound_s(self, needs: StepNeeds, menus: Menus, budget_bytes: int) -> float | None:
+    def bound_s(self, needs: StepNeeds, budget_bytes: int) -> float | None:
         """Seconds below which no choices make again what the calls of this step give up."""
-        return bound_s(self._frames_of(self._present, needs, menus), budget_bytes)
+        frames = [_known_frame(key, needs.of(key), 1.0) for key in self._present]
+        return bound_s(frames, budget_bytes)
 
     def note(self, key: FrameKey) -> None:
         """A call of the present step begins."""
@@ -81,59 +87,74 @@ class KnownCalls:
         """What a call saves, if it always was the same; None if it varies or is not known."""
         return self._saved.get((key, sizes))
 
-    def decision(self, needs: StepNeeds, menus: Menus, budget_bytes: int, scale: float) -> Decision:
+    def decision(
+        self, needs: StepNeeds, budget_bytes: int, scale: float, now_s: float | None
+    ) -> Decision:
         """What is decided for the known calls.
+
+        Steps that all have other calls or sizes would be decided for anew each time. Decisions take
+        a share of the time of steps at most; where they have taken more, the last one stays, and
+        what does not fit is dropped when it comes to that.
 
         Args:
             needs: of a recorded step.
-            menus: what calls may give up.
             budget_bytes: for this step.
             scale: its size relative to the recorded one.
+            now_s: the time; None if decisions must not depend on it.
         """
         size = max(1, math.ceil(scale * _SIZES_PER_UNIT))
-        least, number = needs.minimum_bytes, needs.ways_number
-        question = (budget_bytes, size, menus.version, least, number)
-        if question not in self._decisions:
-            frames = self.known_frames(needs, menus)
-            found = decide(frames, budget_bytes * _SIZES_PER_UNIT // size)
-            self._decisions[question] = found or Decision()
-        return self._decisions[question]
+        question = (budget_bytes, size, needs.minimum_bytes, needs.ways_number)
+        found = self._decisions.get(question)
+        if found is None and self._may_decide(now_s):
+            begin_s = time.perf_counter()
+            found = decide(self.known_frames(needs), budget_bytes * _SIZES_PER_UNIT // size)
+            found = self._last = self._decisions[question] = found or Decision()
+            self._decisions_s += time.perf_counter() - begin_s
+            while len(self._decisions) > _MOST_DECISIONS:
+                del self._decisions[next(iter(self._decisions))]
+        return self._last if found is None else found
 
-    def known_frames(self, needs: StepNeeds, menus: Menus) -> list[KnownFrame]:
+    def _may_decide(self, now_s: float | None) -> bool:
+        """Whether steps have taken so long that another decision is cheap beside them."""
+        if now_s is None:
+            return True
+        self._begin_s = min(self._begin_s, now_s)
+        return self._decisions_s <= _DECIDING_S + _DECIDING_SHARE * (now_s - self._begin_s)
+
+    def known_frames(self, needs: StepNeeds) -> list[KnownFrame]:
         """The known calls, with what they need and may give up."""
-        frames = self._frames_of(self._order, needs, menus)
         return [
-            each if each.key in self._constant else replace(each, share=self._share)
-            for each in frames
+            _known_frame(key, needs.of(key), 1.0 if key in self._constant else self._share)
+            for key in self._order
         ]
-
-    def _frames_of(
-        self, keys: Sequence[FrameKey], needs: StepNeeds, menus: Menus
-    ) -> list[KnownFrame]:
-        return [_known_frame(key, needs.of(key), menus) for key in keys]
 
     def forget(self) -> None:
         """Other calls will be frames."""
         self._order, self._present = [], []
         self._steps.clear()
         self._decisions.clear()
+        self._last = Decision()
 
 
-def _known_frame(key: FrameKey, needs: Needs, menus: Menus) -> KnownFrame:
-    """A frame with its choices.
-
-    Beside ways there is only one that runs as in eager: its peak may be the smallest.
-    """
-    everything = _everything(needs)
-    if not needs.ways:
-        return KnownFrame(key, needs, menus.choices_of(key) or (everything,), menus.hooks_s(key))
+def _known_frame(key: FrameKey, needs: Needs, share: float) -> KnownFrame:
+    """A frame with its choices: all that it saves, whose peak may be the smallest, and its ways."""
+    everything = Offer(needs.saved_bytes, needs.seconds)
     ways = [
         offer_of_way(way, needs.saved_bytes, number=number, peak_bytes=needs.peak_of(way))
         for number, way in enumerate(needs.ways)
     ]
-    return KnownFrame(key, needs, (everything, *ways), menus.hooks_s(key))
+    return KnownFrame(key, needs, (everything, *ways) if needs.saved_bytes else ways, share)
 
 
-def _everything(needs: Needs) -> Offer:
-    """The offer of a frame that has not been measured: its path has not run in these steps."""
-    return Offer(needs.saved_bytes, needs.seconds, frozenset(), ALL_TENSORS)
+def offer_of_way(
+    way: Way, saved_bytes: int, *, number: int | None = None, peak_bytes: int = 0
+) -> Offer:
+    """What a captured inside gives up in a way, of what it saves as in eager.
+
+    Args:
+        way: how it runs.
+        saved_bytes: by its forward as in eager.
+        number: of the way.
+        peak_bytes: of the frame's forward and backward.
+    """
+    return Offer(saved_bytes - way.held_bytes, way.seconds, number, peak_bytes)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from rockmate._torch.storage import version_of
 from rockmate.frames.digest import digest_of
 from rockmate.frames.saved import Saved
 from rockmate.frames.storages import HeldStorages, storages_of, tensors_in
-from rockmate.frames.two_valued import TwoValued
 
 
 class Slots:
@@ -30,7 +28,7 @@ class Slots:
             storages: counts what all frames hold.
         """
         self._storages = storages
-        self._held: list[Saved | TwoValued | None] = []
+        self._held: list[Saved | None] = []
         self._dead: set[int] = set()
         self._returned: dict[int, Saved] = {}
         self._digests: dict[int, int] = {}
@@ -58,7 +56,7 @@ class Slots:
         """Takes out the saved tensors that the call also returns: their reader has them anyway."""
         returned = {key for each in tensors_in(output) for key in storages_of(each)}
         for index, saved in enumerate(self._held):
-            if isinstance(saved, Saved) and returned.issuperset(saved.storages):
+            if saved is not None and returned.issuperset(saved.storages):
                 self.let_go(index)
                 self._returned[index] = saved
 
@@ -76,15 +74,10 @@ class Slots:
         if saved is not None:
             self.num_bytes -= self._storages.let_go(saved.storages)
 
-    def found(self, index: int) -> Saved | TwoValued | None:
+    def found(self, index: int) -> Saved | None:
         """One of them, if it is in memory."""
         returned = self._returned.get(index) if self._returned else None
         return self._held[index] if returned is None else returned
-
-    def present(self) -> dict[int, Saved]:
-        """Those that are in memory as they are, by their positions."""
-        held = {index: each for index, each in enumerate(self._held) if isinstance(each, Saved)}
-        return held | self._returned
 
     def is_needed(self, index: int) -> bool:
         """Whether autograd has yet to read one that is not in memory whatever is given up."""
@@ -97,7 +90,7 @@ class Slots:
     def note_digests(self) -> None:
         """Notes the bits of those that are held, for `is_as_noted`."""
         for index, each in enumerate(self._held):
-            if isinstance(each, Saved) and (digest := digest_of(each.tensor)) is not None:
+            if each is not None and (digest := digest_of(each.tensor)) is not None:
                 self._digests[index] = digest
 
     def is_as_noted(self, index: int, saved: Saved) -> bool:
@@ -110,42 +103,6 @@ class Slots:
         if self._held[index] is None and self.is_needed(index):
             self.num_bytes += self._storages.hold(saved.tensor, saved.storages)
             self._held[index] = saved
-
-    def pack(self, indices: Iterable[int]) -> None:
-        """Holds some as booleans; those of this run may have other values."""
-        for index in indices:
-            saved = self._held[index] if index < len(self._held) else None
-            packed = TwoValued.of(saved) if isinstance(saved, Saved) else None
-            if packed is not None:
-                self.let_go(index)
-                self._held[index] = packed
-                self.num_bytes += self._storages.hold(packed.is_set, packed.storages)
-
-    def packed(self) -> Iterator[tuple[int, TwoValued]]:
-        """Those that are held as booleans, by their positions."""
-        for index, each in enumerate(self._held):
-            if isinstance(each, TwoValued):
-                yield index, each
-
-    def storages(self) -> list[Sequence[int]]:
-        """Of each that is held."""
-        return [() if each is None else each.storages for each in self._held]
-
-    def own_bytes(self) -> dict[int, int]:
-        """Bytes of the storages that this frame alone holds."""
-        counts = Counter(key for keys in self.storages() for key in keys)
-        held = {key: self._storages.bytes_if_held(key, count) for key, count in counts.items()}
-        return {key: num_bytes for key, num_bytes in held.items() if num_bytes}
-
-    def let_go_of(self, indices: Set[int]) -> set[int]:
-        """Holds some no more; their storages."""
-        dropped: set[int] = set()
-        for index in indices:
-            saved = self._held[index]
-            if saved is not None:
-                dropped.update(saved.storages)
-                self.let_go(index)
-        return dropped
 
 
 class Slot:

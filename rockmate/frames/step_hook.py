@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
-def call_before_steps(function: Callable[[], None], *, owner: object) -> None:
+def call_before_steps(function: Callable[[], object], *, owner: object) -> None:
     """Has a function called before each step of any optimizer.
 
     The hook stays: while it runs, all hooks are being gone through, and it must not remove itself.
@@ -17,5 +18,9 @@ def call_before_steps(function: Callable[[], None], *, owner: object) -> None:
         function: does not hold the owner.
         owner: the hook goes with it.
     """
-    hook = register_optimizer_step_pre_hook(lambda *_: function())
+
+    def call(*_: Any) -> None:  # what it returns would be arguments
+        function()
+
+    hook = register_optimizer_step_pre_hook(call)
     weakref.finalize(owner, hook.remove)

@@ -9,6 +9,7 @@ import torch
 
 from rockmate._torch.pytree import tree_leaves, tree_map
 from rockmate._torch.storage import storage_id
+from rockmate.capture.structure import tensors_within
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that are no wrappers of others."""
@@ -77,7 +78,7 @@ def storages_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors among the leaves of nested containers, in their order.
+    """The tensors among the leaves of nested containers and objects, in their order.
 
     Each call of a frame asks several times, and arguments are tuples of tensors as a rule.
     """
@@ -90,7 +91,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
         return [tensor for each in value.values() for tensor in tensors_in(each)]
     if value is None or kind in _SCALARS:
         return []
-    return [each for each in tree_leaves(value) if isinstance(each, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    for each in tree_leaves(value):
+        found += [each] if isinstance(each, torch.Tensor) else tensors_within(each)
+    return found
 
 
 def with_changed(change: Callable[[Any], Any], value: Any) -> Any:

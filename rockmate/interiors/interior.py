@@ -115,7 +115,7 @@ class CapturedInterior:
             replace(program, num_in_flight=_ANY_NUMBER),
             self._module,
             name=self._path,
-            way_out=f", or leave it whole: keep={[self._path]!r}",
+            way_out=f", or plan no frames (plan_frames=False), or leave it: keep={[self._path]!r}",
         )
         runner.check_tangents = self._check_tangents
         return runner

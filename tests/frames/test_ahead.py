@@ -6,14 +6,9 @@ import itertools
 import random
 from dataclasses import replace
 
-import pytest
-
-from rockmate.frames.ahead import KnownFrame, bound_s, decide
-from rockmate.frames.menu import Offer, choices
-from rockmate.frames.menus import Menus
+from rockmate.frames.ahead import KnownFrame, Offer, bound_s, decide
 from rockmate.frames.needs import FrameKey, Needs, StepNeeds, merged
 from rockmate.frames.sequence import KnownCalls
-from tests.frames.test_menu import random_profile
 
 
 def random_frames(draw: random.Random) -> list[KnownFrame]:
@@ -24,17 +19,11 @@ def random_frames(draw: random.Random) -> list[KnownFrame]:
         forward, after, backward = (draw.randint(0, 300) for _ in range(3))
         needs = Needs(forward, after, backward, saved)
         offers = [
-            Offer(
-                draw.randint(1, saved),
-                draw.random(),
-                frozenset(),
-                1,
-                extra_bytes=draw.choice((0, 0, 50, 200)),
-            )
-            for _ in range(draw.randint(0, 3) if saved else 0)
+            Offer(draw.randint(1, saved), draw.random(), way, draw.randint(0, 300))
+            for way in range(draw.randint(0, 3) if saved else 0)
         ]
         if saved:
-            offers.append(Offer(saved, draw.random() + 0.5, frozenset(), 2))
+            offers.append(Offer(saved, draw.random() + 0.5))
         frames.append(KnownFrame(FrameKey("block", number), needs, offers))
     return frames
 
@@ -44,8 +33,9 @@ def peak_of(frames: list[KnownFrame], chosen: tuple[Offer | None, ...]) -> int:
     held = peak = 0
     for frame, offer in zip(frames, chosen, strict=True):
         needs = frame.needs
-        extra = offer.extra_bytes if offer else 0
-        peak = max(peak, held + needs.forward_bytes, held + needs.backward_bytes + extra)
+        is_eager = offer is None or offer.way is None
+        own = max(needs.forward_bytes, needs.backward_bytes) if is_eager else offer.peak_bytes
+        peak = max(peak, held + own)
         held += needs.saved_bytes - (offer.num_bytes if offer else 0)
         peak = max(peak, held + needs.after_bytes)
     return peak
@@ -84,20 +74,9 @@ def test_decisions_fit_and_no_other_ones_are_faster() -> None:
     assert num_tight > 30
 
 
-def test_the_time_of_hooks_speaks_for_few_frames() -> None:
-    offers = [Offer(50, 0.010, frozenset(), 1), Offer(100, 0.021, frozenset(), 2)]
-    needs = Needs(saved_bytes=100)
-    frames = [KnownFrame(FrameKey("block", i), needs, offers, 0.002) for i in range(4)]
-    decision = decide(frames, 310)
-    assert decision is not None
-    assert len(decision.offers) == 1
-    assert decision.seconds_of(decision.offers) == pytest.approx(0.021)
-    assert bound_s(frames, 310) == pytest.approx(0.020)
-
-
 def test_frames_of_half_of_the_steps_count_by_half() -> None:
     """On average two of four frames come, and all of these may hold what they save."""
-    needs, offers = Needs(saved_bytes=100), [Offer(100, 0.010, frozenset(), 1)]
+    needs, offers = Needs(saved_bytes=100), [Offer(100, 0.010)]
     frames = [KnownFrame(FrameKey("layer", i), needs, offers, share=0.5) for i in range(4)]
     for budget, num_given_up in ((210, 0), (160, 1), (110, 2)):
         decision = decide(frames, budget)
@@ -116,40 +95,8 @@ def test_shares_of_steps_follow_the_calls_of_the_last_steps() -> None:
             if layer == 0 or (step + layer) % 4:  # each of the others is left out in turn
                 calls.note(FrameKey("layer", layer))
     calls.begin_step(None)
-    found = calls.known_frames(StepNeeds({FrameKey("layer", 0): Needs(1, 1, 1, 1)}), Menus())
+    found = calls.known_frames(StepNeeds({FrameKey("layer", 0): Needs(1, 1, 1, 1)}))
     assert [each.share for each in found] == [1.0, 0.75, 0.75, 0.75]
-
-
-def test_choices_free_what_they_say() -> None:
-    num_mixed = 0
-    for seed in range(200):
-        profile = random_profile(seed)
-        found = choices(profile)
-        assert found
-        for offer in found:
-            parts = [profile.parts[key] for key in offer.parts]
-            slots = {slot for part in parts for slot in (*part.slots, *part.result_slots)}
-            slots |= set(range(offer.prefix))
-            inputs = set().union(*(part.inputs for part in parts))
-            freed = [
-                size
-                for key, size in profile.num_bytes.items()
-                if {i for i, keys in enumerate(profile.storages) if key in keys} <= slots
-            ]
-            assert sum(freed) == offer.num_bytes
-            given_up = {key for slot in slots for key in profile.storages[slot]}
-            assert not (given_up & inputs)
-            assert (
-                not parts
-                or min(slot for part in parts for slot in (*part.slots, *part.result_slots))
-                >= offer.prefix
-            )
-            num_mixed += bool(parts) and offer.prefix > 0
-        assert found[-1].num_bytes == sum(profile.num_bytes.values())
-        for one, other in itertools.pairwise(found):
-            assert one.num_bytes < other.num_bytes
-            assert one.seconds < other.seconds
-    assert num_mixed > 20
 
 
 def test_calls_of_several_steps_are_merged_in_order() -> None:
@@ -164,10 +111,14 @@ def test_a_call_that_was_not_recorded_raises_the_needs_of_those_that_follow() ->
     a, b, c = (FrameKey("a", number) for number in range(3))
     step = StepNeeds({a: Needs(10, 20, 30, 5, 1.0, 3, 4), c: Needs(40, 50, 60, 7, 2.0, 5, 6)})
     step.take(b, a, 100)
+    assert step.new_bytes == 100  # until it has its place
+    step.settle()
+    assert step.new_bytes == 0
     assert list(step.by_key) == [a, b, c]
     assert step.by_key[a] == Needs(10, 20, 30, 5, 1.0, 3, 4)
     assert step.by_key[b] == Needs(140, 150, 160, 7, 2.0, 105, 106)
     assert step.by_key[c] == Needs(140, 150, 160, 7, 2.0, 105, 106)
     step.take(FrameKey("b", 0), None, 1)
+    step.settle()
     assert next(iter(step.by_key)) == FrameKey("b", 0)
     assert step.minimum_bytes == 161

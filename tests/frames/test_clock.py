@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from rockmate.frames.clock import clock_of, logical_clock
-from rockmate.frames.noting_cost import noting_cost
 
 
 @pytest.fixture
@@ -41,12 +40,3 @@ def test_elsewhere_waiting_counts(kind: str, threads: int) -> None:
 def test_the_logical_clock_is_the_same_on_all_ranks() -> None:
     one, other = logical_clock(), logical_clock()
     assert [one() for _ in range(5)] == [other() for _ in range(5)]
-
-
-def test_costs_within_a_step_follow_what_noting_took_there() -> None:
-    cost = noting_cost()
-    assert cost.by_tape_s > 0
-    thrice = cost.as_in_step(3 * cost.by_tape_s)
-    assert thrice.hook_s == pytest.approx(3 * cost.hook_s)
-    assert thrice.seen_s == pytest.approx(3 * cost.seen_s)
-    assert cost.as_in_step(0.0) == cost.as_in_step(cost.by_tape_s / 2) == cost

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
+import weakref
 from dataclasses import dataclass
 
 import pytest
 import torch
 
 from rockmate.frames.memory import Memory
-from rockmate.frames.menu import Offer
 from rockmate.frames.needs import FrameKey
 
 
@@ -19,53 +19,65 @@ class Asked:
 
     key: FrameKey
     order: int
-    planned: Offer | None
-    taken: Offer | None
-    next_offer: Offer | None
-    offers: tuple[Offer, ...] = ()
+    seconds: float
+    num_bytes: int
+    can_be_dropped: bool
 
-    def drop(self, offer: Offer) -> None:
-        self.taken = offer
-
-
-def offer(draw: random.Random) -> Offer:
-    return Offer(draw.randint(1, 9), draw.random(), frozenset(), 1)
+    def drop(self) -> None:
+        self.can_be_dropped = False
 
 
 def random_frame(draw: random.Random, order: int) -> Asked:
-    planned = offer(draw) if draw.random() < 0.5 else None
-    taken = draw.choice((None, None, planned, Offer(0, 0.0, frozenset(), 0)))
-    following = draw.choice((None, offer(draw)))
-    may_be_planned = planned is not None and taken is None and draw.random() < 0.7
-    return Asked(FrameKey("block", order), order, planned, taken,
-                 planned if may_be_planned else following)  # fmt: skip
+    able = draw.random() < 0.7
+    return Asked(FrameKey("block", order), order, draw.random(), draw.randint(1, 9), able)
 
 
-def expected(frames: list[Asked], position: int) -> Asked | None:
+def price(frame: Asked, position: int) -> tuple[float, int]:
     """By one rule over all frames."""
-
-    def rank(each: Asked) -> tuple[bool, float, int]:
-        assert each.next_offer is not None
-        seconds, num_bytes = each.next_offer.seconds, each.next_offer.num_bytes
-        if each.taken is not None:
-            seconds, num_bytes = seconds - each.taken.seconds, num_bytes - each.taken.num_bytes
-        distance = max(1, position - each.order)
-        is_other = each.next_offer is not each.planned
-        return is_other, seconds / (max(1, num_bytes) * distance), each.order
-
-    able = [each for each in frames if each.next_offer is not None]
-    return min(able, key=rank, default=None)
+    return frame.seconds / (frame.num_bytes * max(1, position - frame.order)), frame.order
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_frame_that_is_dropped(seed: int) -> None:
+def test_the_frames_that_are_dropped(seed: int) -> None:
     draw = random.Random(seed)
-    frames = [random_frame(draw, order) for order in range(draw.randint(0, 6))]
-    memory = Memory(torch.device("cpu"), lambda: None)
-    memory._frames = {each.order: (lambda each=each: each) for each in frames}  # type: ignore
-    offers = {each.order: each.next_offer for each in frames}
-    chosen = expected(frames, position=6)
-    assert memory.drop_one(6) == (chosen is not None)
-    if chosen is not None:
-        assert set(memory.given_up) == {chosen.key}
-        assert chosen.taken is offers[chosen.order]
+    frames = [random_frame(draw, order) for order in range(draw.randint(0, 9))]
+    planned = [each for each in frames if draw.random() < 0.3]
+    memory = Memory(torch.device("cpu"), lambda: True)
+    memory._frames = [weakref.ref(each) for each in frames]  # type: ignore
+    memory._planned.extend(weakref.ref(each) for each in planned)  # type: ignore
+    able = [each for each in frames if each.can_be_dropped]
+    first = [each for each in planned if each.can_be_dropped]
+    first += sorted((each for each in able if each not in first), key=lambda each: price(each, 9))
+    for number, expected in enumerate(first):
+        assert memory.drop_one(9)
+        assert set(memory.given_up) == {each.key for each in first[: number + 1]}
+        assert not expected.can_be_dropped
+    assert not memory.drop_one(9)
+
+
+def test_all_drops_of_a_step_ask_a_number_of_frames_that_grows_little_faster_than_theirs() -> None:
+    def asked(num_frames: int) -> int:
+        num_asked = 0
+
+        class Counted(Asked):
+            @property
+            def able(self) -> bool:
+                nonlocal num_asked
+                num_asked += 1
+                return self.num_bytes > 0
+
+            def drop(self) -> None:
+                self.num_bytes = 0
+
+        Counted.can_be_dropped = Counted.able  # type: ignore
+        frames = [object.__new__(Counted) for _ in range(num_frames)]
+        for order, each in enumerate(frames):
+            each.key, each.order = FrameKey("block", order), order
+            each.seconds, each.num_bytes = 1.0, 1
+        memory = Memory(torch.device("cpu"), lambda: True)
+        memory._frames = [weakref.ref(each) for each in frames]  # type: ignore
+        while memory.drop_one(num_frames):
+            pass
+        return num_asked
+
+    assert asked(800) < 2.5 * asked(400)

@@ -18,7 +18,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
-from rockmate.errors import BackwardError, InfeasibleBudgetError, UnsupportedModelError
+from rockmate._torch.engine import is_profiling
+from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
 
 pytestmark = pytest.mark.model
 
@@ -311,10 +312,28 @@ def test_an_input_changed_after_its_call_is_named() -> None:
     loss_of(framed(model, keep=["blocks.0"]), 0).backward()
 
 
-def test_second_derivatives_are_refused() -> None:
-    value = loss_of(framed(Chain()), 0)
-    with pytest.raises(BackwardError, match="create_graph=True"):
-        value.backward(create_graph=True)
+class Forces(Chain):
+    """Returns the gradient of what it computes, and branches on a value on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        energy = super().forward(x)
+        if energy.sum() > 1e9:
+            energy = energy * 2
+        (force,) = torch.autograd.grad(energy.tanh().sum(), x, create_graph=True)
+        return energy.mean() + force
+
+
+@pytest.mark.parametrize("budget", [0.4, 0.7, 1.0])
+def test_gradients_within_a_forward_and_penalties_in_a_script(budget: float) -> None:
+    def penalized(module: Any, seed: int) -> Tensor:
+        x = batch(seed).requires_grad_()
+        (gradient,) = torch.autograd.grad(module(x).square().sum(), x, create_graph=True)
+        return (gradient.norm(dim=-1) - 1).square().mean()
+
+    for make, loss in ((Forces, loss_of), (Chain, penalized)):
+        check(make(), loss, budget)
+        assert not is_profiling()
 
 
 class Short(Block):

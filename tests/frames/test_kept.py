@@ -218,17 +218,15 @@ class Late(Chain):
         return self.head(x)
 
 
-def test_a_layer_that_the_first_steps_lack_is_measured_when_it_comes() -> None:
+def test_a_layer_that_the_first_steps_lack_is_known_when_it_has_come() -> None:
     model = Late()
     module = framed(model, 0.6)
     for step in range(7):
         model.has_last = step >= 3
         loss_of(module, step, ROWS).backward()
-        known = memory_of(module).menus.menu_of_path("blocks.5")
-        # Menus are made when the next step begins.
-        assert (known is not None) == (step > 3)
+        needs = memory_of(module).needs
+        assert (needs is not None and FrameKey("blocks.5", 0) in needs.by_key) == (step >= 3)
     assert memory_of(module).held_bytes == 0
-    needs = memory_of(module).needs
     assert needs is not None
     saved = {path: needs.of(FrameKey(path, 0)).saved_bytes for path in ("blocks.4", "blocks.5")}
     assert saved["blocks.5"] == saved["blocks.4"]

@@ -15,7 +15,8 @@ from torch.nn import functional
 
 from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
-from rockmate.frames.needs import FrameKey, StepNeeds, StepRecorder
+from rockmate.frames.needs import FrameKey, StepNeeds
+from rockmate.frames.recorder import StepRecorder
 from rockmate.frames.step_size import MeasuredSteps, StepSize
 from rockmate.frames.way import Surroundings, Way
 from tests.frames.test_frames import Chain, batch, check, framed

@@ -1,0 +1,97 @@
+"""Steps whose forward has run and whose backward has not: what they hold beside their frames.
+
+A script may run several forwards before their backwards: two views of a batch, the parts of a
+pipeline. What one of them has live outside of frames stays while the next ones run. And what a
+captured inside or a kept frame holds cannot be given up for those, so each step leaves as much as
+it takes to all that are to come.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+_REMEMBERED = 16
+"""Steps by which it is known how many forwards run before their backwards."""
+
+
+class Step:
+    """One forward. Its frames hold it.
+
+    Attributes:
+        outside_bytes: live when it has ended, beside what frames hold.
+        first_order: of its first frame that has saved something.
+        is_over: whether its backward has run.
+    """
+
+    def __init__(self, outside_bytes: int, on_free: Callable[[], None] | None = None) -> None:
+        """Has no frames yet.
+
+        Args:
+            outside_bytes: see the attribute.
+            on_free: is called when the graph is free.
+        """
+        self.outside_bytes, self.is_over, self._on_free = outside_bytes, False, on_free
+        self.first_order: int | None = None
+
+    def note_backward(self, order: int, *, keeps_graph: bool) -> None:
+        """The backward of a frame begins; that of the first frame is the last one."""
+        self.is_over |= order == self.first_order and not keeps_graph
+
+    def __del__(self) -> None:
+        """No frame of it is left."""
+        if self._on_free is not None:
+            self._on_free()
+
+
+class StepsInFlight:
+    """The steps of one model.
+
+    Attributes:
+        present: the one whose forward runs.
+    """
+
+    def __init__(self) -> None:
+        """No step yet."""
+        self.present = Step(0)
+        self._running = weakref.ref(self.present)  # of which a frame runs forward or backward
+        self._steps: list[weakref.ref[Step]] = []
+        self._num_before: deque[int] = deque([0], maxlen=_REMEMBERED)
+
+    def begin(self, outside_bytes: int, on_free: Callable[[], None]) -> None:
+        """A forward begins; arguments are those of `Step`."""
+        self.present = Step(outside_bytes, on_free)
+        self.run(self.present)
+        self._steps = [each for each in self._steps if (step := each()) and not step.is_over]
+        self._num_before.append(len(self._steps))
+        self._steps.append(weakref.ref(self.present))
+
+    def end(self) -> None:
+        """The forward has run. From now on frames alone hold the step."""
+        self.present = Step(0)
+
+    def run(self, step: Step) -> None:
+        """A frame of a step runs forward or backward."""
+        self._running = weakref.ref(step)
+
+    @property
+    def other_bytes(self) -> int:
+        """That steps have live outside of frames, beside the one that runs."""
+        if len(self._steps) < 2:
+            return 0
+        steps = [step for each in self._steps if (step := each()) is not None]
+        running = self._running()
+        return sum(each.outside_bytes for each in steps if each is not running and not each.is_over)
+
+    def share(self, left_bytes: int, *, least_bytes: int, after_bytes: int) -> int:
+        """Of what is left, what the present step may take.
+
+        Args:
+            left_bytes: of the budget, by what frames of other steps hold.
+            least_bytes: that a step takes that holds nothing.
+            after_bytes: that one has live when it has ended.
+        """
+        num_to_come = 1 + max(self._num_before) - self._num_before[-1]
+        left_bytes -= self.other_bytes + (num_to_come - 1) * after_bytes
+        return min(left_bytes, least_bytes + (left_bytes - least_bytes) // num_to_come)

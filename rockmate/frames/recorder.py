@@ -1,0 +1,193 @@
+"""Measures what a step needs, by the allocator, in stretches around its frames."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from rockmate._torch.allocator import Recording, Stretch
+from rockmate._torch.storage import StorageWeakRef, bytes_of
+from rockmate.frames.needs import MOST_PLANNED, FrameKey, Needs, StepNeeds
+from rockmate.frames.storages import parts_of, tensors_in
+
+
+class _Label(NamedTuple):
+    """What a stretch of a recording is.
+
+    Attributes:
+        key: its frame.
+        what: which of the frame's needs; empty for none.
+        gradient_bytes: of new gradients when it begins.
+        is_first: whether it does not follow another one of the same need.
+    """
+
+    key: FrameKey
+    what: str
+    gradient_bytes: int
+    is_first: bool = True
+
+
+class StepRecorder:
+    """Measures the needs of a step that holds nothing.
+
+    A gradient that the step makes counts until it is in `.grad`. There it is in later steps from
+    the start, or its parameter has none in them; either way it is no need of a frame.
+
+    Attributes:
+        has_ended: whether a backward has run. A recording cannot be stopped within one, which
+            restores the state of its thread.
+        saved: bytes that a frame has saved, and seconds of its last run.
+        peak_bytes: before the first frame; of the whole step where there is none.
+    """
+
+    def __init__(self, device: torch.device, parameters: Sequence[torch.Tensor]) -> None:
+        """Begins to record.
+
+        Args:
+            device: of the model.
+            parameters: whose gradients, if the step makes them, count for no need.
+        """
+        self.has_ended, self.peak_bytes = False, 0
+        gc.collect()  # memory of before that is freed meanwhile would count as room
+        self._recording = Recording(device)
+        self._without_gradient = [each for each in parameters if each.grad is None]
+        self._labels: list[_Label] = []  # of each stretch after the first
+        self._outputs: dict[FrameKey, list[StorageWeakRef]] = {}
+        self._without_outputs: defaultdict[FrameKey, set[FrameKey]] = defaultdict(set)
+        self.saved: dict[FrameKey, tuple[int, float]] = {}
+        self._nodes = [
+            torch.autograd.graph.get_gradient_edge(each).node for each in self._without_gradient
+        ]
+        # Nodes and their hooks live as long as the script's graph; a recording must not.
+        recorder: weakref.ref[StepRecorder] = weakref.ref(self)
+        self._handles = [
+            node.register_hook(_noting_first(each, recorder))
+            for node, each in zip(self._nodes, self._without_gradient, strict=True)
+        ]
+
+    def note_gradient(self, num_bytes: int) -> None:
+        """A new gradient is in `.grad`: begins a new stretch of the same need."""
+        if self._labels:
+            last = self._labels[-1]
+            self._recording.mark()
+            gradient_bytes = last.gradient_bytes + num_bytes
+            self._labels.append(_Label(last.key, last.what, gradient_bytes, is_first=False))
+
+    def note_seconds(self, key: FrameKey, seconds: float) -> None:
+        """How long it has taken to make a frame again, which is more than its forward takes."""
+        if key in self.saved:
+            self.saved[key] = self.saved[key][0], seconds
+
+    def release(self) -> None:
+        """Leaves no hook behind."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._nodes = [], []
+
+    def mark(self, key: FrameKey, what: str) -> None:
+        """Begins the stretch of one of a frame's needs; of none if `what` is empty."""
+        gradient_bytes = sum(
+            bytes_of(each.grad) for each in self._without_gradient if each.grad is not None
+        )
+        self._recording.mark()
+        self._labels.append(_Label(key, what, gradient_bytes))
+        if what:
+            self._note_free_outputs(key)
+
+    def note_output(self, key: FrameKey, output: Any) -> None:
+        """What a frame has returned. Others may take it, or nobody."""
+        tensors = [part for each in tensors_in(output) for part in parts_of(each)]
+        self._outputs[key] = [StorageWeakRef(each.untyped_storage()) for each in tensors]
+
+    def _note_free_outputs(self, key: FrameKey) -> None:
+        """Notes which outputs are free, of a frame and those before it."""
+        if len(self._outputs) > MOST_PLANNED:
+            return
+        for other, references in self._outputs.items():
+            if any(each.expired() for each in references):
+                self._without_outputs[key].add(other)
+            if other == key:
+                break
+
+    def end(self) -> None:
+        """A backward has run. What is allocated until a frame's next one does not count."""
+        self.has_ended = True
+        self.pause()
+
+    def pause(self) -> None:
+        """What runs until the next frame does not count: a call without gradients, say."""
+        if self._labels:
+            self.mark(self._labels[-1].key, "")
+
+    @property
+    def can_stop(self) -> bool:
+        """Whether this thread can: only the one in which it began."""
+        return self._recording.can_stop
+
+    @property
+    def has_frames(self) -> bool:
+        """Whether any frame has run."""
+        return bool(self._labels)
+
+    def is_whole(self) -> bool:
+        """Whether each frame has begun its backward."""
+        return not self._without_backward()
+
+    def _without_backward(self) -> frozenset[FrameKey]:
+        begun = {each.key for each in self._labels if each.what == "backward_bytes"}
+        return frozenset(each.key for each in self._labels if each.key not in begun)
+
+    def stop(self, num_elements: int) -> StepNeeds:
+        """The needs; what `mark` has not seen is left out."""
+        self.release()
+        first, *stretches = self._recording.stop() or [Stretch(0, 0)]
+        self.peak_bytes = first.peak_bytes
+        without = self._without_backward()
+        step = StepNeeds(
+            num_elements=num_elements,
+            without_backward=without,
+            without_outputs=self._without_outputs,
+        )
+        for label, stretch in zip(self._labels, stretches, strict=False):
+            key, what, gradient_bytes, is_first = label
+            needs = step.by_key.setdefault(key, Needs())
+            if not what:
+                continue
+            peak = max(getattr(needs, what), stretch.peak_bytes - gradient_bytes)
+            setattr(needs, what, peak)
+            before = f"before_{what}"
+            if is_first and what != "after_bytes":
+                begin = max(getattr(needs, before), stretch.begin_bytes - gradient_bytes)
+                setattr(needs, before, begin)
+        # A process's first calls are slow: medians are of calls that save and take as much.
+        alike: defaultdict[Hashable, list[float]] = defaultdict(list)
+        for key, (saved_bytes, seconds) in self.saved.items():
+            needs = step.by_key.setdefault(key, Needs())
+            needs.saved_bytes = saved_bytes
+            alike[saved_bytes, needs.forward_bytes - needs.before_forward_bytes].append(seconds)
+        for needs in step.by_key.values():
+            times = alike[needs.saved_bytes, needs.forward_bytes - needs.before_forward_bytes]
+            needs.seconds = median(times) if times else 0.0
+        return step
+
+
+def _noting_first(
+    parameter: torch.Tensor, recorder: weakref.ref[StepRecorder]
+) -> Callable[..., None]:
+    """A hook that notes the first gradient of a parameter."""
+    is_new = True
+
+    def note(*_: Any) -> None:
+        nonlocal is_new
+        present, gradient = recorder(), parameter.grad
+        if is_new and present is not None and gradient is not None:
+            is_new = False
+            present.note_gradient(bytes_of(gradient))
+
+    return note

@@ -35,6 +35,7 @@ from rockmate.errors import (  # noqa: E402
     RockmateError,
     SignatureMismatchError,
     SolverLimitError,
+    TrialError,
     UnknownNameError,
     UnsupportedModelError,
 )
@@ -91,6 +92,7 @@ __all__ = [
     "SolverLimitError",
     "SweepRow",
     "Timeline",
+    "TrialError",
     "UnknownNameError",
     "UnsupportedModelError",
     "fit",

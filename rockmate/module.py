@@ -24,6 +24,7 @@ from rockmate.capture.signature import CallSignature
 from rockmate.errors import (
     InvalidSampleError,
     RockmateError,
+    TrialError,
     UnsupportedModelError,
     advise_frames,
 )
@@ -49,12 +50,13 @@ from rockmate.runtime.delegation import (
     with_signature_of,
 )
 from rockmate.runtime.planned_call import PlannedCall
+from rockmate.trial.steps import TrialOption, check_trial
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["plan", "frames", "auto"]
 # A forward may also fail on a sample because it is traced.
-_CAPTURE_ERRORS = (UnsupportedModelError, InvalidSampleError)
+_CAPTURE_ERRORS = (UnsupportedModelError, InvalidSampleError, TrialError)
 
 
 class RockmateModule(nn.Module):
@@ -140,13 +142,15 @@ class RockmateModule(nn.Module):
         mode: Mode = "plan",
         keep: Collection[str] = (),
         plan_frames: bool = True,
+        trial: TrialOption = "log",
         **planner_options: Any,
     ) -> None:
         check_arguments(budget, memory_limit, plan)
         check_mode(mode, keep, plan)
         check_on_infeasible(on_infeasible)
         check_larger(larger)
-        self._wrap(model)
+        check_trial(trial)
+        self._wrap(model, trial)
         plain = plain_model(model)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
@@ -164,7 +168,6 @@ class RockmateModule(nn.Module):
             return
         if plan is not None:
             plan = checked_plan(plan, sample_input, strategy, planner_options)
-            self._plans = PlanCache(plain)
             self._plans.adopt(planned_call_of(plan, plain, sample_input))
             self._plans.runnables[0].warn_of_hooks(plain)
             return
@@ -175,7 +178,9 @@ class RockmateModule(nn.Module):
             on_infeasible=on_infeasible,
             options=planner_options,
         )
-        self._plans = PlanCache(plain, request, replans=replan, refuses_larger=larger == "refuse")
+        self._plans = PlanCache(
+            plain, request, replans=replan, refuses_larger=larger == "refuse", trial=trial
+        )
         if sample_input is not None:
             try:
                 self._plans.plan_for_sample(sample_input)
@@ -183,16 +188,19 @@ class RockmateModule(nn.Module):
                 self._go_on_with_frames(error)
 
     @classmethod
-    def of(cls, model: nn.Module, call: PlannedCall) -> RockmateModule:
+    def of(
+        cls, model: nn.Module, call: PlannedCall, *, trial: TrialOption = "log"
+    ) -> RockmateModule:
         """A module for a planned call; see `Planner.module`. It refuses calls of other shapes."""
+        check_trial(trial)
         module = cls.__new__(cls)
-        module._wrap(model)
+        module._wrap(model, trial)
         module._plans.adopt(call)
         return module
 
-    def _wrap(self, model: nn.Module) -> None:
+    def _wrap(self, model: nn.Module, trial: TrialOption = "log") -> None:
         super().__init__()
-        self._plans = PlanCache(innermost(model))
+        self._plans = PlanCache(innermost(model), trial=trial)
         self._frames: FrameRunner | None = None
         self._make_frames: partial[FrameRunner] | None = None
         self._num_runs = 0
@@ -205,7 +213,7 @@ class RockmateModule(nn.Module):
     def _go_on_with_frames(self, error: RockmateError) -> None:
         """With mode "auto": leaves planning for frames; else raises."""
         if self._make_frames is None:
-            if isinstance(error, InvalidSampleError):
+            if isinstance(error, InvalidSampleError | TrialError):
                 raise error
             advise_frames(error)
             raise error

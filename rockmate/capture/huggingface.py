@@ -43,11 +43,14 @@ def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def training_only_features_off(model: nn.Module, keeps_checkpoints: bool = False) -> Iterator[None]:
+def training_only_features_off(
+    model: nn.Module, keeps_checkpoints: bool = False, *, quiet: bool = False
+) -> Iterator[None]:
     """Switches off the key/value cache and gradient checkpointing, and restores configs.
 
     A training step has no use for the cache; the plan replaces checkpointing, unless its calls are
     to be recorded (`keeps_checkpoints`). Some forwards write to their config, as `problem_type`.
+    The log says so unless it is to be `quiet`.
     """
     configs = [
         module.config
@@ -63,7 +66,7 @@ def training_only_features_off(model: nn.Module, keeps_checkpoints: bool = False
     if not keeps_checkpoints:
         checkpointing = modules_with_checkpointing(model)
         changed += [(module, "gradient_checkpointing") for module in checkpointing]
-    if holders:
+    if holders and not quiet:
         logger.info(
             "use_cache is off in the planned forward: a training step does not use past_key_values"
         )

@@ -20,7 +20,7 @@ from torch import nn
 from rockmate.frames.call import Arguments, Call
 from rockmate.frames.interior import Interior, Interiors
 from rockmate.frames.needs import StepNeeds
-from rockmate.frames.storages import tensors_in
+from rockmate.state.tensors import tensors_in
 from rockmate.frames.views import layout_of
 from rockmate.frames.way import Surroundings
 

@@ -14,7 +14,7 @@ import torch
 from rockmate._torch.allocator import Recording, Stretch
 from rockmate._torch.storage import StorageWeakRef
 from rockmate.frames.agreement import Agreement
-from rockmate.frames.storages import parts_of, tensors_in
+from rockmate.state.tensors import parts_of, tensors_in
 from rockmate.frames.way import Way
 
 _MUCH = 1.01

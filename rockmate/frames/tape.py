@@ -29,7 +29,7 @@ from rockmate.errors import UnsupportedModelError
 from rockmate.frames.op_states import OpStates, StatesOfOp
 from rockmate.frames.regions import PartKey
 from rockmate.frames.saved import Saved
-from rockmate.frames.storages import PLAIN
+from rockmate.state.tensors import PLAIN
 from rockmate.frames.views import View
 
 _aten = torch.ops.aten

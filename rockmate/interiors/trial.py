@@ -11,7 +11,7 @@ from torch import nn
 
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
-from rockmate.frames.storages import storages_of, tensors_in
+from rockmate.state.tensors import storages_of, tensors_in
 from rockmate.frames.views import layout_of
 from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.readers import contributions_noted

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import is_compiled, share_members
-from rockmate._torch.transforms import active_transform
-from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, size_text
+from rockmate.budget import Budget, OnInfeasible, check_on_infeasible
 from rockmate.capture.compiled_model import innermost, plain_model
 from rockmate.capture.signature import CallSignature
 from rockmate.errors import (
@@ -32,6 +31,7 @@ from rockmate.frames.runner import FrameRunner
 from rockmate.interiors import captured_interiors
 from rockmate.memory_limit import Optimizer
 from rockmate.plan.plan import Plan
+from rockmate.plan.summary import line_of
 from rockmate.plan_cache import PlanCache
 from rockmate.request import (
     PlanRequest,
@@ -49,6 +49,7 @@ from rockmate.runtime.delegation import (
     take_special_methods,
     with_signature_of,
 )
+from rockmate.runtime.model_checks import refuse_transforms
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.trial.steps import TrialOption, check_trial
 
@@ -105,12 +106,14 @@ class RockmateModule(nn.Module):
             bytes. "refuse" raises `SignatureMismatchError`.
         mode: "plan" captures the model and plans. "frames" does not: what calls of submodules save
             is given up and made again. "auto" takes frames, with a line in the log, where the model
-            cannot be captured.
+            cannot be captured or a trial fails, and eager where one of frames fails, too.
         keep: paths of submodules that frames leave alone.
         plan_frames: whether the insides of frames that can be captured are planned by themselves.
         on_infeasible: what happens if no schedule fits the budget, at first or for a larger call.
             "error" raises `InfeasibleBudgetError`. "least" plans the smallest peak found, which is
             above the budget, and warns with both in one line.
+        trial: which steps are held against eager, whose forward runs beside them and is undone:
+            "log" has steps 1, 2, 4, 8 and so on of each plan, "always" all, "never" none.
         **planner_options: as for `Planner`. A `plan` brings the options that it was made with.
 
     Raises:
@@ -122,7 +125,7 @@ class RockmateModule(nn.Module):
         PlanMismatchError: the plan was made for another model or sample.
         TypeError: more than one of budget, limit and plan is given; a plan is given with options or
             without a sample; or `plan` is not a `Plan`.
-        ValueError: `larger`, `on_infeasible` or `strategy` is not one of its values.
+        ValueError: `larger`, `on_infeasible`, `strategy` or `trial` is not one of its values.
     """
 
     def __init__(
@@ -154,9 +157,10 @@ class RockmateModule(nn.Module):
         plain = plain_model(model)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
-            interiors = captured_interiors if plan_frames else None
-            options = {"on_infeasible": on_infeasible, "keep": keep, "interiors": interiors}
+            options: Any = {"on_infeasible": on_infeasible, "keep": keep, "trial": trial}
+            options |= {"interiors": captured_interiors if plan_frames else None}
             self._make_frames = partial(FrameRunner, plain, limit or budget, **options)  # pyright: ignore
+            self._ends_in_eager = mode == "auto"
         if mode == "frames" and self._make_frames is not None:
             if planner_options or strategy is not None:
                 msg = (
@@ -204,6 +208,7 @@ class RockmateModule(nn.Module):
         self._frames: FrameRunner | None = None
         self._make_frames: partial[FrameRunner] | None = None
         self._num_runs = 0
+        self._ends_in_eager = self._is_eager = False
         # The wrapped module's own dictionaries: a registration in one module appears in the other.
         share_members(self, model)
         self.__dict__["_wrapped"] = model
@@ -297,6 +302,7 @@ class RockmateModule(nn.Module):
                 with `replan=False`.
             InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: the call, or the
                 changed module, cannot be planned for.
+            TrialError: the step differs from eager's. It is undone.
         """
         return self._run(args, kwargs)
 
@@ -326,18 +332,25 @@ class RockmateModule(nn.Module):
             return _run_outside_dynamo(self, args, kwargs)
         # Set directly: `nn.Module.__setattr__` takes as long as an op.
         self.__dict__["_num_runs"] += 1
-        if not (self.training and torch.is_grad_enabled()):
+        if self._is_eager or not (self.training and torch.is_grad_enabled()):
             if self._frames is not None:
                 self._frames.end_recording()
             return self.original(*args, **kwargs)
-        _refuse_transforms()
+        refuse_transforms()
         if self._frames is None:
             try:
                 return self._plans.run(args, kwargs)
             except _CAPTURE_ERRORS as error:
                 self._go_on_with_frames(error)
         assert self._frames is not None
-        return self._frames.run(args, kwargs)
+        try:
+            return self._frames.run(args, kwargs)
+        except TrialError as error:
+            if not self._ends_in_eager:
+                raise
+            logger.warning("nothing keeps the budget from here on: eager runs, since %s", error)
+            self.__dict__["_is_eager"] = True
+            return self.original(*args, **kwargs)
 
     train, eval, to, cuda, cpu = map(delegate, ("train", "eval", "to", "cuda", "cpu"))
     half, bfloat16, float, double = map(delegate, ("half", "bfloat16", "float", "double"))
@@ -374,6 +387,7 @@ class RockmateModule(nn.Module):
                 make, innermost(model), *rest, **self._make_frames.keywords
             )
             module._frames = None if self._frames is None else module._make_frames()
+            module._ends_in_eager, module._is_eager = self._ends_in_eager, self._is_eager
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:
@@ -418,21 +432,13 @@ class RockmateModule(nn.Module):
 
     def __repr__(self) -> str:
         """The wrapped module, with one line on the plan."""
-        wrapped = repr(self.original).replace("\n", "\n  ")
-        return f"RockmateModule(\n  {self._plan_text()}\n  {wrapped}\n)"
-
-    def _plan_text(self) -> str:
+        wrapped, line = repr(self.original).replace("\n", "\n  "), "not planned yet"
         if self._frames is not None:
             report = self._frames.report()
-            return f"({self._frames.summary() if report is None else report.line()})"
-        if not self._plans.runnables:
-            return "(not planned yet)"
-        plan = self.plan
-        peak, ratio = size_text(plan.predicted_peak_bytes), f"{plan.predicted_ratio:.3f}x"
-        return (
-            f"(budget {size_text(plan.budget_bytes)}, predicted peak {peak} at {ratio} of the time "
-            "without recomputation)"
-        )
+            line = self._frames.summary() if report is None else report.line()
+        elif self.is_planned:
+            line = line_of(self.plan)
+        return f"RockmateModule(\n  ({line})\n  {wrapped}\n)"
 
 
 def _plain(model: nn.Module) -> nn.Module:
@@ -440,19 +446,5 @@ def _plain(model: nn.Module) -> nn.Module:
     return model
 
 
-def _run_planned(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A call from compiled code: the plan runs uncompiled."""
-    return module._run(args, kwargs)
-
-
-_run_outside_dynamo: Callable[..., Any] = torch.compiler.disable(_run_planned)
-
-
-def _refuse_transforms() -> None:
-    transform = active_transform()
-    if transform is not None:
-        msg = (
-            f"this training call runs inside of {transform}, which cannot see into a planned step. "
-            "Transform module.original instead, the plain model with the same parameters."
-        )
-        raise UnsupportedModelError(msg)
+# A call from compiled code: the plan runs uncompiled.
+_run_outside_dynamo: Any = torch.compiler.disable(lambda module, *call: module._run(*call))

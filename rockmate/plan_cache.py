@@ -219,13 +219,13 @@ class PlanCache:
         """The model's output for a training call; errors as for `RockmateModule.forward`."""
         tensors, call = flatten_call(args, kwargs, self._optional)
         runnable = self.runnable_for(call, tensors)
-        if runnable.runner.pending.has_any or not runnable.trials.is_next():
+        if not runnable.trials.is_next(can_run=not runnable.runner.pending.has_any):
             return runnable.run(tensors)
         planned = runnable.planned
         if planned.program.collectives:
             logger.info("the planned step is not held against eager: its ranks communicate")
             return runnable.run(tensors)
-        planned.attributes.release()
+        planned.attributes.release()  # as at the begin of the step itself
         return run_beside_eager(
             self._model, args, kwargs, partial(runnable.run, tensors), conditions_of(planned.plan)
         )

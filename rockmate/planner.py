@@ -126,7 +126,8 @@ class Planner(PlanningSession):
     ) -> RockmateModule:
         """A module that trains within a budget; arguments and errors as for `plan`.
 
-        `trial` is as for `RockmateModule`. It refuses calls of other shapes. `RockmateModule(...)` makes a module that plans for them.
+        `trial` is as for `RockmateModule`. The module refuses calls of other shapes.
+        `RockmateModule(...)` makes one that plans for them.
         """
         call = self.planned_call(budget, strategy=strategy, on_infeasible=on_infeasible)
         return RockmateModule.of(self.model, call, trial=trial)

@@ -7,11 +7,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rockmate._torch.allocator import Recording
 from rockmate._torch.distributed import holds_sharded_parameters
@@ -20,7 +20,7 @@ from rockmate._torch.members import module_at
 from rockmate._torch.transforms import records_plainly
 from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
-from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.ahead import decidable_bytes
 from rockmate.frames.call import Arguments, Call, sizes_of
@@ -36,10 +36,12 @@ from rockmate.frames.part_cost import part_cost_s
 from rockmate.frames.planned import PlannedFrame
 from rockmate.frames.replaced_forward import ReplacedForwards
 from rockmate.frames.report import FramesReport, report_of
-from rockmate.frames.selection import first_paths, frames_to_split, split
+from rockmate.frames.selection import first_paths, frames_to_split, refuse_fsdp1, split
 from rockmate.frames.step_hook import call_before_steps
 from rockmate.frames.step_size import MeasuredSteps, StepSize
+from rockmate.frames.trials import FrameTrials
 from rockmate.memory_limit import MemoryLimit
+from rockmate.trial.steps import TrialOption
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +49,6 @@ _SHARE_AFTER_OUT_OF_MEMORY = 0.9
 """Of the live bytes at which memory has run out: the budget of what follows."""
 _NUM_PROFILES = 2
 """Steps that menus are made from, the last one counting: a process's first step is slow."""
-
-_FSDP1 = (
-    "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which frames do not "
-    "follow. Shard with torch.distributed.fsdp.fully_shard (FSDP2), then wrap the model."
-)
 
 
 class FrameRunner:
@@ -70,6 +67,7 @@ class FrameRunner:
         on_infeasible: OnInfeasible = "error",
         keep: Collection[str] = (),
         interiors: Callable[[Callable[[], float]], Interiors] | None = None,
+        trial: TrialOption = "log",
     ) -> None:
         """Chooses frames by structure; nothing runs.
 
@@ -81,12 +79,12 @@ class FrameRunner:
             keep: paths of submodules whose calls are no frames.
             interiors: makes what captures insides of frames, from what measures seconds; None has
                 all run as in eager.
+            trial: see `RockmateModule`.
 
         Raises:
             UnsupportedModelError: FSDP1 has sharded the model.
         """
-        if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
-            raise UnsupportedModelError(_FSDP1)
+        refuse_fsdp1(model)
         self._model, self._on_infeasible = model, on_infeasible
         self._budget: Budget | None = None if isinstance(budget, MemoryLimit) else budget
         self._limit = budget if isinstance(budget, MemoryLimit) else None
@@ -117,6 +115,7 @@ class FrameRunner:
         self._has_step_hook = False
         self._asked_bytes = 0  # the budget as it was given, or lowered
         self._refusal: InfeasibleBudgetError | None = None
+        self._trials = FrameTrials(trial)
         self._told: set[int] = set()  # smallest peaks that were taken for the budget
 
     @property
@@ -141,10 +140,8 @@ class FrameRunner:
 
     def summary(self) -> str:
         """Budget, peaks, what the last call dropped and made again, and a bound of its seconds."""
-        report = self.report()
-        if report is None:
-            return f"frames of {len(self._paths)} submodules, not measured yet"
-        return report.summary()
+        none_yet = f"frames of {len(self._paths)} submodules, not measured yet"
+        return none_yet if (report := self.report()) is None else report.summary()
 
     def report(self) -> FramesReport | None:
         """What the last call did; None until the first step is measured."""
@@ -186,7 +183,11 @@ class FrameRunner:
         memory.is_profiling = is_whole and self._num_profiles < _NUM_PROFILES
         self._num_profiles += memory.is_profiling
         self._num_calls.clear()
-        watching = memory.foreign_random.watching()
+        step = partial(self._run_frames, args, kwargs)
+        return self._trials.run(self._model, (args, kwargs), step, memory)
+
+    def _run_frames(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        watching = self._memory.foreign_random.watching()
         with watching, self._frames_installed(), uncompiled(self._model):
             return self._model(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Checks of a model before it is captured: whether planned steps can run it."""
+"""Checks of a model before it is captured, and of its calls: whether planned steps can run it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 
 from torch import nn
 
+from rockmate._torch.transforms import active_transform
 from rockmate.capture.model_signature import acting_hooks
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.costs.machine import Machine
@@ -36,3 +37,14 @@ def check_model(model: nn.Module, untraced: tuple[str, ...], machine: Machine | 
             "%s",
             ", ".join(with_hooks),
         )
+
+
+def refuse_transforms() -> None:
+    """Raises for a training call inside of a transform of functions."""
+    transform = active_transform()
+    if transform is not None:
+        msg = (
+            f"this training call runs inside of {transform}, which cannot see into a planned step. "
+            "Transform module.original instead, the plain model with the same parameters."
+        )
+        raise UnsupportedModelError(msg)

@@ -104,7 +104,7 @@ class Objects:
                     pending += [each for each in value if type(each) not in ATOMS]
                 continue
             handler = follows(kind)
-            if handler is None or (isinstance(value, _SIZED) and len(value) > _MOST_ELEMENTS):
+            if handler is None or (isinstance(value, _SIZED) and _length(value) > _MOST_ELEMENTS):
                 continue
             content = handler.take(value)
             self.found[key] = value, handler, content
@@ -119,6 +119,10 @@ class Objects:
         """Puts all of it back."""
         for value, handler, content in self.found.values():
             handler.put(value, content)
+
+
+def _length(value: Any) -> int:
+    return next(each for each in _SIZED if isinstance(value, each)).__len__(value)
 
 
 def items_of(content: Any) -> Iterator[Any]:
@@ -212,25 +216,35 @@ def _put_attributes(value: Any, content: dict[str, Any]) -> None:
             object.__setattr__(value, name, content[name])
 
 
-def _dict_of(value: Mapping[Any, Any]) -> dict[Any, Any]:
-    return dict(value)
+def _own(value: Any) -> Any:
+    """The class of Python that a container is of, whose methods do no more than they say."""
+    return next(each for each in (OrderedDict, dict, list, deque, set) if isinstance(value, each))
+
+
+def _dict_of(value: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(_own(value).items(value))
 
 
 def _put_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
-    if len(value) == len(content) and all(
-        name == known and each is before
-        for (name, each), (known, before) in zip(value.items(), content.items(), strict=True)
+    own = _own(value)
+    if len(content) == own.__len__(value) and all(
+        (name is known or name == known) and each is before
+        for (name, each), (known, before) in zip(own.items(value), content.items(), strict=True)
     ):
         return
-    kind: Any = OrderedDict if isinstance(value, OrderedDict) else dict
-    kind.clear(value)
-    kind.update(value, content)
+    own.clear(value)
+    own.update(value, content)
+
+
+def _list_of(value: list[Any] | deque[Any]) -> list[Any]:
+    return list(_own(value).__iter__(value))
 
 
 def _put_list(value: list[Any] | deque[Any], content: Sequence[Any]) -> None:
-    if len(value) != len(content) or not all(map(_is, value, content)):
-        value.clear()
-        value.extend(content)
+    own = _own(value)
+    if own.__len__(value) != len(content) or not all(map(_is, own.__iter__(value), content)):
+        own.clear(value)
+        own.extend(value, content)
 
 
 def _is(one: Any, other: Any) -> bool:
@@ -238,9 +252,9 @@ def _is(one: Any, other: Any) -> bool:
 
 
 def _put_set(value: set[Any], content: frozenset[Any]) -> None:
-    if value != content:
-        value.clear()
-        value.update(content)
+    if set.__ne__(value, content):
+        set.clear(value)
+        set.update(value, content)
 
 
 def _nothing(_: Any) -> tuple[()]:
@@ -281,9 +295,9 @@ def _put_array(value: np.ndarray[Any, Any], content: bytes | None) -> None:
 
 _HANDLERS: Sequence[tuple[Any, Handler]] = (
     (dict, Handler(_dict_of, _put_dict)),
-    ((list, deque), Handler(list, _put_list)),
-    (set, Handler(frozenset, _put_set)),
-    (tuple, Handler(list, _keep)),
+    ((list, deque), Handler(_list_of, _put_list)),
+    (set, Handler(lambda value: frozenset(set.__iter__(value)), _put_set)),
+    (tuple, Handler(lambda value: list(tuple.__iter__(value)), _keep)),
     (np.ndarray, Handler(_array_bytes, _put_array)),
     (
         torch.Generator,
@@ -330,9 +344,7 @@ def _hook_tables(tensor: torch.Tensor) -> tuple[Any, Any]:
 def _tensor_state(tensor: torch.Tensor) -> TensorState:
     hooks: Any = tuple([None if each is None else dict(each) for each in _hook_tables(tensor)])
     gradient = tensor.grad if tensor.is_leaf else None
-    return TensorState(
-        tensor.detach(), tensor.requires_grad, gradient, hooks, dict(vars(tensor))
-    )
+    return TensorState(tensor.detach(), tensor.requires_grad, gradient, hooks, dict(vars(tensor)))
 
 
 def _put_tensor(tensor: torch.Tensor, before: TensorState) -> None:

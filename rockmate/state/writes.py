@@ -19,7 +19,7 @@ from rockmate._torch.storage import StorageWeakRef, storage_id
 from rockmate.state.tensors import parts_of, tensors_in
 
 
-class OutOfBudget(BaseException):  # noqa: N818 (no error: nobody but `Writes` sees it)
+class OutOfBudget(BaseException):
     """Stops a run that is about to take more than it may; no model is to catch it."""
 
 

@@ -70,10 +70,10 @@ class Outcome:
     """
 
     output: Any
+    random: RandomState
     contents: dict[int, Any] = field(default_factory=dict)
     shared: tuple[bool, ...] = ()
     written: dict[int, Fingerprint] = field(default_factory=dict)
-    random: RandomState | None = None
     versions: list[int] = field(default_factory=list)
 
 
@@ -81,7 +81,13 @@ class Reader:
     """Takes outcomes of runs that begin in one state."""
 
     def __init__(
-        self, before: CallState, writes: Writes, *, is_exact: bool, has_labels: bool, only_loss: bool
+        self,
+        before: CallState,
+        writes: Writes,
+        *,
+        is_exact: bool,
+        has_labels: bool,
+        only_loss: bool,
     ) -> None:
         """Takes the state.
 
@@ -99,7 +105,7 @@ class Reader:
         """That of a run which has just ended, with an output."""
         if self._only_loss:
             output = loss_of(output, has_labels=self._has_labels)
-        outcome = Outcome(None, random=self._before.random_now())
+        outcome = Outcome(None, self._before.random_now())
         made = Objects([output], follows=objects_and_members)
         outcome.output = self._stand_in(output, made)
         reached = self._before.reached()
@@ -227,7 +233,6 @@ class Comparison:
                     yield self._named(key, found)
         if any(two and not one for one, two in zip(eager.shared, ours.shared, strict=False)):
             yield "an output shares its memory with another tensor, which it does not in eager"
-        assert eager.random is not None and ours.random is not None
         whose = eager.random.difference(ours.random)
         if whose:
             yield f"the random state of {whose} is another one after the call"
@@ -324,5 +329,3 @@ def _text(value: Any) -> str:
     if isinstance(value, Reference):
         return value.name or f"a {value.kind.__qualname__}"
     return f"{value!r:.100}"
-
-

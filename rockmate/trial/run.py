@@ -40,6 +40,7 @@ _ROUNDING_ULPS = 1024
 Values that belong to another step differ by a thousand times as much."""
 _COARSE_ULPS = 8  # of shorter formats, in which each op rounds that much
 
+
 def run_beside_eager(
     model: nn.Module,
     args: tuple[Any, ...],

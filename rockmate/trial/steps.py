@@ -22,9 +22,17 @@ class TrialSteps:
 
     option: TrialOption = "log"
     num_steps: int = 0
+    _is_due: bool = False
 
-    def is_next(self) -> bool:
-        """Counts one more step; whether it is a trial."""
+    def is_next(self, *, can_run: bool) -> bool:
+        """Counts one more step; whether it is a trial.
+
+        Args:
+            can_run: whether it can be one; else the next step is one in its place.
+        """
         self.num_steps += 1
         is_power = self.num_steps & (self.num_steps - 1) == 0
-        return self.option == "always" or (self.option == "log" and is_power)
+        self._is_due |= self.option == "always" or (self.option == "log" and is_power)
+        is_trial = self._is_due and can_run
+        self._is_due &= not is_trial
+        return is_trial

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rockmate import RockmateModule, TrialError
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.model_signature import ModelWatch
-from rockmate.frames.frame import Frame
+from rockmate.frames.call import Call
 from rockmate.runtime import autograd, emit
 from rockmate.runtime.autograd import Runner
 
@@ -235,12 +235,6 @@ def random_numbers_of_python(patch: Patch, _: Any) -> None:
 
 
 def output_is_an_alias(patch: Patch, model: Any) -> None:
-    def alias(run: Any, inputs: Any) -> Any:
-        loss, *others, features = run()[: len(run())]
-        return (loss, *others, features)
-
-    del alias
-
     def shared(run: Any, inputs: Any) -> Any:
         outputs = list(run())
         inputs[0].data.copy_(outputs[1])
@@ -305,31 +299,101 @@ def test_nothing_is_found_where_nothing_is_planted() -> None:
 # --- frames ---------------------------------------------------------------------------------------
 
 
+class Counting(Block):
+    """A block that draws, counts its calls and has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout, self.calls = nn.BatchNorm1d(32), nn.Dropout(0.1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.dropout(self.norm(super().forward(x)))
+
+
+def around_frames(patch: Patch, change: Callable[[Callable[[], Any], Any], Any]) -> None:
+    """Has the first run of each frame be `change(run, module)`."""
+    run = Call.run
+
+    def changed(self: Call) -> Any:
+        return change(lambda: run(self), self._submodules[0])
+
+    patch.setattr(Call, "run", changed)
+
+
 def frame_runs_twice(patch: Patch) -> None:
-    run = Frame.run
-    patch.setattr(Frame, "run", lambda self: (self._call._forward, run(self))[1] * 1.5)
+    def twice(run: Any, module: Any) -> Any:
+        output = run()
+        type(module).forward(module, output.detach())
+        return output
+
+    around_frames(patch, twice)
 
 
 def random_state_put_back(patch: Patch) -> None:
-    run = Frame.run
-
-    def changed(self: Frame) -> Any:
+    def put_back(run: Any, _: Any) -> Any:
         state = torch.get_rng_state()
-        output = run(self)
+        output = run()
         torch.set_rng_state(state)
         return output
 
-    patch.setattr(Frame, "run", changed)
+    around_frames(patch, put_back)
 
 
 def counter_put_back(patch: Patch) -> None:
-    run = Frame.run
-
-    def changed(self: Frame) -> Any:
-        module = self._call._submodules[0]
-        calls = module.calls
-        output = run(self)
+    def put_back(run: Any, module: Any) -> Any:
+        calls, output = module.calls, run()
         module.calls = calls
         return output
 
-    patch.setattr(Frame, "run", changed)
+    around_frames(patch, put_back)
+
+
+def statistics_put_back(patch: Patch) -> None:
+    def put_back(run: Any, module: Any) -> Any:
+        mean = module.norm.running_mean.clone()
+        output = run()
+        module.norm.running_mean.data.copy_(mean)
+        return output
+
+    around_frames(patch, put_back)
+
+
+def output_rounded(patch: Patch) -> None:
+    around_frames(patch, lambda run, _: run().bfloat16().float())
+
+
+FRAMES = (
+    frame_runs_twice, random_state_put_back, counter_put_back, statistics_put_back, output_rounded,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", FRAMES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("mode", ["frames", "auto"])
+def test_difference_planted_in_frames(
+    plant: Callable[..., Any], mode: Any, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With "auto", eager goes on, and says so."""
+    model = nn.Sequential(*(Counting() for _ in range(6)))
+    plant(monkeypatch)
+    module = RockmateModule(model, None, 0.7, mode="frames", plan_frames=False)
+    module._ends_in_eager = mode == "auto"
+    torch.manual_seed(1)
+    if mode == "frames":
+        with pytest.raises(TrialError, match="the step in frames is not what the plain model does"):
+            _train_blocks(module)
+        return
+    _train_blocks(module)
+    assert "eager runs" in caplog.text
+
+
+def test_nothing_is_found_in_frames_where_nothing_is_planted() -> None:
+    module = RockmateModule(
+        nn.Sequential(*(Counting() for _ in range(6))), None, 0.7, mode="frames", trial="always"
+    )
+    _train_blocks(module)
+
+
+def _train_blocks(module: nn.Module) -> None:
+    for batch in BATCHES:
+        module(batch.clone()).square().mean().backward()

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from rockmate._torch.subclasses import is_wrapper
@@ -15,6 +15,10 @@ _NUM_SAMPLES = 4096
 _NUM_COLUMNS = 1024
 _MOST_CONVERTED = 1 << 20
 """Elements that are converted at a time, for a sum or digest: memory may be short."""
+_OF_NUMPY = frozenset((
+    torch.float16, torch.float32, torch.float64, torch.bool, torch.uint8, torch.int8, torch.int16,
+    torch.int32, torch.int64,
+))  # fmt: skip
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -51,23 +55,25 @@ def digest_of(tensor: torch.Tensor) -> int | None:
         return None
     if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
         return None
+    tensor = tensor.detach()
     if fills_storage(tensor):
-        tensor = tensor.detach()
-        flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-        return _crc(flat, 0)
-    return bits_of(tensor)
+        tensor = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return _crc(_array_of(tensor), 0)
 
 
 def bits_of(tensor: torch.Tensor) -> int:
-    """A number for shape and bits, equal for tensors of equal values in any layout."""
+    """A number for shape and bits, equal for tensors of equal values in any layout.
+
+    On the CPU it takes no memory of PyTorch's, which a budget may be short of.
+    """
     tensor = tensor.detach()
     if tensor.layout != torch.strided or is_wrapper(tensor):
         return hash(tuple(map(bits_of, _inner(tensor))))
     tensor = tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-    on_cpu = tensor.device.type == "cpu"
-    found = 0
-    for piece in _pieces(tensor):
-        found = _crc(piece, found) if on_cpu else hash((found, *_sums(piece)))
+    if tensor.device.type == "cpu":
+        found = _crc(_array_of(tensor), 0)
+    else:
+        found = hash(tuple(number for piece in _pieces(tensor) for number in _sums(piece)))
     return hash((tuple(tensor.shape), found))
 
 
@@ -80,16 +86,28 @@ def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.to_dense()]
 
 
+def _array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The memory of a tensor on the CPU, as integers where NumPy does not know the format."""
+    if tensor.is_complex() or tensor.dtype in _OF_NUMPY:
+        return tensor.numpy()
+    return tensor.view(_INTEGERS[tensor.element_size()]).numpy()
+
+
+def _crc(array: np.ndarray[Any, Any], before: int) -> int:
+    if array.flags.c_contiguous:
+        return zlib.crc32(array.reshape(-1).view(np.uint8).data, before)
+    if array.size <= _MOST_CONVERTED:
+        return zlib.crc32(array.tobytes(), before)
+    for each in array:
+        before = _crc(each, before)
+    return before
+
+
 def _pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The elements in their order, flat, as few as are to be copied at a time."""
     if tensor.is_contiguous() or tensor.numel() <= _MOST_CONVERTED or tensor.dim() < 2:
         return [tensor.contiguous().flatten()]
     return [piece for each in tensor for piece in _pieces(each)]
-
-
-def _crc(flat: torch.Tensor, before: int) -> int:
-    bits: Any = flat.view(torch.uint8).numpy()
-    return zlib.crc32(bits, before)
 
 
 def _sums(flat: torch.Tensor) -> list[int]:
@@ -108,8 +126,7 @@ def _sums(flat: torch.Tensor) -> list[int]:
     return torch.stack(weighted).tolist()
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(NamedTuple):
     """The numbers of a tensor in a few bytes.
 
     Attributes:
@@ -117,14 +134,14 @@ class Fingerprint:
         dtype: of the tensor.
         bits: see `bits_of`.
         sample: some elements, evenly spaced, of a tensor of floating point numbers.
-        total: their sum over all elements.
+        total: their sum over all elements; 0 where bits are compared.
         size: the sum of their magnitudes.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     bits: int
-    sample: torch.Tensor | None = None
+    sample: np.ndarray[Any, Any] | None = None
     total: float = 0.0
     size: float = 0.0
 
@@ -136,12 +153,15 @@ class Fingerprint:
         has_sample = tensor.is_floating_point() and tensor.layout == torch.strided
         if not has_sample or is_wrapper(tensor) or (is_exact and tensor.numel() > _NUM_SAMPLES):
             return cls(shape, tensor.dtype, bits)
-        flat = tensor.reshape(-1) if tensor.is_contiguous() else tensor.contiguous().view(-1)
-        step = max(1, len(flat) // _NUM_SAMPLES)
-        sample = flat[::step].to("cpu", torch.float64, copy=True)
-        total = float(flat.sum(dtype=torch.float64))
-        size = float(torch.linalg.vector_norm(flat, 1, dtype=torch.float64)) if len(flat) else 0.0
-        return cls(shape, tensor.dtype, bits, sample, total, size)
+        pieces = [piece for each in _pieces(tensor) for piece in each.split(_MOST_CONVERTED)]
+        step = max(1, tensor.numel() // _NUM_SAMPLES)
+        samples, total, size = [], 0.0, 0.0
+        for piece in pieces:
+            samples.append(_doubles(piece[::step]))
+            if not is_exact:
+                numbers = _doubles(piece)
+                total, size = total + float(numbers.sum()), size + float(np.abs(numbers).sum())
+        return cls(shape, tensor.dtype, bits, np.concatenate(samples), total, size)
 
     def difference(self, other: Fingerprint, tolerance: float) -> str:
         """In words what differs beyond a tolerance, in units of the size of elements; else empty.
@@ -160,21 +180,29 @@ class Fingerprint:
             return ""
         if self.sample is None or other.sample is None:
             return "differs"
-        gaps = (self.sample - other.sample).abs()
-        gaps = torch.where(self.sample == other.sample, 0.0, gaps)  # infinite ones
-        both_nan = self.sample.isnan() & other.sample.isnan()
-        gaps = torch.where(both_nan, 0.0, gaps).nan_to_num(torch.inf)
-        gap = float(gaps.max()) if len(gaps) else 0.0
-        scale = max(1, len(self.sample)) ** -1 * float(self.sample.nan_to_num(0.0).abs().sum())
-        of_total = abs(self.total - other.total)
-        if tolerance and gap <= tolerance * _largest(self) and of_total <= tolerance * self.size:
+        with np.errstate(invalid="ignore"):
+            is_same = (self.sample == other.sample) | (
+                np.isnan(self.sample) & np.isnan(other.sample)
+            )
+            gaps = np.where(is_same, 0.0, np.abs(self.sample - other.sample))
+            gap = float(np.nan_to_num(gaps, nan=np.inf).max(initial=0.0))
+            finite = np.abs(self.sample[np.isfinite(self.sample)])
+            of_total = abs(self.total - other.total)
+        is_near = gap <= tolerance * float(finite.max(initial=0.0))
+        if tolerance and is_near and (of_total <= tolerance * self.size or of_total != of_total):
             return ""
         if len(self.sample) == 1:
             return f"is {other.sample.item():.9g} and not {self.sample.item():.9g}"
-        return f"differs by up to {gap:.3g}, where elements are {scale:.3g} in size"
+        return f"differs by up to {gap:.3g}, where elements are {finite.mean():.3g} in size"
 
 
-def _largest(found: Fingerprint) -> float:
-    assert found.sample is not None
-    finite = found.sample[found.sample.isfinite()]
-    return float(finite.abs().max()) if len(finite) else 0.0
+def _doubles(flat: torch.Tensor) -> np.ndarray[Any, Any]:
+    """Elements as NumPy's doubles, which are no memory of PyTorch's."""
+    if flat.device.type != "cpu":
+        return flat.to("cpu", torch.float32 if flat.element_size() < 4 else flat.dtype).numpy()
+    if flat.dtype == torch.bfloat16:
+        bits = flat.view(torch.int16).numpy().astype(np.uint16).astype(np.uint32)
+        return (bits << 16).view(np.float32).astype(np.float64)
+    if flat.dtype in _OF_NUMPY:
+        return flat.numpy().astype(np.float64)
+    return flat.to(torch.float32).numpy().astype(np.float64)

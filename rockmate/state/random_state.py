@@ -22,29 +22,34 @@ class RandomState:
         """
         on_gpu = {each for each in devices if each.type == "cuda"} if _has_gpu() else set()
         self._devices = sorted(on_gpu, key=str)
-        self._torch = torch.get_rng_state()
-        self._cuda = [torch.cuda.get_rng_state(each) for each in self._devices]
+        # No tensors: a budget may be short of their memory.
+        self._torch = torch.get_rng_state().numpy().tobytes()
+        self._cuda = [torch.cuda.get_rng_state(each).numpy().tobytes() for each in self._devices]
         self._python = random.getstate()
         self._numpy: Any = np.random.get_state()
 
     def restore(self) -> None:
         """Sets the states."""
-        torch.set_rng_state(self._torch)
+        torch.set_rng_state(_tensor(self._torch))
         for device, state in zip(self._devices, self._cuda, strict=True):
-            torch.cuda.set_rng_state(state, device)
+            torch.cuda.set_rng_state(_tensor(state), device)
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 
     def difference(self, other: RandomState) -> str:
         """Whose state is another one; empty if all are the same."""
-        if not torch.equal(self._torch, other._torch):
+        if self._torch != other._torch:
             return "PyTorch on the CPU"
         for device, one, two in zip(self._devices, self._cuda, other._cuda, strict=True):
-            if not torch.equal(one, two):
+            if one != two:
                 return f"PyTorch on {device}"
         if self._python != other._python:
             return "Python"
         return "" if str(self._numpy) == str(other._numpy) else "NumPy"
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(state, np.uint8).copy())
 
 
 def _has_gpu() -> bool:

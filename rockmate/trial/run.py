@@ -26,7 +26,7 @@ from torch import nn
 from rockmate._torch.autocast import autocast_uncached
 from rockmate.budget import size_text
 from rockmate.capture.compiled_model import uncompiled
-from rockmate.capture.huggingface import training_only_features_off
+from rockmate.capture.huggingface import switched_off
 from rockmate.errors import TrialError
 from rockmate.state.writes import OutOfBudget, Writes
 from rockmate.trial.conditions import Conditions
@@ -118,7 +118,7 @@ def _of_plain(
 @contextlib.contextmanager
 def _as_in_training(model: nn.Module) -> Iterator[None]:
     """Runs a plain model as planned steps are captured: uncompiled, without a key/value cache."""
-    with training_only_features_off(model, quiet=True), uncompiled(model), autocast_uncached():
+    with switched_off(model), uncompiled(model), autocast_uncached():
         yield
 
 

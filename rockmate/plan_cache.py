@@ -14,6 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -42,6 +43,9 @@ from rockmate.runtime.non_differentiable import forbid_gradient
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep
 from rockmate.step_family import StepFamily
+from rockmate.trial.conditions import conditions_of
+from rockmate.trial.run import run_beside_eager
+from rockmate.trial.steps import TrialOption, TrialSteps
 
 logger = logging.getLogger(__name__)
 
@@ -61,13 +65,20 @@ class RunnableCall:
         family: the captures of the same model at other sizes.
         is_adapted: whether the schedule was made for a larger call.
         runner: runs the code under autograd.
+        trials: which of its steps are held against eager.
         watch: tells whether the model has changed since this object was made.
     """
 
     def __init__(
-        self, planned: PlannedCall, model: nn.Module, family: StepFamily, *, is_adapted: bool
+        self,
+        planned: PlannedCall,
+        model: nn.Module,
+        family: StepFamily,
+        *,
+        is_adapted: bool,
+        trials: TrialSteps,
     ) -> None:
-        self.planned = planned
+        self.planned, self.trials = planned, trials
         self.family = family
         self.is_adapted = is_adapted
         self.runner = Runner(planned.program, model)
@@ -154,6 +165,7 @@ class PlanCache:
         *,
         replans: bool = False,
         refuses_larger: bool = False,
+        trial: TrialOption = "log",
     ) -> None:
         """A cache without a plan.
 
@@ -162,6 +174,7 @@ class PlanCache:
             request: how to plan; None refuses every call that the adopted plan does not serve.
             replans: whether a changed module, or a call of other shapes, is planned for.
             refuses_larger: whether a call with a tensor larger than every sample's is refused.
+            trial: which steps are held against eager; see `RockmateModule`.
         """
         self.runnables: list[RunnableCall] = []
         self.request = request
@@ -171,6 +184,8 @@ class PlanCache:
         self._samples: list[PlannedSample] = []  # one for each set of keywords
         self.largest: Callable[[CallSignature], CallSignature] | None = None
         self._warned_of_shapes_s: float | None = None  # when, by the monotonic clock
+        self._trial: TrialOption = trial
+        self._adapted_trials = TrialSteps(trial)  # of all sizes that take over a schedule
 
     def plan_for_sample(self, sample_input: Any) -> None:
         """Plans for a sample; errors as for `PlanRequest.planned_call`."""
@@ -185,7 +200,9 @@ class PlanCache:
     ) -> None:
         """Puts a planned call in use."""
         family = family or self._new_family(call)
-        self.runnables.insert(0, RunnableCall(call, self._model, family, is_adapted=is_adapted))
+        trials = self._adapted_trials if is_adapted else TrialSteps(self._trial)
+        runnable = RunnableCall(call, self._model, family, is_adapted=is_adapted, trials=trials)
+        self.runnables.insert(0, runnable)
         if len(self.runnables) > MAX_PLANS:
             # A call that was planned for, not adapted, serves other shapes too, so it goes last.
             adapted = [
@@ -201,7 +218,17 @@ class PlanCache:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output for a training call; errors as for `RockmateModule.forward`."""
         tensors, call = flatten_call(args, kwargs, self._optional)
-        return self.runnable_for(call, tensors).run(tensors)
+        runnable = self.runnable_for(call, tensors)
+        if not runnable.trials.is_next(can_run=not runnable.runner.pending.has_any):
+            return runnable.run(tensors)
+        planned = runnable.planned
+        if planned.program.collectives:
+            logger.info("the planned step is not held against eager: its ranks communicate")
+            return runnable.run(tensors)
+        planned.attributes.release()  # as at the begin of the step itself
+        return run_beside_eager(
+            self._model, args, kwargs, partial(runnable.run, tensors), conditions_of(planned.plan)
+        )
 
     def copy_for(self, model: nn.Module, memo: dict[int, Any]) -> PlanCache | None:
         """A cache for a copy of the model, with the same plan.
@@ -217,7 +244,11 @@ class PlanCache:
             The cache; None with opaque submodules if the plan was given, so that no other is made.
         """
         copied = PlanCache(
-            model, self.request, replans=self._replans, refuses_larger=self._refuses_larger
+            model,
+            self.request,
+            replans=self._replans,
+            refuses_larger=self._refuses_larger,
+            trial=self._trial,
         )
         copied._samples = list(self._samples)
         planned = next((each.planned for each in self.runnables if not each.is_adapted), None)

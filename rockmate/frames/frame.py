@@ -25,10 +25,10 @@ from rockmate.frames.part import Part, Result
 from rockmate.frames.regions import Region
 from rockmate.frames.saved import Saved
 from rockmate.frames.slots import Slot, Slots, checked
-from rockmate.frames.storages import storages_of, tensors_in
 from rockmate.frames.tape import Tape
 from rockmate.frames.taped_slots import TapedSlots
 from rockmate.frames.two_valued import TwoValued
+from rockmate.state.tensors import storages_of, tensors_in
 
 
 class Frame:

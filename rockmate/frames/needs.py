@@ -14,8 +14,8 @@ import torch
 from rockmate._torch.allocator import Recording, Stretch
 from rockmate._torch.storage import StorageWeakRef, bytes_of
 from rockmate.frames.agreement import Agreement
-from rockmate.frames.storages import parts_of, tensors_in
 from rockmate.frames.way import Way
+from rockmate.state.tensors import parts_of, tensors_in
 
 _MUCH = 1.01
 """A peak that is so much larger than the smallest is not taken for it."""

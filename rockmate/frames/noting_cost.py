@@ -14,8 +14,9 @@ from torch.nn import functional
 from rockmate._torch.storage import storage_id, version_of
 from rockmate.frames.saved import Saved
 from rockmate.frames.slots import Slot, Slots, checked
-from rockmate.frames.storages import HeldStorages, storages_of
+from rockmate.frames.storages import HeldStorages
 from rockmate.frames.tape import Recipe, Tape
+from rockmate.state.tensors import storages_of
 
 _NUM_ROUNDS = 6
 _NUM_REPEATS = 3

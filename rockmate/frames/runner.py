@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,9 @@ from rockmate.frames.report import FramesReport, report_of
 from rockmate.frames.selection import first_paths, frames_to_split, split
 from rockmate.frames.step_hook import call_before_steps
 from rockmate.frames.step_size import MeasuredSteps, StepSize
+from rockmate.frames.trials import FrameTrials
 from rockmate.memory_limit import MemoryLimit
+from rockmate.trial.steps import TrialOption
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class FrameRunner:
         keep: Collection[str] = (),
         is_fallback: bool = False,
         interiors: Callable[[Callable[[], float]], Interiors] | None = None,
+        trial: TrialOption = "log",
     ) -> None:
         """Chooses frames by structure; nothing runs.
 
@@ -78,6 +82,7 @@ class FrameRunner:
                 warning: nothing else is left to try.
             interiors: makes what captures insides of frames, from what measures seconds; None has
                 all run as in eager.
+            trial: see `RockmateModule`.
 
         Raises:
             UnsupportedModelError: FSDP1 has sharded the model.
@@ -115,6 +120,7 @@ class FrameRunner:
         self._has_step_hook = False
         self._asked_bytes = 0  # the budget as it was given, or lowered
         self._refusal: InfeasibleBudgetError | None = None
+        self._trials = FrameTrials(trial)
         self._told: set[int] = set()  # smallest peaks that were taken for the budget
 
     @property
@@ -139,10 +145,8 @@ class FrameRunner:
 
     def summary(self) -> str:
         """Budget, peaks, what the last call dropped and made again, and a bound of its seconds."""
-        report = self.report()
-        if report is None:
-            return f"frames of {len(self._paths)} submodules, not measured yet"
-        return report.summary()
+        none_yet = f"frames of {len(self._paths)} submodules, not measured yet"
+        return none_yet if (report := self.report()) is None else report.summary()
 
     def report(self) -> FramesReport | None:
         """What the last call did; None until the first step is measured."""
@@ -184,7 +188,11 @@ class FrameRunner:
         memory.is_profiling = is_whole and self._num_profiles < _NUM_PROFILES
         self._num_profiles += memory.is_profiling
         self._num_calls.clear()
-        watching = memory.foreign_random.watching()
+        step = partial(self._run_frames, args, kwargs)
+        return self._trials.run(self._model, (args, kwargs), step, memory)
+
+    def _run_frames(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        watching = self._memory.foreign_random.watching()
         with watching, self._frames_installed(), uncompiled(self._model):
             return self._model(*args, **kwargs)
 

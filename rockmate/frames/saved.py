@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from rockmate._torch.storage import version_of
-from rockmate.frames.storages import storages_of
+from rockmate.state.tensors import storages_of
 
 
 class Saved(NamedTuple):

@@ -29,8 +29,8 @@ from rockmate.errors import UnsupportedModelError
 from rockmate.frames.op_states import OpStates, StatesOfOp
 from rockmate.frames.regions import PartKey
 from rockmate.frames.saved import Saved
-from rockmate.frames.storages import PLAIN
 from rockmate.frames.views import View
+from rockmate.state.tensors import PLAIN
 
 _aten = torch.ops.aten
 _SAME_STORAGE = _aten.detach.default

@@ -13,7 +13,8 @@ import torch
 
 from rockmate._torch.storage import version_of
 from rockmate.frames.saved import Saved
-from rockmate.frames.storages import PLAIN, storages_of
+from rockmate.state.digest import fills_storage
+from rockmate.state.tensors import storages_of
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 """A type for the bits of an element, by its bytes."""
@@ -71,25 +72,3 @@ class TwoValued:
         """The tensor, with the same bits."""
         integers = _INTEGERS[self._dtype.itemsize]
         return Saved.of(self.is_set.to(integers).mul_(self._bits).view(self._dtype))
-
-
-def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether a plain real tensor has all of its storage's elements, each once."""
-    return (
-        type(tensor) in PLAIN
-        and tensor.layout == torch.strided
-        and not (tensor.is_conj() or tensor.is_neg())
-        and tensor.numel() > 0
-        and tensor.nbytes == tensor.untyped_storage().nbytes()
-        and _is_dense(tensor)
-    )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether elements follow each other, in some order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size if size != 1 else 1
-    return True

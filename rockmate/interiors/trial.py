@@ -11,10 +11,10 @@ from torch import nn
 
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
-from rockmate.frames.storages import storages_of, tensors_in
 from rockmate.frames.views import layout_of
 from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.readers import contributions_noted
+from rockmate.state.tensors import storages_of, tensors_in
 
 _PIECE = 1 << 16
 

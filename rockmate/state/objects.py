@@ -89,7 +89,7 @@ class Objects:
         """
         self.found: dict[int, tuple[Any, Handler, Any]] = {}
         self.tensors: dict[int, torch.Tensor] = {}
-        self._seen: dict[int, tuple[Any, ...]] = {}  # tuples, which need no content
+        self._seen: dict[int, Any] = {}  # tuples, which need no content
         pending = [each for each in roots if type(each) not in ATOMS]
         while pending and len(self.found) < most:
             value = pending.pop()
@@ -122,7 +122,8 @@ class Objects:
 
 
 def _length(value: Any) -> int:
-    return next(each for each in _SIZED if isinstance(value, each)).__len__(value)
+    own: Any = next(each for each in _SIZED if isinstance(value, each))
+    return own.__len__(value)
 
 
 def items_of(content: Any) -> Iterator[Any]:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from rockmate.capture.loss import loss_of
+from rockmate.capture.structure import flatten
+from rockmate.errors import UnsupportedModelError
 from rockmate.state.digest import Fingerprint
 from rockmate.state.objects import (
     ATOMS,
@@ -113,7 +115,7 @@ class Reader:
             known = self._before.objects.content_of(value)
             if known is None or not _is_same(known, content):
                 outcome.contents[key] = self._frozen(content, reached)
-        outcome.shared = self._shared(made)
+        outcome.shared = self._shared(output)
         outcome.written = {
             key: self._numbers(tensor) for key, tensor in self._writes.changed.items()
         }
@@ -128,9 +130,13 @@ class Reader:
     def _numbers(self, tensor: torch.Tensor) -> Fingerprint:
         return Fingerprint.of(tensor, is_exact=self._is_exact)
 
-    def _shared(self, made: Objects) -> tuple[bool, ...]:
+    def _shared(self, output: Any) -> tuple[bool, ...]:
         seen, found = set(self._before.storages), []
-        for tensor in made.tensors.values():
+        try:
+            tensors, _ = flatten(output, what="the output")
+        except UnsupportedModelError:  # no output of a plan
+            return ()
+        for tensor in tensors:
             keys = storages_of(tensor)
             found.append(not seen.isdisjoint(keys))
             seen.update(keys)
@@ -223,7 +229,7 @@ class Comparison:
 
     def _differences(self) -> Iterator[str]:
         eager, ours = self._eager, self._ours
-        yield from self._items(eager.output, ours.output, "the output")
+        yield from self._items(eager.output, ours.output, "output")
         yield from self._writes()
         for key in dict.fromkeys([*eager.contents, *ours.contents]):
             if key in self._before.objects.found:
@@ -257,9 +263,9 @@ class Comparison:
 
     def _named(self, key: int, found: str) -> str:
         path = self._before.name_of(key)
-        if path == "the model":
-            return found.removeprefix(".")
-        return f"{path}{found}" if found[:1] in ".[" else f"{path} {found}".replace("  ", " ")
+        is_step = found[:1] in (".", "[")
+        text = f"{path}{found}" if is_step else f"{path} {found.strip()}"
+        return text.removeprefix("the model.")
 
     def _content(self, outcome: Outcome, key: int) -> Any:
         found = outcome.contents.get(key)

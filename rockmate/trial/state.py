@@ -74,7 +74,7 @@ class CallState:
         Args:
             key: address of the object.
         """
-        named = [("", self._model), *(("an argument", each) for each in self._arguments)]
+        named = [("", self._model), *zip(("argument", "arguments"), self._arguments, strict=True)]
         named += [(_root_name(root), root) for root in self._roots[3:]]
         seen: set[int] = set()
         while named:

@@ -117,7 +117,9 @@ class Reader:
                 outcome.contents[key] = self._frozen(content, reached)
         outcome.shared = self._shared(output)
         outcome.written = {
-            key: self._numbers(tensor) for key, tensor in self._writes.changed.items()
+            key: self._numbers(tensor)
+            for key, tensor in self._writes.changed.items()
+            if key in self._before.storages  # others may be the run's own
         }
         outcome.versions = self._before.versions()
         return outcome
@@ -258,8 +260,7 @@ class Comparison:
                 yield f"{name} is changed in place, which eager leaves as it is"
 
     def _name_of_storage(self, key: int) -> str:
-        tensor = self._before.storages.get(key)
-        return "a tensor" if tensor is None else self._before.name_of(id(tensor))
+        return self._before.name_of(id(self._before.storages[key]))
 
     def _named(self, key: int, found: str) -> str:
         path = self._before.name_of(key)

@@ -28,11 +28,11 @@ NUM_STEPS = 9  # trials are at 1, 2, 4 and 8
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the line."""
     parser = argparse.ArgumentParser(prog="python -m bench.trial", description="Cost of trials.")
-    parser.add_argument("--model", default="gpt2")
+    parser.add_argument("--model", default="gpt2", choices=sorted(models.REGISTRY))
     parser.add_argument("--budget", type=float, default=0.5)
     parser.add_argument("--steps", type=int, default=1000)
     given = parser.parse_args(arguments)
-    workload = models.workload(given.model)
+    workload = models.build(given.model)
     planner = Planner(workload.model, workload.sample, numerics="bitwise")
     plan = planner.plan(given.budget)
     never = _seconds(planner.module_of(plan, trial="never"), workload)[1:]

@@ -221,14 +221,15 @@ class PlanCache:
         runnable = self.runnable_for(call, tensors)
         if not runnable.trials.is_next(can_run=not runnable.runner.pending.has_any):
             return runnable.run(tensors)
-        planned = runnable.planned
+        planned, layouts = runnable.planned, runnable.runner.input_layouts
         if planned.program.collectives:
             logger.info("the planned step is not held against eager: its ranks communicate")
             return runnable.run(tensors)
         planned.attributes.release()  # as at the begin of the step itself
-        return run_beside_eager(
-            self._model, args, kwargs, partial(runnable.run, tensors), conditions_of(planned.plan)
-        )
+        is_laid_out = all(layouts[at].is_of(tensors[at]) for at in layouts)
+        conditions = conditions_of(planned.plan, is_laid_out=is_laid_out)
+        step = partial(runnable.run, tensors)
+        return run_beside_eager(self._model, args, kwargs, step, conditions)
 
     def copy_for(self, model: nn.Module, memo: dict[int, Any]) -> PlanCache | None:
         """A cache for a copy of the model, with the same plan.

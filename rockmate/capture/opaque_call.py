@@ -33,6 +33,8 @@ from rockmate.capture.opaque_inputs import ReleasableInputs, attach_input
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, UnsupportedModelError
 from rockmate.ops.rng import get_random_state
+from rockmate.state.call_state import undone
+from rockmate.state.tensors import storages_of
 
 _LEAST_BORROWED = (
     1024  # bytes for each tensor that is saved: to look at one takes some microseconds
@@ -92,12 +94,17 @@ class OpaqueCall:
         """
         buffers = self.copied_buffers()
         before = {name: version_of(buffer) for name, buffer in buffers.items()}
-        with self.random_state_kept() as draws, attributes_kept(self.module) as attributes:
+        with (
+            self.random_state_kept() as draws,
+            undone(self.module) as writes,
+            attributes_kept(self.module) as attributes,
+        ):
             self._observe_saved(buffers)
             self.draws = draws()
             changes = attributes.changes()
         self._refuse_assigned_gradients(changes)
-        self.changes_attributes = bool(changes)
+        own = {key for each in buffers.values() for key in storages_of(each)}
+        self.changes_attributes = bool(changes) or not writes.changed.keys() <= own
         self.changes_buffers = any(
             version_of(buffer) != before[name] for name, buffer in buffers.items()
         )
@@ -342,7 +349,7 @@ class OpaqueForward:
         self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]
     ) -> list[Tensor]:
         """Runs the submodule with these buffers and leaves its attributes as they were."""
-        with attributes_kept(self.call.module):
+        with undone(self.call.module):
             return self.with_buffers(tensors, buffers)
 
 

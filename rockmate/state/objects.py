@@ -8,11 +8,10 @@ put back, or compared with another content.
 from __future__ import annotations
 
 import enum
-import functools
 import random
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,16 +19,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from rockmate._torch.members import accumulation_hooks_of, tensor_hooks_of
+from rockmate.state.contents import ATOMS, Both, items_of
 
-ATOMS = frozenset((type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device))
-"""Types of values that do not change and lead nowhere."""
 MOST_OBJECTS = 1 << 16
 _MOST_ELEMENTS = 4096
 """Of a container that is followed: a longer one is data."""
 _MOST_BYTES = 1 << 20
 """Of an array of NumPy that is copied: a larger one is data."""
-_LIBRARIES = frozenset((
+LIBRARIES = frozenset((
     "torch", "builtins", "logging", "threading", "types", "weakref", "concurrent", "asyncio",
     "multiprocessing", "_thread", "_io", "io", "rockmate", "numpy", "_weakref", "_abc", "abc",
     "functools", "inspect", "typing", "re",
@@ -51,18 +48,6 @@ class Handler(NamedTuple):
     take: Callable[[Any], Any]
     put: Callable[[Any, Any], None]
     is_named: bool = False
-
-
-class Both(NamedTuple):
-    """The content of a container with attributes of its own.
-
-    Attributes:
-        items: of the container.
-        attributes: by name.
-    """
-
-    items: Any
-    attributes: dict[str, Any]
 
 
 class Objects:
@@ -89,7 +74,7 @@ class Objects:
         """
         self.found: dict[int, tuple[Any, Handler, Any]] = {}
         self.tensors: dict[int, torch.Tensor] = {}
-        self._seen: dict[int, tuple[Any, ...]] = {}  # tuples, which need no content
+        self._seen: dict[int, Any] = {}  # tuples, which need no content
         pending = [each for each in roots if type(each) not in ATOMS]
         while pending and len(self.found) < most:
             value = pending.pop()
@@ -122,20 +107,8 @@ class Objects:
 
 
 def _length(value: Any) -> int:
-    return next(each for each in _SIZED if isinstance(value, each)).__len__(value)
-
-
-def items_of(content: Any) -> Iterator[Any]:
-    """What a content leads to."""
-    if isinstance(content, Mapping):
-        yield from content.values()
-    elif isinstance(content, list):
-        yield from content
-    elif isinstance(content, Both):
-        yield from items_of(content.items)
-        yield from content.attributes.values()
-    elif isinstance(content, TensorState):
-        yield from content.attributes.values()
+    own: Any = next(each for each in _SIZED if isinstance(value, each))
+    return own.__len__(value)
 
 
 # --- handlers -------------------------------------------------------------------------------------
@@ -149,30 +122,10 @@ def objects_of_python(kind: type) -> Handler | None:
             has_both = base in _CONTAINERS and _has_dict(kind)
             return _with_attributes(handler) if has_both else handler
     library = kind.__module__.partition(".")[0]
-    is_followed = library not in _LIBRARIES and not issubclass(
+    is_followed = library not in LIBRARIES and not issubclass(
         kind, (nn.Module, torch.Tensor, type, enum.Enum, types.ModuleType, BaseException)
     )
-    return _OF_ATTRIBUTES if is_followed and (_has_dict(kind) or _slots(kind)) else None
-
-
-@cache
-def objects_and_members(kind: type) -> Handler | None:
-    """The handler of a type, of modules, tensors, functions and classes of users too."""
-    if issubclass(kind, nn.Module):
-        return _OF_ATTRIBUTES
-    if kind in (torch.Tensor, nn.Parameter):
-        return _OF_TENSOR
-    if kind is types.FunctionType:
-        return _OF_FUNCTION
-    if kind is types.MethodType:
-        return _OF_METHOD
-    if kind is functools.partial:
-        return _OF_PARTIAL
-    if issubclass(kind, type):
-        return _OF_CLASS
-    if kind is Globals:
-        return _OF_GLOBALS
-    return objects_of_python(kind)
+    return OF_ATTRIBUTES if is_followed and (_has_dict(kind) or _slots(kind)) else None
 
 
 def _has_dict(kind: type) -> bool:
@@ -191,14 +144,14 @@ def _slots(kind: type) -> tuple[str, ...]:
     )
 
 
-_ABSENT: Any = object()
+ABSENT: Any = object()
 
 
 def _attributes(value: Any) -> dict[str, Any]:
     found = dict(vars(value)) if _has_dict(type(value)) else {}
     for name in _slots(type(value)):
-        item = getattr(value, name, _ABSENT)
-        if item is not _ABSENT:
+        item = getattr(value, name, ABSENT)
+        if item is not ABSENT:
             found[name] = item
     return found
 
@@ -207,12 +160,12 @@ def _put_attributes(value: Any, content: dict[str, Any]) -> None:
     if _has_dict(type(value)):
         slots = _slots(type(value))
         own = {name: each for name, each in content.items() if name not in slots}
-        _put_dict(vars(value), own if slots else content)
+        put_dict(vars(value), own if slots else content)
     for name in _slots(type(value)):
         if name not in content:
             if hasattr(value, name):
                 delattr(value, name)
-        elif getattr(value, name, _ABSENT) is not content[name]:
+        elif getattr(value, name, ABSENT) is not content[name]:
             object.__setattr__(value, name, content[name])
 
 
@@ -225,7 +178,8 @@ def _dict_of(value: dict[Any, Any]) -> dict[Any, Any]:
     return dict(_own(value).items(value))
 
 
-def _put_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
+def put_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
+    """Gives a dict its items back, in their order."""
     own = _own(value)
     if len(content) == own.__len__(value) and all(
         (name is known or name == known) and each is before
@@ -261,7 +215,7 @@ def _nothing(_: Any) -> tuple[()]:
     return ()
 
 
-def _keep(_: Any, __: Any) -> None:
+def keep(_: Any, __: Any) -> None:
     """Nothing can have changed."""
 
 
@@ -294,10 +248,10 @@ def _put_array(value: np.ndarray[Any, Any], content: bytes | None) -> None:
 
 
 _HANDLERS: Sequence[tuple[Any, Handler]] = (
-    (dict, Handler(_dict_of, _put_dict)),
+    (dict, Handler(_dict_of, put_dict)),
     ((list, deque), Handler(_list_of, _put_list)),
     (set, Handler(lambda value: frozenset(set.__iter__(value)), _put_set)),
-    (tuple, Handler(lambda value: list(tuple.__iter__(value)), _keep)),
+    (tuple, Handler(lambda value: list(tuple.__iter__(value)), keep)),
     (np.ndarray, Handler(_array_bytes, _put_array)),
     (
         torch.Generator,
@@ -313,148 +267,4 @@ _HANDLERS: Sequence[tuple[Any, Handler]] = (
     (np.random.RandomState, Handler(np.random.RandomState.get_state,
                                     np.random.RandomState.set_state)),
 )  # fmt: skip
-_OF_ATTRIBUTES = Handler(_attributes, _put_attributes, is_named=True)
-
-
-# --- tensors and functions ------------------------------------------------------------------------
-
-
-class TensorState(NamedTuple):
-    """What a tensor is beside its numbers.
-
-    Attributes:
-        memory: a tensor that has its memory.
-        requires_grad: of the tensor.
-        gradient: its `.grad`.
-        hooks: of its gradient, and after its accumulation; None where there are none.
-        attributes: its own attributes in Python.
-    """
-
-    memory: torch.Tensor
-    requires_grad: bool
-    gradient: torch.Tensor | None
-    hooks: tuple[dict[int, Any] | None, dict[int, Any] | None]
-    attributes: dict[str, Any]
-
-
-def _hook_tables(tensor: torch.Tensor) -> tuple[Any, Any]:
-    return tensor_hooks_of(tensor), accumulation_hooks_of(tensor)
-
-
-def _tensor_state(tensor: torch.Tensor) -> TensorState:
-    hooks: Any = tuple([None if each is None else dict(each) for each in _hook_tables(tensor)])
-    gradient = tensor.grad if tensor.is_leaf else None
-    return TensorState(tensor.detach(), tensor.requires_grad, gradient, hooks, dict(vars(tensor)))
-
-
-def _put_tensor(tensor: torch.Tensor, before: TensorState) -> None:
-    if not has_same_memory(tensor, before.memory):
-        tensor.data = before.memory
-    if tensor.is_leaf:
-        if tensor.requires_grad != before.requires_grad:
-            tensor.requires_grad_(before.requires_grad)
-        if tensor.grad is not before.gradient:
-            tensor.grad = before.gradient
-    for table, held in zip(_hook_tables(tensor), before.hooks, strict=True):
-        if table is not None:
-            _put_dict(table, held or {})
-    _put_dict(vars(tensor), before.attributes)
-
-
-def has_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are the same part of the same memory, in the same layout."""
-    if tensor.layout != torch.strided or other.layout != torch.strided:
-        return tensor.layout == other.layout
-    return (
-        tensor.shape == other.shape
-        and tensor.dtype == other.dtype
-        and tensor.device == other.device
-        and tensor.stride() == other.stride()
-        and tensor.storage_offset() == other.storage_offset()
-        and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-    )
-
-
-def _cells(function: types.FunctionType) -> list[Any]:
-    found = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not bound yet
-            found.append(_ABSENT)
-    return [*found, *(function.__defaults__ or ())]
-
-
-def _put_cells(function: types.FunctionType, content: list[Any]) -> None:
-    for cell, value in zip(function.__closure__ or (), content, strict=False):
-        try:
-            is_same = cell.cell_contents is value
-        except ValueError:
-            is_same = value is _ABSENT
-        if not is_same and value is not _ABSENT:
-            cell.cell_contents = value
-
-
-_OF_TENSOR = Handler(_tensor_state, _put_tensor)
-_OF_FUNCTION = Handler(_cells, _put_cells)
-_OF_METHOD = Handler(lambda method: [method.__self__], _keep)
-_OF_PARTIAL = Handler(lambda value: [value.func, *value.args, *value.keywords.values()], _keep)
-
-
-# --- classes and globals --------------------------------------------------------------------------
-
-
-class Globals(NamedTuple):
-    """The global names of a file of Python, as a root.
-
-    Attributes:
-        table: of them.
-    """
-
-    table: dict[str, Any]
-
-
-def _data_of_class(cls: type) -> dict[str, Any]:
-    if cls.__module__.partition(".")[0] in _LIBRARIES:
-        return {}
-    return {name: value for name, value in vars(cls).items() if _is_data(name, value)}
-
-
-def _is_data(name: str, value: Any) -> bool:
-    is_special = name.startswith("__") or hasattr(value, "__get__") or callable(value)
-    return not is_special and not isinstance(value, types.ModuleType)
-
-
-def _put_class(cls: type, content: dict[str, Any]) -> None:
-    now = _data_of_class(cls)
-    for name in now.keys() - content.keys():
-        type.__delattr__(cls, name)
-    for name, value in content.items():
-        if now.get(name, _ABSENT) is not value:
-            type.__setattr__(cls, name, value)
-
-
-_GLOBAL_KINDS = (
-    *ATOMS, dict, list, set, deque, torch.Tensor, torch.Generator, random.Random,
-    np.random.Generator,
-)  # fmt: skip
-
-
-def _data_of_globals(found: Globals) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in found.table.items()
-        if isinstance(value, _GLOBAL_KINDS) and not name.startswith("__")
-    }
-
-
-def _put_globals(found: Globals, content: dict[str, Any]) -> None:
-    for name in _data_of_globals(found).keys() - content.keys():
-        del found.table[name]
-    for name, value in content.items():
-        if found.table.get(name, _ABSENT) is not value:
-            found.table[name] = value
-
-
-_OF_CLASS = Handler(_data_of_class, _put_class, is_named=True)
-_OF_GLOBALS = Handler(_data_of_globals, _put_globals, is_named=True)
+OF_ATTRIBUTES = Handler(_attributes, _put_attributes, is_named=True)

@@ -36,16 +36,14 @@ class RandomState:
         random.setstate(self._python)
         np.random.set_state(self._numpy)
 
-    def difference(self, other: RandomState) -> str:
-        """Whose state is another one; empty if all are the same."""
-        if self._torch != other._torch:
-            return "PyTorch on the CPU"
+    def differences(self, other: RandomState) -> list[str]:
+        """Whose states are other ones."""
+        pairs = [("PyTorch on the CPU", self._torch, other._torch)]
         for device, one, two in zip(self._devices, self._cuda, other._cuda, strict=True):
-            if one != two:
-                return f"PyTorch on {device}"
-        if self._python != other._python:
-            return "Python"
-        return "" if str(self._numpy) == str(other._numpy) else "NumPy"
+            pairs.append((f"PyTorch on {device}", one, two))
+        found = [name for name, one, two in pairs if one != two]
+        found += ["Python"] if self._python != other._python else []
+        return found + (["NumPy"] if str(self._numpy) != str(other._numpy) else [])
 
 
 def _tensor(state: bytes) -> torch.Tensor:
@@ -55,6 +53,11 @@ def _tensor(state: bytes) -> torch.Tensor:
 def _has_gpu() -> bool:
     """Fake tensors may be on a GPU that is not there."""
     return torch.cuda.is_available()
+
+
+def all_gpus() -> list[torch.device]:
+    """Those whose generators a collator, say, may draw from."""
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
 
 
 @contextmanager

@@ -134,4 +134,5 @@ def _written(op: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _makes_new(op: Any) -> bool:
-    return any(each.alias_info is None for each in op._schema.returns)
+    is_lifted = op._schema.name == "aten::lift_fresh"  # `torch.tensor` has made it
+    return is_lifted or any(each.alias_info is None for each in op._schema.returns)

@@ -32,11 +32,16 @@ class Conditions:
     what: str = "the planned step"
 
 
-def conditions_of(plan: Plan) -> Conditions:
+def conditions_of(plan: Plan, *, is_laid_out: bool) -> Conditions:
     """Those of a step that runs a plan.
 
     Any op of the plain forward may take as much as the largest of the plan's, in whole tensors, and
     is not to pass the budget.
+
+    Args:
+        plan: the plan.
+        is_laid_out: whether the inputs have the layouts of the sample, so that kernels are the
+            same.
     """
     options, graph, simulation = plan.options, plan.graph, plan.simulation
     overheads = plan.costs.first_arrays.overhead_bytes
@@ -53,7 +58,7 @@ def conditions_of(plan: Plan) -> Conditions:
         largest *= max(chunks.number, chunks.layers)
     during_forward = simulation.live_bytes[: len(plan.schedule.forward)]
     is_on_cpu = all(op.device.type == "cpu" for op in graph.forward_ops)
-    repeats = is_on_cpu or torch.are_deterministic_algorithms_enabled()
+    repeats = is_laid_out and (is_on_cpu or torch.are_deterministic_algorithms_enabled())
     return Conditions(
         most_bytes=plan.budget_bytes - largest,
         most_copied_bytes=plan.budget_bytes - max(during_forward, default=0),

@@ -11,19 +11,16 @@ import torch
 from torch import nn
 
 from rockmate.capture.loss import loss_of
+from rockmate.capture.structure import flatten
+from rockmate.errors import UnsupportedModelError
+from rockmate.state.call_state import CallState
+from rockmate.state.contents import ATOMS, Both, TensorState, is_same_content
 from rockmate.state.digest import Fingerprint
-from rockmate.state.objects import (
-    ATOMS,
-    Both,
-    Objects,
-    TensorState,
-    has_same_memory,
-    objects_and_members,
-)
+from rockmate.state.members import objects_and_members
+from rockmate.state.objects import Objects
 from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
-from rockmate.trial.state import CallState
 
 
 class Mark(NamedTuple):
@@ -111,11 +108,13 @@ class Reader:
         reached = self._before.reached()
         for key, (value, _, content) in (made.found | reached.found).items():
             known = self._before.objects.content_of(value)
-            if known is None or not _is_same(known, content):
+            if known is None or not is_same_content(known, content):
                 outcome.contents[key] = self._frozen(content, reached)
-        outcome.shared = self._shared(made)
+        outcome.shared = self._shared(output)
         outcome.written = {
-            key: self._numbers(tensor) for key, tensor in self._writes.changed.items()
+            key: self._numbers(tensor)
+            for key, tensor in self._writes.changed.items()
+            if key in self._before.storages  # others may be the run's own
         }
         outcome.versions = self._before.versions()
         return outcome
@@ -128,9 +127,13 @@ class Reader:
     def _numbers(self, tensor: torch.Tensor) -> Fingerprint:
         return Fingerprint.of(tensor, is_exact=self._is_exact)
 
-    def _shared(self, made: Objects) -> tuple[bool, ...]:
+    def _shared(self, output: Any) -> tuple[bool, ...]:
         seen, found = set(self._before.storages), []
-        for tensor in made.tensors.values():
+        try:
+            tensors, _ = flatten(output, what="the output")
+        except UnsupportedModelError:  # no output of a plan
+            return ()
+        for tensor in tensors:
             keys = storages_of(tensor)
             found.append(not seen.isdisjoint(keys))
             seen.update(keys)
@@ -168,36 +171,6 @@ class Reader:
         return Reference(id(value), type(value), name)
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether contents have the same objects."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, TensorState):
-        return (
-            has_same_memory(one.memory, other.memory)
-            and one.requires_grad == other.requires_grad
-            and one.gradient is other.gradient
-            and one.hooks == other.hooks
-            and _is_same(one.attributes, other.attributes)
-        )
-    if isinstance(one, Both):
-        return all(map(_is_same, one, other))
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(
-            _is_same_item(each, other[name]) for name, each in one.items()
-        )
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(_is_same_item, one, other))
-    return bool(repr(one) == repr(other)) if not isinstance(one, bytes) else one == other
-
-
-def _is_same_item(one: Any, other: Any) -> bool:
-    if one is other:
-        return True
-    kind = type(one)
-    return kind in ATOMS and kind is type(other) and repr(one) == repr(other)
-
-
 class Comparison:
     """Two outcomes of one call side by side."""
 
@@ -223,7 +196,7 @@ class Comparison:
 
     def _differences(self) -> Iterator[str]:
         eager, ours = self._eager, self._ours
-        yield from self._items(eager.output, ours.output, "the output")
+        yield from self._items(eager.output, ours.output, "output")
         yield from self._writes()
         for key in dict.fromkeys([*eager.contents, *ours.contents]):
             if key in self._before.objects.found:
@@ -233,8 +206,7 @@ class Comparison:
                     yield self._named(key, found)
         if any(two and not one for one, two in zip(eager.shared, ours.shared, strict=False)):
             yield "an output shares its memory with another tensor, which it does not in eager"
-        whose = eager.random.difference(ours.random)
-        if whose:
+        for whose in eager.random.differences(ours.random):
             yield f"the random state of {whose} is another one after the call"
 
     def _writes(self) -> Iterator[str]:
@@ -252,14 +224,13 @@ class Comparison:
                 yield f"{name} is changed in place, which eager leaves as it is"
 
     def _name_of_storage(self, key: int) -> str:
-        tensor = self._before.storages.get(key)
-        return "a tensor" if tensor is None else self._before.name_of(id(tensor))
+        return self._before.name_of(id(self._before.storages[key]))
 
     def _named(self, key: int, found: str) -> str:
         path = self._before.name_of(key)
-        if path == "the model":
-            return found.removeprefix(".")
-        return f"{path}{found}" if found[:1] in ".[" else f"{path} {found}".replace("  ", " ")
+        is_step = found[:1] in (".", "[")
+        text = f"{path}{found}" if is_step else f"{path} {found.strip()}"
+        return text.removeprefix("the model.")
 
     def _content(self, outcome: Outcome, key: int) -> Any:
         found = outcome.contents.get(key)

@@ -28,10 +28,10 @@ from rockmate.budget import size_text
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.huggingface import switched_off
 from rockmate.errors import TrialError
+from rockmate.state.call_state import CallState
 from rockmate.state.writes import OutOfBudget, Writes
 from rockmate.trial.conditions import Conditions
 from rockmate.trial.outcome import Comparison, Outcome, Reader
-from rockmate.trial.state import CallState
 
 logger = logging.getLogger(__name__)
 

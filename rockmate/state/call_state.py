@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 
 from rockmate._torch.members import MEMBER_TABLES, modules_within
 from rockmate._torch.storage import versions_of
-from rockmate.state.objects import Both, Globals, Objects, objects_and_members
+from rockmate.state.contents import Both
+from rockmate.state.members import Globals, objects_and_members
+from rockmate.state.objects import Objects
 from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
@@ -74,7 +77,7 @@ class CallState:
         Args:
             key: address of the object.
         """
-        named = [("", self._model), *(("an argument", each) for each in self._arguments)]
+        named = [("", self._model), *zip(("argument", "arguments"), self._arguments, strict=True)]
         named += [(_root_name(root), root) for root in self._roots[3:]]
         seen: set[int] = set()
         while named:
@@ -93,6 +96,17 @@ class CallState:
                     for step, each in steps_of(found[2])
                 ]
         return "a value that the forward reaches"
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[Writes]:
+    """Puts all back that a run of a model changes; yields the tensors that it has changed."""
+    before, writes = CallState(model, (), {}), Writes()
+    try:
+        with writes.noted():
+            yield writes
+    finally:
+        before.put_back(writes)
 
 
 def steps_of(content: Any) -> list[tuple[Any, Any]]:

@@ -94,6 +94,19 @@ class UnsupportedModelError(RockmateError, ValueError):
     """The model cannot be captured as one static graph, or holds an op that cannot be planned."""
 
 
+class KernelLayoutError(UnsupportedModelError):
+    """Kernels lay results out otherwise than their fake tensors, on which the capture went.
+
+    Attributes:
+        differences: calls with both layouts. Another capture has the layouts of the kernels.
+    """
+
+    def __init__(self, text: str, differences: frozenset[object]) -> None:
+        """Takes the text, which names the first of the calls, and the differences."""
+        super().__init__(text)
+        self.differences = differences
+
+
 FRAMES_ADVICE = (
     "Or keep the budget without a captured graph: "
     'RockmateModule(model, None, budget, mode="frames").'

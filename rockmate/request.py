@@ -22,7 +22,7 @@ from rockmate.offload.request import OffloadRequest
 from rockmate.plan.plan import Plan
 from rockmate.runtime.plan_agreement import broadcast_plan
 from rockmate.runtime.planned_call import PlannedCall
-from rockmate.step import CapturedStep, capture_step
+from rockmate.step import CapturedStep, capture_step, checked_step
 
 if TYPE_CHECKING:
     from rockmate.planning.session import PlanningSession
@@ -36,13 +36,13 @@ _CAPTURE_OPTIONS = (
 
 
 def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedCall:
-    """A plan that was made before, with the code that runs it; nothing is measured or solved.
+    """A plan that was made before, with the code that runs it; nothing is timed or solved.
 
     Raises:
         PlanMismatchError: the plan was made for another model or sample.
     """
     options: dict[str, Any] = {"hooked": "", **plan.options}
-    return capture_step(model, sample_input, **options).planned_call(plan)
+    return checked_step(lambda: capture_step(model, sample_input, **options)).planned_call(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

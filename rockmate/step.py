@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from rockmate.capture.roles import Capture
 from rockmate.capture.sample import Sample, read_sample, trace_sample
 from rockmate.capture.signature import CallSignature
 from rockmate.costs.convolution_formats import in_fastest_formats
+from rockmate.costs.layout_check import captured_in_kernel_layouts, check_traced
 from rockmate.costs.machine import Machine
 from rockmate.errors import PlanMismatchError
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
@@ -322,6 +323,17 @@ def capture_step(
     step = step_of(capture, model, sample.call, state, options, **further)
     step = _chunked(step, loss_chunks) if loss_chunks else step
     return replace(step, absence=sample.absence)
+
+
+def checked_step(capture: Callable[[], CapturedStep]) -> CapturedStep:
+    """A step that will not be measured, captured in the layouts that kernels give."""
+
+    def checked() -> CapturedStep:
+        step = capture()
+        check_traced(() if step.absence else step.capture.traced)
+        return step
+
+    return captured_in_kernel_layouts(checked)
 
 
 def _rewritten(capture: Capture, request: MarkRequest, options: dict[str, str]) -> Capture:

@@ -22,7 +22,13 @@ from rockmate.capture.size_groups import SizeGroups, SizesNotCoveredError
 from rockmate.capture.size_template import SizedNumbers
 from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.collector import gc_paused
-from rockmate.errors import InvalidSampleError, MarkError, UnsupportedModelError
+from rockmate.costs.layout_check import check_traced
+from rockmate.errors import (
+    InvalidSampleError,
+    KernelLayoutError,
+    MarkError,
+    UnsupportedModelError,
+)
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
 from rockmate.graph.convolution_formats import formats_of, kinds_of_options
 from rockmate.graph.hooked_gradients import hooked_names
@@ -37,7 +43,7 @@ from rockmate.runtime.planned_call import PlannedCall
 from rockmate.runtime.program import Program
 from rockmate.runtime.sized_program import difference, specialize
 from rockmate.schedule.schedule import find_in_place
-from rockmate.step import CapturedStep, capture_step, step_of
+from rockmate.step import CapturedStep, capture_step, checked_step, step_of
 
 _Made = TypeVar("_Made")
 logger = logging.getLogger(__name__)
@@ -169,15 +175,15 @@ class StepFamily:
         with gc_paused():
             try:
                 capture = self._symbolic_capture(call).instance(call)
+                check_traced(capture.traced)
                 capture = run_passes(REWRITES, capture, self._pass_options)
                 return self._step_of(capture, call)
-            except SizesNotCoveredError as reason:
+            except (SizesNotCoveredError, KernelLayoutError) as reason:
                 logger.info("captured for these sizes alone, since %s: %s", reason, call)
                 self._warn_of_lengths(call, str(reason))
             options: dict[str, Any] = {"hooked": "", **self._options_for(call)}
-            return capture_step(
-                self._model, sample, compile_limit_s=self._compile_limit_s, **options
-            )
+            options |= {"compile_limit_s": self._compile_limit_s}
+            return checked_step(lambda: capture_step(self._model, sample, **options))
 
     def _warn_of_lengths(self, call: CallSignature, reason: str) -> None:
         """Warns once of many lengths that were captured one by one."""

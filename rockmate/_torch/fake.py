@@ -19,6 +19,7 @@ __all__ = [
     "FakeTensorMode",
     "ShapeEnv",
     "functional_part",
+    "hint_of",
     "is_fake",
     "is_plain",
     "mode_of",
@@ -40,6 +41,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def functional_part(traced: torch.Tensor) -> torch.Tensor | None:
     """The tensor in AOTAutograd's wrapper, on which its `tolist` works; None without wrapper."""
     return traced.elem if isinstance(traced, FunctionalTensor) else None
+
+
+def hint_of(size: Any) -> int:
+    """The number that a symbolic size stands for in its trace. To read it sets no guard."""
+    return size if isinstance(size, int) else size.node.hint
 
 
 def move_to(fake: FakeTensor, device: torch.device) -> None:

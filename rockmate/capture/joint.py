@@ -48,7 +48,7 @@ from rockmate.capture.opaque_functions import ForeignFunctions
 from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.opaque_ops import install, traced_as_ops
 from rockmate.capture.provenance import record_module_stack
-from rockmate.capture.read_values import UnknownValueError
+from rockmate.capture.read_values import SampleValues, UnknownValueError
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.capture.structure import Structure
 from rockmate.capture.tensor_parts import plain_places
@@ -58,6 +58,7 @@ from rockmate.capture.trace_state import (
     random_state_kept,
     tensors_kept,
 )
+from rockmate.capture.traced_calls import traced_calls
 from rockmate.capture.traced_forward import ModuleReplacedError, TracedForward
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
@@ -78,6 +79,7 @@ def capture_joint(
     keeps_checkpoints: bool = False,
     formats: Formats = AS_GIVEN,
     keeps_strides: bool = False,
+    values: SampleValues | None = None,
 ) -> Capture:
     """Traces forward and backward of `model` for one input signature.
 
@@ -94,6 +96,7 @@ def capture_joint(
             so that its calls are recorded.
         formats: layouts of values.
         keeps_strides: whether inputs with gaps between elements are traced so, not as dense ones.
+        values: what the forward may read values of; None for `tensors` and the model's buffers.
 
     Raises:
         InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
@@ -113,7 +116,7 @@ def capture_joint(
         formats=formats,
     )
     try:
-        return _captured_with_values(model, make, tensors, untraced, keeps_checkpoints)
+        return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
     except ModuleReplacedError:
         logger.warning(
             "the model runs once before it is captured, since its first call changes it. What its "
@@ -123,7 +126,7 @@ def capture_joint(
         before = AttributeState(model)
         try:
             _run_once(model, tensors, structure)
-            return _captured_with_values(model, make, tensors, untraced, keeps_checkpoints)
+            return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
         except BaseException:
             before.restore()
             raise
@@ -153,6 +156,7 @@ def _captured_with_values(
     model: nn.Module,
     make: Callable[..., TracedForward],
     tensors: list[torch.Tensor],
+    values: SampleValues | None,
     untraced: Sequence[str],
     keeps_checkpoints: bool,
 ) -> Capture:
@@ -165,10 +169,14 @@ def _captured_with_values(
     with uncompiled(model):
         try:
             return _captured(model, make, tensors, untraced, keeps_checkpoints)
-        except UnknownValueError:
-            if any(map(is_fake, (*tensors, *model.buffers()))):
+        except UnknownValueError as error:
+            values = values or SampleValues(tensors, dict(model.named_buffers()))
+            if any(map(is_fake, values.inputs)):
                 raise
-            make = partial(make, sample=tensors)
+            if any(each.is_meta for each in values.inputs):
+                msg = f"{error} The sample is on the meta device: one on the CPU has the values."
+                raise UnknownValueError(msg) from error
+            make = partial(make, sample=values)
             return _captured(model, make, tensors, untraced, keeps_checkpoints)
 
 
@@ -332,6 +340,7 @@ def _with_roles(
         forward.non_differentiable_outputs,
         read_values=forward.read_values,
         num_checkpoints=num_checkpoints(joint.graph),
+        traced=traced_calls(joint.graph),
     )
 
 

@@ -75,6 +75,17 @@ NO_VALUES = ReadValues()
 
 
 @dataclass(frozen=True, slots=True)
+class SampleValues:
+    """The tensors of a sample and the model's buffers by name, as they are before the trace.
+
+    Buffers on the meta device have no values.
+    """
+
+    inputs: Sequence[torch.Tensor]
+    buffers: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class _Known:
     """A tensor that follows from the call: the tracer's, its node, and the sample's value.
 
@@ -101,7 +112,8 @@ class ValueReader:
     def know_inputs(self, traced: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         """Takes the call's tensors, as the tracer passes them, and the sample's."""
         for index, (tensor, value) in enumerate(zip(traced, values, strict=True)):
-            self._learn(tensor, self._graph.placeholder(f"input_{index}"), _copy(value))
+            node = self._graph.placeholder(f"input_{index}")
+            self._learn(tensor, node, _copy(value).to(tensor.device))
 
     def know_buffers(
         self, traced: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
@@ -110,7 +122,8 @@ class ValueReader:
         for name, value in values.items():
             node = self._graph.placeholder(f"buffer_{len(self._names)}")
             self._names.append(name)
-            self._learn(traced[name], node, _copy(value))
+            if not value.is_meta:
+                self._learn(traced[name], node, _copy(value).to(traced[name].device))
 
     @contextmanager
     def answering(self) -> Iterator[None]:

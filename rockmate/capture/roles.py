@@ -14,6 +14,7 @@ from rockmate._torch.graphs import module_without_code
 from rockmate.capture.forward_attributes import NO_ATTRIBUTES, ForwardAttributes
 from rockmate.capture.read_values import NO_VALUES, ReadValues
 from rockmate.capture.structure import Structure
+from rockmate.capture.traced_calls import TracedCall
 from rockmate.capture.wrapping import Wrapping
 
 
@@ -76,6 +77,7 @@ class Capture:
         attributes: what the forward reads and leaves behind in attributes.
         read_values: values of tensors that it reads.
         num_checkpoints: number of calls in the forward that the model's code checkpoints.
+        traced: the distinct calls of the joint graph before any pass; none where sizes are symbols.
     """
 
     joint: fx.GraphModule
@@ -87,6 +89,7 @@ class Capture:
     attributes: ForwardAttributes = NO_ATTRIBUTES
     read_values: ReadValues = NO_VALUES
     num_checkpoints: int = 0
+    traced: tuple[TracedCall, ...] = ()
 
     @property
     def outputs(self) -> tuple[tuple[fx.Node, Role], ...]:

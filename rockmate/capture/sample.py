@@ -17,6 +17,7 @@ from rockmate.capture.fake_device import fake_device_tensors, move_to, needs_fak
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.provenance import source_lines
+from rockmate.capture.read_values import SampleValues
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import (
     CallSignature,
@@ -110,6 +111,8 @@ def trace_sample(
 
     Arguments and errors are those of `capture_joint`.
     """
+    # Stand-ins have no values.
+    values = SampleValues(sample.tensors, dict(model.named_buffers()))
     traced = (
         nullcontext(sample.tensors)
         if sample.device is None
@@ -126,6 +129,7 @@ def trace_sample(
             keeps_checkpoints=keeps_checkpoints,
             formats=formats,
             keeps_strides=keeps_strides,
+            values=values if sample.device is not None else None,
         )
     log_redrawn(capture.joint.graph)
     if sample.device is not None:

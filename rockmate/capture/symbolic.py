@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import sympy
@@ -34,6 +35,7 @@ from rockmate.capture.roles import Capture, with_graph
 from rockmate.capture.signature import CallSignature
 from rockmate.capture.size_groups import MIN_SYMBOLIC_SIZE, SizeGroups, SizesNotCoveredError
 from rockmate.capture.size_template import GraphTemplate, SizedNumbers, SizeNames, SizeValues
+from rockmate.capture.traced_calls import traced_calls
 from rockmate.ops.kernels import dropout_mask
 
 _MAX_DISTANCE = 64  # of generic sizes from those of the sample
@@ -225,7 +227,7 @@ def _copied(
     names: SizeNames | None = None,
 ) -> Capture:
     graph, copies = template.copy(values, names)
-    return with_graph(capture, graph, copies)
+    return replace(with_graph(capture, graph, copies), traced=traced_calls(graph))
 
 
 def _symbolic_sizes(

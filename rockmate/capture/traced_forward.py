@@ -18,7 +18,7 @@ from rockmate.capture.attribute_access import Accesses, AttributeState, Place, a
 from rockmate.capture.attribute_values import ABSENT, copied, traced_in
 from rockmate.capture.loss import loss_of
 from rockmate.capture.memory_format import AS_GIVEN, Formats
-from rockmate.capture.read_values import NO_VALUES, ValueReader
+from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
 from rockmate.capture.recorded_containers import Recorded, unrecorded
 from rockmate.capture.structure import Structure, flatten, flatten_further
 from rockmate.capture.tensor_parts import HeldTensors
@@ -138,11 +138,11 @@ class TracedForward(nn.Module):
         differentiable: str,
         outputs: str,
         formats: Formats = AS_GIVEN,
-        sample: Sequence[torch.Tensor] | None = None,
+        sample: SampleValues | None = None,
     ) -> None:
         """Takes the model and how it is called.
 
-        With the tensors of a `sample`, reads of values that follow from them are answered.
+        With a `sample`, reads of values that follow from its values are answered.
         """
         super().__init__()
         self.model = model
@@ -161,7 +161,6 @@ class TracedForward(nn.Module):
         self.carried_outputs: dict[int, Place] = {}
         self.read_values = NO_VALUES
         self._sample = sample
-        self._buffer_values = dict(model.named_buffers()) if sample is not None else {}
         self.notice = ""
         self.held = HeldTensors(model)
         for name, tensor in self.held.tensors.items():
@@ -209,8 +208,8 @@ class TracedForward(nn.Module):
             yield
             return
         reader = ValueReader()
-        reader.know_inputs(tensors, self._sample)
-        reader.know_buffers(dict(self.model.named_buffers()), self._buffer_values)
+        reader.know_inputs(tensors, self._sample.inputs)
+        reader.know_buffers(dict(self.model.named_buffers()), self._sample.buffers)
         with reader.answering():
             yield
         self.read_values = reader.read_values()

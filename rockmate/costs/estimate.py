@@ -46,9 +46,10 @@ from rockmate.capture.nodes import tensors_of
 from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.machine import Machine
-from rockmate.graph.ir import Graph, Op, call_key
+from rockmate.graph.ir import Graph, Op
 from rockmate.ops import kernels
 from rockmate.ops.collectives import is_communication
+from rockmate.ops.observed_layouts import call_key
 
 _aten = torch.ops.aten
 _GPU_ATTENTION_BACKWARD = {

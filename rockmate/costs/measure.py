@@ -34,11 +34,13 @@ from rockmate.budget import size_text
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
+from rockmate.costs.layout_check import check_layouts
 from rockmate.costs.synthetic_inputs import InputPool, Layout, synthetic_value
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
-from rockmate.graph.ir import Graph, Op, SlicedMatmul, call_key
+from rockmate.graph.ir import Graph, Op, SlicedMatmul
 from rockmate.ops.collectives import is_communication
 from rockmate.ops.kernels import cross_entropy_backward
+from rockmate.ops.observed_layouts import call_key, observe
 
 _ADD = torch.ops.aten.add_.Tensor
 _ADD_PRODUCT = torch.ops.aten.addmm_.default
@@ -81,6 +83,7 @@ def measure_costs(
 
     Raises:
         InvalidSampleError: an op fails on inputs of the shapes and dtypes that the sample gives it.
+        KernelLayoutError: the graph has other layouts than kernels give; see `layout_check`.
         RockmateError: a profiler is running, or the device has no memory for a single op.
     """
     _refuse_profiler()
@@ -106,6 +109,7 @@ def measure_costs(
         _run_rounds(unknown, progress=progress)
     is_host_bound = sum(call.launch_ms for call in first) > sum(call.kernel_ms for call in first)
     costs.update({call.key: call.cost(is_host_bound=is_host_bound) for call in unknown})
+    check_layouts((op.place, op.call_key, op.node.meta["val"]) for op in graph.ops)
 
     def total(calls: Sequence[_Call], further: Sequence[Sequence[_Call]]) -> tuple[Cost, ...]:
         pairs = zip(calls, further, strict=True)
@@ -307,7 +311,9 @@ class _Call:
         if self.device.type == "cuda":
             # Loads kernels and lets cuDNN choose its algorithm, by the settings of the training.
             make_workspaces(self.device)
-            self._run_once()
+            target, args, kwargs = self._make_call()
+            target(*args, **kwargs)
+            del args, kwargs
         # The allocator must see the allocation of inputs that the call releases.
         made = None if released_bytes else self._make_call()
         if self.device.type == "cpu":
@@ -317,6 +323,7 @@ class _Call:
             begin = cpu_seconds()
             result = target(*args, **kwargs)
             self.first_ms = (cpu_seconds() - begin) * 1e3
+            observe(self.key, result, args if is_op(target) else ())
             return _tracked_results(result, fake)
 
         measured_bytes = workspace_bytes(lambda: (run, made or self._make_call()), self.device)
@@ -380,10 +387,6 @@ class _Call:
             result = target(*args, **kwargs)
             self.times_ms.append((cpu_seconds() - begin) * 1e3)
             del result
-
-    def _run_once(self) -> None:
-        target, args, kwargs = self._make_call()
-        target(*args, **kwargs)
 
     def _warm_heap(self) -> None:
         """Leaves as many bytes in the heap as the call allocates."""

@@ -79,20 +79,23 @@ def synthetic_value(
     fake = node.meta["val"]
     is_item = node.op == "call_function" and node.target is operator.getitem
     if not is_item or fake.is_floating_point():
-        return _synthetic_tensor(fake, pool, taken, integer)
+        return synthetic_tensor(fake, pool, taken, integer)
     producer, index = node.args
     assert isinstance(producer, fx.Node)
     is_seed = fake.is_cuda and fake.numel() <= 2 and is_random(producer.target)
     if not (is_seed or runs_producer):
-        return _synthetic_tensor(fake, pool, taken, integer)
+        return synthetic_tensor(fake, pool, taken, integer)
     args, kwargs = fx.map_arg((producer.args, producer.kwargs), synthetic_value)
     return producer.target(*args, **kwargs)[index]  # pyright: ignore[reportCallIssue]
 
 
-def _synthetic_tensor(
-    fake: torch.Tensor, pool: InputPool | None, taken: dict[Layout, int] | None, integer: int
+def synthetic_tensor(
+    fake: torch.Tensor,
+    pool: InputPool | None = None,
+    taken: dict[Layout, int] | None = None,
+    integer: int = 0,
 ) -> torch.Tensor:
-    """A constant tensor with the layout of a fake one."""
+    """A constant tensor with the layout of a fake one; arguments as for `synthetic_value`."""
     if pool is None or taken is None or fake.device.type != "cpu":
         memory = _constant(fake, integer)
     else:

@@ -39,25 +39,12 @@ STAND_INS: dict[Any, Any] = {
 }
 
 
-# Normalizations, each with the positions of its results that are statistics of the input, then of
-# those that are running statistics, which stand among its arguments from position 3.
-_STATISTICS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    _aten.native_batch_norm.default: ((1, 2), ()),
-    _aten._native_batch_norm_legit.default: ((1, 2), ()),
-    _aten._native_batch_norm_legit.no_stats: ((1, 2), ()),
-    _aten._native_batch_norm_legit_functional.default: ((1, 2), (3, 4)),
-    _aten._batch_norm_with_update_functional.default: ((1, 2), (4, 5)),
-    _aten.native_layer_norm.default: ((1, 2), ()),
-    _aten.native_group_norm.default: ((1, 2), ()),
-}
-
-
 def fake_result(
     target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, like: fx.Node
 ) -> Any:
     """The result of a call on the fake values of the nodes among its arguments.
 
-    Statistics that a normalization saves have the dtypes of kernels, and results their layouts.
+    Results have the layouts of kernels.
 
     Args:
         target: the function to call.
@@ -68,45 +55,7 @@ def fake_result(
     given = fx.map_arg((args, dict(kwargs)), lambda argument: argument.meta["val"])
     with mode_of(tensors_of(like)[0]), torch.no_grad(), autocast_off():
         result = STAND_INS.get(target, target)(*given[0], **given[1])
-        result = _with_statistics(target, given[0], result)
         return in_kernel_layout(target, *given, result)
-
-
-def _with_statistics(target: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """The results of a normalization, with statistics in the dtypes that CPU kernels give them.
-
-    Of an input in half precision, kernels save statistics in the precision of the parameters or
-    running statistics, and the latter keep their dtype. PyTorch's fake results have the input's
-    dtype, and 32 bits, in their place.
-    """
-    if target is _aten.native_group_norm_backward.default:  # the input's, whatever the statistics'
-        return (result[0].to(args[1].dtype), *result[1:])
-    saved, running = _STATISTICS.get(target, ((), ()))
-    if not saved:
-        return result
-    given, *others = [each for each in args if isinstance(each, torch.Tensor)]
-    if given.device.type != "cpu" or given.dtype not in (torch.bfloat16, torch.float16):
-        return result
-    precise = next((each.dtype for each in others if each.dtype == torch.float32), given.dtype)
-    dtypes = dict.fromkeys(saved, precise)
-    for position, source in zip(running, args[3:5], strict=False):
-        dtypes[position] = source.dtype
-    return tuple(
-        each.to(dtypes[position]) if position in dtypes else each
-        for position, each in enumerate(result)
-    )
-
-
-def correct_results(graph: fx.Graph) -> None:
-    """Gives statistics of normalizations the dtypes that kernels give; see `fake_result`."""
-    wrong = [
-        node
-        for node in graph.nodes
-        if node.target in _STATISTICS or node.target is _aten.native_group_norm_backward.default
-        if _dtypes(node.meta["val"])
-        != _dtypes(fake_result(node.target, node.args, node.kwargs, like=node))
-    ]
-    refresh_readers(graph, wrong)
 
 
 def refresh_readers(graph: fx.Graph, changed: Collection[fx.Node]) -> None:
@@ -121,11 +70,6 @@ def refresh_readers(graph: fx.Graph, changed: Collection[fx.Node]) -> None:
         ):
             refresh(node)
             refreshed.add(node)
-
-
-def _dtypes(values: Any) -> list[Any]:
-    tensors = (values,) if isinstance(values, torch.Tensor) else values
-    return [each if each is None else each.dtype for each in tensors]
 
 
 def refresh(node: fx.Node) -> None:

@@ -33,6 +33,7 @@ from torch import fx
 
 from rockmate.capture.nodes import call_name
 from rockmate.capture.roles import Role, RoleKind
+from rockmate.ops.observed_layouts import call_key
 from rockmate.ops.rng import CPU_STATE_BYTES
 
 # Roles of outputs that the forward makes.
@@ -221,6 +222,11 @@ class Op:
             return value.device
         return next(item.device for item in value if isinstance(item, torch.Tensor))
 
+    @property
+    def place(self) -> str:
+        """The call and the submodule that ran it."""
+        return f"{call_name(self.node)} in {self.module or 'the model'}"
+
     def __repr__(self) -> str:
         return f"Op({self.index}, {self.name})"
 
@@ -334,24 +340,6 @@ class Graph:
             call = f"{call_name(op.node)}({reads})"
             lines.append(f"{op.index:5d} {op.phase.value:8s} {writes} = {call}")
         return "\n".join(lines)
-
-
-def call_key(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Hashable:
-    """Equal for calls of one target with equal constants and equal metadata of tensors."""
-    return str(target), _frozen(args), _frozen(kwargs)
-
-
-def _frozen(value: Any) -> Hashable:
-    if isinstance(value, fx.Node):
-        fake = value.meta["val"]
-        if not isinstance(fake, torch.Tensor):
-            return "several tensors"
-        return tuple(fake.shape), fake.stride(), fake.dtype, fake.device
-    if isinstance(value, Mapping):
-        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
-    if isinstance(value, tuple | list):
-        return tuple(_frozen(item) for item in value)
-    return type(value).__name__, value
 
 
 def _is_of_backward(storage: Storage) -> bool:

@@ -27,7 +27,6 @@ from torch import fx
 from rockmate.capture.roles import Capture
 from rockmate.graph import rewrite
 from rockmate.graph.convolution_formats import copy_inputs_again, lay_out_gradients, run_contiguous
-from rockmate.graph.fake_values import correct_results
 from rockmate.graph.gradient_slices import assign_sink_forms
 from rockmate.graph.hooked_gradients import (
     defer_hooked_gradients,
@@ -167,7 +166,6 @@ def _assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
 _SAME_BITS = "every returned value, bitwise"
 
 REWRITES: tuple[Pass[Capture], ...] = (
-    _rewrite("correct results", "every call; only fake results change", correct_results),
     Pass(
         name="note marks",
         keeps="every call but those that mark values, which nothing reads",

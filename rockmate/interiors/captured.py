@@ -16,6 +16,7 @@ from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.sample import read_sample, trace_sample
 from rockmate.capture.signature import SampleCall
 from rockmate.costs.cost import Cost
+from rockmate.costs.layout_check import captured_in_kernel_layouts
 from rockmate.costs.measure import measure_costs
 from rockmate.errors import RockmateError, UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
@@ -122,9 +123,13 @@ class CapturedInteriors:
         eager = run(_watched(arguments.forward, outside))
         if outside.found():
             raise UnsupportedModelError(outside.found())
-        with call.again():  # buffers of its own: autograd holds the present ones
-            step = _captured(module, arguments, eager)
-        planned = self._planned(step)
+
+        def planned_step() -> tuple[CapturedStep, PlannedWays]:
+            with call.again():  # buffers of its own: autograd holds the present ones
+                step = _captured(module, arguments, eager)
+            return step, self._planned(step)
+
+        step, planned = captured_in_kernel_layouts(planned_step)
         interior = CapturedInterior(call.key.path, step, module, planned, outer, layouts)
         first, last = _forward_of(interior, 0), _forward_of(interior, len(planned.ways) - 1)
         was_tried = planned.was_tried

@@ -13,6 +13,7 @@ import torch
 
 from rockmate._torch.ops import is_op, schema_of
 from rockmate.ops.kernels import dropout_apply
+from rockmate.ops.observed_layouts import in_observed_layout
 
 _aten = torch.ops.aten
 
@@ -82,6 +83,18 @@ CLONES = {
     _aten.slice_scatter.default,
 }
 
+# Normalizations, each with the positions of its results that are statistics of the input, then of
+# those that are running statistics, which stand among its arguments from position 3.
+_STATISTICS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    _aten.native_batch_norm.default: ((1, 2), ()),
+    _aten._native_batch_norm_legit.default: ((1, 2), ()),
+    _aten._native_batch_norm_legit.no_stats: ((1, 2), ()),
+    _aten._native_batch_norm_legit_functional.default: ((1, 2), (3, 4)),
+    _aten._batch_norm_with_update_functional.default: ((1, 2), (4, 5)),
+    _aten.native_layer_norm.default: ((1, 2), ()),
+    _aten.native_group_norm.default: ((1, 2), ()),
+}
+
 _LOG_SIGMOID = _aten.log_sigmoid_forward.default  # contiguous on a CPU only
 _PLAIN = torch.contiguous_format
 _HALVES = (torch.bfloat16, torch.float16)
@@ -106,6 +119,10 @@ def in_kernel_layout(
         kwargs: its keywords.
         result: what it returned.
     """
+    observed = in_observed_layout(target, args, kwargs, result)
+    if observed is not None:
+        return observed
+    result = _with_statistics(target, args, result)
     position = _IN_FORMAT_OF.get(target)
     if position is not None and args[position].device.type == "cpu":
         return _first_in(_memory_format(args[position]) or _PLAIN, result)
@@ -131,6 +148,32 @@ def in_kernel_layout(
     else:
         again = target(*map(_in_32_bits, args), **kwargs)
     return result if _steps(again) == _steps(result) else _laid_out_like(again, result)
+
+
+def _with_statistics(target: Any, args: tuple[Any, ...], result: Any) -> Any:
+    """The results of a normalization, with statistics in the dtypes that CPU kernels give them.
+
+    Of an input in half precision, kernels save statistics in the precision of the parameters or
+    running statistics, and the latter keep their dtype. PyTorch's fake results have the input's
+    dtype, and 32 bits, in their place.
+    """
+    if target is _aten.native_group_norm_backward.default and result[0] is not None:
+        # The input's, whatever the statistics'.
+        return (result[0].to(args[1].dtype), *result[1:])
+    saved, running = _STATISTICS.get(target, ((), ()))
+    if not saved:
+        return result
+    given, *others = [each for each in args if isinstance(each, torch.Tensor)]
+    if given.device.type != "cpu" or given.dtype not in _HALVES:
+        return result
+    precise = next((each.dtype for each in others if each.dtype == torch.float32), given.dtype)
+    dtypes = dict.fromkeys(saved, precise)
+    for position, source in zip(running, args[3:5], strict=False):
+        dtypes[position] = source.dtype
+    return tuple(
+        each.to(dtypes[position]) if position in dtypes else each
+        for position, each in enumerate(result)
+    )
 
 
 def cloned(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:

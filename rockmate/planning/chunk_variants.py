@@ -23,6 +23,7 @@ from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.protocol import Bounds, MinBound, StoredBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs, scaled_times
+from rockmate.costs.layout_check import captured_in_kernel_layouts
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.ir import Graph
@@ -89,13 +90,16 @@ class Variants:
     def _variant(self, chunking: Chunks) -> Variant | None:
         """The step in these chunks; None if it cannot run so."""
         if chunking not in self._chunked:
-            step = self.unchunked.step.in_chunks(chunking)
-            is_refused = isinstance(step, Refusal)
-            self._chunked[chunking] = None if is_refused else self._new_chunked(step)
+            self._chunked[chunking] = captured_in_kernel_layouts(
+                lambda: self._new_chunked(chunking)
+            )
         return self._chunked[chunking]
 
-    def _new_chunked(self, step: CapturedStep) -> Variant:
+    def _new_chunked(self, chunking: Chunks) -> Variant | None:
         """The variant of a step in chunks, slowed down to the least time that chunks take."""
+        step = self.unchunked.step.in_chunks(chunking)
+        if isinstance(step, Refusal):
+            return None
         variant = self._new_variant(step)
         own_ms = variant.baseline.time_ms
         if own_ms >= self._least_chunked_ms:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from rockmate._torch.distributed import first_offer
 from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.capture.memory_format import output_layouts
+from rockmate.costs.layout_check import captured_in_kernel_layouts
 from rockmate.errors import InvalidSampleError, MissingCompilerError, UnsupportedModelError
 from rockmate.graph.convolution_formats import draws_of, may_read_channels_last
 from rockmate.plan.chunking_notes import ChunkingNotes
@@ -89,7 +91,8 @@ def _with_channels_last(
 ) -> CapturedStep | None:
     """The other form; None if more than rounding would differ, with a line in the log."""
     try:
-        other = channels_last(output_layouts=output_layouts(step.capture))
+        layouts = output_layouts(step.capture)
+        other = captured_in_kernel_layouts(partial(channels_last, output_layouts=layouts))
     except (InvalidSampleError, UnsupportedModelError) as error:
         logger.info("convolutions do not read channels last: %s", error)
         return None

@@ -7,8 +7,7 @@ returns plans as data (`Plan`) and with the code that runs them (`PlannedCall`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -25,27 +24,22 @@ from rockmate.budget import (
 )
 from rockmate.capture.compiled_model import plain_model
 from rockmate.collector import gc_paused
-from rockmate.costs.cost import Cost, Costs
-from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine, load_machine
-from rockmate.costs.measure import measure_costs
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.fusion.report import FusionReport
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S
-from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import ExistingCheckpoints, Policy
-from rockmate.offload.link import link_to
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
+from rockmate.planning.checked_forms import FurtherForms, checked_forms, costs_from
 from rockmate.planning.chunk_variants import Variants
 from rockmate.planning.frontier_point import FrontierPoint
 from rockmate.planning.kernel_variants import (
     Kernels,
     KernelVariants,
     check_kernels,
-    in_one_format,
     other_forms,
 )
 from rockmate.planning.mark_prices import (
@@ -129,13 +123,15 @@ class PlanningSession:
         }
         limits: Any = {"progress": progress, "compile_limit_s": compile_limit_s}
         plain, options = plain_model(model), options | limits
-        with timed(timings, "capture"):
-            step = captured_step(plain, sample_input, mesh=mesh, shard=shard, **options)
+        capture = partial(captured_step, plain, sample_input, mesh=mesh, shard=shard, **options)
         options |= {"kernels": "eager", "memory_format": "channels_last"}
         again = partial(capture_step, plain, sample_input, **options)
-        others = other_forms(kernels, step, again if target is None else None, **limits)
+
+        def others(step: CapturedStep) -> Callable[[], list[CapturedStep]] | None:
+            return other_forms(kernels, step, again if target is None else None, **limits)
+
         self._begin(
-            step,
+            capture,
             timings,
             machine=target,
             numerics=numerics,
@@ -163,7 +159,7 @@ class PlanningSession:
         session = cls.__new__(cls)
         session.model = step.model
         session._begin(
-            step,
+            lambda: step,
             {},
             machine=None if machine is None else load_machine(machine),
             numerics=numerics,
@@ -175,7 +171,7 @@ class PlanningSession:
 
     def _begin(
         self,
-        step: CapturedStep,
+        capture: Callable[[], CapturedStep],
         timings: dict[str, float],
         *,
         machine: Machine | None,
@@ -183,7 +179,7 @@ class PlanningSession:
         rule: StoppingRule,
         progress: bool,
         offload: OffloadRequest | None,
-        others: Callable[[], list[CapturedStep]] | None = None,
+        others: FurtherForms = lambda _: None,
     ) -> None:
         """Finds the costs and the smallest peak of a step; `others` makes further forms of it."""
         self.timings = timings
@@ -192,21 +188,9 @@ class PlanningSession:
         self._plans: dict[tuple[int, str], Plan] = {}
         self._mark_advice: dict[str, str] = {}
         self._offload = offload
-        measured: dict[Hashable, Cost] = {}
-        link = None if offload is None else link_to(offload, machine, step.graph.ops[0].device)
-
-        def costs_of(graph: Graph) -> Costs:
-            if machine is not None:
-                return replace(estimate_costs(graph, machine), link=link)
-            return replace(measure_costs(graph, progress=progress, known=measured), link=link)
-
-        steps = [step]
-        if others is not None:
-            with timed(timings, "compile"):
-                steps += others()
-        with timed(timings, "costs"):
-            forms = [Variants(each, costs_of, numerics=numerics, rule=rule) for each in steps]
-            forms = in_one_format(forms)
+        costs_of = costs_from(machine, offload, progress=progress)
+        form_of = partial(Variants, costs_of=costs_of, numerics=numerics, rule=rule)
+        forms = checked_forms(capture, others, form_of, timings)
         steps = [each.unchunked.step for each in forms]
         self._step = steps[0]
         fusions = [each.fusion for each in steps if each.fusion is not None]

@@ -16,7 +16,10 @@ logger = logging.getLogger(__name__)
 def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
     """Adds the seconds of a stage to `timings`; garbage collection is paused."""
     begin = time.perf_counter()
-    with gc_paused():
-        yield
-    timings[stage] = time.perf_counter() - begin
-    logger.debug("%s took %.2f s", stage, timings[stage])
+    try:
+        with gc_paused():
+            yield
+    finally:
+        seconds = time.perf_counter() - begin
+        timings[stage] = timings.get(stage, 0.0) + seconds
+        logger.debug("%s took %.2f s", stage, seconds)

@@ -31,7 +31,7 @@ from small_graphs import (
 )
 
 import rockmate.bound.lower_bound
-import rockmate.planning.session
+import rockmate.planning.checked_forms
 from bench.models.branched_images import HRNet
 from checkmate import Curve
 from rockmate import Planner

@@ -15,6 +15,7 @@ import torch
 from helpers import REGIMES, budget_for, planned
 from stopwatch import least_seconds
 
+import rockmate.planning.checked_forms
 import rockmate.planning.session
 import rockmate.planning.variant
 from rockmate import FrontierPoint, Plan, Planner, RockmateModule
@@ -39,7 +40,7 @@ def fixed_costs(graph: Any, **_: Any) -> Costs:
 
 @pytest.fixture
 def fixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rockmate.planning.session, "measure_costs", fixed_costs)
+    monkeypatch.setattr(rockmate.planning.checked_forms, "measure_costs", fixed_costs)
 
 
 def budgets_of(planner: Planner, number: int = 9) -> list[int]:
@@ -115,7 +116,7 @@ def test_further_budgets_cost_no_capture_no_measurement_and_little_time(
 
     for module, name in (
         (rockmate.planning.session, "captured_step"),
-        (rockmate.planning.session, "measure_costs"),
+        (rockmate.planning.checked_forms, "measure_costs"),
         (rockmate.planning.variant, "partition"),
     ):
         monkeypatch.setattr(module, name, never)

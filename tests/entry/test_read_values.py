@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from rockmate import RockmateModule
+from rockmate import Planner, RockmateModule
+from rockmate.costs.machine import load_machine
 from rockmate.errors import SignatureMismatchError, UnsupportedModelError
+from rockmate.step import capture_step
 
 pytestmark = pytest.mark.model
 
@@ -216,3 +218,36 @@ def test_masks_of_one_count_share_a_plan() -> None:
 def test_a_mask_without_a_true_element() -> None:
     calls = [(x(i), torch.tensor(row).bool()) for i, row in enumerate([[1, 0, 1], [0, 0, 0]])]
     check_equal(Masked, [(row[:3], mask) for row, mask in calls])
+
+
+@pytest.mark.parametrize(
+    ("model_class", "call"),
+    [
+        (Branches, (x(0), flags(1, 1))),
+        (Branches, (x(0), flags(1, 0))),
+        (Scaled, (torch.randn(2, 6, 8), torch.tensor([2, 4]))),
+        (InPlace, (x(0), flags(2, 1))),
+        (Started, (x(0),)),
+        (Masked, (x(0), flags(1, 0, 1, 0).bool())),
+    ],
+)
+def test_a_plan_for_a_machine_that_is_not_here_is_that_of_the_values(
+    model_class: type[nn.Module], call: tuple[torch.Tensor, ...]
+) -> None:
+    model = model_class().train()
+    model.drop = nn.Identity()  # a GPU has another kernel
+    here, elsewhere = (
+        [
+            (op.node.target, str(op.node.args))
+            for op in capture_step(model, call, machine=each).graph.ops
+        ]
+        for each in (None, load_machine("a100"))
+    )
+    assert here == elsewhere
+
+
+def test_values_of_a_sample_without_any_are_asked_for() -> None:
+    model, given = Branches().to("meta").train(), x(0)
+    assert Planner(model, (given, given), machine="h100").baseline_ms > 0
+    with pytest.raises(UnsupportedModelError, match=r"reads the value .*on the CPU has the values"):
+        Planner(model, (given.to("meta"), given.to("meta")), machine="h100")

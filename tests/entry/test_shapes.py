@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bench import measure
 from rockmate import InfeasibleBudgetError, Planner, RockmateModule, SignatureMismatchError
-from rockmate.planning import session as planner_file
+from rockmate.planning import checked_forms as planner_file
 from rockmate.planning import variant as variant_file
 
 LARGEST = (4, 48)

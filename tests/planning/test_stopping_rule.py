@@ -10,7 +10,7 @@ import pytest
 import torch
 from small_graphs import fixed, no_clock
 
-import rockmate.planning.session
+import rockmate.planning.checked_forms
 from bench import models
 from rockmate import Plan, Planner
 from rockmate.cli.main import main
@@ -19,7 +19,7 @@ from rockmate.planning.stopping_rule import StoppingRule
 
 
 def planner_of(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Planner:
-    monkeypatch.setattr(rockmate.planning.session, "measure_costs", no_clock)
+    monkeypatch.setattr(rockmate.planning.checked_forms, "measure_costs", no_clock)
     workload = models.build(name, tiny=True)
     return Planner(workload.model, workload.sample, **options)
 

@@ -26,7 +26,7 @@ from small_graphs import (
     no_clock,
 )
 
-import rockmate.planning.session
+import rockmate.planning.checked_forms
 from bench.unet import UNet
 from rockmate import STRATEGIES, InfeasibleBudgetError, Planner, RockmateModule
 from rockmate.bound.lower_bound import LowerBound
@@ -294,7 +294,7 @@ def test_every_strategy_trains_as_eager_does_bit_for_bit(name: str) -> None:
 def test_the_whole_graph_has_a_plan_at_every_budget_from_its_minimum_on(
     depth: int, dropout: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rockmate.planning.session, "measure_costs", no_clock)
+    monkeypatch.setattr(rockmate.planning.checked_forms, "measure_costs", no_clock)
     planner = Planner(models.Stack(depth, 8, dropout), torch.randn(128, 8))
     graph, costs = graph_and_costs(planner)
     for budget_bytes in budgets_between(

@@ -1,10 +1,14 @@
 """Planned steps of fake CUDA tensors on a machine without a GPU.
 
-The stub of `cuda_stub.c` stands for the CUDA runtime, so PyTorch's own autograd engine, dispatcher,
-autocast and choice of attention kernels run as on a GPU of compute capability 9.0. Ops give fake
-tensors. An op that reads a value on the host raises, so a step that runs does not synchronize.
+PyTorch's own autograd engine, dispatcher and autocast run as on a GPU. Ops give fake tensors, in the
+layouts of kernels. An op that reads a value on the host raises, so a step that runs does not
+synchronize.
 
-    LD_PRELOAD=... python -m fake_cuda FORM NAME...     a JSON line for each architecture
+A preloaded library stands for the GPU. In a CUDA build it is the CUDA runtime of `cuda_stub.c`, and
+the choice of attention kernels is PyTorch's for compute capability 9.0. In a CPU build it is the
+device of `cuda_guard.cpp`; attention is what a plan for a GPU takes that is not there.
+
+    LD_PRELOAD=... python -m fake_cuda      a line "PLACE FORM NAME" in, a line of JSON out
 """
 
 from __future__ import annotations
@@ -12,25 +16,36 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import architectures
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from rockmate import InfeasibleBudgetError, Planner
+from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
+from rockmate._torch.fake import results_corrected
+from rockmate.capture.fake_device import _GpuAttention
+from rockmate.capture.read_values import NO_VALUES, UnknownValueError
 from rockmate.errors import UnsupportedModelError
+from rockmate.graph.ir import Op
+from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.step import capture_step
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMS = ("float32", "bfloat16", "autocast")
 _BUDGET = 0.6
+_HAS_CUDA = torch.version.cuda is not None
+_PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 # --- the stub -------------------------------------------------------------------------------------
@@ -38,13 +53,15 @@ _BUDGET = 0.6
 
 def reason_without_stub() -> str:
     """Why fake CUDA tensors cannot be run here; empty if they can."""
-    if torch.version.cuda is None:
-        return "this PyTorch has no CUDA"
     if torch.cuda.is_available():
         return "there is a CUDA device, which tests/cuda uses"
     if sys.platform != "linux":
-        return "the stub of the CUDA runtime is preloaded, as on Linux"
-    return "" if _include_folder() else "the headers of the CUDA runtime are not installed"
+        return "what stands for a GPU is preloaded, as on Linux"
+    if not shutil.which("cc" if _HAS_CUDA else "c++"):
+        return "needs a compiler"
+    if _HAS_CUDA and not _include_folder():
+        return "the headers of the CUDA runtime are not installed"
+    return ""
 
 
 def _include_folder() -> Path | None:
@@ -53,31 +70,37 @@ def _include_folder() -> Path | None:
 
 
 def build_stub(folder: Path) -> dict[str, str]:
-    """Compiles the stub and returns the environment of a process that uses it."""
-    source = Path(__file__).with_name("cuda_stub.c")
-    runtime, driver = folder / "libcudart_stub.so", folder / "libcuda.so.1"
-    # A header that the wheels of the runtime leave out; the source defines what it needs of it.
-    (folder / "crt").mkdir(exist_ok=True)
-    (folder / "crt" / "host_defines.h").touch()
-    for library in (runtime, driver):
-        command = [
-            "cc",
-            "-shared",
-            "-fPIC",
-            f"-I{folder}",
-            f"-I{_include_folder()}",
-            "-o",
-            str(library),
-        ]
-        subprocess.run([*command, str(source)], check=True)
+    """Compiles what stands for a GPU; returns the environment of a process that uses it."""
+    library = _build_runtime(folder) if _HAS_CUDA else _build_guard(folder)
     paths = [str(ROOT), str(ROOT / "tests" / "support")]
     return os.environ | {
-        "LD_PRELOAD": str(runtime),
+        "LD_PRELOAD": str(library),
         "LD_LIBRARY_PATH": str(folder),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONWARNINGS": "ignore",
     }
+
+
+def _build_runtime(folder: Path) -> Path:
+    runtime, driver = folder / "libcudart_stub.so", folder / "libcuda.so.1"
+    # A header that the wheels of the runtime leave out; the source defines what it needs of it.
+    (folder / "crt").mkdir(exist_ok=True)
+    (folder / "crt" / "host_defines.h").touch()
+    source = str(Path(__file__).with_name("cuda_stub.c"))
+    for library in (runtime, driver):
+        command = ["cc", "-shared", "-fPIC", f"-I{folder}", f"-I{_include_folder()}"]
+        subprocess.run([*command, "-o", str(library), source], check=True)
+    return runtime
+
+
+def _build_guard(folder: Path) -> Path:
+    library, source = folder / "libcuda_guard.so", Path(__file__).with_name("cuda_guard.cpp")
+    parts = Path(torch.__file__).parent
+    command = ["c++", "-std=c++20", "-shared", "-fPIC", f"-I{parts / 'include'}", str(source)]
+    linked = [f"-L{parts / 'lib'}", f"-Wl,-rpath,{parts / 'lib'}", "-ltorch_cpu", "-lc10"]
+    subprocess.run([*command, "-o", str(library), *linked], check=True)
+    return library
 
 
 # --- fake models ----------------------------------------------------------------------------------
@@ -124,35 +147,57 @@ def step_of(call: Callable[..., Any], batch: dict[str, Any], model: nn.Module) -
     model.zero_grad(set_to_none=True)
     output = call(**batch)
     output.loss.backward()
-    found = {f"output {index}": _described(value) for index, value in enumerate(_tensors(output))}
+    leaves = tree_leaves(tuple(output.values()))
+    tensors = [value for value in leaves if isinstance(value, Tensor)]
+    found = {f"output {index}": _described(value) for index, value in enumerate(tensors)}
     named = model.named_parameters()
     return found | {name: _described(each.grad) for name, each in named if each.grad is not None}
 
 
-def _tensors(output: Any) -> list[Tensor]:
-    return [value for value in tree_leaves(tuple(output.values())) if isinstance(value, Tensor)]
-
-
 def _described(value: Tensor) -> str:
-    return f"{value.dtype} {tuple(value.shape)} {value.device}"
+    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
 
 
 @contextlib.contextmanager
 def context_of(form: str) -> Iterator[None]:
     """The contexts of a forward in a form."""
-    with torch.autocast("cuda", torch.bfloat16) if form == "autocast" else contextlib.nullcontext():
+    attention = contextlib.nullcontext() if _HAS_CUDA else _GpuAttention()
+    with _autocast() if form == "autocast" else contextlib.nullcontext(), attention:
         yield
 
 
-def planned_step(name: str, form: str) -> dict[str, Any]:
-    """Plans an architecture for a GPU, runs a planned and an eager step, and compares them."""
-    fakes = FakeTensors(torch.bfloat16 if form == "bfloat16" else None)
-    model = architectures.make(name)
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False
+def _autocast() -> torch.autocast:
+    """Autocast of a GPU. PyTorch switches it off with a warning if it finds none."""
+    answers = {"is_available": lambda: True, "is_bf16_supported": lambda *_: True}
+    with mock.patch.multiple(torch.cuda, **answers):
+        return torch.autocast("cuda", torch.bfloat16)
+
+
+def planned_step(place: str, form: str, name: str) -> dict[str, Any]:
+    """Plans an architecture for a GPU, runs a planned and an eager step, and compares them.
+
+    The plan is made "here", with the fake CUDA tensors, or "elsewhere", on a CPU for the GPU.
+    """
+    dtype = torch.bfloat16 if form == "bfloat16" else None
+    model, batch = _model(name), architectures.ARCHITECTURES[name].make_batch(0)
+    fakes = FakeTensors(dtype)
+    if place == "elsewhere":
+        model = model.to(dtype)
+        planner = Planner(
+            model, tree_map(lambda each: _converted(each, dtype), batch), machine="h200"
+        )
+        plan = _tight_plan(planner)
     fakes.replace_in(model)
-    batch = tree_map(fakes.of, architectures.ARCHITECTURES[name].make_batch(0))
+    batch = tree_map(fakes.of, batch)
+    with context_of(form):
+        if place == "here":
+            planner = Planner(model, batch, machine="h200")
+            plan = _tight_plan(planner)
+        with fakes.mode:
+            step = replace(planner._step.in_form_of(plan), absence="")
+            # Fake tensors have no values to compare with the sample's.
+            planned = replace(step.planned_call(plan), read_values=NO_VALUES)
+            module = RockmateModule.of(model, planned)
 
     def call(callee: Callable[..., Any]) -> Callable[..., Any]:
         def within(**arguments: Any) -> Any:
@@ -161,55 +206,79 @@ def planned_step(name: str, form: str) -> dict[str, Any]:
 
         return within
 
-    with context_of(form):
-        planner = Planner(model, batch, machine="h200")
-        try:
-            module = planner.module(_BUDGET)
-        except InfeasibleBudgetError:
-            module = planner.module(planner.minimum_peak_bytes)
-    with fakes.mode:
+    with fakes.mode, results_corrected(in_kernel_layout):
         ours = step_of(call(module), batch, model)
         try:
             eager = step_of(call(model), batch, model)
-        except RuntimeError:
+        except DataDependentOutputException:
             # Eager reads a value on the host; the planned step need not.
             eager = ours
     ops = planner._step.graph.ops
-    devices = {str(op.device) for op in ops}
     differing = {key for key in ours.keys() | eager.keys() if ours.get(key) != eager.get(key)}
     return {
         "differing": {key: [ours.get(key), eager.get(key)] for key in sorted(differing)},
         "num_gradients": len(ours),
-        "num_recomputations": module.plan.schedule.num_recomputations(),
-        "devices": sorted(devices),
+        "num_recomputations": plan.schedule.num_recomputations(),
+        "devices": sorted({str(op.device) for op in ops}),
+        "product_dtypes": sorted({_dtype(op) for op in ops if op.node.target in _PRODUCTS}),
         "cpu_bytes": sum(op.written_bytes for op in ops if op.device.type == "cpu"),
     }
 
 
-def is_refused_on_cpu(name: str) -> bool:
-    """Whether the installed libraries have an architecture that cannot be captured at all."""
-    architecture = architectures.ARCHITECTURES[name]
+def _model(name: str) -> nn.Module:
+    model = architectures.make(name)
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "use_cache", False):
+            module.config.use_cache = False
+    return model
+
+
+def _converted(value: Any, dtype: torch.dtype | None) -> Any:
+    is_converted = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_converted else value
+
+
+def _tight_plan(planner: Planner) -> Plan:
     try:
-        capture_step(architectures.make(name), architecture.make_batch(0))
-    except UnsupportedModelError:
-        return True
-    return False
+        return planner.plan(_BUDGET)
+    except InfeasibleBudgetError:
+        return planner.plan(planner.minimum_peak_bytes)
 
 
-def main(arguments: Sequence[str]) -> None:
+def _dtype(op: Op) -> str:
+    return str(op.node.meta["val"].dtype).removeprefix("torch.")
+
+
+def _row(place: str, form: str, name: str) -> dict[str, Any]:
+    """What came of a step, and why there is none where the forward itself allows none."""
+    try:
+        return planned_step(place, form, name)
+    except UnsupportedModelError as error:
+        try:
+            step = capture_step(_model(name), architectures.ARCHITECTURES[name].make_batch(0))
+        except UnsupportedModelError:
+            return {"refused": True}
+        if isinstance(error, UnknownValueError) and step.capture.read_values is not NO_VALUES:
+            return {"reads_values": True}
+        raise
+
+
+def main() -> None:
     # The stub answers for a device; PyTorch must not initialize it to make fake tensors.
     torch.cuda.is_available = lambda: False
-    form, *names = arguments
-    for name in names:
+    if not _HAS_CUDA:
+        torch.cuda.default_generators = (torch.Generator(),)
+        torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: None
+    for line in sys.stdin:
+        place, form, name = line.split()
         try:
-            found = {"refused": True} if is_refused_on_cpu(name) else planned_step(name, form)
-        except Exception as error:  # noqa: BLE001 - one architecture must not stop the others
-            found = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps({"name": name, **found}) + "\n")
-    sys.stdout.flush()
+            row = _row(place, form, name)
+        except Exception:  # noqa: BLE001 - one architecture must not stop the others
+            row = {"error": traceback.format_exc()[-3000:]}
+        print(json.dumps(row), flush=True)
     # The stub has no threads to join.
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import rockmate.planning.session
+import rockmate.planning.checked_forms
 import rockmate.runtime.autograd
 from rockmate import Plan
 from rockmate.costs.link import Link
@@ -29,7 +29,7 @@ FAST = Link(out_gb_per_s=1e4, in_gb_per_s=1e4, latency_ms=1e-9)
 
 def use_fast_link(monkeypatch: pytest.MonkeyPatch, link: Link = FAST) -> None:
     """Has planners take the rates of `link` for those of any tier."""
-    monkeypatch.setattr(rockmate.planning.session, "link_to", lambda *_: link)
+    monkeypatch.setattr(rockmate.planning.checked_forms, "link_to", lambda *_: link)
 
 
 def random_moves(graph: Graph, schedule: Schedule, draw: random.Random, share: float) -> list[Move]:

@@ -14,7 +14,7 @@ from helpers import Planned
 from torch import Tensor, nn
 
 import rockmate.bound.lower_bound
-import rockmate.planning.session
+import rockmate.planning.checked_forms
 from rockmate import Planner
 from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.ir import Graph, Op, Phase, Storage
@@ -141,7 +141,7 @@ def fixed(name: str) -> Planned:
     workload = models.tiny(name)
     before = {key: value.clone() for key, value in workload.model.state_dict().items()}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rockmate.planning.session, "measure_costs", no_clock)
+        patch.setattr(rockmate.planning.checked_forms, "measure_costs", no_clock)
         return Planned(
             workload, Planner(workload.model, workload.sample, numerics="bitwise"), before
         )

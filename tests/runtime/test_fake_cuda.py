@@ -1,5 +1,4 @@
-"""Planned steps run on fake CUDA tensors: devices, dtypes, shapes and strides are eager's, and no op
-reads a value on the host."""
+"""Planned steps run on fake CUDA tensors as eager's do, and no op reads a value on the host."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Planned steps of fake CUDA tensors on a machine without a GPU.
 
-PyTorch's own autograd engine, dispatcher and autocast run as on a GPU. Ops give fake tensors, in the
-layouts of kernels. An op that reads a value on the host raises, so a step that runs does not
+PyTorch's own autograd engine, dispatcher and autocast run as on a GPU. Ops give fake tensors, in
+the layouts of kernels. An op that reads a value on the host raises, so a step that runs does not
 synchronize.
 
 A preloaded library stands for the GPU. In a CUDA build it is the CUDA runtime of `cuda_stub.c`, and
@@ -275,7 +275,8 @@ def main() -> None:
             row = _row(place, form, name)
         except Exception:  # noqa: BLE001 - one architecture must not stop the others
             row = {"error": traceback.format_exc()[-3000:]}
-        print(json.dumps(row), flush=True)
+        sys.stdout.write(json.dumps(row) + "\n")
+        sys.stdout.flush()
     # The stub has no threads to join.
     os._exit(0)
 

@@ -31,7 +31,7 @@ def test_a_forward_larger_than_the_budget_is_stopped_and_said(
             return hidden[-1].square().mean()
 
     model, x = Holding(), torch.randn(512, 64)
-    module = RockmateModule(model, x, 0.35, numerics="bitwise")
+    module = RockmateModule(model, x, 0.35, numerics="bitwise", trial="log")
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with caplog.at_level(logging.INFO, logger="rockmate"):
@@ -75,7 +75,7 @@ def test_auto_ends_in_eagers_numbers(caplog: pytest.LogCaptureFixture) -> None:
     for wrap in (False, True):
         model: Any = Scaled()
         torch.manual_seed(0)
-        module = RockmateModule(model, BATCHES[0], 0.9, mode="auto") if wrap else model
+        module = RockmateModule(model, BATCHES[0], 0.9, mode="auto", trial="log") if wrap else model
         torch.manual_seed(1)
         found = []
         for step, batch in enumerate(BATCHES):

@@ -245,7 +245,7 @@ def test_planted_difference_is_found_within_four_steps(
 ) -> None:
     model = Net()
     before_step = plant(monkeypatch, model) or (lambda _: None)
-    module = RockmateModule(model, BATCHES[0], 0.9, numerics="bitwise")
+    module = RockmateModule(model, BATCHES[0], 0.9, numerics="bitwise", trial="log")
     torch.manual_seed(1)
     with pytest.raises(TrialError, match="not what the plain model does"):
         _train(module, before_step)
@@ -342,7 +342,7 @@ def test_difference_planted_in_frames(
     """With "auto", eager goes on, and says so."""
     model = nn.Sequential(*(Counting() for _ in range(6)))
     plant(monkeypatch)
-    module = RockmateModule(model, None, 0.7, mode="frames", plan_frames=False)
+    module = RockmateModule(model, None, 0.7, mode="frames", plan_frames=False, trial="log")
     module._ends_in_eager = mode == "auto"
     torch.manual_seed(1)
     if mode == "frames":

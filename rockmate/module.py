@@ -53,7 +53,7 @@ from rockmate.runtime.delegation import (
 from rockmate.runtime.model_checks import refuse_transforms
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.runtime.ungraded import UngradedCalls
-from rockmate.trial.steps import TrialOption, check_trial
+from rockmate.trial.steps import TrialOption
 
 logger = logging.getLogger(__name__)
 
@@ -151,26 +151,18 @@ class RockmateModule(nn.Module):
         **planner_options: Any,
     ) -> None:
         check_arguments(model, sample_input, budget, memory_limit, plan)
-        check_mode(mode, keep, plan)
+        check_mode(mode, keep, plan, strategy, planner_options)
         check_on_infeasible(on_infeasible)
         check_larger(larger)
-        check_trial(trial)
         self._wrap(model, trial)
         plain = plain_model(model)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
             options: Any = {"on_infeasible": on_infeasible, "keep": keep, "trial": trial}
             options |= {"interiors": captured_interiors if plan_frames else None}
-            options["is_fallback"] = mode == "auto"
+            options["is_fallback"] = self._ends_in_eager = mode == "auto"
             self._make_frames = partial(FrameRunner, plain, limit or budget, **options)  # pyright: ignore
-            self._ends_in_eager = mode == "auto"
         if mode == "frames" and self._make_frames is not None:
-            if planner_options or strategy is not None:
-                msg = (
-                    f"{', '.join(planner_options) or 'strategy'} belongs to planning, and "
-                    'mode="frames" does not plan. Leave it out.'
-                )
-                raise TypeError(msg)
             self._frames = self._make_frames()
             return
         if plan is not None:
@@ -199,7 +191,6 @@ class RockmateModule(nn.Module):
         cls, model: nn.Module, call: PlannedCall, *, trial: TrialOption = "never"
     ) -> RockmateModule:
         """A module for a planned call; see `Planner.module`. It refuses calls of other shapes."""
-        check_trial(trial)
         module = cls.__new__(cls)
         module._wrap(model, trial)
         module._plans.adopt(call)

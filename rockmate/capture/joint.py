@@ -107,14 +107,8 @@ def capture_joint(
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
     clone = _cloned_with_strides if keeps_strides else torch.Tensor.clone
     tensors = [clone(each.detach()).requires_grad_(each.requires_grad) for each in tensors]
-    make = partial(
-        TracedForward,
-        model,
-        structure,
-        differentiable=differentiable,
-        outputs=outputs,
-        formats=formats,
-    )
+    options: Any = {"differentiable": differentiable, "outputs": outputs, "formats": formats}
+    make = partial(TracedForward, model, structure, **options)
     try:
         return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
     except ModuleReplacedError:

@@ -17,7 +17,7 @@ from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import has_saved_tensor_hooks
 from rockmate._torch.members import module_at
 from rockmate._torch.transforms import records_plainly
-from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
+from rockmate.budget import Budget, OnInfeasible, parse_budget
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.frames import feasibility
@@ -78,18 +78,15 @@ class FrameRunner:
                 bound on the whole device, which the first call turns into bytes.
             on_infeasible: see `RockmateModule`.
             keep: paths of submodules whose calls are no frames.
-            is_fallback: whether steps of which no call can be a frame run as in eager, with a
-                warning: nothing else is left to try.
-            interiors: makes what captures insides of frames, from what measures seconds; None has
-                all run as in eager.
+            is_fallback: whether steps of which no call can be a frame run as in eager.
+            interiors: makes what captures insides, from a clock; None has all run as in eager.
             trial: see `RockmateModule`.
 
         Raises:
             UnsupportedModelError: FSDP1 has sharded the model.
         """
         feasibility.refuse_flat_parameters(model)
-        self._model, self._on_infeasible = model, on_infeasible
-        self._is_fallback = is_fallback
+        self._model, self._on_infeasible, self._is_fallback = model, on_infeasible, is_fallback
         self._budget: Budget | None = None if isinstance(budget, MemoryLimit) else budget
         self._limit = budget if isinstance(budget, MemoryLimit) else None
         self._keep = frozenset(keep)
@@ -116,8 +113,7 @@ class FrameRunner:
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
         self._running: Frame | None = None  # the frame whose first run is under way
         self._num_profiles = 0  # steps since frames were chosen that made menus
-        self._is_settled = False  # no frame is split any more
-        self._has_step_hook = False
+        self._is_settled = self._has_step_hook = False  # settled: no frame is split any more
         self._asked_bytes = 0  # the budget as it was given, or lowered
         self._refusal: InfeasibleBudgetError | None = None
         self._trials = FrameTrials(trial)
@@ -298,10 +294,7 @@ class FrameRunner:
         """
         self._measured.add(size, None)
         assert self._budget is not None
-        budget_bytes = parse_budget(self._budget, peak_bytes)
-        if budget_bytes >= peak_bytes:
-            return
-        refusal = feasibility.told_no_frames(budget_bytes, peak_bytes)
+        refusal = feasibility.told_no_frames(self._budget, peak_bytes)
         if self._on_infeasible == "error" and not self._is_fallback:
             self._refusal = refusal
 
@@ -316,10 +309,7 @@ class FrameRunner:
             return minimum
         if minimum not in self._told:
             self._told.add(minimum)
-            logger.warning(
-                "the budget of %s is below the smallest peak of frames, %s, which is taken",
-                size_text(budget_bytes), size_text(minimum),
-            )  # fmt: skip
+            feasibility.tell_taken(budget_bytes, minimum)
         return decidable_bytes(minimum, len(needs.by_key))
 
     # --- frames -----------------------------------------------------------------------------------

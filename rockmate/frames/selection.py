@@ -7,15 +7,9 @@ so a frame should save much more than it reads: blocks of layers, not layers.
 from __future__ import annotations
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
-from rockmate.errors import UnsupportedModelError
 from rockmate.frames.needs import StepNeeds
 
-_FSDP1 = (
-    "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which frames do not "
-    "follow. Shard with torch.distributed.fsdp.fully_shard (FSDP2), then wrap the model."
-)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Passed through; a sequence of layers alone is a frame."""
 _FEW = 4
@@ -82,9 +76,3 @@ def _can_split(model: nn.Module, path: str) -> bool:
 
 def _num_parameters(model: nn.Module, path: str) -> int:
     return sum(parameter.numel() for parameter in model.get_submodule(path).parameters())
-
-
-def refuse_fsdp1(model: nn.Module) -> None:
-    """Raises `UnsupportedModelError` if FSDP1 has sharded the model."""
-    if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
-        raise UnsupportedModelError(_FSDP1)

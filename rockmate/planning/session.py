@@ -130,16 +130,8 @@ class PlanningSession:
         def others(step: CapturedStep) -> Callable[[], list[CapturedStep]] | None:
             return other_forms(kernels, step, again if target is None else None, **limits)
 
-        self._begin(
-            capture,
-            timings,
-            machine=target,
-            numerics=numerics,
-            rule=rule,
-            progress=progress,
-            offload=request,
-            others=others,
-        )
+        further: Any = {"offload": request, "others": others, "progress": progress, "rule": rule}
+        self._begin(capture, timings, machine=target, numerics=numerics, **further)
 
     @classmethod
     def of(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from rockmate._torch.dispatch import ops_observed
+from rockmate._torch.ops import is_op, schema_of
 from rockmate._torch.storage import StorageWeakRef, storage_id
 from rockmate.state.tensors import parts_of, tensors_in
 
@@ -72,8 +73,7 @@ class Writes:
         self._new.clear()
 
     def _run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        schema = getattr(op, "_schema", None)
-        places = None if schema is None else _written(op)
+        places = _written(op) if is_op(op) else None
         if places is None:  # a higher-order op, which says nothing
             self._save(tensors_in((args, kwargs)))
         elif places:
@@ -81,7 +81,7 @@ class Writes:
             values += [kwargs[name] for _, name in places if name in kwargs]
             self._save(tensors_in(values))
         result = op(*args, **kwargs)
-        if schema is not None and _makes_new(op):
+        if places is not None and _makes_new(op):
             self._note_new(result)
         return result
 
@@ -126,7 +126,7 @@ def _written(op: Any) -> tuple[tuple[int, str], ...]:
     """
     return tuple(
         (place, argument.name)
-        for place, argument in enumerate(op._schema.arguments)
+        for place, argument in enumerate(schema_of(op).arguments)
         if (argument.alias_info is not None and argument.alias_info.is_write)
         or argument.name.startswith("running_")
     )
@@ -134,5 +134,5 @@ def _written(op: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _makes_new(op: Any) -> bool:
-    is_lifted = op._schema.name == "aten::lift_fresh"  # `torch.tensor` has made it
-    return is_lifted or any(each.alias_info is None for each in op._schema.returns)
+    is_lifted = schema_of(op).name == "aten::lift_fresh"  # `torch.tensor` has made it
+    return is_lifted or any(each.alias_info is None for each in schema_of(op).returns)

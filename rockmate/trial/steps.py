@@ -9,13 +9,6 @@ TrialOption = Literal["log", "always", "never"]
 _CHOICES = ("log", "always", "never")
 
 
-def check_trial(option: str) -> None:
-    """Raises `ValueError` unless it is a value of that argument of `RockmateModule`."""
-    if option not in _CHOICES:
-        msg = f"trial is {option!r}; choose 'log', 'always' or 'never'"
-        raise ValueError(msg)
-
-
 @dataclass(slots=True)
 class TrialSteps:
     """Which steps of a plan are trials: 1, 2, 4, 8, and so on; or all, or none."""
@@ -23,6 +16,12 @@ class TrialSteps:
     option: TrialOption = "never"
     num_steps: int = 0
     _is_due: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` unless the option is one."""
+        if self.option not in _CHOICES:
+            msg = f"trial is {self.option!r}; choose 'log', 'always' or 'never'"
+            raise ValueError(msg)
 
     def is_next(self, *, can_run: bool) -> bool:
         """Counts one more step; whether it is a trial.

@@ -5,12 +5,13 @@ Metadata without memory.
 The tensors are replaced by fake ones on the CPU for the time of the capture, and the device of all
 that was captured is then written as the machine's. Tracing with fake CUDA tensors at once would be
 simpler, but a PyTorch built without CUDA cannot run autograd on them (2.13 ends the process), and a
-plan would depend on which build made it.
+plan would depend on which build made it. Values that the forward reads are those of the sample.
 
 A model that asks which device it is on is told "cpu". What that would change in the graph is set
 right where it is known: fused attention is that of a GPU (`_GpuAttention`), and dropout, split on
 the CPU, stays whole. Left as on the CPU is batch normalisation, where cuDNN has a kernel of its
-own; that keeps the same tensors, and a small reserve.
+own; that keeps the same tensors, and a small reserve. Attention differs in how a GPU fills and pads
+a mask, and where values are not as wide as keys, which a GPU fuses.
 """
 
 from __future__ import annotations

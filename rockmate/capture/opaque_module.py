@@ -155,7 +155,9 @@ def _watch_calls(
     """
 
     def versions(args: Any, kwargs: Any) -> list[int]:
-        return versions_of(flatten((args, kwargs), what=f"the arguments of {path}")[0])
+        return versions_of(
+            flatten((args, kwargs), what=f"the arguments of {path}", takes_objects=True)[0]
+        )
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         given_versions.append(versions(args, kwargs))
@@ -216,7 +218,7 @@ def _is_never_traced(module: nn.Module) -> bool:
 def _recorded(
     name: str, module: nn.Module, arguments: Any, result: Any, autocast: Mapping[str, torch.dtype]
 ) -> OpaqueCall:
-    given, structure = flatten(arguments, what=f"the arguments of {name}")
+    given, structure = flatten(arguments, what=f"the arguments of {name}", takes_objects=True)
     returned, result_structure = flatten(result, what=f"the result of {name}")
     parameters = {}
     for own_name, parameter in module.named_parameters():

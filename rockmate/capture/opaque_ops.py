@@ -101,7 +101,9 @@ def traced_as_ops(calls: Mapping[str, OpaqueCall]) -> Iterator[None]:
 
 def _call_op(module: nn.Module, order: Iterator[OpaqueCall], *args: Any, **kwargs: Any) -> Any:
     call = next(order)
-    tensors, structure = flatten((args, kwargs), what=f"the arguments of {call.name}")
+    tensors, structure = flatten(
+        (args, kwargs), what=f"the arguments of {call.name}", takes_objects=True
+    )
     parameters = dict(module.named_parameters())
     given = [*tensors, *(parameters[name] for name in call.parameter_names)]
     if (

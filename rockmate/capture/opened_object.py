@@ -53,9 +53,14 @@ class Constant:
     held: Any = field(compare=False)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, or another one that cannot be changed."""
+    return isinstance(value, _PLAIN)
+
+
 def constant_of(value: Any) -> Constant | None:
     """A value that holds no others, as a constant; None for any other."""
-    if isinstance(value, _PLAIN):
+    if is_plain(value):
         is_negative_zero = type(value) is float and not value and math.copysign(1.0, value) < 0
         return Constant((float, "negative") if is_negative_zero else type(value), value, value)
     if isinstance(value, _NAMED):

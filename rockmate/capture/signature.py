@@ -109,7 +109,7 @@ class CallSignature:
         fake_device_tensors = [torch.empty(0) for _ in self.tensors]
         args, named = self.structure.rebuild(list(fake_device_tensors))
         kept = {name: value for name, value in named.items() if name in other.keywords}
-        tensors, structure = flatten((args, kept), what="the call")
+        tensors, structure = flatten((args, kept), what="the call", takes_objects=True)
         signature_of = {
             id(stand_in): signature
             for stand_in, signature in zip(fake_device_tensors, self.tensors, strict=True)
@@ -117,7 +117,7 @@ class CallSignature:
         return CallSignature(tuple(signature_of[id(tensor)] for tensor in tensors), structure)
 
     def __str__(self) -> str:
-        return self.structure.text([str(tensor) for tensor in self.tensors])
+        return str(self.structure.shown([str(tensor) for tensor in self.tensors]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +200,7 @@ def flatten_call(
     tensors = [*args, *named.values()]
     if set(map(type, tensors)) == _ONLY_TENSORS:
         return tensors, _call_of_tensors(len(args), tuple(named), tuple(map(_METADATA, tensors)))
-    tensors, structure = flatten((args, named), what="the call")
+    tensors, structure = flatten((args, named), what="the call", takes_objects=True)
     return tensors, CallSignature(tuple(map(TensorSignature.of, tensors)), structure)
 
 

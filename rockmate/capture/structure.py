@@ -8,6 +8,7 @@ the plan.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ from rockmate.capture.opened_object import (
     cannot_copy,
     constant_of,
     copied_with,
+    is_plain,
     parts_of,
 )
 from rockmate.errors import UnsupportedModelError
@@ -77,7 +79,7 @@ class _Opened:
         place = {id(marker): each for marker, each in zip(self.markers, given, strict=True)}
         result = copied_with(self.template, self.held | place)
         if all(isinstance(each, torch.Tensor) for each in given):
-            found = flatten(result, what="a copy")[0]
+            found = flatten(result, what="a copy", takes_objects=True)[0]
             if [*map(id, found)] != [*map(id, given)] and len({*map(id, given)}) == len(given):
                 raise cannot_copy(self.cls)
         return result
@@ -94,10 +96,10 @@ class Structure:
         """The nested object with `tensors` in the places of the original's tensors."""
         return pytree.tree_unflatten([_restore(leaf, tensors) for leaf in self.leaves], self.spec)
 
-    def text(self, tensors: list[str]) -> str:
-        """The nested object, with texts in the places of its tensors."""
+    def shown(self, tensors: list[str]) -> Any:
+        """The nested object, with texts in the places of its tensors and constants."""
         leaves = [_Shown(_text(leaf, tensors)) for leaf in self.leaves]
-        return str(pytree.tree_unflatten(leaves, self.spec))
+        return pytree.tree_unflatten(leaves, self.spec)
 
     def slots(self) -> list[_TensorSlot]:
         """Where its tensors go, in their order."""
@@ -119,6 +121,16 @@ class Structure:
             for leaf in self.leaves
             for inner in (leaf.inner._flat_leaves() if isinstance(leaf, _Opened) else [leaf])
         ]
+
+    def differs_in_number(self, other: Structure) -> bool:
+        """Whether another structure is the same but for numbers."""
+        pairs = zip(self._flat_leaves(), other._flat_leaves(), strict=False)
+        return self.without_constants() == other.without_constants() and any(
+            isinstance(mine.held, int | float | complex)
+            and not isinstance(mine.held, bool | enum.Enum)
+            for mine, theirs in pairs
+            if isinstance(mine, Constant) and mine != theirs
+        )
 
     def without_constants(self) -> Structure:
         """The same structure, all of its constants the same one."""
@@ -148,19 +160,23 @@ class Structure:
         return Structure(self.spec, tuple(leaves))
 
 
-def flatten(value: Any, *, what: str) -> tuple[list[torch.Tensor], Structure]:
+def flatten(
+    value: Any, *, what: str, takes_objects: bool = False
+) -> tuple[list[torch.Tensor], Structure]:
     """Separates the tensors of a nested object from its structure.
 
     Args:
         value: any nesting of tuples, lists, mappings, registered pytrees and objects.
         what: how an error calls the object ("the model's output").
+        takes_objects: whether objects without tensors are constants, too, as functions and arrays.
+            What a model makes may be another one in each run.
 
     Raises:
         UnsupportedModelError: a leaf is neither a tensor nor a constant, and what it holds cannot
             be seen.
     """
     tensors: list[torch.Tensor] = []
-    return tensors, flatten_further(value, tensors, what=what)
+    return tensors, _Flattening(tensors, what, takes_objects=takes_objects).structure(value)
 
 
 def flatten_further(value: Any, tensors: list[torch.Tensor], *, what: str) -> Structure:
@@ -168,7 +184,7 @@ def flatten_further(value: Any, tensors: list[torch.Tensor], *, what: str) -> St
 
     Args and errors are those of `flatten`.
     """
-    return _Flattening(tensors, what).structure(value)
+    return _Flattening(tensors, what, takes_objects=False).structure(value)
 
 
 def tensors_within(value: Any) -> list[torch.Tensor]:
@@ -191,8 +207,8 @@ def tensors_within(value: Any) -> list[torch.Tensor]:
 class _Flattening:
     """Takes one object apart."""
 
-    def __init__(self, tensors: list[torch.Tensor], what: str) -> None:
-        self._tensors, self._what = tensors, what
+    def __init__(self, tensors: list[torch.Tensor], what: str, *, takes_objects: bool) -> None:
+        self._tensors, self._what, self._takes_objects = tensors, what, takes_objects
         self._within: list[int] = []  # addresses of the objects around
         self._first = 0  # number of tensors before the outermost of those
 
@@ -205,28 +221,32 @@ class _Flattening:
         if isinstance(leaf, torch.Tensor):
             return self._slot(leaf)
         constant = constant_of(leaf)
-        if constant is not None:
+        if constant is not None and (self._takes_objects or is_plain(leaf)):
             return constant
         if id(leaf) in self._within:
             return Constant("around", self._within.index(id(leaf)), None)
-        parts = parts_of(leaf)
+        parts = None if constant is not None else parts_of(leaf)
         if parts is None:
-            msg = (
-                f"{self._what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, and what "
-                "that holds cannot be seen from Python. Pass and return tensors, constants, and "
-                "containers or objects of these."
-            )
-            raise UnsupportedModelError(msg)
+            raise self._refusal(leaf)
         is_outermost, num_before = not self._within, len(self._tensors)
         self._first = num_before if is_outermost else self._first
         self._within.append(id(leaf))
         names, inner = tuple(parts), self.structure(list(parts.values()))
         self._within.pop()
         if not inner.slots() and not inner.has_same():  # it is compared by what it holds
+            if not self._takes_objects:
+                raise self._refusal(leaf)
             return Constant(type(leaf), (names, inner), leaf)
         if is_outermost:
             return _Opened.of(leaf, names, inner, self._tensors[num_before:])
         return _Opened(type(leaf), names, inner)  # the object around it is copied with it
+
+    def _refusal(self, leaf: Any) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self._what} holds a {type(leaf).__module__}.{type(leaf).__qualname__}, which is "
+            "neither a tensor, nor a constant, nor an object with tensors in its items and "
+            "attributes. Pass and return these."
+        )
 
     def _slot(self, tensor: torch.Tensor) -> Any:
         """The place of a tensor; an object holds the same one twice in its copies, too."""

@@ -293,7 +293,8 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
         yield num_bytes(node) - sum(map(_distinct_bytes, tensors_of(node)))
         yield _unrequested_bytes(node)
     elif machine.device == "cpu" and packet is _aten.native_batch_norm_backward:
-        yield _distinct_bytes(node.meta["val"][0])
+        gradient = node.meta["val"][0]  # None if it is not asked for
+        yield 0 if gradient is None else _distinct_bytes(gradient)
 
 
 def _unrequested_bytes(node: fx.Node) -> int:

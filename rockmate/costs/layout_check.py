@@ -18,7 +18,7 @@ from torch.fx.node import map_aggregate
 from rockmate._torch.autocast import autocast_off
 from rockmate.capture.traced_calls import TracedCall
 from rockmate.costs.synthetic_inputs import synthetic_tensor
-from rockmate.errors import KernelLayoutError
+from rockmate.errors import KernelLayoutError, advise_frames
 from rockmate.ops.observed_layouts import differences, is_observed, observe
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ def captured_in_kernel_layouts(make: Callable[[], _Made]) -> _Made:
             return make()
         except KernelLayoutError as error:
             if error.differences <= tried:
+                advise_frames(error)
                 raise
             tried |= error.differences
             logger.info("captured again: %s", str(error).partition(". ")[0])
@@ -51,7 +52,11 @@ def check_traced(calls: Iterable[TracedCall]) -> None:
         KernelLayoutError: as for `check_layouts`.
     """
     calls = [*calls]
-    unknown = [call for call in calls if not is_observed(call.key)]
+    # Fake CUDA tensors may be traced on a machine without a GPU.
+    can_run = torch.cuda.is_available()
+    unknown = [
+        each for each in calls if not is_observed(each.key) and can_run >= bool(each.cuda_devices)
+    ]
     cuda = sorted({index for call in unknown for index in call.cuda_devices})
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
         for call in unknown:

@@ -14,7 +14,6 @@ from rockmate.costs.layout_check import captured_in_kernel_layouts, check_traced
 from rockmate.costs.link import Link
 from rockmate.costs.machine import Machine
 from rockmate.costs.measure import measure_costs
-from rockmate.errors import frames_advised
 from rockmate.graph.ir import Graph
 from rockmate.offload.link import link_to
 from rockmate.offload.request import OffloadRequest
@@ -79,8 +78,7 @@ def checked_forms(
             step = capture()
         return checked(step)
 
-    with frames_advised():
-        form = captured_in_kernel_layouts(first)
+    form = captured_in_kernel_layouts(first)
     others = further(form.unchunked.step)
     if others is None:
         return [form]

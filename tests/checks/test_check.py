@@ -36,6 +36,9 @@ def test_a_row_holds_and_a_fault_in_it_is_told(name: str, monkeypatch: pytest.Mo
     assert check_case(CASES[name], CPU).failures == ()
     monkeypatch.setattr(RockmateModule, "forward", faulty)
     failures = check_case(CASES[name], CPU).failures
+    if name == "frames":  # which measure that memory, and refuse the budget
+        assert "is below" in failures[0]
+        return
     assert any("the gradient of" in each for each in failures)
     assert any("were predicted" in each for each in failures)
 

@@ -1,7 +1,7 @@
 // A CUDA device that runs nothing, for fake CUDA tensors in a PyTorch built without CUDA.
 //
-// Autograd's engine has a thread and a stream for each device, and asks a guard and the hooks of CUDA
-// for them. A build without CUDA has neither. Its hooks are looked up when the library is loaded, so
+// The engine of autograd has a thread and a stream for each device, and asks a guard and the hooks
+// of CUDA for them. A build without CUDA has neither. Hooks are looked up when PyTorch loads, so
 // this one is preloaded. Ops on fake tensors run no kernels.
 
 #include <ATen/detail/CUDAHooksInterface.h>

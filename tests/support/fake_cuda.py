@@ -155,7 +155,10 @@ def step_of(call: Callable[..., Any], batch: dict[str, Any], model: nn.Module) -
 
 
 def _described(value: Tensor) -> str:
-    return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
+    # Those of dimensions of one element stand for nothing.
+    sizes = zip(value.shape, value.stride(), strict=True)
+    strides = [stride for size, stride in sizes if size > 1]
+    return f"{value.dtype} {tuple(value.shape)} {strides} {value.device}"
 
 
 @contextlib.contextmanager
@@ -182,10 +185,8 @@ def planned_step(place: str, form: str, name: str) -> dict[str, Any]:
     model, batch = _model(name), architectures.ARCHITECTURES[name].make_batch(0)
     fakes = FakeTensors(dtype)
     if place == "elsewhere":
-        model = model.to(dtype)
-        planner = Planner(
-            model, tree_map(lambda each: _converted(each, dtype), batch), machine="h200"
-        )
+        sample = tree_map(lambda each: _converted(each, dtype), batch)
+        planner = Planner(model.to(dtype), sample, machine="h200")
         plan = _tight_plan(planner)
     fakes.replace_in(model)
     batch = tree_map(fakes.of, batch)

@@ -46,7 +46,6 @@ class CallState:
         tensors = self.objects.tensors.values()
         self.storages = {key: each for each in tensors for key in storages_of(each)}
         self._devices = {each.device for each in tensors}
-        self.random = self.random_now()
 
     def reached(self) -> Objects:
         """What is reached now from the same roots, with its content."""
@@ -60,16 +59,18 @@ class CallState:
         """How often each of the tensors has been changed in place."""
         return versions_of(self.objects.tensors.values())
 
-    def put_back(self, writes: Writes) -> None:
+    def put_back(self, writes: Writes, random: RandomState | None = None) -> None:
         """Has all be as it was before the call.
 
         Args:
             writes: those of the call.
+            random: the random state then; None leaves the present one.
         """
         self.objects.restore()
         with torch.no_grad():
             writes.restore()
-        self.random.restore()
+        if random is not None:
+            random.restore()
 
     def name_of(self, key: int) -> str:
         """Where an object stands, in words: `layers.0.weight`, an argument, a global name.
@@ -100,7 +101,10 @@ class CallState:
 
 @contextmanager
 def undone(model: nn.Module) -> Iterator[Writes]:
-    """Puts all back that a run of a model changes; yields the tensors that it has changed."""
+    """Puts all back that a run of a model changes; yields the tensors that it has changed.
+
+    Random state is left: taking it takes memory, which would count as that of the run.
+    """
     before, writes = CallState(model, (), {}), Writes()
     try:
         with writes.noted():

@@ -29,6 +29,7 @@ from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.huggingface import switched_off
 from rockmate.errors import TrialError
 from rockmate.state.call_state import CallState
+from rockmate.state.random_state import RandomState
 from rockmate.state.writes import OutOfBudget, Writes
 from rockmate.trial.conditions import Conditions
 from rockmate.trial.outcome import Comparison, Outcome, Reader
@@ -61,12 +62,13 @@ def run_beside_eager(
         TrialError: they differ.
     """
     before, writes = CallState(model, args, kwargs), Writes(conditions.most_bytes)
+    random = before.random_now()
     has_labels = kwargs.get("labels") is not None
     reader = Reader(
         before, writes,
         is_exact=conditions.is_exact, has_labels=has_labels, only_loss=conditions.only_loss,
     )  # fmt: skip
-    eager = _of_plain(model, args, kwargs, (before, writes, reader), conditions)
+    eager = _of_plain(model, args, kwargs, (before, random, writes, reader), conditions)
     if eager is None:
         return ours()
     output = ours()
@@ -75,7 +77,7 @@ def run_beside_eager(
     if not found:
         return output
     del output
-    before.put_back(writes)
+    before.put_back(writes, random)
     raise TrialError(_text(found, conditions.what))
 
 
@@ -83,11 +85,11 @@ def _of_plain(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    taken: tuple[CallState, Writes, Reader],
+    taken: tuple[CallState, RandomState, Writes, Reader],
     conditions: Conditions,
 ) -> Outcome | None:
     """The outcome of the plain forward, which is undone; None where it cannot run in the budget."""
-    before, writes, reader = taken
+    before, random, writes, reader = taken
     reason = ""
     try:
         for saves in (False, True):
@@ -97,7 +99,7 @@ def _of_plain(
                 outcome = reader.outcome(output)
                 break
             except _DifferentiatedError:
-                before.put_back(writes)
+                before.put_back(writes, random)
         else:
             raise AssertionError
     except (OutOfBudget, torch.OutOfMemoryError):
@@ -105,7 +107,7 @@ def _of_plain(
         outcome = None
     finally:
         output = None
-        before.put_back(writes)
+        before.put_back(writes, random)
         writes.release()
     if outcome is not None and writes.num_bytes > conditions.most_copied_bytes:
         reason = f"copies of what the forward changes take {size_text(writes.num_bytes)}"

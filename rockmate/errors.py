@@ -167,6 +167,13 @@ class SignatureMismatchError(RockmateError, ValueError):
     """A call differs in shapes, dtypes, devices or constants from the sample of the plan."""
 
 
+class TrialError(RockmateError, RuntimeError):
+    """A step within the budget that was held against eager differs from it.
+
+    The step is undone: parameters, buffers, attributes and random state are as before the call.
+    """
+
+
 class BackwardError(RockmateError, RuntimeError):
     """A backward that this kind of schedule cannot serve.
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import is_compiled, share_members
-from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, size_text
+from rockmate.budget import Budget, OnInfeasible, check_on_infeasible
 from rockmate.capture.compiled_model import innermost, plain_model
 from rockmate.capture.signature import CallSignature
 from rockmate.errors import (
@@ -25,6 +25,7 @@ from rockmate.errors import (
     NothingToTrainError,
     RockmateError,
     SignatureMismatchError,
+    TrialError,
     UnsupportedModelError,
     advise_frames,
 )
@@ -32,6 +33,7 @@ from rockmate.frames.runner import FrameRunner
 from rockmate.interiors import captured_interiors
 from rockmate.memory_limit import Optimizer
 from rockmate.plan.plan import Plan
+from rockmate.plan.summary import line_of
 from rockmate.plan_cache import PlanCache
 from rockmate.request import (
     PlanRequest,
@@ -52,11 +54,12 @@ from rockmate.runtime.delegation import (
 from rockmate.runtime.model_checks import refuse_transforms
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.runtime.ungraded import UngradedCalls
+from rockmate.trial.steps import TrialOption
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["plan", "frames", "auto"]
-_CAPTURE_ERRORS = (UnsupportedModelError, InvalidSampleError)
+_CAPTURE_ERRORS = (UnsupportedModelError, InvalidSampleError, TrialError)
 
 
 class RockmateModule(nn.Module):
@@ -104,12 +107,14 @@ class RockmateModule(nn.Module):
             bytes. "refuse" raises `SignatureMismatchError`.
         mode: "plan" captures the model and plans. "frames" does not: what calls of submodules save
             is given up and made again. "auto" takes frames, with a line in the log, where the model
-            cannot be captured.
+            cannot be captured or a trial fails, and eager where one of frames fails, too.
         keep: paths of submodules that frames leave alone.
         plan_frames: whether the insides of frames that can be captured are planned by themselves.
         on_infeasible: what happens if no schedule fits the budget, at first or for a larger call.
             "error" raises `InfeasibleBudgetError`. "least" plans the smallest peak found, which is
             above the budget, and warns with both in one line.
+        trial: which steps are held against eager, whose forward runs beside them and is undone:
+            "log" has steps 1, 2, 4, 8 and so on of each plan, "always" all, "never" none.
         **planner_options: as for `Planner`. A `plan` brings the options that it was made with.
 
     Raises:
@@ -121,7 +126,7 @@ class RockmateModule(nn.Module):
         PlanMismatchError: the plan was made for another model or sample.
         TypeError: more than one of budget, limit and plan is given; a plan is given with options or
             without a sample; or `plan` is not a `Plan`.
-        ValueError: `larger`, `on_infeasible` or `strategy` is not one of its values.
+        ValueError: `larger`, `on_infeasible`, `strategy` or `trial` is not one of its values.
     """
 
     def __init__(
@@ -141,32 +146,26 @@ class RockmateModule(nn.Module):
         mode: Mode = "plan",
         keep: Collection[str] = (),
         plan_frames: bool = True,
+        trial: TrialOption = "log",
         **planner_options: Any,
     ) -> None:
         check_arguments(model, sample_input, budget, memory_limit, plan)
-        check_mode(mode, keep, plan)
+        check_mode(mode, keep, plan, strategy, planner_options)
         check_on_infeasible(on_infeasible)
         check_larger(larger)
-        self._wrap(model)
+        self._wrap(model, trial)
         plain = plain_model(model)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
-            interiors = captured_interiors if plan_frames else None
-            options = {"on_infeasible": on_infeasible, "keep": keep, "interiors": interiors}
-            options["is_fallback"] = mode == "auto"
+            options: Any = {"on_infeasible": on_infeasible, "keep": keep, "trial": trial}
+            options |= {"interiors": captured_interiors if plan_frames else None}
+            options["is_fallback"] = self._ends_in_eager = mode == "auto"
             self._make_frames = partial(FrameRunner, plain, limit or budget, **options)  # pyright: ignore
         if mode == "frames" and self._make_frames is not None:
-            if planner_options or strategy is not None:
-                msg = (
-                    f"{', '.join(planner_options) or 'strategy'} belongs to planning, and "
-                    'mode="frames" does not plan. Leave it out.'
-                )
-                raise TypeError(msg)
             self._frames = self._make_frames()
             return
         if plan is not None:
             plan = checked_plan(plan, sample_input, strategy, planner_options)
-            self._plans = PlanCache(plain)
             self._plans.adopt(planned_call_of(plan, plain, sample_input))
             self._plans.runnables[0].warn_of_hooks(plain)
             return
@@ -177,7 +176,9 @@ class RockmateModule(nn.Module):
             on_infeasible=on_infeasible,
             options=planner_options,
         )
-        self._plans = PlanCache(plain, request, replans=replan, refuses_larger=larger == "refuse")
+        self._plans = PlanCache(
+            plain, request, replans=replan, refuses_larger=larger == "refuse", trial=trial
+        )
         self._plans.new_plans.hands_over = mode == "auto"
         if sample_input is not None:
             try:
@@ -186,20 +187,23 @@ class RockmateModule(nn.Module):
                 self._go_on_with_frames(error)
 
     @classmethod
-    def of(cls, model: nn.Module, call: PlannedCall) -> RockmateModule:
+    def of(
+        cls, model: nn.Module, call: PlannedCall, *, trial: TrialOption = "log"
+    ) -> RockmateModule:
         """A module for a planned call; see `Planner.module`. It refuses calls of other shapes."""
         module = cls.__new__(cls)
-        module._wrap(model)
+        module._wrap(model, trial)
         module._plans.adopt(call)
         return module
 
-    def _wrap(self, model: nn.Module) -> None:
+    def _wrap(self, model: nn.Module, trial: TrialOption = "log") -> None:
         super().__init__()
-        self._plans = PlanCache(innermost(model))
+        self._plans = PlanCache(innermost(model), trial=trial)
         self._frames: FrameRunner | None = None
         self._make_frames: partial[FrameRunner] | None = None
         self._num_runs = 0
         self._ungraded = UngradedCalls(innermost(model))
+        self._ends_in_eager = self._is_eager = False
         # The wrapped module's own dictionaries: a registration in one module appears in the other.
         share_members(self, model)
         self.__dict__["_wrapped"] = model
@@ -293,6 +297,7 @@ class RockmateModule(nn.Module):
                 `replan=False`.
             InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: the call, or the
                 changed module, cannot be planned for.
+            TrialError: the step differs from eager's. It is undone.
         """
         return self._run(args, kwargs)
 
@@ -322,7 +327,7 @@ class RockmateModule(nn.Module):
             return _run_outside_dynamo(self, args, kwargs)
         # Set directly: `nn.Module.__setattr__` takes as long as an op.
         self.__dict__["_num_runs"] += 1
-        if not (self.training and torch.is_grad_enabled()):
+        if self._is_eager or not (self.training and torch.is_grad_enabled()):
             if self._frames is not None:
                 self._frames.end_recording(only_finished=True)
             return self.original(*args, **kwargs)
@@ -338,7 +343,14 @@ class RockmateModule(nn.Module):
             except (*_CAPTURE_ERRORS, SignatureMismatchError) as error:
                 self._go_on_with_frames(error)
         assert self._frames is not None
-        return self._frames.run(args, kwargs)
+        try:
+            return self._frames.run(args, kwargs)
+        except TrialError as error:
+            if not self._ends_in_eager:
+                raise
+            logger.warning("nothing keeps the budget from here on: eager runs, since %s", error)
+            self.__dict__["_is_eager"] = True
+            return self.original(*args, **kwargs)
 
     train, eval, to, cuda, cpu = map(delegate, ("train", "eval", "to", "cuda", "cpu"))
     half, bfloat16, float, double = map(delegate, ("half", "bfloat16", "float", "double"))
@@ -375,6 +387,7 @@ class RockmateModule(nn.Module):
                 make, innermost(model), *rest, **self._make_frames.keywords
             )
             module._frames = None if self._frames is None else module._make_frames()
+            module._ends_in_eager, module._is_eager = self._ends_in_eager, self._is_eager
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:
@@ -419,21 +432,13 @@ class RockmateModule(nn.Module):
 
     def __repr__(self) -> str:
         """The wrapped module, with one line on the plan."""
-        wrapped = repr(self.original).replace("\n", "\n  ")
-        return f"RockmateModule(\n  {self._plan_text()}\n  {wrapped}\n)"
-
-    def _plan_text(self) -> str:
+        wrapped, line = repr(self.original).replace("\n", "\n  "), "not planned yet"
         if self._frames is not None:
             report = self._frames.report()
-            return f"({self._frames.summary() if report is None else report.line()})"
-        if not self._plans.runnables:
-            return "(not planned yet)"
-        plan = self.plan
-        peak, ratio = size_text(plan.predicted_peak_bytes), f"{plan.predicted_ratio:.3f}x"
-        return (
-            f"(budget {size_text(plan.budget_bytes)}, predicted peak {peak} at {ratio} of the time "
-            "without recomputation)"
-        )
+            line = self._frames.summary() if report is None else report.line()
+        elif self.is_planned:
+            line = line_of(self.plan)
+        return f"RockmateModule(\n  ({line})\n  {wrapped}\n)"
 
 
 def _plain(model: nn.Module) -> nn.Module:
@@ -441,9 +446,5 @@ def _plain(model: nn.Module) -> nn.Module:
     return model
 
 
-def _run_planned(module: RockmateModule, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A call from compiled code: the plan runs uncompiled."""
-    return module._run(args, kwargs)
-
-
-_run_outside_dynamo: Callable[..., Any] = torch.compiler.disable(_run_planned)
+# A call from compiled code: the plan runs uncompiled.
+_run_outside_dynamo: Any = torch.compiler.disable(lambda module, *call: module._run(*call))

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rockmate.budget import size_text
-from rockmate.capture.model_signature import ModelSignature, ModelWatch
+from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.opaque_module import opaque_modules, opaque_names
 from rockmate.capture.signature import (
     CallSignature,
@@ -36,14 +36,13 @@ from rockmate.capture.signature import (
 from rockmate.errors import InfeasibleBudgetError, SignatureMismatchError
 from rockmate.fusion.rewrite import COMPILE_LIMIT_S
 from rockmate.request import PlanRequest
-from rockmate.runtime.autograd import Runner
-from rockmate.runtime.ddp import finds_unused_parameters
 from rockmate.runtime.model_checks import refuse_uninitialized
 from rockmate.runtime.new_plans import NewPlans
-from rockmate.runtime.non_differentiable import forbid_gradient
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep
 from rockmate.step_family import StepFamily
+from rockmate.trial.runnable_call import RunnableCall
+from rockmate.trial.steps import TrialOption, TrialSteps
 
 logger = logging.getLogger(__name__)
 
@@ -53,77 +52,6 @@ MAX_PLANS = 64
 # Warnings of plans for other shapes are at least this far apart; plans between them are logged as
 # information.
 SECONDS_BETWEEN_WARNINGS = 60.0
-
-
-class RunnableCall:
-    """A planned call, its autograd state, and a watch over the model's state.
-
-    Attributes:
-        planned: the plan and its code.
-        family: the captures of the same model at other sizes.
-        is_adapted: whether the schedule was made for a larger call.
-        runner: runs the code under autograd.
-        watch: tells whether the model has changed since this object was made.
-    """
-
-    def __init__(
-        self, planned: PlannedCall, model: nn.Module, family: StepFamily, *, is_adapted: bool
-    ) -> None:
-        self.planned = planned
-        self.family = family
-        self.is_adapted = is_adapted
-        self.runner = Runner(planned.program, model)
-        self.watch = ModelWatch(model, self.planned.attributes)
-
-    def difference(self, model: nn.Module, *, replans: bool = True) -> str:
-        """What has changed in the model since planning, in words; empty if nothing has.
-
-        A tensor hook needs a plan that makes the parameter's whole gradient. With `replans` False
-        it is only warned of, because it costs memory and changes no number.
-        """
-        if not self.watch.has_changed():
-            return ""
-        now = ModelSignature.of(model)
-        found = self.planned.state.difference(now) or self.planned.attributes.difference()
-        hooked = sorted(now.hooked - self.planned.state.hooked)
-        if found or not hooked:
-            return found
-        if replans:
-            return f"{hooked[0]} has a tensor hook, which needs its whole gradient"
-        self.warn_of_hooks(model)
-        self.watch = ModelWatch(model, self.planned.attributes)
-        return ""
-
-    def warn_of_hooks(self, model: nn.Module) -> None:
-        """Warns of tensor hooks whose gradients the plan does not count."""
-        size = {
-            name: 2 * parameter.nbytes
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
-        hooked = sorted(ModelSignature.of(model).hooked - self.planned.state.hooked)
-        if hooked:
-            largest = max(hooked, key=size.__getitem__)
-            logger.warning(
-                "the tensor hook on %s needs the whole gradient, which the plan does not count: "
-                "up to %s bytes beyond the budget. Parameters with such a hook: %d. "
-                "Register hooks before planning.",
-                largest,
-                f"{size[largest]:,}",
-                len(hooked),
-            )
-
-    def run(self, tensors: Sequence[Tensor]) -> Any:
-        """The model's output for the tensors of a call that the plan serves."""
-        attributes = self.planned.attributes
-        leaves_any = attributes.leaves_any
-        if leaves_any:
-            attributes.release()
-        outputs = list(self.runner.run(tensors, hooks_last=finds_unused_parameters()))
-        for index in self.planned.non_differentiable_outputs:
-            outputs[index] = forbid_gradient(outputs[index])
-        if leaves_any:
-            attributes.deliver(outputs)
-        return self.planned.output_structure.rebuild(outputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +85,7 @@ class PlanCache:
         *,
         replans: bool = False,
         refuses_larger: bool = False,
+        trial: TrialOption = "log",
     ) -> None:
         """A cache without a plan.
 
@@ -165,6 +94,7 @@ class PlanCache:
             request: how to plan; None refuses every call that the adopted plan does not serve.
             replans: whether a changed module, or a call of other shapes, is planned for.
             refuses_larger: whether a call with a tensor larger than every sample's is refused.
+            trial: which steps are held against eager; see `RockmateModule`.
         """
         self.runnables: list[RunnableCall] = []
         self.request = request
@@ -175,6 +105,8 @@ class PlanCache:
         self.largest: Callable[[CallSignature], CallSignature] | None = None
         self._warned_of_shapes_s: float | None = None  # when, by the monotonic clock
         self.new_plans = NewPlans()
+        self._trial: TrialOption = trial
+        self._adapted_trials = TrialSteps(trial)  # of all sizes that take over a schedule
 
     def plan_for_sample(self, sample_input: Any) -> None:
         """Plans for a sample; errors as for `PlanRequest.planned_call`."""
@@ -195,7 +127,9 @@ class PlanCache:
     ) -> None:
         """Puts a planned call in use."""
         family = family or self._new_family(call)
-        self.runnables.insert(0, RunnableCall(call, self._model, family, is_adapted=is_adapted))
+        trials = self._adapted_trials if is_adapted else TrialSteps(self._trial)
+        runnable = RunnableCall(call, self._model, family, is_adapted=is_adapted, trials=trials)
+        self.runnables.insert(0, runnable)
         if len(self.runnables) > MAX_PLANS:
             # A call that was planned for, not adapted, serves other shapes too, so it goes last.
             adapted = [
@@ -212,7 +146,8 @@ class PlanCache:
         """The model's output for a training call; errors as for `RockmateModule.forward`."""
         tensors, call = flatten_call(args, kwargs, self._optional)
         self.new_plans.num_calls += 1
-        return self.runnable_for(call, tensors).run(tensors)
+        runnable = self.runnable_for(call, tensors)
+        return runnable.run_or_try(tensors, args, kwargs)
 
     def copy_for(self, model: nn.Module, memo: dict[int, Any]) -> PlanCache | None:
         """A cache for a copy of the model, with the same plan.
@@ -228,7 +163,11 @@ class PlanCache:
             The cache; None with opaque submodules if the plan was given, so that no other is made.
         """
         copied = PlanCache(
-            model, self.request, replans=self._replans, refuses_larger=self._refuses_larger
+            model,
+            self.request,
+            replans=self._replans,
+            refuses_larger=self._refuses_larger,
+            trial=self._trial,
         )
         copied._samples = list(self._samples)
         copied.new_plans.hands_over = self.new_plans.hands_over

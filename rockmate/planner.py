@@ -6,6 +6,7 @@ from rockmate.budget import Budget, OnInfeasible
 from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
 from rockmate.planning.session import PlanningSession
+from rockmate.trial.steps import TrialOption
 
 
 class Planner(PlanningSession):
@@ -116,20 +117,28 @@ class Planner(PlanningSession):
     """
 
     def module(
-        self, budget: Budget, *, strategy: str = "rockmate", on_infeasible: OnInfeasible = "error"
+        self,
+        budget: Budget,
+        *,
+        strategy: str = "rockmate",
+        on_infeasible: OnInfeasible = "error",
+        trial: TrialOption = "log",
     ) -> RockmateModule:
         """A module that trains within a budget; arguments and errors as for `plan`.
 
-        It refuses calls of other shapes. `RockmateModule(...)` makes a module that plans for them.
+        `trial` is as for `RockmateModule`. The module refuses calls of other shapes.
+        `RockmateModule(...)` makes one that plans for them.
         """
         call = self.planned_call(budget, strategy=strategy, on_infeasible=on_infeasible)
-        return RockmateModule.of(self.model, call)
+        return RockmateModule.of(self.model, call, trial=trial)
 
-    def module_of(self, plan: Plan) -> RockmateModule:
+    def module_of(self, plan: Plan, *, trial: TrialOption = "log") -> RockmateModule:
         """A module that runs a plan which any planner made for the same step.
+
+        `trial` is as for `RockmateModule`.
 
         Raises:
             PlanMismatchError: the plan was made for another step.
         """
         self._step.check_present()
-        return RockmateModule.of(self.model, self.planned_call_of(plan))
+        return RockmateModule.of(self.model, self.planned_call_of(plan), trial=trial)

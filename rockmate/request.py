@@ -199,7 +199,13 @@ def check_larger(larger: str) -> None:
         raise ValueError(msg)
 
 
-def check_mode(mode: str, keep: Collection[str], plan: Plan | None) -> None:
+def check_mode(
+    mode: str,
+    keep: Collection[str],
+    plan: Plan | None,
+    strategy: str | None,
+    options: Collection[str],
+) -> None:
     """Raises for an unknown mode, and for arguments that it does not take."""
     if mode not in ("plan", "frames", "auto"):
         msg = f"mode is {mode!r}; choose 'plan', 'frames' or 'auto'"
@@ -209,6 +215,12 @@ def check_mode(mode: str, keep: Collection[str], plan: Plan | None) -> None:
         raise TypeError(msg)
     if keep and mode == "plan":
         msg = 'keep names submodules that frames leave alone: it needs mode="frames" or "auto".'
+        raise TypeError(msg)
+    if mode == "frames" and (options or strategy is not None):
+        msg = (
+            f"{', '.join(options) or 'strategy'} belongs to planning, and "
+            'mode="frames" does not plan. Leave it out.'
+        )
         raise TypeError(msg)
 
 

@@ -31,3 +31,14 @@ def _switched_off(device_types: Iterable[str]) -> Iterator[None]:
         for device_type in device_types:
             stack.enter_context(torch.autocast(device_type, enabled=False))
         yield
+
+
+@contextlib.contextmanager
+def autocast_uncached() -> Iterator[None]:
+    """Has autocast keep no casts of parameters, which would stay until its context ends."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)

@@ -55,31 +55,42 @@ def training_only_features_off(model: nn.Module, keeps_checkpoints: bool = False
         if hasattr(getattr(module, "config", None), "__dict__")
     ]
     settings = [(config, vars(config).copy()) for config in configs]
-    changed: list[tuple[Any, str]] = []
+    with switched_off(model, keeps_checkpoints=keeps_checkpoints) as switches:
+        if any(name == "use_cache" for _, name in switches):
+            logger.info(
+                "use_cache is off in the planned forward: a training step does not use "
+                "past_key_values"
+            )
+        try:
+            yield
+        finally:
+            for config, before in settings:
+                for name in vars(config).keys() - before.keys():
+                    delattr(config, name)
+                for name, value in before.items():
+                    if vars(config).get(name) is not value:
+                        setattr(config, name, value)
+
+
+@contextlib.contextmanager
+def switched_off(
+    model: nn.Module, *, keeps_checkpoints: bool = False
+) -> Iterator[list[tuple[Any, str]]]:
+    """Switches them off; yields owners and names of those that were on."""
     holders = {
         id(holder): holder for module in model.modules() for holder in _cache_switches(module)
     }
-    changed += [(holder, "use_cache") for holder in holders.values()]
+    switches: list[tuple[Any, str]] = [(holder, "use_cache") for holder in holders.values()]
     if not keeps_checkpoints:
         checkpointing = modules_with_checkpointing(model)
-        changed += [(module, "gradient_checkpointing") for module in checkpointing]
-    if holders:
-        logger.info(
-            "use_cache is off in the planned forward: a training step does not use past_key_values"
-        )
+        switches += [(module, "gradient_checkpointing") for module in checkpointing]
     try:
-        for holder, name in changed:
+        for holder, name in switches:
             setattr(holder, name, False)
-        yield
+        yield switches
     finally:
-        for holder, name in changed:
+        for holder, name in switches:
             setattr(holder, name, True)
-        for config, before in settings:
-            for name in vars(config).keys() - before.keys():
-                delattr(config, name)
-            for name, value in before.items():
-                if vars(config).get(name) is not value:
-                    setattr(config, name, value)
 
 
 def switches_of(model: nn.Module) -> list[tuple[Any, str]]:

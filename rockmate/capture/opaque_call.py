@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,10 +33,11 @@ from rockmate.capture.opaque_inputs import ReleasableInputs, attach_input
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, UnsupportedModelError
 from rockmate.ops.rng import get_random_state
+from rockmate.state.call_state import undone
+from rockmate.state.tensors import storages_of
 
-_LEAST_BORROWED = (
-    1024  # bytes for each tensor that is saved: to look at one takes some microseconds
-)
+# Bytes for each tensor that is saved: to look at one takes some microseconds.
+_LEAST_BORROWED = 1024
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -91,12 +93,14 @@ class OpaqueCall:
         """
         buffers = self.copied_buffers()
         before = {name: version_of(buffer) for name, buffer in buffers.items()}
-        with self.random_state_kept() as draws, attributes_kept(self.module) as attributes:
+        kept = self.random_state_kept(), undone(self.module), attributes_kept(self.module)
+        with kept[0] as draws, kept[1] as writes, kept[2] as attributes:
             self._observe_saved(buffers)
             self.draws = draws()
             changes = attributes.changes()
         self._refuse_assigned_gradients(changes)
-        self.changes_attributes = bool(changes)
+        own = {key for each in buffers.values() for key in storages_of(each)}
+        self.changes_attributes = bool(changes) or not writes.changed.keys() <= own
         self.changes_buffers = any(
             version_of(buffer) != before[name] for name, buffer in buffers.items()
         )
@@ -146,12 +150,9 @@ class OpaqueCall:
 
     def _measured_bytes(self, buffers: Mapping[str, Tensor]) -> int:
         """What a run leaves allocated beside its outputs, and the byte of the handle itself."""
-        forward = OpaqueForward(self)
-
-        def run() -> list[Tensor]:
-            return forward.without_effects(self.copied_inputs(), buffers)
-
-        left_bytes, values = net_allocated(run, self.outputs[0].device)
+        run = partial(OpaqueForward(self).without_effects, buffers=buffers)
+        device = self.outputs[0].device
+        left_bytes, values = net_allocated(lambda: run(self.copied_inputs()), device)
         return left_bytes - sum(value.untyped_storage().nbytes() for value in values[:-1])
 
     @contextlib.contextmanager
@@ -341,7 +342,7 @@ class OpaqueForward:
         self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]
     ) -> list[Tensor]:
         """Runs the submodule with these buffers and leaves its attributes as they were."""
-        with attributes_kept(self.call.module):
+        with undone(self.call.module):
             return self.with_buffers(tensors, buffers)
 
 

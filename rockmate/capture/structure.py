@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from rockmate._torch import pytree
-from rockmate.capture.opened_object import (
+from rockmate.errors import UnsupportedModelError
+from rockmate.state.opened_object import (
     Constant,
     Marker,
     cannot_copy,
@@ -25,7 +26,6 @@ from rockmate.capture.opened_object import (
     is_plain,
     parts_of,
 )
-from rockmate.errors import UnsupportedModelError
 
 _SAME = "the same tensor"
 
@@ -185,23 +185,6 @@ def flatten_further(value: Any, tensors: list[torch.Tensor], *, what: str) -> St
     Args and errors are those of `flatten`.
     """
     return _Flattening(tensors, what, takes_objects=False).structure(value)
-
-
-def tensors_within(value: Any) -> list[torch.Tensor]:
-    """The tensors of a nested object, as far as they can be seen, each once."""
-    seen: dict[int, Any] = {}
-
-    def look_into(leaf: Any) -> None:
-        if id(leaf) in seen or constant_of(leaf) is not None:
-            return
-        seen[id(leaf)] = leaf
-        parts = None if isinstance(leaf, torch.Tensor) else parts_of(leaf)
-        for each in pytree.tree_leaves(list(parts.values())) if parts else ():
-            look_into(each)
-
-    for leaf in pytree.tree_leaves(value):
-        look_into(leaf)
-    return [each for each in seen.values() if isinstance(each, torch.Tensor)]
 
 
 class _Flattening:

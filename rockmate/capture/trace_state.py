@@ -8,18 +8,17 @@ capture runs at a time (`CAPTURE_LOCK`).
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from rockmate._torch.aot import without_decompositions
 from rockmate._torch.members import writable_tables
 from rockmate.errors import UnsupportedModelError
+from rockmate.state.random_state import RandomState
 
 # Differentiable ATen ops with a kernel of their own that PyTorch traces as a formula of small ops.
 _KERNELS = (
@@ -47,20 +46,17 @@ def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
         UnsupportedModelError: the forward drew from Python or NumPy. A failure of the capture is
             its cause, since the draw is the likelier reason.
     """
-    # Fake CUDA tensors may be traced on a machine without a driver, which has no state to keep.
-    on_cuda = [tensor for tensor in tensors if tensor.is_cuda and torch.cuda.is_available()]
-    devices = sorted({tensor.device.index or 0 for tensor in on_cuda})
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    devices = {tensor.device for tensor in tensors}
+    before = RandomState(devices)
     failure: UnsupportedModelError | None = None
+    drawn: set[str] = set()
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
+        yield
     except UnsupportedModelError as error:
         failure = error
     finally:
-        drawn = random.getstate() != python_state or str(np.random.get_state()) != str(numpy_state)
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
+        drawn = {"Python", "NumPy"} & set(before.differences(RandomState(devices)))
+        before.restore()
     if drawn:
         msg = (
             "the model's forward draws from Python's or NumPy's random numbers, which a captured "

@@ -208,7 +208,7 @@ def _wrap(
         if options.mode == "plan":
             # The demo promises every bit.
             planner = Planner(model, batch, progress=progress, numerics="bitwise", **options.marks)
-            module = planner.module(budget_bytes)
+            module = planner.module(budget_bytes, trial="never")  # it compares by itself
             stage_s = dict(planner.timings)
         else:
             module = _framed(model, batch, budget_bytes, options)
@@ -223,7 +223,7 @@ def _framed(
     model: nn.Module, batch: Batch, budget_bytes: int, options: DemoOptions
 ) -> RockmateModule:
     """Frames that have been measured; with mode "auto" a plan where the model can be captured."""
-    given = {**options.marks, "mode": options.mode}
+    given = {**options.marks, "mode": options.mode, "trial": "never"}
     if options.mode == "auto":
         module = RockmateModule(model, batch, budget_bytes, numerics="bitwise", **given)
     else:

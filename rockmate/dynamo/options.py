@@ -120,6 +120,7 @@ class Options:
             strategy=self.strategy,
             on_infeasible=self.on_infeasible,
             larger=self.larger,
+            trial="never",  # Dynamo guards what a graph depends on
             **self.planner,
         )
 

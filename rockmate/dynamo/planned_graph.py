@@ -47,7 +47,7 @@ class _Part:
             return
         strategy, on_infeasible = self._options.strategy, self._options.on_infeasible
         self.module = self.planner.module(
-            budget_bytes, strategy=strategy, on_infeasible=on_infeasible
+            budget_bytes, strategy=strategy, on_infeasible=on_infeasible, trial="never"
         )
         self._budget_bytes = budget_bytes
 

@@ -136,7 +136,7 @@ class RowMaker:
             baseline_peak_bytes=planners.whole(size).baseline_peak_bytes,
             baseline_ms=planners.whole(size).baseline_ms,
         )
-        module = planner.module_of(plan)
+        module = planner.module_of(plan, trial="never")
         sample, device = self._axis.sample_at(self._sample_input, size), device_of(self._model)
         try:
             with state_kept(self._model):

@@ -26,7 +26,7 @@ from rockmate.frames.module_state import (
 )
 from rockmate.frames.needs import FrameKey
 from rockmate.frames.object_state import ObjectState
-from rockmate.frames.storages import PLAIN, parts_of, storages_of, tensors_in, with_changed
+from rockmate.state.tensors import PLAIN, parts_of, storages_of, tensors_in, with_changed
 
 
 class Arguments(NamedTuple):

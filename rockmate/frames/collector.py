@@ -13,7 +13,7 @@ from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError
 from rockmate.frames.call import Call
 from rockmate.frames.saved import Saved
-from rockmate.frames.storages import storages_of
+from rockmate.state.tensors import storages_of
 
 
 class CompleteError(Exception):

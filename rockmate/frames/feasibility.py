@@ -7,7 +7,7 @@ import logging
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from rockmate.budget import size_text
+from rockmate.budget import Budget, parse_budget, size_text
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
 from rockmate.frames.needs import FrameKey, StepNeeds
 
@@ -43,8 +43,20 @@ def too_small(budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError:
     return InfeasibleBudgetError(budget_bytes, needs.minimum_bytes, where=str(largest))
 
 
-def told_no_frames(budget_bytes: int, peak_bytes: int) -> InfeasibleBudgetError:
-    """Says that nothing keeps the budget; the error for a script that wants it kept."""
+def tell_taken(budget_bytes: int, minimum_bytes: int) -> None:
+    """Says that the smallest peak is taken for the budget."""
+    logger.warning(
+        "the budget of %s is below the smallest peak of frames, %s, which is taken",
+        size_text(budget_bytes),
+        size_text(minimum_bytes),
+    )
+
+
+def told_no_frames(budget: Budget, peak_bytes: int) -> InfeasibleBudgetError | None:
+    """Says that nothing keeps the budget, and gives the error; None if the step is within it."""
+    budget_bytes = parse_budget(budget, peak_bytes)
+    if budget_bytes >= peak_bytes:
+        return None
     logger.warning(
         "no call of a submodule could be a frame, so nothing keeps the budget of %s: the step "
         "takes %s. Frames are calls of submodules that have submodules, outside of checkpoints and "

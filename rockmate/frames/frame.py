@@ -15,7 +15,7 @@ from rockmate.frames.collector import Collector
 from rockmate.frames.memory import Memory
 from rockmate.frames.saved import Saved
 from rockmate.frames.slots import Slot, Slots, checked
-from rockmate.frames.storages import storages_of, tensors_in
+from rockmate.state.tensors import storages_of, tensors_in
 
 
 class Frame:

@@ -7,8 +7,8 @@ from typing import Any
 from rockmate._torch.engine import keeps_graph
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
-from rockmate.frames.storages import tensors_in
 from rockmate.frames.way import Way
+from rockmate.state.tensors import tensors_in
 
 
 class KeptFrame:

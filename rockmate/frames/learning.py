@@ -20,9 +20,9 @@ from torch import nn
 from rockmate.frames.call import Arguments, Call
 from rockmate.frames.interior import Interior, Interiors
 from rockmate.frames.needs import MOST_PLANNED, StepNeeds
-from rockmate.frames.storages import tensors_in
 from rockmate.frames.views import layout_of
 from rockmate.frames.way import Surroundings
+from rockmate.state.tensors import tensors_in
 
 _MOST_STEPS = 3
 """Of one shape, that capture: a frame may seldom come, as LayerDrop leaves it out."""

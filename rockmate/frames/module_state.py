@@ -17,7 +17,7 @@ from torch import nn
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.members import member_tables_of, modules_within, tensor_tables
 from rockmate._torch.storage import version_of, versions_of
-from rockmate.frames.storages import PLAIN
+from rockmate.state.tensors import PLAIN
 
 _MOST_STATISTICS = 1 << 13
 """Elements of a buffer in one dimension that is always copied."""

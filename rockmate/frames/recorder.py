@@ -14,7 +14,7 @@ import torch
 from rockmate._torch.allocator import Recording, Stretch
 from rockmate._torch.storage import StorageWeakRef, bytes_of
 from rockmate.frames.needs import MOST_PLANNED, FrameKey, Needs, StepNeeds
-from rockmate.frames.storages import parts_of, tensors_in
+from rockmate.state.tensors import parts_of, tensors_in
 
 
 class _Label(NamedTuple):

@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import after_backward, has_saved_tensor_hooks
 from rockmate._torch.members import module_at
 from rockmate._torch.transforms import records_plainly
-from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
+from rockmate.budget import Budget, OnInfeasible, parse_budget
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.frames import feasibility
@@ -38,8 +39,10 @@ from rockmate.frames.report import FramesReport, report_of
 from rockmate.frames.selection import first_paths, frames_to_split, split
 from rockmate.frames.step_hook import call_before_steps
 from rockmate.frames.step_size import MeasuredSteps, StepSize
-from rockmate.frames.storages import tensors_in
+from rockmate.frames.trials import FrameTrials
 from rockmate.memory_limit import MemoryLimit
+from rockmate.state.tensors import tensors_in
+from rockmate.trial.steps import TrialOption
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +69,7 @@ class FrameRunner:
         keep: Collection[str] = (),
         is_fallback: bool = False,
         interiors: Callable[[Callable[[], float]], Interiors] | None = None,
+        trial: TrialOption = "log",
     ) -> None:
         """Chooses frames by structure; nothing runs.
 
@@ -75,17 +79,15 @@ class FrameRunner:
                 bound on the whole device, which the first call turns into bytes.
             on_infeasible: see `RockmateModule`.
             keep: paths of submodules whose calls are no frames.
-            is_fallback: whether steps of which no call can be a frame run as in eager, with a
-                warning: nothing else is left to try.
-            interiors: makes what captures insides of frames, from what measures seconds; None has
-                all run as in eager.
+            is_fallback: whether steps of which no call can be a frame run as in eager.
+            interiors: makes what captures insides, from a clock; None has all run as in eager.
+            trial: see `RockmateModule`.
 
         Raises:
             UnsupportedModelError: FSDP1 has sharded the model.
         """
         feasibility.refuse_flat_parameters(model)
-        self._model, self._on_infeasible = model, on_infeasible
-        self._is_fallback = is_fallback
+        self._model, self._on_infeasible, self._is_fallback = model, on_infeasible, is_fallback
         self._budget: Budget | None = None if isinstance(budget, MemoryLimit) else budget
         self._limit = budget if isinstance(budget, MemoryLimit) else None
         self._keep = frozenset(keep)
@@ -115,6 +117,7 @@ class FrameRunner:
         self._has_step_hook = False
         self._asked_bytes = 0  # the budget as it was given, or lowered
         self._refusal: InfeasibleBudgetError | None = None
+        self._trials = FrameTrials(trial)
         self._told: set[int] = set()  # smallest peaks that were taken for the budget
 
     @property
@@ -138,11 +141,9 @@ class FrameRunner:
         return self._memory.budget_bytes
 
     def summary(self) -> str:
-        """Budget, peaks, what the last call dropped and ran again, and a bound of its seconds."""
-        report = self.report()
-        if report is None:
-            return f"frames of {len(self._paths)} submodules, not measured yet"
-        return report.summary()
+        """Budget, peaks, what the last call dropped and made again, and a bound of its seconds."""
+        none_yet = f"frames of {len(self._paths)} submodules, not measured yet"
+        return none_yet if (report := self.report()) is None else report.summary()
 
     def report(self) -> FramesReport | None:
         """What the last call did; None until the first step is measured."""
@@ -180,6 +181,11 @@ class FrameRunner:
             self._learning.note_step(shapes)
         memory.begin_step(state_of(self._model), size.held_bytes)
         self._num_calls.clear()
+        step = partial(self._run_frames, args, kwargs)
+        return self._trials.run(self._model, (args, kwargs), step, memory)
+
+    def _run_frames(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        memory = self._memory
         watching = memory.foreign_random.watching()
         self._is_running = True
         try:
@@ -309,10 +315,7 @@ class FrameRunner:
         """
         self._measured.add(size, None)
         assert self._budget is not None
-        budget_bytes = parse_budget(self._budget, peak_bytes)
-        if budget_bytes >= peak_bytes:
-            return
-        refusal = feasibility.told_no_frames(budget_bytes, peak_bytes)
+        refusal = feasibility.told_no_frames(self._budget, peak_bytes)
         if self._on_infeasible == "error" and not self._is_fallback:
             self._refusal = refusal
 
@@ -327,10 +330,7 @@ class FrameRunner:
             return minimum
         if minimum not in self._told:
             self._told.add(minimum)
-            logger.warning(
-                "the budget of %s is below the smallest peak of frames, %s, which is taken",
-                size_text(budget_bytes), size_text(minimum),
-            )  # fmt: skip
+            feasibility.tell_taken(budget_bytes, minimum)
         return decidable_bytes(minimum, len(needs.by_key))
 
     # --- frames -----------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from rockmate._torch.storage import version_of
-from rockmate.frames.digest import digest_of
 from rockmate.frames.saved import Saved
-from rockmate.frames.storages import HeldStorages, storages_of, tensors_in
+from rockmate.frames.storages import HeldStorages
+from rockmate.state.digest import digest_of
+from rockmate.state.tensors import storages_of, tensors_in
 
 
 class Slots:

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 from rockmate._torch.allocator import Recording
 from rockmate._torch.engine import is_profiling
-from rockmate.capture.structure import tensors_within
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.needs import StepNeeds
+from rockmate.state.opened_object import tensors_within
 
 _MOST_DIMENSIONS = 6
 _SMALL_SHARE = 1 / 64

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from rockmate.capture.signature import CallSignature, TensorSignature, is_no_larger
+from rockmate.state.random_state import all_gpus, random_state_kept
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -62,7 +60,7 @@ def _longest_batch(trainer: Trainer, named: Mapping[str, Any]) -> Mapping[str, A
     dataset = getattr(loader, "dataset", None)
     if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return {}
-    with random_state_kept():
+    with random_state_kept(all_gpus()):
         rows = longest_rows(dataset, named)
         if not rows:
             return {}
@@ -85,18 +83,6 @@ def longest_rows(dataset: Any, named: Container[str] | None = None) -> list[Any]
     if not all(isinstance(row, Mapping) for row in rows):
         return []
     return sorted(rows, key=lambda row: _length(row, named), reverse=True)
-
-
-@contextmanager
-def random_state_kept() -> Iterator[None]:
-    """Leaves random state as it was: a row or a collator may draw from it."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)
 
 
 def _length(row: Mapping[str, Any], named: Container[str] | None) -> int:

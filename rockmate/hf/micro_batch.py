@@ -26,10 +26,11 @@ from rockmate.budget import size_text
 from rockmate.capture.signature import SampleCall
 from rockmate.errors import InfeasibleBudgetError, InfeasibleMemoryLimitError
 from rockmate.fits.errors import FitError, NothingFitsError
-from rockmate.hf.longest_batch import longest_rows, random_state_kept
+from rockmate.hf.longest_batch import longest_rows
 from rockmate.memory_limit import MemoryLimit
 from rockmate.module import RockmateModule
 from rockmate.planner import Planner
+from rockmate.state.random_state import all_gpus, random_state_kept
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -87,7 +88,7 @@ def fit_micro_batch(trainer: Trainer, limit: MemoryLimit, options: Mapping[str, 
     args, model = trainer.args, trainer.model
     assert model is not None
     before = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    with random_state_kept():
+    with random_state_kept(all_gpus()):
         rows = _Rows(trainer)
         scale = _loss_scale(trainer, rows)
         sizes = _sizes(*before, rows.number, drops_last=args.dataloader_drop_last, scale=scale)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from rockmate.frames.storages import tensors_in
+from rockmate.state.tensors import tensors_in
 
 _HOOKED = (
     torch.Tensor.register_hook,

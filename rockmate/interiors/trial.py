@@ -11,12 +11,11 @@ from torch import nn
 
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
-from rockmate.frames.storages import storages_of, tensors_in
 from rockmate.frames.views import layout_of
 from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.readers import contributions_noted
-
-_PIECE = 1 << 16
+from rockmate.state.digest import bits_of
+from rockmate.state.tensors import storages_of, tensors_in
 
 
 class Trial(NamedTuple):
@@ -79,14 +78,14 @@ def trained(
         begin_s = clock()
         tensors, structure = flatten(run(), what="the output")
         forward_s = clock() - begin_s
-        random_state = tuple(_bits(each) for each in _random_states(tensors))
-        buffers = tuple([_bits(each) for each in module.buffers()])
+        random_state = tuple(bits_of(each) for each in _random_states(tensors))
+        buffers = tuple([bits_of(each) for each in module.buffers()])
         leaves = [*dict.fromkeys(each for each in given if each.requires_grad), *parameters]
         contributions, backward_s = _contributions(
             tensors, leaves, clock, partial(layouts.tangents, trial=number)
         )
         outputs = tuple([
-            (each.shape, each.stride(), each.dtype, each.requires_grad, same, _bits(each))
+            (each.shape, each.stride(), each.dtype, each.requires_grad, same, bits_of(each))
             for each, same in zip(tensors, _identities(given, tensors), strict=True)
         ])  # fmt: skip
         seconds = forward_s + backward_s
@@ -110,7 +109,7 @@ def _contributions(
         _ = torch.autograd.grad(outputs, leaves, tangents, allow_unused=True)
         seconds = clock() - begin_s
     compared = [
-        tuple([(_bits(each), _strides(leaf, each)) for each in gradients])
+        tuple([(bits_of(each), _strides(leaf, each)) for each in gradients])
         for leaf, gradients in zip(leaves, found, strict=True)
     ]
     return tuple(compared), seconds
@@ -137,18 +136,3 @@ def _identities(
     ids, storages = list(map(id, known)), list(map(storages_of, known))
     places = range(len(given), len(known))
     return [(ids.index(ids[place]), storages.index(storages[place])) for place in places]
-
-
-def _bits(tensor: torch.Tensor) -> int:
-    """A number for shape and bits. It is computed piece by piece, since memory may be short."""
-    flat = tensor.detach().contiguous().flatten()
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    sums = []
-    for piece in flat.split(_PIECE):
-        numbers = piece
-        if flat.dtype != torch.bool:
-            numbers = piece.view(kinds.get(piece.element_size(), torch.int64))
-        numbers = numbers.to(torch.int64)
-        places = torch.arange(1, len(numbers) + 1, device=numbers.device)
-        sums.append(int((numbers * places).sum()))
-    return hash((tuple(tensor.shape), *sums))

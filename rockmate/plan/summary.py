@@ -153,3 +153,12 @@ def _most_recomputed(plan: PlanRecord) -> str:
 
 def _share_text(part: int, whole: int) -> str:
     return f"{part / whole:.1%}" if whole else "all"
+
+
+def line_of(plan: PlanRecord) -> str:
+    """Budget, peak and time in one line."""
+    peak, ratio = size_text(plan.predicted_peak_bytes), f"{plan.predicted_ratio:.3f}x"
+    return (
+        f"budget {size_text(plan.budget_bytes)}, predicted peak {peak} at {ratio} of the time "
+        "without recomputation"
+    )

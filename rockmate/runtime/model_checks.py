@@ -1,4 +1,4 @@
-"""Checks of a model before it is captured: whether planned steps can run it."""
+"""Checks of a model before it is captured, and of its calls: whether planned steps can run it."""
 
 from __future__ import annotations
 

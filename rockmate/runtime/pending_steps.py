@@ -68,6 +68,11 @@ class PendingSteps:
                     number,
                 )
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a forward holds values for a backward that has not begun."""
+        return any(is_pending(each()) for each in self._nodes)
+
     def begin(self, node: Any) -> tuple[PartialGradients, bool]:
         """To be called as the backward of a node begins.
 

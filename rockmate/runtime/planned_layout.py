@@ -14,12 +14,16 @@ class PlannedLayout:
         # The stride of a dimension of size 1 does not matter.
         self._dims = [dim for dim, size in enumerate(self._shape) if size > 1]
 
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this layout."""
+        strides = tensor.stride()
+        return strides == self._strides or all(
+            strides[dim] == self._strides[dim] for dim in self._dims
+        )
+
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor if it has this layout, else a copy that has."""
-        strides = tensor.stride()
-        if strides == self._strides or all(
-            strides[dim] == self._strides[dim] for dim in self._dims
-        ):
+        if self.is_of(tensor):
             return tensor
         return torch.empty_strided(
             self._shape, self._strides, dtype=tensor.dtype, device=tensor.device

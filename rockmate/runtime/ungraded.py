@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from rockmate.capture.forward_attributes import NO_ATTRIBUTES
 from rockmate.capture.model_signature import ModelWatch
 from rockmate.capture.signature import CallSignature, flatten_call
-from rockmate.capture.structure import tensors_within
 from rockmate.runtime.model_checks import is_uninitialized
+from rockmate.state.opened_object import tensors_within
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from rockmate.capture.structure import flatten
 from rockmate.collector import gc_paused
 from rockmate.errors import UnsupportedModelError
 from rockmate.module import RockmateModule
+from rockmate.state.random_state import random_state_kept
 
 _LEARNING_RATE = 1e-3
 _NUM_RECORDED_STEPS = 2
@@ -339,11 +340,8 @@ def state_kept(model: nn.Module) -> Iterator[None]:
     copies = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     gradients = [parameter.grad for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
-    devices = sorted(
-        {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
-    )
     try:
-        with torch.random.fork_rng(devices):
+        with random_state_kept({tensor.device for tensor in tensors}):
             yield
     finally:
         with torch.no_grad():

@@ -319,7 +319,7 @@ def _measure(
         state.put(
             _measured_row(
                 planned_row(plan, minimum_bytes=row.minimum_bytes or 0),
-                planner.module_of(plan),
+                planner.module_of(plan, trial="never"),
                 meter,
             )
         )

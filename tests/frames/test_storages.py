@@ -9,7 +9,7 @@ import torch
 from transformers.modeling_outputs import BaseModelOutput
 
 from rockmate._torch.pytree import tree_flatten, tree_map
-from rockmate.frames.storages import tensors_in, with_changed
+from rockmate.state.tensors import tensors_in, with_changed
 
 
 class Pair(NamedTuple):

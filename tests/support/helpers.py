@@ -45,13 +45,13 @@ class Planned:
     planner: Planner
     before: Mapping[str, Tensor]
 
-    def module(self, regime: str) -> RockmateModule:
+    def module(self, regime: str, **options: Any) -> RockmateModule:
         """A module of that regime; the model is put back to its first weights."""
         model = self.workload.model
         model.load_state_dict(self.before)
         model.zero_grad(set_to_none=True)
         model.train()
-        return self.planner.module(budget_for(self.planner, regime))
+        return self.planner.module(budget_for(self.planner, regime), **options)
 
     def eager(self) -> nn.Module:
         """An independent copy of the model with its first weights."""

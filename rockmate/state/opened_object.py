@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from rockmate._torch import pytree
 from rockmate.errors import UnsupportedModelError
 
 _PLAIN = (
@@ -129,3 +130,20 @@ def cannot_copy(cls: type) -> UnsupportedModelError:
         "tensors in it (copy.deepcopy). Pass or return its tensors in a tuple or dict."
     )
     return UnsupportedModelError(msg)
+
+
+def tensors_within(value: Any) -> list[torch.Tensor]:
+    """The tensors of a nested object, as far as they can be seen, each once."""
+    seen: dict[int, Any] = {}
+
+    def look_into(leaf: Any) -> None:
+        if id(leaf) in seen or constant_of(leaf) is not None:
+            return
+        seen[id(leaf)] = leaf
+        parts = None if isinstance(leaf, torch.Tensor) else parts_of(leaf)
+        for each in pytree.tree_leaves(list(parts.values())) if parts else ():
+            look_into(each)
+
+    for leaf in pytree.tree_leaves(value):
+        look_into(leaf)
+    return [each for each in seen.values() if isinstance(each, torch.Tensor)]

@@ -1,0 +1,147 @@
+"""All that one call of a model can read and change, before the call."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate._torch.members import MEMBER_TABLES, modules_within
+from rockmate._torch.storage import versions_of
+from rockmate.state.contents import Both
+from rockmate.state.members import Globals, objects_and_members
+from rockmate.state.objects import Objects
+from rockmate.state.random_state import RandomState
+from rockmate.state.tensors import storages_of
+from rockmate.state.writes import Writes
+
+
+class CallState:
+    """The state that a call begins in, which can be put back.
+
+    Attributes:
+        objects: modules and arguments, and what is reached from them, the classes of the modules,
+            and data among the globals of the files that these stand in.
+        storages: of all tensors among them.
+    """
+
+    def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Takes the present state.
+
+        Args:
+            model: the model.
+            args: positional arguments of the call.
+            kwargs: keyword arguments.
+        """
+        classes = dict.fromkeys(map(type, modules_within(model)))
+        files = dict.fromkeys(cls.__module__ for cls in classes if not _is_of_library(cls))
+        tables = [vars(sys.modules[name]) for name in files if name in sys.modules]
+        self._model, self._arguments = model, [list(args), dict(kwargs)]
+        self._roots = [model, *self._arguments, *classes, *map(Globals, tables)]
+        self.objects = self.reached()
+        tensors = self.objects.tensors.values()
+        self.storages = {key: each for each in tensors for key in storages_of(each)}
+        self._devices = {each.device for each in tensors}
+
+    def reached(self) -> Objects:
+        """What is reached now from the same roots, with its content."""
+        return Objects(self._roots, follows=objects_and_members)
+
+    def random_now(self) -> RandomState:
+        """The present random state."""
+        return RandomState(self._devices)
+
+    def versions(self) -> list[int]:
+        """How often each of the tensors has been changed in place."""
+        return versions_of(self.objects.tensors.values())
+
+    def put_back(self, writes: Writes, random: RandomState | None = None) -> None:
+        """Has all be as it was before the call.
+
+        Args:
+            writes: those of the call.
+            random: the random state then; None leaves the present one.
+        """
+        self.objects.restore()
+        with torch.no_grad():
+            writes.restore()
+        if random is not None:
+            random.restore()
+
+    def name_of(self, key: int) -> str:
+        """Where an object stands, in words: `layers.0.weight`, an argument, a global name.
+
+        Args:
+            key: address of the object.
+        """
+        named = [("", self._model), *zip(("argument", "arguments"), self._arguments, strict=True)]
+        named += [(_root_name(root), root) for root in self._roots[3:]]
+        seen: set[int] = set()
+        while named:
+            path, value = named.pop(0)
+            if id(value) == key:
+                return path or "the model"
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, tuple) and not isinstance(value, Globals):
+                named += [(f"{path}[{at}]", each) for at, each in enumerate(value)]
+            found = self.objects.found.get(id(value))
+            if found is not None:
+                named += [
+                    (joined(path, step, is_named=found[1].is_named), each)
+                    for step, each in steps_of(found[2])
+                ]
+        return "a value that the forward reaches"
+
+
+@contextmanager
+def undone(model: nn.Module) -> Iterator[Writes]:
+    """Puts all back that a run of a model changes; yields the tensors that it has changed.
+
+    Random state is left: taking it takes memory, which would count as that of the run.
+    """
+    before, writes = CallState(model, (), {}), Writes()
+    try:
+        with writes.noted():
+            yield writes
+    finally:
+        before.put_back(writes)
+
+
+def steps_of(content: Any) -> list[tuple[Any, Any]]:
+    """What a content leads to, each with its key."""
+    if isinstance(content, Mapping):
+        return list(content.items())
+    if isinstance(content, list):
+        return list(enumerate(content))
+    items = steps_of(content.items) if isinstance(content, Both) else []
+    attributes = getattr(content, "attributes", None)
+    return [*items, *attributes.items()] if isinstance(attributes, dict) else []
+
+
+def joined(path: str, step: Any, *, is_named: bool) -> str:
+    """The path one step further."""
+    if not is_named and not _is_table(path):
+        return f"{path}[{step!r}]"
+    if _is_table(path):
+        path = path.rpartition(".")[0]
+    return f"{path}.{step}" if path else str(step)
+
+
+def _is_table(path: str) -> bool:
+    return path.rpartition(".")[2] in MEMBER_TABLES
+
+
+def _root_name(root: Any) -> str:
+    if isinstance(root, Globals):
+        return str(root.table.get("__name__", "a file"))
+    return f"class {root.__qualname__}" if isinstance(root, type) else "an argument"
+
+
+def _is_of_library(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("torch", "rockmate", "builtins")

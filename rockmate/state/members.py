@@ -1,0 +1,158 @@
+"""State of modules, tensors, functions, classes and global names, as of other objects."""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import deque
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from rockmate._torch.members import accumulation_hooks_of, tensor_hooks_of
+from rockmate.state.contents import ATOMS, TensorState, has_same_memory
+from rockmate.state.objects import (
+    ABSENT,
+    LIBRARIES,
+    OF_ATTRIBUTES,
+    Handler,
+    keep,
+    objects_of_python,
+    put_dict,
+)
+
+
+@cache
+def objects_and_members(kind: type) -> Handler | None:
+    """The handler of a type, of modules, tensors, functions and classes of users too."""
+    if issubclass(kind, nn.Module):
+        return OF_ATTRIBUTES
+    if kind in (torch.Tensor, nn.Parameter):
+        return _OF_TENSOR
+    if kind is types.FunctionType:
+        return _OF_FUNCTION
+    if kind is types.MethodType:
+        return _OF_METHOD
+    if kind is functools.partial:
+        return _OF_PARTIAL
+    if issubclass(kind, type):
+        return _OF_CLASS
+    if kind is Globals:
+        return _OF_GLOBALS
+    return objects_of_python(kind)
+
+
+# --- tensors and functions ------------------------------------------------------------------------
+
+
+def _hook_tables(tensor: torch.Tensor) -> tuple[Any, Any]:
+    return tensor_hooks_of(tensor), accumulation_hooks_of(tensor)
+
+
+def _tensor_state(tensor: torch.Tensor) -> TensorState:
+    hooks: Any = tuple([None if each is None else dict(each) for each in _hook_tables(tensor)])
+    gradient = tensor.grad if tensor.is_leaf else None
+    return TensorState(tensor.detach(), tensor.requires_grad, gradient, hooks, dict(vars(tensor)))
+
+
+def _put_tensor(tensor: torch.Tensor, before: TensorState) -> None:
+    if not has_same_memory(tensor, before.memory):
+        tensor.data = before.memory
+    if tensor.is_leaf:
+        if tensor.requires_grad != before.requires_grad:
+            tensor.requires_grad_(before.requires_grad)
+        if tensor.grad is not before.gradient:
+            tensor.grad = before.gradient
+    for table, held in zip(_hook_tables(tensor), before.hooks, strict=True):
+        if table is not None:
+            put_dict(table, held or {})
+    put_dict(vars(tensor), before.attributes)
+
+
+def _cells(function: types.FunctionType) -> list[Any]:
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not bound yet
+            found.append(ABSENT)
+    return [*found, *(function.__defaults__ or ())]
+
+
+def _put_cells(function: types.FunctionType, content: list[Any]) -> None:
+    for cell, value in zip(function.__closure__ or (), content, strict=False):
+        try:
+            is_same = cell.cell_contents is value
+        except ValueError:
+            is_same = value is ABSENT
+        if not is_same and value is not ABSENT:
+            cell.cell_contents = value
+
+
+_OF_TENSOR = Handler(_tensor_state, _put_tensor)
+_OF_FUNCTION = Handler(_cells, _put_cells)
+_OF_METHOD = Handler(lambda method: [method.__self__], keep)
+_OF_PARTIAL = Handler(lambda value: [value.func, *value.args, *value.keywords.values()], keep)
+
+
+# --- classes and globals --------------------------------------------------------------------------
+
+
+class Globals(NamedTuple):
+    """The global names of a file of Python, as a root.
+
+    Attributes:
+        table: of them.
+    """
+
+    table: dict[str, Any]
+
+
+def _data_of_class(cls: type) -> dict[str, Any]:
+    if cls.__module__.partition(".")[0] in LIBRARIES:
+        return {}
+    return {name: value for name, value in vars(cls).items() if _is_data(name, value)}
+
+
+def _is_data(name: str, value: Any) -> bool:
+    is_special = name.startswith("__") or hasattr(value, "__get__") or callable(value)
+    return not is_special and not isinstance(value, types.ModuleType)
+
+
+def _put_class(cls: type, content: dict[str, Any]) -> None:
+    now = _data_of_class(cls)
+    for name in now.keys() - content.keys():
+        type.__delattr__(cls, name)
+    for name, value in content.items():
+        if now.get(name, ABSENT) is not value:
+            type.__setattr__(cls, name, value)
+
+
+_GLOBAL_KINDS = (
+    *ATOMS, dict, list, set, deque, torch.Tensor, torch.Generator, random.Random,
+    np.random.Generator,
+)  # fmt: skip
+
+
+def _data_of_globals(found: Globals) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in found.table.items()
+        if isinstance(value, _GLOBAL_KINDS) and not name.startswith("__")
+    }
+
+
+def _put_globals(found: Globals, content: dict[str, Any]) -> None:
+    for name in _data_of_globals(found).keys() - content.keys():
+        del found.table[name]
+    for name, value in content.items():
+        if found.table.get(name, ABSENT) is not value:
+            found.table[name] = value
+
+
+_OF_CLASS = Handler(_data_of_class, _put_class, is_named=True)
+_OF_GLOBALS = Handler(_data_of_globals, _put_globals, is_named=True)

@@ -1,0 +1,270 @@
+"""State of Python objects: what a forward may read and change without an op.
+
+These are attributes of modules, containers and objects that are reached from these or from other
+roots, generators of random numbers among them. Their present content is taken; later all of it is
+put back, or compared with another content.
+"""
+
+from __future__ import annotations
+
+import enum
+import random
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from rockmate.state.contents import ATOMS, Both, items_of
+
+MOST_OBJECTS = 1 << 16
+_MOST_ELEMENTS = 4096
+"""Of a container that is followed: a longer one is data."""
+_MOST_BYTES = 1 << 20
+"""Of an array of NumPy that is copied: a larger one is data."""
+LIBRARIES = frozenset((
+    "torch", "builtins", "logging", "threading", "types", "weakref", "concurrent", "asyncio",
+    "multiprocessing", "_thread", "_io", "io", "rockmate", "numpy", "_weakref", "_abc", "abc",
+    "functools", "inspect", "typing", "re",
+))  # fmt: skip
+"""Whose objects are not followed: they have state of their own kind, or point everywhere."""
+_SIZED = (dict, list, deque, set, tuple)
+_CONTAINERS = (dict, (list, deque), set)
+
+
+class Handler(NamedTuple):
+    """What to do with objects of one type.
+
+    Attributes:
+        take: gives the content: a mapping, a sequence, or what is compared as a whole.
+        put: has an object have a content.
+        is_named: whether the keys of the content are names of attributes.
+    """
+
+    take: Callable[[Any], Any]
+    put: Callable[[Any, Any], None]
+    is_named: bool = False
+
+
+class Objects:
+    """Objects that are reached from some roots, with their content at one time.
+
+    Attributes:
+        found: address -> object, handler and content.
+        tensors: address -> tensor, of those that are attributes or elements.
+    """
+
+    def __init__(
+        self,
+        roots: Iterable[Any],
+        *,
+        follows: Callable[[type], Handler | None],
+        most: int = MOST_OBJECTS,
+    ) -> None:
+        """Takes the present content.
+
+        Args:
+            roots: where to begin.
+            follows: the handler of a type; None if its objects are not followed.
+            most: how many objects are followed.
+        """
+        self.found: dict[int, tuple[Any, Handler, Any]] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._seen: dict[int, Any] = {}  # tuples, which need no content
+        pending = [each for each in roots if type(each) not in ATOMS]
+        while pending and len(self.found) < most:
+            value = pending.pop()
+            key, kind = id(value), type(value)
+            if key in self.found or key in self._seen:
+                continue
+            if isinstance(value, torch.Tensor):
+                self.tensors[key] = value
+            if kind is tuple:
+                self._seen[key] = value
+                if len(value) <= _MOST_ELEMENTS:
+                    pending += [each for each in value if type(each) not in ATOMS]
+                continue
+            handler = follows(kind)
+            if handler is None or (isinstance(value, _SIZED) and _length(value) > _MOST_ELEMENTS):
+                continue
+            content = handler.take(value)
+            self.found[key] = value, handler, content
+            pending += [each for each in items_of(content) if type(each) not in ATOMS]
+
+    def content_of(self, value: Any) -> Any:
+        """The content of an object that was followed; None of others."""
+        found = self.found.get(id(value))
+        return None if found is None else found[2]
+
+    def restore(self) -> None:
+        """Puts all of it back."""
+        for value, handler, content in self.found.values():
+            handler.put(value, content)
+
+
+def _length(value: Any) -> int:
+    own: Any = next(each for each in _SIZED if isinstance(value, each))
+    return own.__len__(value)
+
+
+# --- handlers -------------------------------------------------------------------------------------
+
+
+@cache
+def objects_of_python(kind: type) -> Handler | None:
+    """The handler of a type, but of modules, tensors, functions and classes."""
+    for base, handler in _HANDLERS:
+        if issubclass(kind, base):
+            has_both = base in _CONTAINERS and _has_dict(kind)
+            return _with_attributes(handler) if has_both else handler
+    library = kind.__module__.partition(".")[0]
+    is_followed = library not in LIBRARIES and not issubclass(
+        kind, (nn.Module, torch.Tensor, type, enum.Enum, types.ModuleType, BaseException)
+    )
+    return OF_ATTRIBUTES if is_followed and (_has_dict(kind) or _slots(kind)) else None
+
+
+def _has_dict(kind: type) -> bool:
+    return bool(kind.__dictoffset__)
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    """Names of attributes that a class keeps beside a `__dict__`."""
+    members = (vars(each).items() for each in kind.__mro__ if each is not object)
+    return tuple(
+        name
+        for each in members
+        for name, value in each
+        if isinstance(value, types.MemberDescriptorType)
+    )
+
+
+ABSENT: Any = object()
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    found = dict(vars(value)) if _has_dict(type(value)) else {}
+    for name in _slots(type(value)):
+        item = getattr(value, name, ABSENT)
+        if item is not ABSENT:
+            found[name] = item
+    return found
+
+
+def _put_attributes(value: Any, content: dict[str, Any]) -> None:
+    if _has_dict(type(value)):
+        slots = _slots(type(value))
+        own = {name: each for name, each in content.items() if name not in slots}
+        put_dict(vars(value), own if slots else content)
+    for name in _slots(type(value)):
+        if name not in content:
+            if hasattr(value, name):
+                delattr(value, name)
+        elif getattr(value, name, ABSENT) is not content[name]:
+            object.__setattr__(value, name, content[name])
+
+
+def _own(value: Any) -> Any:
+    """The class of Python that a container is of, whose methods do no more than they say."""
+    return next(each for each in (OrderedDict, dict, list, deque, set) if isinstance(value, each))
+
+
+def _dict_of(value: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(_own(value).items(value))
+
+
+def put_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
+    """Gives a dict its items back, in their order."""
+    own = _own(value)
+    if len(content) == own.__len__(value) and all(
+        (name is known or name == known) and each is before
+        for (name, each), (known, before) in zip(own.items(value), content.items(), strict=True)
+    ):
+        return
+    own.clear(value)
+    own.update(value, content)
+
+
+def _list_of(value: list[Any] | deque[Any]) -> list[Any]:
+    return list(_own(value).__iter__(value))
+
+
+def _put_list(value: list[Any] | deque[Any], content: Sequence[Any]) -> None:
+    own = _own(value)
+    if own.__len__(value) != len(content) or not all(map(_is, own.__iter__(value), content)):
+        own.clear(value)
+        own.extend(value, content)
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def _put_set(value: set[Any], content: frozenset[Any]) -> None:
+    if set.__ne__(value, content):
+        set.clear(value)
+        set.update(value, content)
+
+
+def _nothing(_: Any) -> tuple[()]:
+    return ()
+
+
+def keep(_: Any, __: Any) -> None:
+    """Nothing can have changed."""
+
+
+@cache
+def _with_attributes(handler: Handler) -> Handler:
+    """The handler of a container with attributes beside its items."""
+
+    def take(value: Any) -> Both:
+        return Both(handler.take(value), _attributes(value))
+
+    def put(value: Any, content: Both) -> None:
+        handler.put(value, content.items)
+        _put_attributes(value, content.attributes)
+
+    return Handler(take, put)
+
+
+def _set_numpy(value: np.random.Generator, state: Any) -> None:
+    value.bit_generator.state = state
+
+
+def _array_bytes(value: np.ndarray[Any, Any]) -> bytes | None:
+    is_small = value.nbytes <= _MOST_BYTES and not value.dtype.hasobject
+    return value.tobytes() if is_small else None
+
+
+def _put_array(value: np.ndarray[Any, Any], content: bytes | None) -> None:
+    if content is not None and value.flags.writeable and value.tobytes() != content:
+        value[...] = np.frombuffer(content, value.dtype).reshape(value.shape)
+
+
+_HANDLERS: Sequence[tuple[Any, Handler]] = (
+    (dict, Handler(_dict_of, put_dict)),
+    ((list, deque), Handler(_list_of, _put_list)),
+    (set, Handler(lambda value: frozenset(set.__iter__(value)), _put_set)),
+    (tuple, Handler(lambda value: list(tuple.__iter__(value)), keep)),
+    (np.ndarray, Handler(_array_bytes, _put_array)),
+    (
+        torch.Generator,
+        Handler(
+            lambda value: value.get_state().numpy().tobytes(),
+            lambda value, state: value.set_state(
+                torch.from_numpy(np.frombuffer(state, np.uint8).copy())
+            ),
+        ),
+    ),
+    (random.Random, Handler(random.Random.getstate, random.Random.setstate)),
+    (np.random.Generator, Handler(lambda value: value.bit_generator.state, _set_numpy)),
+    (np.random.RandomState, Handler(np.random.RandomState.get_state,
+                                    np.random.RandomState.set_state)),
+)  # fmt: skip
+OF_ATTRIBUTES = Handler(_attributes, _put_attributes, is_named=True)

@@ -1,0 +1,70 @@
+"""Random state of PyTorch on the CPU and on GPUs, of Python and of NumPy, at one time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+class RandomState:
+    """The states of the generators that programs share."""
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        """Takes the present states.
+
+        Args:
+            devices: those of tensors at hand; generators of GPUs among them count.
+        """
+        on_gpu = {each for each in devices if each.type == "cuda"} if _has_gpu() else set()
+        self._devices = sorted(on_gpu, key=str)
+        # No tensors: a budget may be short of their memory.
+        self._torch = torch.get_rng_state().numpy().tobytes()
+        self._cuda = [torch.cuda.get_rng_state(each).numpy().tobytes() for each in self._devices]
+        self._python = random.getstate()
+        self._numpy: Any = np.random.get_state()
+
+    def restore(self) -> None:
+        """Sets the states."""
+        torch.set_rng_state(_tensor(self._torch))
+        for device, state in zip(self._devices, self._cuda, strict=True):
+            torch.cuda.set_rng_state(_tensor(state), device)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+
+    def differences(self, other: RandomState) -> list[str]:
+        """Whose states are other ones."""
+        pairs = [("PyTorch on the CPU", self._torch, other._torch)]
+        for device, one, two in zip(self._devices, self._cuda, other._cuda, strict=True):
+            pairs.append((f"PyTorch on {device}", one, two))
+        found = [name for name, one, two in pairs if one != two]
+        found += ["Python"] if self._python != other._python else []
+        return found + (["NumPy"] if str(self._numpy) != str(other._numpy) else [])
+
+
+def _tensor(state: bytes) -> torch.Tensor:
+    return torch.from_numpy(np.frombuffer(state, np.uint8).copy())
+
+
+def _has_gpu() -> bool:
+    """Fake tensors may be on a GPU that is not there."""
+    return torch.cuda.is_available()
+
+
+def all_gpus() -> list[torch.device]:
+    """Those whose generators a collator, say, may draw from."""
+    return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+
+
+@contextmanager
+def random_state_kept(devices: Iterable[torch.device] = ()) -> Iterator[RandomState]:
+    """Puts the states back behind what runs within; yields how they were."""
+    before = RandomState(devices)
+    try:
+        yield before
+    finally:
+        before.restore()

@@ -1,0 +1,138 @@
+"""What ops write in place to tensors that were there before, so that it can be undone.
+
+A tensor is copied right before the first op that writes to it. So nothing has to be known of a
+forward, and nothing is copied that stays as it is: buffers, parameters, inputs, tensors in any
+object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from rockmate._torch.dispatch import ops_observed
+from rockmate._torch.ops import is_op, schema_of
+from rockmate._torch.storage import StorageWeakRef, storage_id
+from rockmate.state.tensors import parts_of, tensors_in
+
+
+class OutOfBudget(BaseException):
+    """Stops a run that is about to take more than it may; no model is to catch it."""
+
+
+class Writes:
+    """The tensors that ops have changed in place, with copies of what they held.
+
+    It counts the bytes of new tensors, too, and stops a run that holds too many.
+
+    Attributes:
+        changed: storage -> a tensor that has it.
+    """
+
+    def __init__(self, most_bytes: int | None = None) -> None:
+        """Nothing is changed yet.
+
+        Args:
+            most_bytes: that new tensors and copies may hold together; None for any number.
+        """
+        self.changed: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, torch.UntypedStorage] = {}
+        self._most_bytes = most_bytes
+        self._new: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._new_bytes = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copies."""
+        return sum(copy.nbytes() for copy in self._copies.values())
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Notes what runs within.
+
+        Raises:
+            OutOfBudget: it holds too much.
+        """
+        with ops_observed(self._run):
+            yield
+
+    def restore(self) -> None:
+        """Puts the contents back."""
+        for key, tensor in self.changed.items():
+            memory, before = tensor.untyped_storage(), self._copies[key]
+            if memory.nbytes() != before.nbytes():
+                memory.resize_(before.nbytes())
+            memory.copy_(before)
+
+    def release(self) -> None:
+        """Drops what is known of new tensors."""
+        self._new.clear()
+
+    def _run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        places = _written(op) if is_op(op) else None
+        if places is None:  # a higher-order op, which says nothing
+            self._save(tensors_in((args, kwargs)))
+        elif places:
+            values = [args[at] for at, _ in places if at < len(args)]
+            values += [kwargs[name] for _, name in places if name in kwargs]
+            self._save(tensors_in(values))
+        result = op(*args, **kwargs)
+        if places is not None and _makes_new(op):
+            self._note_new(result)
+        return result
+
+    def _save(self, tensors: list[torch.Tensor]) -> None:
+        for part in (part for tensor in tensors for part in parts_of(tensor)):
+            if part.layout != torch.strided:
+                continue
+            key = storage_id(part)
+            if key in self.changed or key in self._new:
+                continue
+            self.changed[key] = part.detach()
+            self._add(part.untyped_storage().nbytes())
+            self._copies[key] = part.untyped_storage().clone()
+
+    def _note_new(self, result: Any) -> None:
+        tensors = tensors_in(result)
+        for part in (part for tensor in tensors for part in parts_of(tensor)):
+            if part.layout != torch.strided:
+                continue
+            memory = part.untyped_storage()
+            key, num_bytes = storage_id(memory), memory.nbytes()
+            _, known_bytes = self._new.get(key, (None, 0))
+            self._new[key] = StorageWeakRef(memory), num_bytes
+            self._add(num_bytes - known_bytes)
+
+    def _add(self, num_bytes: int) -> None:
+        self._new_bytes += num_bytes
+        most = self._most_bytes
+        if most is None or self._new_bytes <= most:
+            return
+        self._new = {key: each for key, each in self._new.items() if not each[0].expired()}
+        self._new_bytes = self.num_bytes + sum(num_bytes for _, num_bytes in self._new.values())
+        if self._new_bytes > most:
+            raise OutOfBudget
+
+
+@cache
+def _written(op: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that an op writes to.
+
+    Ops of normalizations do not say that they write running statistics.
+    """
+    return tuple(
+        (place, argument.name)
+        for place, argument in enumerate(schema_of(op).arguments)
+        if (argument.alias_info is not None and argument.alias_info.is_write)
+        or argument.name.startswith("running_")
+    )
+
+
+@cache
+def _makes_new(op: Any) -> bool:
+    is_lifted = schema_of(op).name == "aten::lift_fresh"  # `torch.tensor` has made it
+    return is_lifted or any(each.alias_info is None for each in schema_of(op).returns)

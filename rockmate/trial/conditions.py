@@ -1,0 +1,67 @@
+"""What a trial of a planned step has to keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rockmate.graph.chunking.chunks import Chunks
+from rockmate.plan.plan import Plan
+
+_OTHER_NUMBERS = ("kernels", "loss_chunks", "memory_format")
+"""Options of plans whose ops are not eager's one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conditions:
+    """What a trial has to keep.
+
+    Attributes:
+        most_bytes: that the plain forward may hold.
+        most_copied_bytes: that copies may take while the step's own forward runs.
+        is_exact: whether the step runs eager's kernels on whole tensors, so that bits are equal.
+        only_loss: whether the step returns the loss alone.
+        what: the step, in words.
+    """
+
+    most_bytes: int
+    most_copied_bytes: int
+    is_exact: bool
+    only_loss: bool = False
+    what: str = "the planned step"
+
+
+def conditions_of(plan: Plan, *, is_laid_out: bool) -> Conditions:
+    """Those of a step that runs a plan.
+
+    Any op of the plain forward may take as much as the largest of the plan's, in whole tensors, and
+    is not to pass the budget.
+
+    Args:
+        plan: the plan.
+        is_laid_out: whether the inputs have the layouts of the sample, so that kernels are the
+            same.
+    """
+    options, graph, simulation = plan.options, plan.graph, plan.simulation
+    overheads = plan.costs.first_arrays.overhead_bytes
+    largest = max(
+        (
+            max(op.written_bytes, *(each.num_bytes for each in op.reads if not each.is_static), 0)
+            + int(overheads[op.index])
+            for op in graph.forward_ops
+        ),
+        default=0,
+    )
+    if "loss_chunks" in options:
+        chunks = Chunks.parse(options["loss_chunks"])
+        largest *= max(chunks.number, chunks.layers)
+    during_forward = simulation.live_bytes[: len(plan.schedule.forward)]
+    is_on_cpu = all(op.device.type == "cpu" for op in graph.forward_ops)
+    repeats = is_laid_out and (is_on_cpu or torch.are_deterministic_algorithms_enabled())
+    return Conditions(
+        most_bytes=plan.budget_bytes - largest,
+        most_copied_bytes=plan.budget_bytes - max(during_forward, default=0),
+        is_exact=repeats and not any(name in options for name in _OTHER_NUMBERS),
+        only_loss=options["outputs"] == "loss",
+    )

@@ -1,0 +1,166 @@
+"""Runs a step beside the plain model's forward, and raises where the two differ.
+
+[Note: the trial of a step]
+
+1. The state of the call is taken: see `CallState`.
+2. The plain model's forward runs, with gradients on, so that it takes the branches and kernels of
+   training, and with nothing saved. What ops write is copied right before (`Writes`), and bytes are
+   counted: a run that is about to pass the budget is stopped, and the log says so.
+3. What it has given and left behind is noted in a few bytes (`Outcome`), and all is put back.
+4. The step's own forward runs. Its outcome is held against the first.
+
+So a difference needs no guard that has thought of it. Where the two differ, the state is put back
+once more, so that nothing of the step remains.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate._torch.autocast import autocast_uncached
+from rockmate._torch.fake import is_fake
+from rockmate.budget import size_text
+from rockmate.capture.compiled_model import uncompiled
+from rockmate.capture.huggingface import switched_off
+from rockmate.errors import TrialError
+from rockmate.state.call_state import CallState
+from rockmate.state.random_state import RandomState
+from rockmate.state.tensors import tensors_in
+from rockmate.state.writes import OutOfBudget, Writes
+from rockmate.trial.conditions import Conditions
+from rockmate.trial.outcome import Comparison, Outcome, Reader
+
+logger = logging.getLogger(__name__)
+
+_ROUNDING_ULPS = 1024
+"""Of single precision and finer: what sums in another order, over the depth of a model, amount to.
+Values that belong to another step differ by a thousand times as much."""
+_COARSE_ULPS = 8  # of shorter formats, in which each op rounds that much
+
+
+def run_beside_eager(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    ours: Callable[[], Any],
+    conditions: Conditions,
+) -> Any:
+    """The output of `ours`, a step of a call of a model, held against the plain model's.
+
+    Args:
+        model: the plain model.
+        args: positional arguments of the call.
+        kwargs: keyword arguments.
+        ours: runs the step's forward.
+        conditions: what the trial keeps.
+
+    Raises:
+        TrialError: they differ.
+    """
+    if any(map(is_fake, tensors_in((args, kwargs)))):  # they have no numbers
+        return ours()
+    before, writes = CallState(model, args, kwargs), Writes(conditions.most_bytes)
+    random = before.random_now()
+    has_labels = kwargs.get("labels") is not None
+    reader = Reader(
+        before, writes,
+        is_exact=conditions.is_exact, has_labels=has_labels, only_loss=conditions.only_loss,
+    )  # fmt: skip
+    eager = _of_plain(model, args, kwargs, (before, random, writes, reader), conditions)
+    if eager is None:
+        return ours()
+    output = ours()
+    tolerance = 0.0 if conditions.is_exact else _rounding(before)
+    found = Comparison(before, reader, eager, reader.outcome(output), tolerance).difference()
+    if not found:
+        return output
+    del output
+    before.put_back(writes, random)
+    raise TrialError(_text(found, conditions.what))
+
+
+def _of_plain(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    taken: tuple[CallState, RandomState, Writes, Reader],
+    conditions: Conditions,
+) -> Outcome | None:
+    """The outcome of the plain forward, which is undone; None where it cannot run in the budget."""
+    before, random, writes, reader = taken
+    reason = ""
+    try:
+        for saves in (False, True):
+            try:
+                with _as_in_training(model), writes.noted(), _nothing_saved(unless=saves):
+                    output = model(*args, **kwargs)
+                outcome = reader.outcome(output)
+                break
+            except _DifferentiatedError:
+                before.put_back(writes, random)
+        else:
+            raise AssertionError
+    except (OutOfBudget, torch.OutOfMemoryError):
+        reason = f"the plain forward takes more than {size_text(conditions.most_bytes)}"
+        outcome = None
+    finally:
+        output = None
+        before.put_back(writes, random)
+        writes.release()
+    if outcome is not None and writes.num_bytes > conditions.most_copied_bytes:
+        reason = f"copies of what the forward changes take {size_text(writes.num_bytes)}"
+        outcome = None
+    if reason:
+        logger.info("%s is not held against eager, since %s", conditions.what, reason)
+    return outcome
+
+
+@contextlib.contextmanager
+def _as_in_training(model: nn.Module) -> Iterator[None]:
+    """Runs a plain model as planned steps are captured: uncompiled, without a key/value cache."""
+    with switched_off(model), uncompiled(model), autocast_uncached():
+        yield
+
+
+class _DifferentiatedError(Exception):
+    """The forward runs a backward, which needs what it has saved."""
+
+
+@contextlib.contextmanager
+def _nothing_saved(*, unless: bool) -> Iterator[None]:
+    def refuse(_: Any) -> torch.Tensor:
+        raise _DifferentiatedError
+
+    if unless:
+        yield
+        return
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
+        yield
+
+
+def _rounding(before: CallState) -> float:
+    """How far rounding alone takes a result, relative to its size, in the coarsest format."""
+    formats = {each.dtype for each in before.objects.tensors.values() if each.is_floating_point()}
+    if torch.is_autocast_enabled("cpu"):
+        formats.add(torch.get_autocast_dtype("cpu"))
+    if torch.is_autocast_enabled("cuda"):
+        formats.add(torch.get_autocast_dtype("cuda"))
+    single = torch.finfo(torch.float32).eps
+    ulp = max([single, *(torch.finfo(each).eps for each in formats)])
+    return _ROUNDING_ULPS * single if ulp <= single else _COARSE_ULPS * ulp
+
+
+def _text(found: str, what: str) -> str:
+    return (
+        f"{what} is not what the plain model does: {found}. The call has been undone. "
+        "What a forward reads and changes in Python is fixed when it is planned: keep what changes "
+        "from step to step in a buffer (register_buffer) or pass it as an argument; or leave the "
+        'submodule that does it out of the plan, untraced=["its.path"]; or plan nothing, '
+        'mode="frames". trial="never" looks away: the step is then as it was planned.'
+    )

@@ -1,0 +1,126 @@
+"""A planned call as it is run: its code, its autograd state, and the model that it was made for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from rockmate.capture.model_signature import ModelSignature, ModelWatch
+from rockmate.runtime.autograd import Runner
+from rockmate.runtime.ddp import finds_unused_parameters
+from rockmate.runtime.non_differentiable import forbid_gradient
+from rockmate.runtime.planned_call import PlannedCall
+from rockmate.step_family import StepFamily
+from rockmate.trial.conditions import conditions_of
+from rockmate.trial.run import run_beside_eager
+from rockmate.trial.steps import TrialSteps
+
+logger = logging.getLogger(__name__)
+
+
+class RunnableCall:
+    """A planned call, its autograd state, and a watch over the model's state.
+
+    Attributes:
+        planned: the plan and its code.
+        family: the captures of the same model at other sizes.
+        is_adapted: whether the schedule was made for a larger call.
+        runner: runs the code under autograd.
+        trials: which of its steps are held against eager.
+        watch: tells whether the model has changed since this object was made.
+    """
+
+    def __init__(
+        self,
+        planned: PlannedCall,
+        model: nn.Module,
+        family: StepFamily,
+        *,
+        is_adapted: bool,
+        trials: TrialSteps,
+    ) -> None:
+        self.planned, self.trials = planned, trials
+        self.family = family
+        self.is_adapted = is_adapted
+        self.runner = Runner(planned.program, model)
+        self._model = model
+        self.watch = ModelWatch(model, self.planned.attributes)
+
+    def difference(self, model: nn.Module, *, replans: bool = True) -> str:
+        """What has changed in the model since planning, in words; empty if nothing has.
+
+        A tensor hook needs a plan that makes the parameter's whole gradient. With `replans` False
+        it is only warned of, because it costs memory and changes no number.
+        """
+        if not self.watch.has_changed():
+            return ""
+        now = ModelSignature.of(model)
+        found = self.planned.state.difference(now) or self.planned.attributes.difference()
+        hooked = sorted(now.hooked - self.planned.state.hooked)
+        if found or not hooked:
+            return found
+        if replans:
+            return f"{hooked[0]} has a tensor hook, which needs its whole gradient"
+        self.warn_of_hooks(model)
+        self.watch = ModelWatch(model, self.planned.attributes)
+        return ""
+
+    def warn_of_hooks(self, model: nn.Module) -> None:
+        """Warns of tensor hooks whose gradients the plan does not count."""
+        size = {
+            name: 2 * parameter.nbytes
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        hooked = sorted(ModelSignature.of(model).hooked - self.planned.state.hooked)
+        if hooked:
+            largest = max(hooked, key=size.__getitem__)
+            logger.warning(
+                "the tensor hook on %s needs the whole gradient, which the plan does not count: "
+                "up to %s bytes beyond the budget. Parameters with such a hook: %d. "
+                "Register hooks before planning.",
+                largest,
+                f"{size[largest]:,}",
+                len(hooked),
+            )
+
+    def run(self, tensors: Sequence[Tensor]) -> Any:
+        """The model's output for the tensors of a call that the plan serves."""
+        attributes = self.planned.attributes
+        leaves_any = attributes.leaves_any
+        if leaves_any:
+            attributes.release()
+        outputs = list(self.runner.run(tensors, hooks_last=finds_unused_parameters()))
+        for index in self.planned.non_differentiable_outputs:
+            outputs[index] = forbid_gradient(outputs[index])
+        if leaves_any:
+            attributes.deliver(outputs)
+        return self.planned.output_structure.rebuild(outputs)
+
+    def run_or_try(
+        self, tensors: Sequence[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The model's output, in some steps held against eager's; see `run` and `TrialSteps`.
+
+        Args:
+            tensors: of the call.
+            args: its arguments.
+            kwargs: its keywords.
+
+        Raises:
+            TrialError: the step differs from eager's. It is undone.
+        """
+        step = partial(self.run, tensors)
+        if not self.trials.is_next(can_run=not self.runner.pending.has_any):
+            return step()
+        if self.planned.program.collectives:
+            logger.info("the planned step is not held against eager: its ranks communicate")
+            return step()
+        self.planned.attributes.release()  # as at the begin of the step itself
+        layouts = self.runner.input_layouts
+        is_laid_out = all(layouts[at].is_of(tensors[at]) for at in layouts)
+        conditions = conditions_of(self.planned.plan, is_laid_out=is_laid_out)
+        return run_beside_eager(self._model, args, kwargs, step, conditions)

@@ -1,0 +1,37 @@
+"""Which steps are trials."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+TrialOption = Literal["log", "always", "never"]
+_CHOICES = ("log", "always", "never")
+
+
+@dataclass(slots=True)
+class TrialSteps:
+    """Which steps of a plan are trials: 1, 2, 4, 8, and so on; or all, or none."""
+
+    option: TrialOption = "log"
+    num_steps: int = 0
+    _is_due: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `ValueError` unless the option is one."""
+        if self.option not in _CHOICES:
+            msg = f"trial is {self.option!r}; choose 'log', 'always' or 'never'"
+            raise ValueError(msg)
+
+    def is_next(self, *, can_run: bool) -> bool:
+        """Counts one more step; whether it is a trial.
+
+        Args:
+            can_run: whether it can be one; else the next step is one in its place.
+        """
+        self.num_steps += 1
+        is_power = self.num_steps & (self.num_steps - 1) == 0
+        self._is_due |= self.option == "always" or (self.option == "log" and is_power)
+        is_trial = self._is_due and can_run
+        self._is_due &= not is_trial
+        return is_trial

@@ -1,0 +1,42 @@
+"""A model with some of all that a trial compares, and its batches."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+BATCHES = [torch.randn(64, 32, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Net(nn.Module):
+    """Six blocks with dropout, a buffer, an attribute, a counter and a constant of its own."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.norm = nn.BatchNorm1d(32)
+        self.register_buffer("count", torch.zeros(()))
+        self.scale, self.calls, self.last = 1.0, 0, None
+        self.dropout = nn.Dropout(0.1)
+        self.seen: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        self.count += 1
+        for block in self.blocks:
+            x = block(x)
+        x = self.dropout(self.norm(x)) * self.scale
+        self.last = x.mean().detach()
+        return {"loss": x.square().mean() * torch.tensor(0.5), "features": x.detach() + 1.0}

@@ -1,0 +1,88 @@
+"""Trials keep the budget, and say where they cannot be made."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trial_net import BATCHES, Net
+
+from rockmate import RockmateModule
+from rockmate._torch.allocator import timeline
+
+
+def test_a_forward_larger_than_the_budget_is_stopped_and_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It holds all that it makes; a plan knows that it is not needed."""
+
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
+
+        def forward(self, x: Any) -> Any:
+            hidden = [x]
+            for layer in self.layers:
+                hidden.append(layer(hidden[-1]).sin())
+            return hidden[-1].square().mean()
+
+    model, x = Holding(), torch.randn(512, 64)
+    module = RockmateModule(model, x, 0.35, numerics="bitwise", trial="log")
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with caplog.at_level(logging.INFO, logger="rockmate"):
+        found = timeline(lambda: module(x).backward())
+    assert "is not held against eager, since the plain forward takes more than" in caplog.text
+    assert found.peak_bytes <= module.plan.budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("option", "expected"), [("log", [1, 2, 4]), ("always", [1, 2, 3, 4]), ("never", [])]
+)
+def test_trials_are_at_powers_of_two(
+    option: Any, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = RockmateModule(Net(), BATCHES[0], 1.0, trial=option, numerics="bitwise")
+    forward, steps, present = Net.forward, [], 0
+
+    def noted(self: Any, x: Any) -> Any:
+        steps.append(present)
+        return forward(self, x)
+
+    monkeypatch.setattr(Net, "forward", noted)
+    for present, batch in enumerate(BATCHES, 1):  # noqa: B007
+        module(batch)["loss"].backward()
+    assert steps == expected
+
+
+def test_an_unknown_option_names_those_there_are() -> None:
+    with pytest.raises(ValueError, match="choose 'log', 'always' or 'never'"):
+        RockmateModule(Net(), None, 0.5, trial="sometimes")  # pyright: ignore
+
+
+def test_auto_ends_in_eagers_numbers(caplog: pytest.LogCaptureFixture) -> None:
+    """A plan freezes what the forward reads of its input; frames do not."""
+
+    class Scaled(Net):
+        def forward(self, x: Any) -> Any:
+            return super().forward(x * getattr(x, "weight", 1.0))
+
+    losses = []
+    for wrap in (False, True):
+        model: Any = Scaled()
+        torch.manual_seed(0)
+        module = RockmateModule(model, BATCHES[0], 0.9, mode="auto", trial="log") if wrap else model
+        torch.manual_seed(1)
+        found = []
+        for step, batch in enumerate(BATCHES):
+            batch = batch.clone()
+            batch.weight = 1.0 + step  # pyright: ignore
+            found.append(module(batch)["loss"])
+            found[-1].backward()
+        losses.append(found)
+    assert all(map(torch.equal, *losses))
+    assert "the budget is kept by frames instead of a plan" in caplog.text

@@ -1,0 +1,365 @@
+"""Differences of any kind, planted in capture, frames and runtime, are found within four steps.
+
+No guard knows of any of them: what watches the model is switched off where it would see one.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from trial_net import BATCHES, Block, Net
+
+from rockmate import RockmateModule, TrialError
+from rockmate.capture.forward_attributes import ForwardAttributes
+from rockmate.capture.model_signature import ModelWatch
+from rockmate.frames.call import Call
+from rockmate.runtime import autograd, emit
+from rockmate.runtime.autograd import Runner
+
+Patch = pytest.MonkeyPatch
+SCALE = 1.0
+
+
+def unwatched(patch: Patch) -> None:
+    """Has nothing look at the model."""
+    patch.setattr(ModelWatch, "has_changed", lambda _: False)
+
+
+def around_forward(patch: Patch, change: Callable[..., Any]) -> None:
+    """Has the planned forward be `change(forward, inputs)`."""
+    run = Runner.run
+
+    def changed(self: Runner, inputs: Any, **options: Any) -> Any:
+        return change(lambda values=inputs: run(self, values, **options), inputs)
+
+    patch.setattr(Runner, "run", changed)
+
+
+def without_op(patch: Patch, name: str, replace: Callable[[Any], Any]) -> None:
+    """Has the emitted code go without the first op of a name."""
+    compiled = emit.compiled
+
+    def without(graph: Any) -> Any:
+        nodes = [node for node in graph.nodes if name in str(node.target)]
+        if nodes:
+            replace(nodes[0])
+        return compiled(graph)
+
+    patch.setattr(emit, "compiled", without)
+
+
+# --- planted before the module is made, or before a step ------------------------------------------
+
+
+def frozen_attribute(patch: Patch, model: Any) -> Any:
+    unwatched(patch)
+    return lambda step: setattr(model, "scale", 1.0 + step)
+
+
+def frozen_attribute_of_class(patch: Patch, model: Any) -> Any:
+    class Scaled(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return super().forward(x * type(self).factor)
+
+    model.__class__ = Scaled
+    unwatched(patch)
+    return lambda step: setattr(Scaled, "factor", 1.0 + step)
+
+
+def frozen_global(patch: Patch, model: Any) -> Any:
+    class Scaled(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return super().forward(x * SCALE)
+
+    model.__class__ = Scaled
+    return lambda step: patch.setitem(globals(), "SCALE", 1.0 + step)
+
+
+def frozen_attribute_of_input(_: Patch, model: Any) -> Any:
+    class Scaled(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return super().forward(x * getattr(x, "weight", 1.0))
+
+    model.__class__ = Scaled
+    return lambda step: setattr(BATCHES[step], "weight", 1.0 + step)
+
+
+def attribute_of_parameter(_: Patch, model: Any) -> None:
+    class Marked(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            weight: Any = self.norm.weight
+            weight.uses = getattr(weight, "uses", 0) + 1
+            return super().forward(x)
+
+    model.__class__ = Marked
+
+
+def data_of_parameter_assigned(_: Patch, model: Any) -> None:
+    class Assigned(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            self.norm.weight.data = self.norm.weight.data * 0.9
+            return super().forward(x)
+
+    model.__class__ = Assigned
+
+
+def parameter_replaced(_: Patch, model: Any) -> None:
+    class Replaced(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            self.norm.weight = nn.Parameter(self.norm.weight.detach().clone())
+            return super().forward(x)
+
+    model.__class__ = Replaced
+
+
+def hook_not_called(_: Patch, model: Any) -> None:
+    calls = []
+    model.norm.register_forward_hook(lambda *_: calls.append(1))
+
+
+def hook_added_later(patch: Patch, model: Any) -> Any:
+    unwatched(patch)
+
+    def add(step: int) -> None:
+        if step == 1:
+            model.norm.register_forward_hook(lambda _, __, output: output * 2)
+
+    return add
+
+
+def mode_changed_later(patch: Patch, model: Any) -> Any:
+    unwatched(patch)
+    return lambda step: model.norm.train(step == 0)
+
+
+def buffers_not_updated(patch: Patch, _: Any) -> None:
+    patch.setattr(autograd, "_write_updates", lambda *_: None)
+
+
+def buffers_updated_twice(patch: Patch, _: Any) -> None:
+    write = autograd._write_updates
+
+    def twice(runner: Any, inputs: Any, values: Any) -> None:
+        write(runner, inputs, values)
+        for place in runner.update_places:
+            runner.binding[runner.program.results[place].name].data.add_(1)
+
+    patch.setattr(autograd, "_write_updates", twice)
+
+
+def attributes_not_delivered(patch: Patch, _: Any) -> None:
+    patch.setattr(ForwardAttributes, "deliver", lambda *_: None)
+
+
+def old_attribute_delivered(patch: Patch, _: Any) -> None:
+    deliver, known = ForwardAttributes.deliver, []
+
+    def old(self: Any, outputs: list[Tensor]) -> None:
+        known.append([each.detach().clone() for each in outputs])
+        deliver(self, known[0])
+
+    patch.setattr(ForwardAttributes, "deliver", old)
+
+
+def stale_constant(patch: Patch, _: Any) -> None:
+    compiled = emit.emit
+
+    def stale(graph: Any, *args: Any) -> Any:
+        for name, value in graph.constants.items():
+            graph.constants[name] = value + 0.25
+        return compiled(graph, *args)
+
+    patch.setattr("rockmate.step.emit", stale)
+
+
+def op_dropped(patch: Patch, _: Any) -> None:
+    without_op(patch, "aten.gelu.default", lambda node: node.replace_all_uses_with(node.args[0]))
+
+
+def number_in_code_changed(patch: Patch, _: Any) -> None:
+    def change(node: Any) -> None:
+        node.args = tuple(each * 1.001 if isinstance(each, float) else each for each in node.args)
+
+    without_op(patch, "batch_norm", change)
+
+
+def dropout_draws_others(patch: Patch, _: Any) -> None:
+    around_forward(patch, lambda run, _: (torch.rand(1), run())[1])
+
+
+def dropout_draws_more(patch: Patch, _: Any) -> None:
+    around_forward(patch, lambda run, _: (run(), torch.rand(1))[0])
+
+
+def random_numbers_of_python(patch: Patch, _: Any) -> None:
+    around_forward(patch, lambda run, _: (run(), random.random())[0])
+
+
+def output_is_an_alias(patch: Patch, model: Any) -> None:
+    def shared(run: Any, inputs: Any) -> Any:
+        outputs = list(run())
+        inputs[0].data.copy_(outputs[1])
+        outputs[1] = inputs[0]
+        return outputs
+
+    around_forward(patch, shared)
+
+
+def input_changed(patch: Patch, _: Any) -> None:
+    def change(run: Any, inputs: Any) -> Any:
+        outputs = run()
+        inputs[0].add_(1.0)
+        return outputs
+
+    around_forward(patch, change)
+
+
+def one_element_differs(patch: Patch, _: Any) -> None:
+    def change(run: Any, inputs: Any) -> Any:
+        outputs = list(run())
+        features = outputs[1].detach().clone()
+        features.view(-1)[77] += 1e-6 + features.view(-1)[77].abs() * 1e-6
+        return [outputs[0], features, *outputs[2:]]
+
+    around_forward(patch, change)
+
+
+PLANTED = (
+    frozen_attribute, frozen_attribute_of_class, frozen_global, frozen_attribute_of_input,
+    attribute_of_parameter, data_of_parameter_assigned, parameter_replaced, hook_not_called,
+    hook_added_later, mode_changed_later, buffers_not_updated, buffers_updated_twice,
+    attributes_not_delivered, old_attribute_delivered, stale_constant, op_dropped,
+    number_in_code_changed, dropout_draws_others, dropout_draws_more, random_numbers_of_python,
+    output_is_an_alias, input_changed, one_element_differs,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTED, ids=lambda each: each.__name__)
+def test_planted_difference_is_found_within_four_steps(
+    plant: Callable[..., Any], monkeypatch: Patch
+) -> None:
+    model = Net()
+    before_step = plant(monkeypatch, model) or (lambda _: None)
+    module = RockmateModule(model, BATCHES[0], 0.9, numerics="bitwise", trial="log")
+    torch.manual_seed(1)
+    with pytest.raises(TrialError, match="not what the plain model does"):
+        _train(module, before_step)
+
+
+def _train(module: Any, before_step: Callable[[int], None]) -> None:
+    for step, batch in enumerate(BATCHES):
+        before_step(step)
+        module(batch.clone() if not vars(batch) else batch)["loss"].backward()
+
+
+def test_nothing_is_found_where_nothing_is_planted() -> None:
+    module = RockmateModule(Net(), BATCHES[0], 0.9, numerics="bitwise", trial="always")
+    _train(module, lambda _: None)
+
+
+# --- frames ---------------------------------------------------------------------------------------
+
+
+class Counting(Block):
+    """A block that draws, counts its calls and has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout, self.calls = nn.BatchNorm1d(32), nn.Dropout(0.1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.dropout(self.norm(super().forward(x)))
+
+
+def around_frames(patch: Patch, change: Callable[[Callable[[], Any], Any], Any]) -> None:
+    """Has the first run of each frame be `change(run, module)`."""
+    run = Call.run
+
+    def changed(self: Call) -> Any:
+        return change(lambda: run(self), self._submodules[0])
+
+    patch.setattr(Call, "run", changed)
+
+
+def frame_runs_twice(patch: Patch) -> None:
+    def twice(run: Any, module: Any) -> Any:
+        output = run()
+        type(module).forward(module, output.detach())
+        return output
+
+    around_frames(patch, twice)
+
+
+def random_state_put_back(patch: Patch) -> None:
+    def put_back(run: Any, _: Any) -> Any:
+        state = torch.get_rng_state()
+        output = run()
+        torch.set_rng_state(state)
+        return output
+
+    around_frames(patch, put_back)
+
+
+def counter_put_back(patch: Patch) -> None:
+    def put_back(run: Any, module: Any) -> Any:
+        calls, output = module.calls, run()
+        module.calls = calls
+        return output
+
+    around_frames(patch, put_back)
+
+
+def statistics_put_back(patch: Patch) -> None:
+    def put_back(run: Any, module: Any) -> Any:
+        mean = module.norm.running_mean.clone()
+        output = run()
+        module.norm.running_mean.data.copy_(mean)
+        return output
+
+    around_frames(patch, put_back)
+
+
+def output_rounded(patch: Patch) -> None:
+    around_frames(patch, lambda run, _: run().bfloat16().float())
+
+
+FRAMES = (
+    frame_runs_twice, random_state_put_back, counter_put_back, statistics_put_back, output_rounded,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", FRAMES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("mode", ["frames", "auto"])
+def test_difference_planted_in_frames(
+    plant: Callable[..., Any], mode: Any, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With "auto", eager goes on, and says so."""
+    model = nn.Sequential(*(Counting() for _ in range(6)))
+    plant(monkeypatch)
+    module = RockmateModule(model, None, 0.7, mode="frames", plan_frames=False, trial="log")
+    module._ends_in_eager = mode == "auto"
+    torch.manual_seed(1)
+    if mode == "frames":
+        with pytest.raises(TrialError, match="the step in frames is not what the plain model does"):
+            _train_blocks(module)
+        return
+    _train_blocks(module)
+    assert "eager runs" in caplog.text
+
+
+def test_nothing_is_found_in_frames_where_nothing_is_planted() -> None:
+    module = RockmateModule(
+        nn.Sequential(*(Counting() for _ in range(6))), None, 0.7, mode="frames", trial="always"
+    )
+    _train_blocks(module)
+
+
+def _train_blocks(module: nn.Module) -> None:
+    for batch in BATCHES:
+        module(batch.clone()).square().mean().backward()

@@ -24,6 +24,7 @@ from rockmate.errors import (
     InvalidSampleError,
     NothingToTrainError,
     RockmateError,
+    SignatureMismatchError,
     UnsupportedModelError,
     advise_frames,
 )
@@ -55,7 +56,6 @@ from rockmate.runtime.ungraded import UngradedCalls
 logger = logging.getLogger(__name__)
 
 Mode = Literal["plan", "frames", "auto"]
-# A forward may also fail on a sample because it is traced.
 _CAPTURE_ERRORS = (UnsupportedModelError, InvalidSampleError)
 
 
@@ -97,10 +97,9 @@ class RockmateModule(nn.Module):
         plan: a plan for the same model and sample (`Plan.load`). Nothing is measured or solved.
         strategy: the planning strategy; see `Planner.plan`. The default finds the fastest plans.
         replan: True plans again, with a line in the log, when the module has changed (device,
-            dtype, added rows, frozen parameters, autocast, modes), when a call has other keywords
-            or shapes, or when an input begins to require a gradient. Shapes no larger than the
-            sample's reuse its schedule. False raises `SignatureMismatchError` instead. So does a
-            module that was given a `plan`.
+            dtype, added rows, frozen parameters, autocast, modes) or a call differs in keywords,
+            constants, shapes or inputs that require gradients. Shapes no larger than the sample's
+            reuse its schedule. False, or a given `plan`, raises `SignatureMismatchError` instead.
         larger: "plan" plans for a call with a tensor larger than the sample's, within the same
             bytes. "refuse" raises `SignatureMismatchError`.
         mode: "plan" captures the model and plans. "frames" does not: what calls of submodules save
@@ -179,6 +178,7 @@ class RockmateModule(nn.Module):
             options=planner_options,
         )
         self._plans = PlanCache(plain, request, replans=replan, refuses_larger=larger == "refuse")
+        self._plans.new_plans.hands_over = mode == "auto"
         if sample_input is not None:
             try:
                 self._plans.plan_for_sample(sample_input)
@@ -208,10 +208,10 @@ class RockmateModule(nn.Module):
 
     def _go_on_with_frames(self, error: RockmateError) -> None:
         """With mode "auto": leaves planning for frames; else raises."""
-        if self._make_frames is None:
-            if isinstance(error, InvalidSampleError):
-                raise error
-            advise_frames(error)
+        is_refused = isinstance(error, SignatureMismatchError) and self._plans.refuses_calls
+        if self._make_frames is None or is_refused:
+            if isinstance(error, UnsupportedModelError):
+                advise_frames(error)
             raise error
         left_out = self._plans.request.left_out_by_frames if self._plans.request else []
         logger.warning(
@@ -287,10 +287,10 @@ class RockmateModule(nn.Module):
         """The wrapped module's forward: planned in training, unchanged otherwise.
 
         Raises:
-            SignatureMismatchError: a training call differs from the sample in a constant, dtype or
-                device; a tensor is larger than the sample's and `larger` is "refuse"; or the call
-                or the module's state differs in any way, and the module was made with a plan or
-                with `replan=False`.
+            SignatureMismatchError: a training call differs from the sample in a dtype or device; a
+                tensor is larger than the sample's and `larger` is "refuse"; or the call or the
+                module's state differs in any way, and the module was made with a plan or with
+                `replan=False`.
             InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: the call, or the
                 changed module, cannot be planned for.
         """
@@ -335,7 +335,7 @@ class RockmateModule(nn.Module):
             except NothingToTrainError:
                 self._ungraded.add(args, kwargs)
                 return self._ungraded.run(self.original, args, kwargs)
-            except _CAPTURE_ERRORS as error:
+            except (*_CAPTURE_ERRORS, SignatureMismatchError) as error:
                 self._go_on_with_frames(error)
         assert self._frames is not None
         return self._frames.run(args, kwargs)

@@ -25,7 +25,7 @@ from rockmate.capture.signature import (
     CallSignature,
     SampleCall,
     check_call,
-    differs_in_keywords,
+    difference_in_constants,
     differs_in_shapes,
     flatten_call,
     has_same_form,
@@ -38,6 +38,8 @@ from rockmate.fusion.rewrite import COMPILE_LIMIT_S
 from rockmate.request import PlanRequest
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.ddp import finds_unused_parameters
+from rockmate.runtime.model_checks import refuse_uninitialized
+from rockmate.runtime.new_plans import NewPlans
 from rockmate.runtime.non_differentiable import forbid_gradient
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep
@@ -144,6 +146,7 @@ class PlanCache:
     Attributes:
         runnables: at most `MAX_PLANS`, the one in use first.
         request: how to plan when no plan serves a call; None where only the given plan may run.
+        new_plans: counts the calls that needed a plan.
         largest: without a sample, the first call -> the same call at the sizes to plan for first.
     """
 
@@ -171,14 +174,21 @@ class PlanCache:
         self._samples: list[PlannedSample] = []  # one for each set of keywords
         self.largest: Callable[[CallSignature], CallSignature] | None = None
         self._warned_of_shapes_s: float | None = None  # when, by the monotonic clock
+        self.new_plans = NewPlans()
 
     def plan_for_sample(self, sample_input: Any) -> None:
         """Plans for a sample; errors as for `PlanRequest.planned_call`."""
         assert self.request is not None
+        refuse_uninitialized(self._model)
         self.adopt(self.request.planned_call(self._model, sample_input))
         self._samples.append(PlannedSample(self.runnables[0].planned.call))
         if not self._replans:
             self.request = None
+
+    @property
+    def refuses_calls(self) -> bool:
+        """Whether some calls are refused that could be planned for."""
+        return not self._replans or self._refuses_larger
 
     def adopt(
         self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False
@@ -201,6 +211,7 @@ class PlanCache:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output for a training call; errors as for `RockmateModule.forward`."""
         tensors, call = flatten_call(args, kwargs, self._optional)
+        self.new_plans.num_calls += 1
         return self.runnable_for(call, tensors).run(tensors)
 
     def copy_for(self, model: nn.Module, memo: dict[int, Any]) -> PlanCache | None:
@@ -220,6 +231,7 @@ class PlanCache:
             model, self.request, replans=self._replans, refuses_larger=self._refuses_larger
         )
         copied._samples = list(self._samples)
+        copied.new_plans.hands_over = self.new_plans.hands_over
         planned = next((each.planned for each in self.runnables if not each.is_adapted), None)
         if planned is None:
             return copied
@@ -270,22 +282,28 @@ class PlanCache:
         alike = [each for each in current if differs_in_shapes(each.planned.call, call)]
         if alike:
             return self._plan_for_shapes(alike, call, tensors)
-        reason = changed or values or self._difference_in(call)
+        reason, is_value = changed or values, True
+        if not reason:
+            reason, is_value = self._difference_in(call)
+        self.new_plans.add(reason, is_value=is_value)
         return self._plan(call, tensors, reason=reason)
 
-    def _difference_in(self, call: CallSignature) -> str:
-        """The difference between a call and the samples, in words.
+    def _difference_in(self, call: CallSignature) -> tuple[str, bool]:
+        """The difference between a call and the samples, in words, and whether it is a number's.
 
         Raises:
-            SignatureMismatchError: it is neither in keywords nor in shapes nor in `requires_grad`.
+            SignatureMismatchError: it is in the dtype, device or class of a tensor.
         """
         known = [sample.call for sample in self._samples]
         if any(call.kind == sample.kind for sample in known):
-            return "requires_grad of an input has changed"
-        alike = next((sample for sample in known if call.keywords == sample.keywords), None)
-        if alike is not None or not differs_in_keywords(known[0], call):
-            check_call(alike or known[0], call)
-        return "the call has other keywords than the sample"
+            return "requires_grad of an input has changed", False
+        alike = next((sample for sample in known if call.keywords == sample.keywords), known[0])
+        ours, theirs = alike.part_in(call), call.part_in(alike)
+        if ours.structure != theirs.structure:
+            return difference_in_constants(ours, theirs)
+        if ours.kind != theirs.kind:
+            check_call(alike, call)
+        return "the call has other keywords than the sample", False
 
     def _check_size(self, call: CallSignature) -> None:
         """Raises for a call larger than every sample in a common argument, if such are refused."""
@@ -314,7 +332,11 @@ class PlanCache:
         ]
         adapted = family.resized(larger[-1], call) if larger and kin else None
         if adapted is None:
+            num_before = family.num_separate
             step = family.step(SampleCall(*call.structure.rebuild(list(tensors))), call)
+            if family.num_separate > num_before:
+                reads_values = any(each.planned.read_values.check for each in known)
+                self.new_plans.add("tensors have other sizes", is_value=reads_values)
             shaped = step.in_form_of(larger[-1].plan) if larger else step
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:
@@ -377,7 +399,9 @@ class PlanCache:
         """
         pairs = [(sample.call.part_in(call), call.part_in(sample.call)) for sample in self._samples]
         is_sample_sized = any(
-            mine.tensors and has_same_form(mine, theirs) and is_no_larger(mine, theirs)
+            mine.tensors
+            and has_same_form(mine, theirs, with_constants=False)
+            and is_no_larger(mine, theirs)
             for mine, theirs in pairs
         )
         if not self.runnables or is_sample_sized:

@@ -91,6 +91,7 @@ class StepFamily:
             tuple[str, PlannedCall | None], str
         ] = {}  # what there is not, of which call, and why
         self._other_batch: CallSignature | None = None
+        self.num_separate = 0  # captures of one call's sizes alone
         self._captured_separately: list[
             CallSignature
         ] = []  # captured by itself, in order of their coming
@@ -179,6 +180,7 @@ class StepFamily:
                 capture = run_passes(REWRITES, capture, self._pass_options)
                 return self._step_of(capture, call)
             except (SizesNotCoveredError, KernelLayoutError) as reason:
+                self.num_separate += 1
                 logger.info("captured for these sizes alone, since %s: %s", reason, call)
                 self._warn_of_lengths(call, str(reason))
             options: dict[str, Any] = {"hooked": "", **self._options_for(call)}

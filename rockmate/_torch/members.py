@@ -35,6 +35,12 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers  # pyright: ignore[reportReturnType]
 
 
+def writable_tables(model: nn.Module) -> list[dict[str, Any]]:
+    """The parameters and buffers of a model's modules by name; those of TorchScript are fixed."""
+    tables = (table for module in model.modules() for table in tensor_tables(module))
+    return [table for table in tables if isinstance(table, dict)]
+
+
 def submodule_table(module: nn.Module) -> dict[str, nn.Module | None]:
     """The module's children by name, absent ones included, as a dictionary that can be written."""
     return module._modules

@@ -155,7 +155,8 @@ class AttributeState:
         self._submodules = list(model.modules())
         self._saved = {id(module): _Saved(module) for module in self._submodules}
         tables = [submodule_table(module) for module in self._submodules]
-        self._tables = [(table, dict(table)) for table in tables]
+        # A scripted module's is no dict: its submodules are those that it was compiled with.
+        self._tables = [(table, dict(table)) for table in tables if isinstance(table, dict)]
 
     def save(self, owner: Any) -> None:
         """Adds an object that the forward has reached."""

@@ -60,10 +60,10 @@ def snapshot(value: Any, within: tuple[int, ...] = ()) -> Any:
     if id(value) in within:
         return kind, len(within)
     inner = (*within, id(value))
-    if isinstance(value, list | tuple | deque):
-        return kind, [snapshot(item, inner) for item in value]
     if isinstance(value, dict):
-        return kind, [(key, snapshot(item, inner)) for key, item in value.items()]
+        return kind, [(key, snapshot(item, inner)) for key, item in dict.items(value)]
+    if isinstance(value, list | tuple | deque):
+        return kind, [snapshot(item, inner) for item in items_of(value)]
     if isinstance(value, set | frozenset):
         return kind, frozenset(value)
     if isinstance(value, types.SimpleNamespace):
@@ -93,8 +93,11 @@ def items_of(value: Any) -> list[Any]:
     if isinstance(value, Recorded):
         value = value.plain()
     if isinstance(value, dict):
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple | set | frozenset | deque) else []
+        return list(dict.values(value))
+    # A subclass may iterate in a way of its own.
+    kinds = (list, tuple, set, frozenset, deque)
+    kind: Any = next((each for each in kinds if isinstance(value, each)), None)
+    return [] if kind is None else list(kind.__iter__(value))
 
 
 def refill(container: Any, content: Any) -> None:
@@ -122,7 +125,9 @@ def copied(value: Any, seen: dict[int, Any] | None = None) -> Any:
     if id(value) in seen:
         return seen[id(value)]
     if isinstance(value, tuple):
-        items = [copied(item, seen) for item in value]
+        items = [copied(item, seen) for item in items_of(value)]
+        if all(item is other for item, other in zip(items, items_of(value), strict=True)):
+            return value
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     if not is_container(value):
         return value

@@ -43,7 +43,7 @@ from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.nodes import call_name
-from rockmate.capture.opaque_call import OpaqueCall, nothing_saved
+from rockmate.capture.opaque_call import OpaqueCall
 from rockmate.capture.opaque_functions import ForeignFunctions
 from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.opaque_ops import install, traced_as_ops
@@ -55,6 +55,7 @@ from rockmate.capture.tensor_parts import plain_places
 from rockmate.capture.trace_state import (
     CAPTURE_LOCK,
     eager_kernels,
+    nothing_saved,
     random_state_kept,
     tensors_kept,
 )

@@ -131,7 +131,10 @@ class ModelWatch:
         """Takes the present state of `model`, and of what its forward reads."""
         self._read = AttributeWatch(attributes)
         self._watched = tuple(model.modules())
-        self._attributes = [vars(module) for module in self._watched]
+        scripted = [each for each in self._watched if isinstance(each, torch.jit.ScriptModule)]
+        self._attributes = [vars(each) for each in self._watched if each not in scripted]
+        # TorchScript never replaces its members.
+        self._fixed = [each for module in scripted for each in module.parameters(recurse=False)]
         members = self._members()
         self._identities = list(map(id, members))
         self._tensor_places = [
@@ -154,7 +157,8 @@ class ModelWatch:
     def _members(self) -> list[Any]:
         """Submodules, parameters and buffers of each module, each after its mapping."""
         parts = list(chain.from_iterable(map(member_tables_of, self._attributes)))
-        return [member for part in parts if part for member in (part, *part.values())]
+        held = [member for part in parts if part for member in (part, *part.values())]
+        return held + self._fixed
 
     def _state_of(self, members: list[Any]) -> tuple[Any, ...]:
         """What else can change about members that are the same objects."""

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from rockmate._torch.allocator import net_allocated
-from rockmate._torch.engine import saving
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.storage import storage_id, version_of
 from rockmate.capture.attribute_access import Place, attributes_kept
@@ -437,13 +436,3 @@ def input_change_error(name: str) -> UnsupportedModelError:
         "(x = x.clone()), or leave a larger part of the model untraced."
     )
     return UnsupportedModelError(msg)
-
-
-def nothing_saved() -> contextlib.AbstractContextManager[None]:
-    """Runs with gradients on, and saves nothing for a backward."""
-
-    def refuse(_: Any) -> Tensor:
-        msg = "this run is never differentiated"
-        raise AssertionError(msg)
-
-    return saving(lambda _: None, refuse)

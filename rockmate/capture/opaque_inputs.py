@@ -117,7 +117,7 @@ def attach_input(value: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.zeros(1, dtype=dtype, device=device)
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 class _Enter(torch.autograd.Function):

@@ -26,6 +26,7 @@ depends on values may fail on synthetic ones.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -36,11 +37,11 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from rockmate._torch.autocast import autocast_dtypes
+from rockmate.capture.attribute_access import attributes_kept
 from rockmate.capture.opaque_call import (
     OpaqueCall,
     by_place,
     input_change_error,
-    nothing_saved,
     versions_of,
 )
 from rockmate.capture.opaque_functions import (
@@ -52,6 +53,7 @@ from rockmate.capture.opaque_functions import (
 from rockmate.capture.opaque_graph import Layout
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.tensor_parts import has_parts
+from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
 # Classes that keep their weights in the attributes of an object, and move them in each call.
@@ -79,29 +81,11 @@ def record_calls(
     modules = opaque_modules(model, names)
     if not modules and not with_functions:
         return {}
-    seen: list[_Seen] = []
-    running: list[list[int]] = []  # of opaque modules that are running, versions of their inputs
-    handles = [
-        handle
-        for path, module in modules.items()
-        for handle in _watch_calls(module, path, seen, running)
-    ]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    args, kwargs = structure.rebuild(tensors)
-    devices = sorted(
-        {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
-    )
     try:
-        with (
-            torch.random.fork_rng(devices=devices),
-            torch.enable_grad(),
-            nothing_saved(),
-            calls_seen(_note_functions(seen, running)),
-        ):
-            functional_call(model, by_place(model, buffers), args, kwargs, tie_weights=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+        with attributes_kept(model):
+            seen = _calls_seen(model, tensors, structure, modules, nothing_saved())
+    except DifferentiatedError:  # by the forward itself
+        seen = _calls_seen(model, tensors, structure, modules, contextlib.nullcontext())
     named = {model.get_submodule(name) for name in names}
     called = {call.module for call in seen}
     missing = [path for path, module in modules.items() if module in named and module not in called]
@@ -128,6 +112,40 @@ class _Seen(NamedTuple):
     arguments: tuple[Any, Any]
     result: Any
     autocast: dict[str, torch.dtype]
+
+
+def _calls_seen(
+    model: nn.Module,
+    tensors: list[Tensor],
+    structure: Structure,
+    modules: Mapping[str, nn.Module],
+    saving: contextlib.AbstractContextManager[None],
+) -> list[_Seen]:
+    """The calls of opaque submodules, and of functions, in a run of the model within `saving`."""
+    seen: list[_Seen] = []
+    running: list[list[int]] = []  # of opaque modules that are running, versions of their inputs
+    handles = [
+        handle
+        for path, module in modules.items()
+        for handle in _watch_calls(module, path, seen, running)
+    ]
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    args, kwargs = structure.rebuild(tensors)
+    devices = sorted(
+        {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
+    )
+    try:
+        with (
+            torch.random.fork_rng(devices=devices),
+            torch.enable_grad(),
+            saving,
+            calls_seen(_note_functions(seen, running)),
+        ):
+            functional_call(model, by_place(model, buffers), args, kwargs, tie_weights=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return seen
 
 
 def _note_functions(

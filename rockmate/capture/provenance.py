@@ -91,6 +91,8 @@ def record_module_stack(model: nn.Module) -> Iterator[ModuleStack]:
 
     handles = []
     for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):  # it takes no hooks
+            continue
         handles.append(module.register_forward_pre_hook(enter(path), prepend=True))
         handles.append(module.register_forward_hook(leave))
     try:

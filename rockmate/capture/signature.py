@@ -246,12 +246,24 @@ def _advice(planned: CallSignature, actual: CallSignature) -> str:
     return "Pass tensors of the planned dtypes and devices"
 
 
-def differs_in_keywords(planned: CallSignature, actual: CallSignature) -> bool:
-    """Whether calls have other keywords and are alike, but for sizes, in all that both have."""
-    return (
-        planned.keywords != actual.keywords
-        and planned.part_in(actual).kind == actual.part_in(planned).kind
+def difference_in_constants(planned: CallSignature, actual: CallSignature) -> tuple[str, bool]:
+    """The first argument that differs in more than tensors, in words; whether a number differs.
+
+    The calls have the same keywords.
+    """
+    (args, named), (others, others_named) = (
+        call.structure.shown([str(tensor) for tensor in call.tensors]) for call in (planned, actual)
     )
+    pairs = {
+        f"argument {index}": pair for index, pair in enumerate(zip(args, others, strict=False))
+    }
+    pairs |= {f"the argument {name}": (named[name], others_named[name]) for name in named}
+    reason = "the call has another number of arguments"
+    for name, (mine, theirs) in pairs.items():
+        if repr(mine) != repr(theirs):
+            reason = f"{name} was {mine!r} and is {theirs!r}"
+            break
+    return reason, planned.structure.differs_in_number(actual.structure)
 
 
 def differs_in_shapes(planned: CallSignature, actual: CallSignature) -> bool:
@@ -265,15 +277,20 @@ def differs_in_shapes(planned: CallSignature, actual: CallSignature) -> bool:
     )
 
 
-def has_same_form(planned: CallSignature, actual: CallSignature) -> bool:
+def has_same_form(
+    planned: CallSignature, actual: CallSignature, *, with_constants: bool = True
+) -> bool:
     """Whether the calls have the same structure and the same numbers of dimensions.
 
     Sizes, dtypes and devices do not count.
     """
+    structures = [call.structure for call in (planned, actual)]
+    if not with_constants:
+        structures = [each.without_constants() for each in structures]
     ranks, other_ranks = (
         [len(tensor.shape) for tensor in call.tensors] for call in (planned, actual)
     )
-    return planned.structure == actual.structure and ranks == other_ranks
+    return structures[0] == structures[1] and ranks == other_ranks
 
 
 def is_no_larger(actual: CallSignature, planned: CallSignature) -> bool:

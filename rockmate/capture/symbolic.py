@@ -90,7 +90,12 @@ class SymbolicCapture:
         Raises:
             SizesNotCoveredError: the symbolic graph may not be the model's at these sizes.
         """
-        return _copied(self._capture, self._template, self.values(call))
+        capture = _copied(self._capture, self._template, self.values(call))
+        values = [node.meta.get("val") for node in capture.joint.graph.nodes]
+        for each in filter(lambda value: isinstance(value, torch.Tensor), values):
+            if any(not isinstance(size, int) for size in (*each.shape, *each.stride())):
+                raise SizesNotCoveredError("sizes that coincide in the sample do not in general")
+        return capture
 
     def generic(self, passes: Callable[[Capture], Capture]) -> GenericCapture:
         """The capture at generic sizes, rewritten.

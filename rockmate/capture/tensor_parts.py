@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.fake import is_fake
-from rockmate._torch.members import tensor_tables
+from rockmate._torch.members import tensor_tables, writable_tables
 from rockmate._torch.subclasses import is_subclassed, is_wrapper, without_class, wrapped_parts
 from rockmate.errors import UnsupportedModelError
 
@@ -86,7 +86,7 @@ def is_subclassed_tensor(value: Any) -> bool:
 def plain_places(model: nn.Module) -> Iterator[None]:
     """Puts plain tensors into the places of those with attributes, with the same memory."""
     made: dict[int, torch.Tensor] = {}  # tied tensors stay tied
-    tables = [table for module in model.modules() for table in tensor_tables(module)]
+    tables = writable_tables(model)
     before = [dict(table) for table in tables]
     try:
         for table in tables:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.aot import without_decompositions
-from rockmate._torch.members import tensor_tables
+from rockmate._torch.members import writable_tables
 from rockmate.errors import UnsupportedModelError
 
 # Differentiable ATen ops with a kernel of their own that PyTorch traces as a formula of small ops.
@@ -106,7 +106,7 @@ def tensors_kept(model: nn.Module) -> Iterator[None]:
 
     It swaps those of a module with two names once for each name, and restores the wrong ones.
     """
-    places = [table for module in model.modules() for table in tensor_tables(module)]
+    places = writable_tables(model)
     before = [dict(tensors) for tensors in places]
     try:
         yield
@@ -115,3 +115,26 @@ def tensors_kept(model: nn.Module) -> Iterator[None]:
             tensors.update(
                 {name: tensor for name, tensor in own.items() if tensors.get(name) is not tensor}
             )
+
+
+class DifferentiatedError(UnsupportedModelError):
+    """A run that saves nothing for a backward needs one."""
+
+
+@contextlib.contextmanager
+def nothing_saved() -> Iterator[None]:
+    """Runs with gradients on, and saves nothing for a backward.
+
+    Raises:
+        DifferentiatedError: what runs takes a gradient itself.
+    """
+
+    def refuse(_: Any) -> torch.Tensor:
+        msg = (
+            "the forward takes a gradient itself (torch.autograd.grad or backward) of what an "
+            "untraced submodule or function computes, which a plan cannot repeat."
+        )
+        raise DifferentiatedError(msg)
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
+        yield

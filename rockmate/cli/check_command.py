@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
 import platform
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -51,11 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     from rockmate.checks.run import check_behaviour_row, check_case
 
     device = torch.device(arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    # The table says what lines of the log would say.
-    logging.getLogger("rockmate").setLevel(logging.ERROR)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     rows = [check_behaviour_row()]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _only_errors_logged():
         chosen = [case for case in cases(device, folder) if arguments.only in case.name]
         progress = tqdm(
             chosen, desc="check", leave=False, disable=True if arguments.quiet else None
@@ -70,6 +69,18 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         sys.stdout.write(_text(machine, rows))
     return 1 if any(row.failures for row in rows) else 0
+
+
+@contextlib.contextmanager
+def _only_errors_logged() -> Iterator[None]:
+    """The table says what lines of the log would say."""
+    logger = logging.getLogger("rockmate")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

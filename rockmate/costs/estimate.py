@@ -26,6 +26,8 @@ The workspace is zero, with these exceptions:
 | fused attention's backward, on CUDA | the queries' gradient in float32; shared keys, by head |
 | convolutions and their backward, on CPU | a copy of their inputs in another layout |
 | batch normalization's backward, on CPU | as many bytes as its first result |
+| group normalization of channels last and its backward, on CPU | two sums for each channel |
+| the latter of a gradient in another layout than the values | a copy of the gradient |
 
 Not counted: workspaces that cuBLAS and cuDNN choose at run time.
 """
@@ -70,6 +72,8 @@ _CPU_ATTENTION = {
         _aten._scaled_dot_product_flash_attention_backward
     ),
 }
+# Group normalizations, with the positions of their values.
+_GROUP_NORMS = {_aten.native_group_norm: 0, _aten.native_group_norm_backward: 1}
 # Ops that read only some rows of their first argument.
 _LOOKUPS = {
     _aten.embedding,
@@ -295,6 +299,23 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
     elif machine.device == "cpu" and packet is _aten.native_batch_norm_backward:
         gradient = node.meta["val"][0]  # None if it is not asked for
         yield 0 if gradient is None else _distinct_bytes(gradient)
+    elif machine.device == "cpu" and packet in _GROUP_NORMS:
+        yield from _group_norm_bytes(node, _GROUP_NORMS[packet])
+
+
+def _group_norm_bytes(node: fx.Node, position: int) -> Iterator[int]:
+    """Bytes of the sums of a group normalization, and of the copy of its gradient.
+
+    A gradient that autograd has copied is in the layout of the values.
+
+    Args:
+        node: the call.
+        position: of the values among its arguments; a gradient stands before them.
+    """
+    *gradients, values = (each.meta["val"] for each in node.args[: position + 1])  # pyright: ignore
+    if gradients or not values.is_contiguous():
+        yield 2 * values.shape[0] * values.shape[1] * max(4, values.element_size())
+    yield from (each.nbytes for each in gradients if each.stride() != values.stride())
 
 
 def _unrequested_bytes(node: fx.Node) -> int:

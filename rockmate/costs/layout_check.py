@@ -81,7 +81,7 @@ def check_layouts(calls: Iterable[tuple[str, Hashable, Any]]) -> None:
     if found:
         (_, real, fake), place = next(iter(found.items()))
         msg = (
-            f"{place} gives {real or 'no tensor'} on this device, and its fake kernel, by which "
+            f"{place} gives {real} on this device, and its fake kernel, by which "
             f"the model is captured, {fake}. Gradients could be those of other elements. Correct "
             "the fake kernel of your own op (torch.library.register_fake), or keep the submodule "
             "out of the capture (untraced=[...])."

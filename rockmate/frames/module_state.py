@@ -134,13 +134,13 @@ class Buffers:
         before = [(table, dict(table)) for place in places if (table := self._table(place))]
         try:
             for position, held in self._tables.items():
-                self._table(position).update(held)
+                _put(self._table(position), held)
             for (position, name), value in self._copies.items():
                 _buffers_of(self._owners[position])[name] = value.clone()
             yield [_buffers_of(self._owners[place])[name] for place, name in self._copies]
         finally:
             for table, held in before:
-                table.update(held)
+                _put(table, held)
 
     def _table(self, position: int) -> dict[str, Any]:
         return _buffers_of(self._owners[position])
@@ -190,6 +190,9 @@ class Members:
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         found: list[Any] = []
         for module in modules:
+            if isinstance(module, torch.jit.ScriptModule):  # never replaces its members
+                found += module.parameters(recurse=False)
+                continue
             submodules, parameters, _ = member_tables_of(vars(module))
             if submodules:
                 self._tables.append((submodules, submodules.copy()))
@@ -273,4 +276,9 @@ def autocast_as(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Any]:
-    return member_tables_of(vars(module))[2]
+    return tensor_tables(module)[1]
+
+
+def _put(table: dict[str, Any], held: Mapping[str, Any]) -> None:
+    for name, buffer in held.items():  # TorchScript's table has no `update`
+        table[name] = buffer

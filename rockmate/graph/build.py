@@ -108,6 +108,9 @@ class _Builder:
 
     def _add_input(self, node: fx.Node) -> None:
         value = node.meta["val"]
+        if value.layout != torch.strided:
+            self._add_unread(node, value)
+            return
         # A tied parameter comes in under each of its names.
         known = self._by_identity.get(storage_id(value))
         if known is not None:
@@ -116,6 +119,19 @@ class _Builder:
         storage = self._new_storage(value, node)
         storage.is_tangent = self._roles[node].kind is RoleKind.TANGENT
         storage.is_static = not storage.is_tangent
+
+    def _add_unread(self, node: fx.Node, value: torch.Tensor) -> None:
+        """An input that is not laid out by strides and that no op reads; raises if one does."""
+        if node.users:
+            role = self._roles[node]
+            msg = (
+                f"the step reads {role.name or f'input {role.index}'}, a tensor of layout "
+                f"{value.layout}, which cannot be planned. Use dense tensors."
+            )
+            raise UnsupportedModelError(msg)
+        storage = self._storage_of[node] = Storage(len(self._storages), 0, node)
+        self._storages.append(storage)
+        storage.is_static = True
 
     def _add_call(self, node: fx.Node) -> None:
         target, value = node.target, node.meta.get("val")

@@ -28,6 +28,7 @@ _IN_FORMAT_OF: dict[Any, int] = {
     _aten.max_unpool2d.default: 0,
     _aten.native_batch_norm.default: 0,
     _aten.native_batch_norm_backward.default: 1,
+    _aten.native_group_norm.default: 0,
     _aten.native_group_norm_backward.default: 1,
     _aten.channel_shuffle.default: 0,
     _aten.native_channel_shuffle.default: 0,

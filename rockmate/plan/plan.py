@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -95,8 +96,17 @@ class Plan(PlanRecord):
         return cls._of(read_plan(text))
 
     def save(self, path: str | Path) -> None:
-        """Writes `to_text` to a file."""
-        Path(path).write_text(self.to_text(), encoding="utf-8")
+        """Writes `to_text` to a file; one that is there stays until the text is whole."""
+        text, target = self.to_text(), Path(path).resolve()
+        if target.exists() and not target.is_file():  # a pipe, say
+            target.write_text(text, encoding="utf-8")
+            return
+        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
 from rockmate._torch.transforms import active_transform
@@ -16,13 +17,47 @@ from rockmate.runtime.ddp import refuse_sharded
 logger = logging.getLogger(__name__)
 
 
+def is_uninitialized(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a lazy module has no size yet."""
+    return nn.parameter.is_lazy(tensor)
+
+
+def refuse_uninitialized(model: nn.Module) -> None:
+    """Raises for a model with lazy modules that have not run."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    name = next((name for name, tensor in named if is_uninitialized(tensor)), "")
+    if name:
+        msg = (
+            f"{name} belongs to a lazy module, and has no size before the first call. Run the "
+            "model once before it is wrapped, or give no sample: the plain model then runs the "
+            "first call."
+        )
+        raise InvalidSampleError(msg)
+
+
+def refuse_scripted(model: nn.Module, opaque: list[str]) -> None:
+    """Raises for a submodule in TorchScript, unless it is part of one that is not traced."""
+    for path, module in model.named_modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            continue
+        if not any(path.startswith(f"{name}.") for name in opaque):
+            msg = (
+                f"{path or type(model).__name__} is compiled by torch.jit.script or "
+                "torch.jit.trace, and cannot be captured. Use the module that it was compiled "
+                "from, or put it in an nn.Module of its own and leave that one untraced."
+            )
+            raise UnsupportedModelError(msg)
+
+
 def check_model(model: nn.Module, untraced: tuple[str, ...], machine: Machine | None) -> None:
     """Raises for a model that cannot be captured. Warns of hooks that will not run."""
     if not model.training:
         msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
         raise InvalidSampleError(msg)
     refuse_sharded(model)
+    refuse_uninitialized(model)
     opaque = list(opaque_modules(model, untraced))
+    refuse_scripted(model, opaque)
     if machine is not None and opaque:
         msg = (
             f"the submodule {opaque[0]} is not traced, so it has to run to be measured, and "

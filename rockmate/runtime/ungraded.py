@@ -1,10 +1,9 @@
-"""Calls in training mode that have no backward: the plain model runs them."""
+"""Calls in training mode that the plain model runs: those without a backward, or too early."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -13,6 +12,7 @@ from rockmate.capture.forward_attributes import NO_ATTRIBUTES
 from rockmate.capture.model_signature import ModelWatch
 from rockmate.capture.signature import CallSignature, flatten_call
 from rockmate.capture.structure import tensors_within
+from rockmate.runtime.model_checks import is_uninitialized
 
 logger = logging.getLogger(__name__)
 
@@ -27,12 +27,15 @@ class UngradedCalls:
         self._model = model
         self._trained: Tensor | None = None  # a parameter or buffer that required a gradient
         self._found: list[tuple[CallSignature, ModelWatch]] = []  # calls that turned out to be some
-        self._has_told = False
+        self._has_told = self._is_lazy = False
 
     def includes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call is one, as far as that is known before it runs."""
         if self._trained is None or not self._trained.requires_grad:
-            members = chain(self._model.parameters(), self._model.buffers())
+            members = [*self._model.parameters(), *self._model.buffers()]
+            self._is_lazy = any(map(is_uninitialized, members))
+            if self._is_lazy:
+                return True
             self._trained = next((each for each in members if each.requires_grad), None)
         if self._trained is None:
             return not any(each.requires_grad for each in tensors_within((args, kwargs)))
@@ -50,6 +53,12 @@ class UngradedCalls:
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of a call of `model`, which may be a wrapper of the module."""
         output = model(*args, **kwargs)
+        if self._is_lazy:
+            logger.warning(
+                "this call has made the parameters of lazy modules, so the plain model ran it, "
+                "without a budget. The next call is planned for."
+            )
+            return output
         if any(each.requires_grad for each in tensors_within(output)):
             self._found.clear()
             logger.warning(

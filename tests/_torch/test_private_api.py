@@ -122,6 +122,7 @@ from rockmate._torch.fake import (
     FakeTensorMode,
     ShapeEnv,
     functional_part,
+    hint_of,
     is_fake,
     is_plain,
     mode_of,
@@ -158,10 +159,18 @@ from rockmate._torch.members import (
     submodule_table,
     tensor_hooks_of,
     tensor_tables,
+    writable_tables,
 )
 from rockmate._torch.ops import is_op, schema_of
 from rockmate._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
-from rockmate._torch.storage import StorageWeakRef, base_of, storage_id, version_of, versions_of
+from rockmate._torch.storage import (
+    StorageWeakRef,
+    base_of,
+    bytes_of,
+    storage_id,
+    version_of,
+    versions_of,
+)
 from rockmate._torch.subclasses import (
     at_path,
     is_subclassed,
@@ -171,6 +180,7 @@ from rockmate._torch.subclasses import (
 )
 from rockmate._torch.transforms import active_transform, is_batched, records_plainly
 from rockmate._torch.version import (
+    installed_version,
     is_check_skipped,
     is_tested,
     known_range,
@@ -881,6 +891,8 @@ class TestFake:
         symbol = environment.create_symbol(5, ConstantSource("rows"), DimDynamic.DYNAMIC)
         size = environment.create_symintnode(symbol, hint=5)
         assert isinstance(size, torch.SymInt)
+        assert [hint_of(each) for each in (size, 2 * size, 3)] == [5, 10, 3]
+        assert not environment.guards
 
 
 class TestGraphs:
@@ -923,6 +935,7 @@ class TestMembers:
     def test_tables(self) -> None:
         module = nn.Sequential(nn.BatchNorm1d(2))
         parameters, buffers = tensor_tables(module[0])
+        assert [*writable_tables(module[0])] == [parameters, buffers]
         assert list(parameters) == ["weight", "bias"]
         assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
         assert list(submodule_table(module)) == ["0"]
@@ -1072,7 +1085,13 @@ def test_storage() -> None:
     assert reference.expired()
 
 
+def test_bytes_of_sparse_values_are_those_of_indices_and_values() -> None:
+    assert bytes_of(torch.ones(2, 3)) == 24
+    assert bytes_of(torch.eye(4).to_sparse()) == 2 * 4 * 8 + 4 * 4
+
+
 def test_versions() -> None:
+    assert installed_version() == torch.__version__
     assert is_tested()
     assert not is_check_skipped()
     assert "2.11" in known_range()

@@ -284,6 +284,40 @@ def test_workspaces_of_our_own_kernels_are_those_measured(num_rows: int) -> None
     assert compared == 4
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("gradient_channels_last", [False, True])
+def test_workspaces_of_group_norms_are_those_measured(
+    channels_last: bool, gradient_channels_last: bool
+) -> None:
+    """Autograd or the kernel copies a gradient in another layout, by the version of PyTorch."""
+    formats = (torch.contiguous_format, torch.channels_last)
+
+    class Normalized(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale, self.norm = nn.Parameter(torch.ones(())), nn.GroupNorm(2, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = (x * self.scale).contiguous(memory_format=formats[channels_last])
+            y = self.norm(y).contiguous(memory_format=formats[gradient_channels_last])
+            return (y * y).sum()
+
+    step = capture_step(Normalized(), torch.randn(2, 8, 6, 6))
+    estimated, measured = (
+        estimate_costs(step.graph, load_machine("cpu-avx2")),
+        measure_costs(step.graph),
+    )
+    pairs = [
+        (ours.overhead_bytes, theirs.overhead_bytes)
+        for op, ours, theirs in zip(step.graph.ops, estimated.first, measured.first, strict=True)
+        if "group_norm" in str(op.node.target)
+    ]
+    assert len(pairs) == 2
+    assert pairs[1][0] >= 2 * 4 * 2 * 8
+    for ours, theirs in pairs:
+        assert ours == theirs
+
+
 def test_gradients_of_attention_take_float32_sums_on_a_gpu() -> None:
     step = capture_step(tiny_llama(), words(), machine=load_machine("h100"))
     costs = estimate_costs(step.graph, load_machine("h100")).first

@@ -377,10 +377,10 @@ def test_constant_of_another_value_or_type() -> None:
                 1 if isinstance(which, bool) else 2 if isinstance(which, int) else 3
             )
 
-    module = RockmateModule(Scaling(), {"x": X, "scale": 2.0}, 1.0)
+    module = RockmateModule(Scaling(), {"x": X, "scale": 2.0}, 1.0, replan=False)
     with pytest.raises(SignatureMismatchError, match=r"2\.0[\s\S]*3\.0"):
         module(x=X, scale=3.0)
-    module = RockmateModule(Integers(), {"x": X, "which": 1}, 1.0)
+    module = RockmateModule(Integers(), {"x": X, "which": 1}, 1.0, replan=False)
     for which in (True, 1.0):
         with pytest.raises(SignatureMismatchError):
             module(x=X, which=which)

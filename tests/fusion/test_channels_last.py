@@ -20,9 +20,9 @@ from rockmate import Plan, Planner, RockmateModule
 from rockmate.capture.nodes import call_name
 from rockmate.costs import convolution_formats
 from rockmate.graph.convolution_formats import kind_of, reads_contiguous
-from rockmate.planning import session
+from rockmate.planning import checked_forms
 from rockmate.planning.session import PlanningSession
-from rockmate.step import CapturedStep, capture_step
+from rockmate.step import CapturedStep, capture_step, checked_step
 
 pytestmark = pytest.mark.model
 
@@ -93,7 +93,8 @@ def kinds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 
 def captured(model: nn.Module, sample: Any, kinds: str | None) -> CapturedStep:
-    return capture_step(model, sample, memory_format="channels_last", contiguous_convolutions=kinds)
+    options: Any = {"memory_format": "channels_last", "contiguous_convolutions": kinds}
+    return checked_step(lambda: capture_step(model, sample, **options))
 
 
 def gradients(callee: nn.Module, owner: nn.Module, *args: Tensor) -> dict[str, Tensor]:
@@ -180,20 +181,20 @@ def test_the_format_that_is_faster_unplanned_serves_every_budget(
     torch.manual_seed(0)
     model, x = Squared(Conv(8, 16, 3), SiLU(), Conv(16, 16, 3), SiLU(), Conv(16, 8, 3)), image(8)
     chosen_from: list[Sequence[Any]] = []
-    in_one_format = session.in_one_format
+    in_one_format = checked_forms.in_one_format
 
     def noted(forms: Sequence[Any]) -> list[Any]:
         chosen_from.append(forms)
         return in_one_format(forms)
 
-    monkeypatch.setattr(session, "in_one_format", noted)
+    monkeypatch.setattr(checked_forms, "in_one_format", noted)
     planner = Planner(model, x, kernels="fused")
     (forms,) = chosen_from
     formats = [form.unchunked.step.options.get("memory_format") for form in forms]
     assert formats == [None, "channels_last"]
     assert planner.baseline_ms == min(form.unchunked.baseline.time_ms for form in forms)
 
-    monkeypatch.setattr(session, "in_one_format", lambda forms: list(forms)[-1:])
+    monkeypatch.setattr(checked_forms, "in_one_format", lambda forms: list(forms)[-1:])
     planner = Planner(model, x, kernels="fused")
     plan = planner.plan(planner.minimum_peak_bytes)
     assert plan.options["memory_format"] == "channels_last"
@@ -211,7 +212,7 @@ def test_the_format_that_is_faster_unplanned_serves_every_budget(
 def test_batches_of_other_sizes_have_the_format_of_the_sample(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(session, "in_one_format", lambda forms: list(forms)[-1:])
+    monkeypatch.setattr(checked_forms, "in_one_format", lambda forms: list(forms)[-1:])
     model = Squared(Conv(4, 8, 3), SiLU(), Conv(8, 8, 3)).double().train()
     eager = copy.deepcopy(model)
     module = RockmateModule(model, torch.randn(4, 4, 12, 12).double(), 1.0, kernels="fused")
@@ -224,7 +225,7 @@ def test_batches_of_other_sizes_have_the_format_of_the_sample(
 
 def test_numbers_are_drawn_as_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask is drawn in the order of memory, so it would be another one with channels last."""
-    monkeypatch.setattr(session, "in_one_format", lambda forms: list(forms)[-1:])
+    monkeypatch.setattr(checked_forms, "in_one_format", lambda forms: list(forms)[-1:])
     for dropout, expected in ((nn.Dropout(0.5), None), (nn.Dropout2d(0.5), "channels_last")):
         model = Squared(Conv(4, 8, 3), SiLU(), dropout, Conv(8, 8, 3)).double().train()
         x, eager = image().double(), copy.deepcopy(model)

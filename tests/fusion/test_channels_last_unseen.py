@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rockmate import Plan, Planner, RockmateModule
-from rockmate.planning import session
+from rockmate.planning import checked_forms
 
 pytestmark = pytest.mark.model
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.model
 @pytest.fixture(autouse=True)
 def channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """The form with channels last is taken where there is one."""
-    monkeypatch.setattr(session, "in_one_format", lambda forms: list(forms)[-1:])
+    monkeypatch.setattr(checked_forms, "in_one_format", lambda forms: list(forms)[-1:])
 
 
 class Between(nn.Module):

@@ -105,11 +105,15 @@ def differing(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> li
     )
 
 
+def dense(tensor: Tensor) -> Tensor:
+    return tensor.to_dense() if tensor.is_sparse else tensor
+
+
 def same_bits(ours: Tensor, reference: Tensor) -> bool:
     return (
         ours.shape == reference.shape
         and ours.dtype == reference.dtype
-        and torch.equal(ours, reference)
+        and torch.equal(dense(ours), dense(reference))
     )
 
 

@@ -1,0 +1,224 @@
+"""Models of unusual parts: planned as eager's, or refused with advice that works."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same, one_step, train
+from torch import Tensor, nn
+
+from rockmate import InvalidSampleError, Plan, RockmateModule, UnsupportedModelError
+
+X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.body(x)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Label(tuple[int, ...]):
+    """As e3nn's irreps: a tuple with a length of its own."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+class Labelled(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.label, self.labels = Label((1, 2)), [Label((3,))]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.label[0]
+
+
+class GroupNormOnInput(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.GroupNorm(4, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+class SparseBuffer(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("edges", torch.eye(3).to_sparse())
+
+
+class GradientBesideLstm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = super().forward(leaf := x.detach().requires_grad_()).square().sum()
+        return self.lstm(x)[0] + torch.autograd.grad(energy, leaf, create_graph=True)[0]
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, scale: Tensor) -> Tensor:
+        return x * (2 if scale.item() > 5 else 1) * scale
+
+
+class ScaledByScalar(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.scaled = nn.Parameter(torch.tensor(1.5)), Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(super().forward(x), self.scale * 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (Labelled, {}),
+        (GroupNormOnInput, {}),
+        (SparseBuffer, {}),
+        (GradientBesideLstm, {}),
+        (ScaledByScalar, {"untraced": ["scaled"]}),
+    ],
+)
+def test_bit_for_bit(make: type[Net], options: dict[str, Any]) -> None:
+    model = make()
+    plain = copy.deepcopy(model)
+    module = RockmateModule(model, X, 0.9, on_infeasible="least", numerics="bitwise", **options)
+
+    def loss(each: Any, step: int) -> tuple[Tensor, Tensor]:
+        output = each(X[: 64 - step])
+        return output, output.square().mean()
+
+    for step in range(3):
+        assert_same(one_step(module, model, loss, step), one_step(plain, plain, loss, step))
+
+
+@pytest.mark.parametrize("mode", ["plan", "auto", "frames"])
+def test_lazy_modules_are_planned_after_the_call_that_makes_them(
+    mode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "rockmate")
+
+    def made() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(16), nn.Dropout(0.1), Net(), nn.LazyBatchNorm1d())
+
+    model = made()
+    plain = made()
+    plain.load_state_dict(model.state_dict())
+    options = {} if mode == "frames" else {"numerics": "bitwise"}
+    module = RockmateModule(model, budget=0.9, on_infeasible="least", mode=mode, **options)
+
+    def loss(each: Any, _: int) -> tuple[Tensor, Tensor]:
+        output = each(X)
+        return output, output.square().mean()
+
+    for step in range(3):
+        assert_same(one_step(module, model, loss, step), one_step(plain, plain, loss, step))
+    assert module.is_planned == (mode != "frames")
+    assert sum("lazy modules" in each for each in caplog.messages) == 1
+
+
+def test_lazy_modules_with_a_sample_are_refused_by_name() -> None:
+    model = nn.Sequential(nn.LazyLinear(16), Net())
+    with pytest.raises(InvalidSampleError, match=r"0\.weight belongs to a lazy module"):
+        RockmateModule(model, X, 0.9)
+    assert not RockmateModule(model, X, 0.9, mode="auto").is_planned  # frames
+
+
+class Around(nn.Module):
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_torchscript_is_refused_and_runs_within_what_is_untraced() -> None:
+    inner = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh())
+    model = nn.Sequential(Net(), Around(torch.jit.script(inner)), Net())
+    with pytest.raises(UnsupportedModelError, match=r"1\.inner is compiled by torch\.jit"):
+        RockmateModule(model, X, 0.9)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def loss_of(callee: Any, _: int) -> tuple[Tensor, Tensor]:
+        output = callee(X)
+        return output, output.square().mean()
+
+    def steps(callee: Any) -> list[Any]:
+        model.load_state_dict(start)
+        return train(callee, model, loss_of)
+
+    for _ in range(2):  # its first runs are compiled otherwise than later ones
+        theirs = steps(model)
+    module = RockmateModule(model, X, 0.9, untraced=["1"], on_infeasible="least")
+    for mine, eager in zip(steps(module), theirs, strict=True):
+        assert_same(mine, eager)
+
+
+def test_a_plan_stays_when_the_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = RockmateModule(Net(), X, 0.9, on_infeasible="least").plan
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    before = path.read_bytes()
+    write = Path.write_text
+
+    def full(self: Path, text: str, **options: Any) -> int:
+        write(self, text[:100], **options)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space"):
+        plan.save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+    assert Plan.load(path).predicted_peak_bytes == plan.predicted_peak_bytes
+
+
+def test_sizes_that_coincide_in_the_sample_and_not_in_a_later_call() -> None:
+    class Points(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inp, self.net = nn.Linear(3, 16), Net()
+
+        def forward(self, x: Tensor, ptr: Tensor) -> Tensor:
+            return self.net(self.inp(x)) * (ptr.numel() - 1)
+
+    model, ptr = Points(), torch.tensor([0, 3, 6])
+    plain = copy.deepcopy(model)
+    module = RockmateModule(model, budget=0.9, on_infeasible="least", numerics="bitwise")
+
+    def loss(each: Any, step: int) -> tuple[Tensor, Tensor]:
+        output = each(X[: 40 - 6 * step, :3], ptr)
+        return output, output.square().mean()
+
+    for step in range(3):
+        assert_same(one_step(module, model, loss, step), one_step(plain, plain, loss, step))

@@ -147,7 +147,7 @@ class RockmateModule(nn.Module):
         mode: Mode = "plan",
         keep: Collection[str] = (),
         plan_frames: bool = True,
-        trial: TrialOption = "log",
+        trial: TrialOption = "never",
         **planner_options: Any,
     ) -> None:
         check_arguments(model, sample_input, budget, memory_limit, plan)
@@ -188,7 +188,7 @@ class RockmateModule(nn.Module):
 
     @classmethod
     def of(
-        cls, model: nn.Module, call: PlannedCall, *, trial: TrialOption = "log"
+        cls, model: nn.Module, call: PlannedCall, *, trial: TrialOption = "never"
     ) -> RockmateModule:
         """A module for a planned call; see `Planner.module`. It refuses calls of other shapes."""
         module = cls.__new__(cls)
@@ -196,7 +196,7 @@ class RockmateModule(nn.Module):
         module._plans.adopt(call)
         return module
 
-    def _wrap(self, model: nn.Module, trial: TrialOption = "log") -> None:
+    def _wrap(self, model: nn.Module, trial: TrialOption = "never") -> None:
         super().__init__()
         self._plans = PlanCache(innermost(model), trial=trial)
         self._frames: FrameRunner | None = None

@@ -165,7 +165,7 @@ class PlanCache:
         *,
         replans: bool = False,
         refuses_larger: bool = False,
-        trial: TrialOption = "log",
+        trial: TrialOption = "never",
     ) -> None:
         """A cache without a plan.
 

@@ -122,7 +122,7 @@ class Planner(PlanningSession):
         *,
         strategy: str = "rockmate",
         on_infeasible: OnInfeasible = "error",
-        trial: TrialOption = "log",
+        trial: TrialOption = "never",
     ) -> RockmateModule:
         """A module that trains within a budget; arguments and errors as for `plan`.
 
@@ -132,7 +132,7 @@ class Planner(PlanningSession):
         call = self.planned_call(budget, strategy=strategy, on_infeasible=on_infeasible)
         return RockmateModule.of(self.model, call, trial=trial)
 
-    def module_of(self, plan: Plan, *, trial: TrialOption = "log") -> RockmateModule:
+    def module_of(self, plan: Plan, *, trial: TrialOption = "never") -> RockmateModule:
         """A module that runs a plan which any planner made for the same step.
 
         `trial` is as for `RockmateModule`.

@@ -68,7 +68,7 @@ class FrameRunner:
         keep: Collection[str] = (),
         is_fallback: bool = False,
         interiors: Callable[[Callable[[], float]], Interiors] | None = None,
-        trial: TrialOption = "log",
+        trial: TrialOption = "never",
     ) -> None:
         """Chooses frames by structure; nothing runs.
 

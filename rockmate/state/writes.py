@@ -92,9 +92,9 @@ class Writes:
             key = storage_id(part)
             if key in self.changed or key in self._new:
                 continue
-            self.changed[key] = part.detach()
             self._add(part.untyped_storage().nbytes())
             self._copies[key] = part.untyped_storage().clone()
+            self.changed[key] = part.detach()
 
     def _note_new(self, result: Any) -> None:
         tensors = tensors_in(result)

@@ -13,7 +13,7 @@ _CHOICES = ("log", "always", "never")
 class TrialSteps:
     """Which steps of a plan are trials: 1, 2, 4, 8, and so on; or all, or none."""
 
-    option: TrialOption = "log"
+    option: TrialOption = "never"
     num_steps: int = 0
     _is_due: bool = False
 

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     planner = Planner(workload.model, workload.sample, numerics="bitwise")
     plan = planner.plan(given.budget)
     never = _seconds(planner.module_of(plan, trial="never"), workload)[1:]
-    log = _seconds(planner.module_of(plan), workload)
+    log = _seconds(planner.module_of(plan, trial="log"), workload)
     step_s = statistics.median(never)
     trial_s = statistics.median(log[step - 1] for step in (2, 4, 8)) - step_s
     num_trials = given.steps.bit_length()

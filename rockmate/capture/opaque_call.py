@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,7 @@ from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, UnsupportedModelError
 from rockmate.ops.rng import get_random_state
 from rockmate.state.call_state import undone
-from rockmate.state.tensors import storages_of
+from rockmate.state.writes import Writes
 
 # Bytes for each tensor that is saved: to look at one takes some microseconds.
 _LEAST_BORROWED = 1024
@@ -61,6 +61,7 @@ class OpaqueCall:
         draws: whether it draws random numbers.
         changes_buffers: whether a run changes one of its buffers, so that it must not run again.
         changes_attributes: whether a run changes one of its attributes; the same holds.
+        writes: tensors in its attributes that a run changes in place.
         autocast: dtype for each kind of device on which autocast is on in the call.
     """
 
@@ -80,6 +81,7 @@ class OpaqueCall:
     draws: bool = False
     changes_buffers: bool = False
     changes_attributes: bool = False
+    writes: Writes = field(default_factory=Writes)
 
     @property
     def num_arguments(self) -> int:
@@ -99,8 +101,8 @@ class OpaqueCall:
             self.draws = draws()
             changes = attributes.changes()
         self._refuse_assigned_gradients(changes)
-        own = {key for each in buffers.values() for key in storages_of(each)}
-        self.changes_attributes = bool(changes) or not writes.changed.keys() <= own
+        self.writes = writes
+        self.changes_attributes = bool(changes or writes.changed)
         self.changes_buffers = any(
             version_of(buffer) != before[name] for name, buffer in buffers.items()
         )
@@ -342,7 +344,7 @@ class OpaqueForward:
         self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]
     ) -> list[Tensor]:
         """Runs the submodule with these buffers and leaves its attributes as they were."""
-        with undone(self.call.module):
+        with undone(self.call.module, self.call.writes):
             return self.with_buffers(tensors, buffers)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -100,17 +100,23 @@ class CallState:
 
 
 @contextmanager
-def undone(model: nn.Module) -> Iterator[Writes]:
-    """Puts all back that a run of a model changes; yields the tensors that it has changed.
+def undone(model: nn.Module, known: Writes | None = None) -> Iterator[Writes]:
+    """Puts all back that a run of a model changes; yields what at its end has the tensors among it.
 
     Random state is left: taking it takes memory, which would count as that of the run.
+
+    Args:
+        model: the model.
+        known: what an equal run has changed. Ops are not observed then, since a run that is
+            observed may take other memory.
     """
-    before, writes = CallState(model, (), {}), Writes()
+    before, writes = CallState(model, (), {}), Writes() if known is None else known.copied()
     try:
-        with writes.noted():
+        with writes.noted() if known is None else nullcontext():
             yield writes
     finally:
         before.put_back(writes)
+        writes.forget_others(before.storages)
 
 
 def steps_of(content: Any) -> list[tuple[Any, Any]]:

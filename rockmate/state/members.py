@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rockmate._torch.members import accumulation_hooks_of, tensor_hooks_of
+from rockmate._torch.members import RECURRENT_WEIGHTS, accumulation_hooks_of, tensor_hooks_of
 from rockmate.state.contents import ATOMS, TensorState, has_same_memory
 from rockmate.state.objects import (
     ABSENT,
@@ -30,7 +30,7 @@ from rockmate.state.objects import (
 def objects_and_members(kind: type) -> Handler | None:
     """The handler of a type, of modules, tensors, functions and classes of users too."""
     if issubclass(kind, nn.Module):
-        return OF_ATTRIBUTES
+        return _OF_MODULE
     if kind in (torch.Tensor, nn.Parameter):
         return _OF_TENSOR
     if kind is types.FunctionType:
@@ -44,6 +44,24 @@ def objects_and_members(kind: type) -> Handler | None:
     if kind is Globals:
         return _OF_GLOBALS
     return objects_of_python(kind)
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+
+def _module_state(module: nn.Module) -> dict[str, Any]:
+    own = vars(module)
+    if RECURRENT_WEIGHTS.isdisjoint(own):
+        return OF_ATTRIBUTES.take(module)
+    return {name: each for name, each in own.items() if name not in RECURRENT_WEIGHTS}
+
+
+def _put_module(module: nn.Module, content: dict[str, Any]) -> None:
+    renewed = {name: each for name, each in vars(module).items() if name in RECURRENT_WEIGHTS}
+    OF_ATTRIBUTES.put(module, content | renewed)
+
+
+_OF_MODULE = Handler(_module_state, _put_module, is_named=True)
 
 
 # --- tensors and functions ------------------------------------------------------------------------

@@ -7,7 +7,7 @@ object.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -72,6 +72,17 @@ class Writes:
         """Drops what is known of new tensors."""
         self._new.clear()
 
+    def forget_others(self, storages: Container[int]) -> None:
+        """Keeps those to these storages, without what they held."""
+        self.changed = {key: each for key, each in self.changed.items() if key in storages}
+        self._copies.clear()
+
+    def copied(self) -> Writes:
+        """Writes to the same tensors, with copies of what they hold now."""
+        found = Writes()
+        found._save(list(self.changed.values()))
+        return found
+
     def _run(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         places = _written(op) if is_op(op) else None
         if places is None:  # a higher-order op, which says nothing
@@ -92,9 +103,9 @@ class Writes:
             key = storage_id(part)
             if key in self.changed or key in self._new:
                 continue
-            self.changed[key] = part.detach()
             self._add(part.untyped_storage().nbytes())
             self._copies[key] = part.untyped_storage().clone()
+            self.changed[key] = part.detach()
 
     def _note_new(self, result: Any) -> None:
         tensors = tensors_in(result)

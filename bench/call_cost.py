@@ -128,7 +128,7 @@ def _rows(name: str, budgets: Sequence[float], num_rounds: int) -> list[list[str
     for budget in budgets:
         key = f"budget {budget}"
         try:
-            steps[key] = _step(workload, planner.module(budget))
+            steps[key] = _step(workload, planner.module(budget, trial="never"))
         except InfeasibleBudgetError as error:
             least = error.minimum_bytes / planner.baseline_peak_bytes
             rows.append([name, key, f"infeasible: smallest is {least:.2f}", *[""] * 4])

@@ -251,7 +251,7 @@ def train_capped(name: str, num_rows: int) -> int:
     case = CASES[name]
     model, sample = case.build(), case.sample(num_rows)
     planner = Planner(model, sample, machine="cpu-avx2", numerics=case.numerics)
-    module = planner.module(1, on_infeasible="least")
+    module = planner.module(1, on_infeasible="least", trial="never")
     trained = [each for each in model.parameters() if each.requires_grad]
     optimizer = (
         torch.optim.AdamW(trained) if case.optimizer == "adamw" else torch.optim.SGD(trained)

@@ -160,7 +160,7 @@ def _measure(name: str, options: argparse.Namespace, lines: Path) -> None:
 
 
 def _framed(model: nn.Module, budget: int) -> nn.Module:
-    return RockmateModule(model, None, budget, mode="frames", on_infeasible="least")
+    return RockmateModule(model, None, budget, mode="frames", on_infeasible="least", trial="never")
 
 
 def _paths_of(trained: Trained) -> tuple[str, ...]:

@@ -101,7 +101,7 @@ class Case:
         if best is None:
             return None
         as_plan: Any = self.planner._as_plan  # pyright: ignore[reportPrivateUsage]
-        return self.planner.module_of(as_plan(budget_bytes, self._strategy, *best))
+        return self.planner.module_of(as_plan(budget_bytes, self._strategy, *best), trial="never")
 
     def peak_bytes(self, callee: Callable[..., Any]) -> int:
         """The peak of a step of a model or module."""

@@ -122,7 +122,9 @@ def _point(
     )
     begin = time.process_time()
     try:
-        module = planner.module(budget_bytes, strategy="rockmate" if may_chunk else "bitwise")
+        module = planner.module(
+            budget_bytes, strategy="rockmate" if may_chunk else "bitwise", trial="never"
+        )
     except InfeasibleBudgetError:
         return {"plan": "infeasible"}
     plan_s = time.process_time() - begin

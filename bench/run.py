@@ -215,7 +215,7 @@ def _candidate(
     except InfeasibleBudgetError as error:
         bounds = {"budget_bytes": error.budget_bytes, "minimum_bytes": error.minimum_bytes}
         return _Candidate(given=given, record=record | {"feasible": False} | bounds)
-    module, module_s = _timed(lambda: planner.module(budget))
+    module, module_s = _timed(lambda: planner.module(budget, trial="never"))
     record |= {
         "feasible": True,
         "budget_bytes": plan.budget_bytes,

@@ -149,7 +149,13 @@ def planned(
     model = fully_shard(model_of(options), mesh)
     # Chunks add a loss in another order: bits are those of PyTorch's without them.
     return RockmateModule(
-        model, batch, budget, numerics="bitwise", time_limit_s=TIME_LIMIT_S, on_infeasible="least"
+        model,
+        batch,
+        budget,
+        numerics="bitwise",
+        time_limit_s=TIME_LIMIT_S,
+        on_infeasible="least",
+        trial="never",
     )
 
 

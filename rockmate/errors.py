@@ -171,7 +171,14 @@ class TrialError(RockmateError, RuntimeError):
     """A step within the budget that was held against eager differs from it.
 
     The step is undone: parameters, buffers, attributes and random state are as before the call.
+
+    Attributes:
+        sets_up: whether the plain forward has added or removed hooks, as a first call may.
     """
+
+    def __init__(self, text: str, *, sets_up: bool = False) -> None:
+        super().__init__(text)
+        self.sets_up = sets_up
 
 
 class BackwardError(RockmateError, RuntimeError):

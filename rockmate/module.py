@@ -176,9 +176,8 @@ class RockmateModule(nn.Module):
             on_infeasible=on_infeasible,
             options=planner_options,
         )
-        self._plans = PlanCache(
-            plain, request, replans=replan, refuses_larger=larger == "refuse", trial=trial
-        )
+        refuses: Any = {"replans": replan, "refuses_larger": larger == "refuse"}
+        self._plans = PlanCache(plain, request, trial=trial, **refuses)
         self._plans.new_plans.hands_over = mode == "auto"
         if sample_input is not None:
             try:
@@ -187,9 +186,7 @@ class RockmateModule(nn.Module):
                 self._go_on_with_frames(error)
 
     @classmethod
-    def of(
-        cls, model: nn.Module, call: PlannedCall, *, trial: TrialOption = "log"
-    ) -> RockmateModule:
+    def of(cls, model: nn.Module, call: PlannedCall, *, trial: TrialOption) -> RockmateModule:
         """A module for a planned call; see `Planner.module`. It refuses calls of other shapes."""
         module = cls.__new__(cls)
         module._wrap(model, trial)
@@ -341,6 +338,8 @@ class RockmateModule(nn.Module):
                 self._ungraded.add(args, kwargs)
                 return self._ungraded.run(self.original, args, kwargs)
             except (*_CAPTURE_ERRORS, SignatureMismatchError) as error:
+                if self._make_frames is not None and self._ungraded.includes_set_up(error):
+                    return self.original(*args, **kwargs)
                 self._go_on_with_frames(error)
         assert self._frames is not None
         try:

@@ -154,9 +154,9 @@ def _planned(
     """A planned module at a share of the peak, or at the smallest peak if that is more."""
     planner = Planner(module, batch, outputs="loss", kernels=kernels)
     try:
-        return planner.module(share)
+        return planner.module(share, trial="never")
     except InfeasibleBudgetError:
-        return planner.module(planner.minimum_peak_bytes)
+        return planner.module(planner.minimum_peak_bytes, trial="never")
 
 
 def peer_step(model: GpuModel, device: torch.device, peer: str) -> Figures:
@@ -316,7 +316,9 @@ def _train_planned(model: GpuModel, device: torch.device, rows: int, cap_bytes: 
         if rows > 8:
             raise torch.OutOfMemoryError
         return _train(_planned(module, batch, 0.5), module, batch, device)
-    planned = RockmateModule(module, batch, memory_limit=cap_bytes, optimizer="sgd", outputs="loss")
+    planned = RockmateModule(
+        module, batch, memory_limit=cap_bytes, optimizer="sgd", outputs="loss", trial="never"
+    )
     return _train(planned, module, batch, device)
 
 

@@ -34,7 +34,7 @@ def offloaded_step(model: GpuModel, device: torch.device, share: float) -> Figur
         begin = time.perf_counter()
         planner = Planner(module, batch, outputs="loss", offload=offload)
         budget = max(int(share * planner.baseline_peak_bytes), planner.minimum_peak_bytes)
-        planned = planner.module(budget)
+        planned = planner.module(budget, trial="never")
         planning_s = time.perf_counter() - begin
         plan, lanes = planned.plan, planned.plan.simulation.lanes
         figures = {
@@ -116,7 +116,7 @@ def _without_moves(
 ) -> Figures:
     """Times of the plan of the same budget that recomputes alone; empty if there is none."""
     try:
-        planned = planner.module(budget, strategy=UNMOVED)
+        planned = planner.module(budget, strategy=UNMOVED, trial="never")
     except InfeasibleBudgetError:
         return {}
     found = against_eager(planned, module, batch, device)

@@ -105,9 +105,8 @@ class ModelMeasurement:
                 continue
             begin = time.perf_counter()
             plan = Plan.load(self.options.plans / record["file"])
-            module = RockmateModule.of(
-                self.workload.model, step.in_form_of(plan).planned_call(plan)
-            )
+            call = step.in_form_of(plan).planned_call(plan)
+            module = RockmateModule.of(self.workload.model, call, trial="never")
             prepare_s = record["plan_s"] + time.perf_counter() - begin
             peer = partial(_lend, module)
             if self._measure(name, peer, owner="ours", prepare_s=prepare_s):

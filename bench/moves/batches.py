@@ -146,7 +146,7 @@ def _measured(
     rows: int,
 ) -> Record:
     """One batch, planned and trained in turn with eager's smaller one."""
-    module = planner.module(memory - _batch_bytes(sample(num_rows)))
+    module = planner.module(memory - _batch_bytes(sample(num_rows)), trial="never")
     ours, eager = partial(_step, module, sample(num_rows)), partial(_step, model, sample(rows))
     ours()
     peak_bytes = allocator_peak(ours)

@@ -46,11 +46,11 @@ def measured(name: str, folder: str) -> Iterator[Record]:
     workload = small_workload(name)
     planner = Planner(workload.model, workload.sample, offload=f"disk:{folder}", numerics="bitwise")
     eager = gradients(workload, workload.model)
-    base = planner.module(1.0)
+    base = planner.module(1.0, trial="never")
     unmoved = gradients(workload, base)
     least, peak = planner.minimum_peak_bytes, planner.baseline_peak_bytes
     for share in SHARES:
-        module = planner.module(int(least + share * (peak - least)))
+        module = planner.module(int(least + share * (peak - least)), trial="never")
         disk = new_disk(workload.model, folder)
         ours = gradients(workload, module)
         own_peak = allocator_peak(step_of(workload, module))

@@ -55,7 +55,7 @@ def against_peers(name: str, folder: str) -> Iterator[Record]:
             is_same = same(gradients(workload, model), reference)
         peer_bytes = allocator_peak(theirs)
         budget = min(max(peer_bytes, planner.minimum_peak_bytes), planner.baseline_peak_bytes)
-        module = planner.module(budget)
+        module = planner.module(budget, trial="never")
         ours = step_of(workload, module)
         is_bitwise = same(gradients(workload, module), reference)
         own_bytes = allocator_peak(ours)

@@ -65,6 +65,7 @@ from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
+from rockmate.state.call_state import objects_kept
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +199,8 @@ def _captured(
                 with_functions=functions.are_recorded and not is_elsewhere,
             )
         forward = make()
-        with functions.traced():
+        # Hooks put tensors into dictionaries of the script, where those of a trace are no use.
+        with objects_kept(model), functions.traced():
             joint, wrapped[:] = _traced(model, forward, tensors, calls, keeps_checkpoints)
         return joint, forward
 

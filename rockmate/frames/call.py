@@ -140,8 +140,8 @@ class Call:
         return Arguments(self._forward, *self._rest)
 
     def has_changed_objects(self) -> bool:
-        """Whether attributes, or what is reached from them and from arguments, have changed."""
-        return self._objects.has_changed()
+        """Whether members, attributes, or what is reached from them or from arguments, changed."""
+        return self._objects.has_changed() or self._members.has_changed()
 
     def has_changed_inputs(self) -> bool:
         """Whether an argument was changed in place since the call began."""
@@ -216,7 +216,8 @@ class Call:
         msg = (
             f"{self.key} does not repeat itself: its forward saved {first}, and {second} when it "
             "ran again. It depends on state outside of it, such as a global counter. Leave it "
-            f"whole: keep={[self.key.path]!r}."
+            f"whole: keep={[self.key.path]!r}. If a first call sets the model up, run the plain "
+            "model once before it is wrapped."
         )
         return UnsupportedModelError(msg)
 
@@ -233,5 +234,6 @@ class _Detached:
         found = self._found.get(id(value))
         if found is None:
             found = value.detach().requires_grad_(value.requires_grad)
+            vars(found).update(vars(value))  # attributes that users have set
             self._found[id(value)] = found
         return found

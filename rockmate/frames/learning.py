@@ -8,6 +8,7 @@ worth it.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +24,8 @@ from rockmate.frames.needs import MOST_PLANNED, StepNeeds
 from rockmate.frames.views import layout_of
 from rockmate.frames.way import Surroundings
 from rockmate.state.tensors import tensors_in
+
+logger = logging.getLogger(__name__)
 
 _MOST_STEPS = 3
 """Of one shape, that capture: a frame may seldom come, as LayerDrop leaves it out."""
@@ -135,8 +138,12 @@ class Learning:
         """
         path = call.key.path
         self._present.paths.add(path)
-        self._interiors.learn(call, module, arguments)
-        found = self._interiors.find(path, arguments)
+        found = None
+        if any(map(vars, tensors_in(output))):
+            logger.info("%s is not planned: its output has attributes that Python sets", path)
+        else:
+            self._interiors.learn(call, module, arguments)
+            found = self._interiors.find(path, arguments)
         if found is None:
             self._present.found.pop(path, None)
             return

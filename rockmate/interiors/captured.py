@@ -79,6 +79,8 @@ class CapturedInteriors:
         interior = known.get(signature)
         if interior is None or not are_apart(tensors) or not interior.is_present(arguments.forward):
             return None
+        if any(map(vars, tensors)):  # attributes, which the inside may read
+            return None
         return interior, tensors
 
     def watch(self, path: str, module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rockmate.capture.forward_attributes import NO_ATTRIBUTES
 from rockmate.capture.model_signature import ModelWatch
 from rockmate.capture.signature import CallSignature, flatten_call
+from rockmate.errors import TrialError
 from rockmate.runtime.model_checks import is_uninitialized
 from rockmate.state.opened_object import tensors_within
 
@@ -27,7 +28,7 @@ class UngradedCalls:
         self._model = model
         self._trained: Tensor | None = None  # a parameter or buffer that required a gradient
         self._found: list[tuple[CallSignature, ModelWatch]] = []  # calls that turned out to be some
-        self._has_told = self._is_lazy = False
+        self._has_told = self._is_lazy = self._has_set_up = False
 
     def includes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call is one, as far as that is known before it runs."""
@@ -49,6 +50,17 @@ class UngradedCalls:
         call = flatten_call(args, kwargs)[1]
         self._found = [each for each in self._found if not each[1].has_changed()]
         self._found.append((call, ModelWatch(self._model, NO_ATTRIBUTES)))
+
+    def includes_set_up(self, error: Exception) -> bool:
+        """Whether a call that ended in an error is a first one, which sets the model up."""
+        sets_up = not self._has_set_up and isinstance(error, TrialError) and error.sets_up
+        if sets_up:
+            self._has_set_up = True
+            logger.warning(
+                "this call adds or removes hooks, as a first call may, so the plain model ran it, "
+                "without a budget. The next call is planned for."
+            )
+        return sets_up
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of a call of `model`, which may be a wrapper of the module."""

@@ -51,6 +51,15 @@ class CallState:
         """What is reached now from the same roots, with its content."""
         return Objects(self._roots, follows=objects_and_members)
 
+    def storages_of(self, key: int) -> tuple[int, ...]:
+        """The storages that a tensor had.
+
+        Args:
+            key: its address.
+        """
+        found = self.objects.found.get(key)
+        return storages_of(self.objects.tensors[key] if found is None else found[2].memory)
+
     def random_now(self) -> RandomState:
         """The present random state."""
         return RandomState(self._devices)
@@ -97,6 +106,16 @@ class CallState:
                     for step, each in steps_of(found[2])
                 ]
         return "a value that the forward reaches"
+
+
+@contextmanager
+def objects_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back which objects a model reaches, and what they hold; not the numbers of tensors."""
+    before = CallState(model, (), {})
+    try:
+        yield
+    finally:
+        before.objects.restore()
 
 
 @contextmanager

@@ -215,12 +215,11 @@ class Comparison:
             found = numbers.difference(ours.written[key], self._tolerance)
             if found:
                 yield f"{self._name_of_storage(key)} {found}"
-        for tensor, old, new in zip(
-            self._before.objects.tensors.values(), eager.versions, ours.versions, strict=True
-        ):
-            is_known = not eager.written.keys().isdisjoint(storages_of(tensor))
+        tensors = self._before.objects.tensors
+        for key, old, new in zip(tensors, eager.versions, ours.versions, strict=True):
+            is_known = not eager.written.keys().isdisjoint(self._before.storages_of(key))
             if old != new and not is_known:
-                name = self._before.name_of(id(tensor))
+                name = self._before.name_of(key)
                 yield f"{name} is changed in place, which eager leaves as it is"
 
     def _name_of_storage(self, key: int) -> str:

@@ -25,6 +25,7 @@ from torch import nn
 
 from rockmate._torch.autocast import autocast_uncached
 from rockmate._torch.fake import is_fake
+from rockmate._torch.members import module_hooks_of, modules_within
 from rockmate.budget import size_text
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.huggingface import switched_off
@@ -82,7 +83,9 @@ def run_beside_eager(
         return output
     del output
     before.put_back(writes, random)
-    raise TrialError(_text(found, conditions.what))
+    tables = {id(each) for part in modules_within(model) for each in module_hooks_of(vars(part))}
+    sets_up = not tables.isdisjoint(eager.contents)
+    raise TrialError(_text(found, conditions.what, sets_up=sets_up), sets_up=sets_up)
 
 
 def _of_plain(
@@ -156,9 +159,15 @@ def _rounding(before: CallState) -> float:
     return _ROUNDING_ULPS * single if ulp <= single else _COARSE_ULPS * ulp
 
 
-def _text(found: str, what: str) -> str:
+def _text(found: str, what: str, *, sets_up: bool) -> str:
+    text = f"{what} is not what the plain model does: {found}. The call has been undone. "
+    if sets_up:
+        return (
+            f"{text}The plain forward adds or removes hooks, as a first call may. Run the plain "
+            "model once before it is wrapped."
+        )
     return (
-        f"{what} is not what the plain model does: {found}. The call has been undone. "
+        f"{text}"
         "What a forward reads and changes in Python is fixed when it is planned: keep what changes "
         "from step to step in a buffer (register_buffer) or pass it as an argument; or leave the "
         'submodule that does it out of the plan, untraced=["its.path"]; or plan nothing, '

@@ -219,7 +219,7 @@ def test_gradients_that_are_put_off_are_eagers_bit_for_bit(name: str) -> None:
         ours = replace(
             plan, schedule=schedule, simulation=simulate(plan.graph, schedule, plan.costs)
         )
-        module = RockmateModule.of(owner, case.planner._step.planned_call(ours))
+        module = RockmateModule.of(owner, case.planner._step.planned_call(ours), trial="log")
         assert_same(train(module, owner, workload_loss(case.workload), 1)[0], reference)
 
 
@@ -232,7 +232,7 @@ def test_a_hook_fires_once_behind_a_gradient_that_is_put_off() -> None:
     plan = planner.plan(1.0)
     schedule = all_put_off(plan.graph, plan.schedule, random.Random(1))
     ours = replace(plan, schedule=schedule, simulation=simulate(plan.graph, schedule, plan.costs))
-    module = RockmateModule.of(model, planner._step.planned_call(ours))
+    module = RockmateModule.of(model, planner._step.planned_call(ours), trial="log")
     fired: list[str] = []
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))

@@ -294,5 +294,5 @@ def test_gradients_of_a_changed_schedule_are_eagers_bit_for_bit(name: str) -> No
         owner.load_state_dict(case.before)
         owner.zero_grad(set_to_none=True)
         ours = replace(plan, schedule=schedule, simulation=simulate(graph, schedule, costs))
-        module = RockmateModule.of(owner, case.planner._step.planned_call(ours))
+        module = RockmateModule.of(owner, case.planner._step.planned_call(ours), trial="log")
         assert_same(train(module, owner, workload_loss(case.workload), 1)[0], reference)

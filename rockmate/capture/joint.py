@@ -361,11 +361,7 @@ def _input_role(descriptor: Any) -> Role:
         case "TangentAOTInput" if type(descriptor.output).__name__ == "PlainAOTOutput":
             return Role(RoleKind.TANGENT, index=descriptor.output.idx)
         case "TangentAOTInput" if type(descriptor.output).__name__ == "InputMutationAOTOutput":
-            msg = (
-                "the model changes an input that requires a gradient in place, which a plan cannot "
-                "repeat. Change a copy: x = x * 2 in place of x.mul_(2)."
-            )
-            raise UnsupportedModelError(msg)
+            raise _changed_in_place(_input_role(descriptor.output.mutated_input))
         case "SubclassGetAttrAOTInput":
             base = _input_role(descriptor.base)
             return replace(base, inner=(*base.inner, descriptor.attr))
@@ -413,6 +409,7 @@ def _output_role(descriptor: Any, wrappings: Mapping[Role, Wrapping]) -> Role:
             return Role(RoleKind.BUFFER_UPDATE, name=target.name)
         if target.kind is RoleKind.INPUT:
             return Role(RoleKind.INPUT_UPDATE, index=target.index)
+        raise _changed_in_place(target)
     if kind == "GradAOTOutput":
         target = _input_role(descriptor.grad_of)
         if target.kind is RoleKind.PARAMETER:
@@ -423,6 +420,20 @@ def _output_role(descriptor: Any, wrappings: Mapping[Role, Wrapping]) -> Role:
             return Role(kind, index=target.index, wrapping=wrappings.get(target))
     msg = f"the model has an output of kind {kind} ({descriptor}), which is not supported"
     raise UnsupportedModelError(msg)
+
+
+def _changed_in_place(role: Role) -> UnsupportedModelError:
+    if role.kind is RoleKind.PARAMETER:
+        msg = (
+            f"the forward changes the parameter {role.name} in place, which a plan cannot repeat. "
+            "Change it after the backward, or make it a buffer (register_buffer)."
+        )
+    else:
+        msg = (
+            "the model changes an input that requires a gradient in place, which a plan cannot "
+            "repeat. Change a copy: x = x * 2 in place of x.mul_(2)."
+        )
+    return UnsupportedModelError(msg)
 
 
 def _own_name(target: str) -> str:

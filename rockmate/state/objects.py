@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rockmate.state.contents import ATOMS, Both, items_of
+from rockmate.state.contents import ATOMS, Both, is_same_content, items_of
 
 MOST_OBJECTS = 1 << 16
 _MOST_ELEMENTS = 4096
@@ -99,6 +99,13 @@ class Objects:
         """The content of an object that was followed; None of others."""
         found = self.found.get(id(value))
         return None if found is None else found[2]
+
+    def has_changed(self) -> bool:
+        """Whether any of them has another content."""
+        return not all(
+            is_same_content(handler.take(value), content)
+            for value, handler, content in self.found.values()
+        )
 
     def restore(self) -> None:
         """Puts all of it back."""

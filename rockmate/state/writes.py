@@ -17,7 +17,7 @@ import torch
 from rockmate._torch.dispatch import ops_observed
 from rockmate._torch.ops import is_op, schema_of
 from rockmate._torch.storage import StorageWeakRef, storage_id
-from rockmate.state.tensors import parts_of, tensors_in
+from rockmate.state.tensors import parts_of, tensors_in, with_changed
 
 
 class OutOfBudget(BaseException):
@@ -33,12 +33,15 @@ class Writes:
         changed: storage -> a tensor that has it.
     """
 
-    def __init__(self, most_bytes: int | None = None) -> None:
+    def __init__(self, most_bytes: int | None = None, largest_bytes: int = 0) -> None:
         """Nothing is changed yet.
 
         Args:
             most_bytes: that new tensors and copies may hold together; None for any number.
+            largest_bytes: what one op makes at most, as far as that is known. Where so much more
+                would be too much, the op's results are computed on meta tensors before it runs.
         """
+        self._largest_bytes = largest_bytes
         self.changed: dict[int, torch.Tensor] = {}
         self._copies: dict[int, torch.UntypedStorage] = {}
         self._most_bytes = most_bytes
@@ -91,8 +94,13 @@ class Writes:
             values = [args[at] for at, _ in places if at < len(args)]
             values += [kwargs[name] for _, name in places if name in kwargs]
             self._save(tensors_in(values))
+        makes_new = places is not None and _makes_new(op)
+        if makes_new and self._most_bytes is not None and self._exceeds(self._largest_bytes):
+            num_bytes = _result_bytes(op, args, kwargs, otherwise=self._largest_bytes)
+            if self._exceeds(num_bytes):
+                raise OutOfBudget
         result = op(*args, **kwargs)
-        if places is not None and _makes_new(op):
+        if makes_new:
             self._note_new(result)
         return result
 
@@ -115,18 +123,35 @@ class Writes:
             memory = part.untyped_storage()
             key, num_bytes = storage_id(memory), memory.nbytes()
             _, known_bytes = self._new.get(key, (None, 0))
-            self._new[key] = StorageWeakRef(memory), num_bytes
             self._add(num_bytes - known_bytes)
+            self._new[key] = StorageWeakRef(memory), num_bytes
 
     def _add(self, num_bytes: int) -> None:
+        if self._exceeds(num_bytes):
+            raise OutOfBudget
         self._new_bytes += num_bytes
-        most = self._most_bytes
-        if most is None or self._new_bytes <= most:
-            return
+
+    def _exceeds(self, num_bytes: int) -> bool:
+        """Whether so much more would be too much."""
+        if self._most_bytes is None or self._new_bytes + num_bytes <= self._most_bytes:
+            return False
         self._new = {key: each for key, each in self._new.items() if not each[0].expired()}
         self._new_bytes = self.num_bytes + sum(num_bytes for _, num_bytes in self._new.values())
-        if self._new_bytes > most:
-            raise OutOfBudget
+        return self._new_bytes + num_bytes > self._most_bytes
+
+
+def _result_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, otherwise: int) -> int:
+    """Bytes of what an op makes; `otherwise` if it does not run on meta tensors."""
+
+    def meta(value: Any) -> Any:
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    given = with_changed(meta, (args, kwargs))
+    try:
+        made = tensors_in(op(*given[0], **given[1]))
+    except (RuntimeError, NotImplementedError, ValueError, TypeError):
+        return otherwise
+    return sum(each.untyped_storage().nbytes() for each in made)
 
 
 @cache

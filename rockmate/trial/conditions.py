@@ -18,25 +18,29 @@ class Conditions:
     """What a trial has to keep.
 
     Attributes:
-        most_bytes: that the plain forward may hold.
+        most_bytes: that the plain forward may hold, workspaces of kernels aside.
+        largest_bytes: what one of its ops makes at most, as far as that is known.
         most_copied_bytes: that copies may take while the step's own forward runs.
         is_exact: whether the step runs eager's kernels on whole tensors, so that bits are equal.
         only_loss: whether the step returns the loss alone.
+        is_captured: whether the step was captured, without key/value caches and checkpoints.
         what: the step, in words.
     """
 
     most_bytes: int
+    largest_bytes: int = 0
     most_copied_bytes: int
     is_exact: bool
     only_loss: bool = False
+    is_captured: bool = False
     what: str = "the planned step"
 
 
 def conditions_of(plan: Plan, *, is_laid_out: bool) -> Conditions:
     """Those of a step that runs a plan.
 
-    Any op of the plain forward may take as much as the largest of the plan's, in whole tensors, and
-    is not to pass the budget.
+    Any op of the plain forward may take the largest workspace of the plan's, and is not to pass the
+    budget.
 
     Args:
         plan: the plan.
@@ -45,23 +49,26 @@ def conditions_of(plan: Plan, *, is_laid_out: bool) -> Conditions:
     """
     options, graph, simulation = plan.options, plan.graph, plan.simulation
     overheads = plan.costs.first_arrays.overhead_bytes
+    workspace = max((int(overheads[op.index]) for op in graph.forward_ops), default=0)
     largest = max(
         (
             max(op.written_bytes, *(each.num_bytes for each in op.reads if not each.is_static), 0)
-            + int(overheads[op.index])
             for op in graph.forward_ops
         ),
         default=0,
     )
     if "loss_chunks" in options:
         chunks = Chunks.parse(options["loss_chunks"])
-        largest *= max(chunks.number, chunks.layers)
+        number = max(chunks.number, chunks.layers)
+        largest, workspace = largest * number, workspace * number
     during_forward = simulation.live_bytes[: len(plan.schedule.forward)]
     is_on_cpu = all(op.device.type == "cpu" for op in graph.forward_ops)
     repeats = is_laid_out and (is_on_cpu or torch.are_deterministic_algorithms_enabled())
     return Conditions(
-        most_bytes=plan.budget_bytes - largest,
+        most_bytes=plan.budget_bytes - workspace,
+        largest_bytes=largest,
         most_copied_bytes=plan.budget_bytes - max(during_forward, default=0),
         is_exact=repeats and not any(name in options for name in _OTHER_NUMBERS),
         only_loss=options["outputs"] == "loss",
+        is_captured=True,
     )

@@ -253,7 +253,7 @@ class Comparison:
                 yield f"{path} has {len(two)} items, and {len(one)} in eager"
             for at, (mine, theirs) in enumerate(zip(one, two, strict=False)):
                 yield from self._items(mine, theirs, f"{path}[{at}]")
-        elif one != two:
+        elif not is_same_content(one, two):
             yield f"{path} is in another state than in eager"
 
     def _items(self, one: Any, two: Any, path: str) -> Iterator[str]:

@@ -66,7 +66,8 @@ def run_beside_eager(
     """
     if any(map(is_fake, tensors_in((args, kwargs)))):  # they have no numbers
         return ours()
-    before, writes = CallState(model, args, kwargs), Writes(conditions.most_bytes)
+    before = CallState(model, args, kwargs)
+    writes = Writes(conditions.most_bytes, conditions.largest_bytes)
     random = before.random_now()
     has_labels = kwargs.get("labels") is not None
     reader = Reader(
@@ -101,7 +102,7 @@ def _of_plain(
     try:
         for saves in (False, True):
             try:
-                with _as_in_training(model), writes.noted(), _nothing_saved(unless=saves):
+                with _as_in(conditions, model), writes.noted(), _nothing_saved(unless=saves):
                     output = model(*args, **kwargs)
                 outcome = reader.outcome(output)
                 break
@@ -125,9 +126,10 @@ def _of_plain(
 
 
 @contextlib.contextmanager
-def _as_in_training(model: nn.Module) -> Iterator[None]:
-    """Runs a plain model as planned steps are captured: uncompiled, without a key/value cache."""
-    with switched_off(model), uncompiled(model), autocast_uncached():
+def _as_in(conditions: Conditions, model: nn.Module) -> Iterator[None]:
+    """Runs a plain model as the step runs: uncompiled, and as it was captured."""
+    switches = switched_off(model) if conditions.is_captured else contextlib.nullcontext()
+    with switches, uncompiled(model), autocast_uncached():
         yield
 
 

@@ -96,13 +96,15 @@ class OpaqueCall:
         buffers = self.copied_buffers()
         before = {name: version_of(buffer) for name, buffer in buffers.items()}
         kept = self.random_state_kept(), undone(self.module), attributes_kept(self.module)
-        with kept[0] as draws, kept[1] as writes, kept[2] as attributes:
-            self._observe_saved(buffers)
+        with kept[0] as draws, kept[1] as self.writes, kept[2] as attributes:
+            self.run(self.copied_inputs(), buffers=buffers)
             self.draws = draws()
             changes = attributes.changes()
         self._refuse_assigned_gradients(changes)
-        self.writes = writes
-        self.changes_attributes = bool(changes or writes.changed)
+        # A run whose ops are observed may save other tensors.
+        with self.random_state_kept(), undone(self.module, self.writes):
+            self._observe_saved(self.copied_buffers())
+        self.changes_attributes = bool(changes or self.writes.changed)
         self.changes_buffers = any(
             version_of(buffer) != before[name] for name, buffer in buffers.items()
         )

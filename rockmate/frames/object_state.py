@@ -34,7 +34,7 @@ class ObjectState:
             modules: all of whose attributes count.
             roots: other objects.
         """
-        self._modules, self._roots = modules, list(roots)
+        self._owners, self._roots = modules, list(roots)
         self._attributes = [_attributes_of(module) for module in modules]
         pending = [*self._roots, *(each for own in self._attributes for each in own.values())]
         self._objects = Objects(pending, follows=objects_of_python, most=_MOST_OBJECTS)
@@ -47,7 +47,7 @@ class ObjectState:
     def restore(self) -> None:
         """Puts all of it back."""
         self._objects.restore()
-        for module, held in zip(self._modules, self._attributes, strict=True):
+        for module, held in zip(self._owners, self._attributes, strict=True):
             table = vars(module)
             for name in table.keys() - held.keys() - _SKIPPED:
                 del table[name]
@@ -55,14 +55,14 @@ class ObjectState:
 
     def has_changed(self) -> bool:
         """Whether anything is no more as it was."""
-        now = map(_attributes_of, self._modules)
+        now = map(_attributes_of, self._owners)
         return not all(map(is_same_content, now, self._attributes)) or self._objects.has_changed()
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Has all stand as it did, for what runs within."""
         reached = [value for value, *_ in self._objects.found.values()]
-        now = ObjectState(self._modules, [*self._roots, *reached])
+        now = ObjectState(self._owners, [*self._roots, *reached])
         self.restore()
         try:
             yield

@@ -17,7 +17,9 @@ _SCALARS = (bool, int, float, str)
 
 
 def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that a tensor is made of: itself, if it is no wrapper."""
+    """The plain tensors that a tensor is made of: itself as a rule, none if it is sparse."""
+    if tensor.layout != torch.strided:
+        return []
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return [tensor]
@@ -28,7 +30,7 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def storages_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Keys of the storages of a tensor, or of the tensors that it is made of."""
-    if type(tensor) in PLAIN:
+    if type(tensor) in PLAIN and tensor.layout == torch.strided:
         return (storage_id(tensor),)
     return tuple(storage_id(part) for part in parts_of(tensor))
 

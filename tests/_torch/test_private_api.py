@@ -43,7 +43,7 @@ from rockmate._torch.aot import (
     value_checks_as_ops,
     without_decompositions,
 )
-from rockmate._torch.autocast import autocast_dtypes, autocast_off
+from rockmate._torch.autocast import autocast_dtypes, autocast_off, autocast_uncached
 from rockmate._torch.checkpoints import checkpoints_observed
 from rockmate._torch.compiler_process import (
     Deadline,
@@ -1083,6 +1083,17 @@ def test_storage() -> None:
     assert base_of(values) is None
     reference = StorageWeakRef(torch.ones(1).untyped_storage())
     assert reference.expired()
+
+
+def test_autocast_keeps_no_casts() -> None:
+    weight = torch.ones(2, 2, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16), autocast_uncached():
+        first, second = (torch.mm(weight, weight).grad_fn for _ in range(2))
+        assert not torch.is_autocast_cache_enabled()
+    assert first is not None
+    assert second is not None
+    assert first.next_functions[0][0] is not second.next_functions[0][0]
+    assert torch.is_autocast_cache_enabled()
 
 
 def test_bytes_of_sparse_values_are_those_of_indices_and_values() -> None:

@@ -6,6 +6,7 @@ so a frame should save much more than it reads: blocks of layers, not layers.
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from rockmate.frames.needs import StepNeeds
@@ -27,9 +28,11 @@ def inner_paths(model: nn.Module, path: str) -> list[str]:
     found = []
     for name, child in model.get_submodule(path).named_children():
         inner = f"{path}.{name}" if path else name
-        if type(child) in _CONTAINERS:
-            within = inner_paths(model, inner)
-            is_sequence = isinstance(child, nn.Sequential) and len(child) > 1
+        # A second run ends by an exception, which TorchScript's interpreter turns into its own.
+        has_script = any(isinstance(each, torch.jit.ScriptModule) for each in child.modules())
+        if type(child) in _CONTAINERS or has_script:
+            within = [] if isinstance(child, torch.jit.ScriptModule) else inner_paths(model, inner)
+            is_sequence = isinstance(child, nn.Sequential) and len(child) > 1 and not has_script
             found += [inner] if is_sequence and not within else within
         elif next(child.children(), None) is not None:
             found.append(inner)

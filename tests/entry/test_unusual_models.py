@@ -177,9 +177,10 @@ def test_torchscript_is_refused_and_runs_within_what_is_untraced() -> None:
 
     for _ in range(2):  # its first runs are compiled otherwise than later ones
         theirs = steps(model)
-    module = RockmateModule(model, X, 0.9, untraced=["1"], on_infeasible="least")
-    for mine, eager in zip(steps(module), theirs, strict=True):
-        assert_same(mine, eager)
+    for options in ({"untraced": ["1"]}, {"mode": "frames"}):
+        module = RockmateModule(model, X, 0.9, on_infeasible="least", **options)
+        for mine, eager in zip(steps(module), theirs, strict=True):
+            assert_same(mine, eager)
 
 
 def test_a_plan_stays_when_the_disk_is_full(

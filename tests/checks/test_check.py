@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -78,7 +79,7 @@ def test_json_and_exit_code(
     monkeypatch.setitem(behaviour._CHECKS, "torch.manual_seed", missing)
     assert main(["check", "--only", "ResNet", "--device", "cpu", "--json", "--quiet"]) == 1
     record = json.loads(capsys.readouterr().out)
-    assert record["machine"]["versions"]["torch"] == torch.__version__
+    assert record["machine"]["versions"]["torch"] == metadata.version("torch")
     interfaces, images = record["rows"]
     assert "planted" in interfaces["failures"][0]
     assert images["failures"] == []

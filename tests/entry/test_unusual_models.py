@@ -158,8 +158,8 @@ class Around(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_torchscript_is_refused_and_runs_within_what_is_untraced() -> None:
     inner = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh())
     model = nn.Sequential(Net(), Around(torch.jit.script(inner)), Net())

@@ -29,6 +29,7 @@ from rockmate._torch.members import module_hooks_of, modules_within
 from rockmate.budget import size_text
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.huggingface import switched_off
+from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
 from rockmate.errors import TrialError
 from rockmate.state.call_state import CallState
 from rockmate.state.random_state import RandomState
@@ -102,11 +103,12 @@ def _of_plain(
     try:
         for saves in (False, True):
             try:
-                with _as_in(conditions, model), writes.noted(), _nothing_saved(unless=saves):
+                saving = contextlib.nullcontext() if saves else nothing_saved()
+                with _as_in(conditions, model), writes.noted(), saving:
                     output = model(*args, **kwargs)
                 outcome = reader.outcome(output)
                 break
-            except _DifferentiatedError:
+            except DifferentiatedError:
                 before.put_back(writes, random)
         else:
             raise AssertionError
@@ -130,22 +132,6 @@ def _as_in(conditions: Conditions, model: nn.Module) -> Iterator[None]:
     """Runs a plain model as the step runs: uncompiled, and as it was captured."""
     switches = switched_off(model) if conditions.is_captured else contextlib.nullcontext()
     with switches, uncompiled(model), autocast_uncached():
-        yield
-
-
-class _DifferentiatedError(Exception):
-    """The forward runs a backward, which needs what it has saved."""
-
-
-@contextlib.contextmanager
-def _nothing_saved(*, unless: bool) -> Iterator[None]:
-    def refuse(_: Any) -> torch.Tensor:
-        raise _DifferentiatedError
-
-    if unless:
-        yield
-        return
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
         yield
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -154,9 +153,8 @@ class OpaqueCall:
 
     def _measured_bytes(self, buffers: Mapping[str, Tensor]) -> int:
         """What a run leaves allocated beside its outputs, and the byte of the handle itself."""
-        run = partial(OpaqueForward(self).without_effects, buffers=buffers)
-        device = self.outputs[0].device
-        left_bytes, values = net_allocated(lambda: run(self.copied_inputs()), device)
+        run, device = OpaqueForward(self).without_effects, self.outputs[0].device
+        left_bytes, values = net_allocated(lambda: run(self.copied_inputs(), buffers), device)
         return left_bytes - sum(value.untyped_storage().nbytes() for value in values[:-1])
 
     @contextlib.contextmanager

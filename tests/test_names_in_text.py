@@ -33,10 +33,14 @@ def exists(name: str) -> bool:
     return all(re.search(rf"\b{part}\b", source) for part in parts[:1])
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_dotted_names_exist(path: Path) -> None:
-    names = set(NAME.findall(path.read_text(encoding="utf-8")))
-    assert not {name for name in names if not exists(name)}
+def test_dotted_names_exist() -> None:
+    faults = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in TEXTS
+        for name in sorted(set(NAME.findall(path.read_text(encoding="utf-8"))))
+        if not exists(name)
+    ]
+    assert not faults, "\n".join(faults)
 
 
 @pytest.mark.parametrize(

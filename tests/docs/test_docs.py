@@ -153,20 +153,29 @@ def test_readme_is_a_landing_page() -> None:
     assert len(README.read_text().splitlines()) < 200
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
-    missing = [target for target in targets if not (page.parent / target).exists()]
-    assert not missing
+def test_links_lead_somewhere() -> None:
+    missing = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert not missing, "\n".join(missing)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_files_exist(page: Path) -> None:
-    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    named = sorted(set(re.findall(r"`([\w/]+\.py)`", text)))
+def test_named_files_exist() -> None:
     folders = ("rockmate", "rotor", "checkmate", "bench", "tests", "examples")
     known = [path.as_posix() for folder in folders for path in (ROOT / folder).rglob("*.py")]
-    assert not [name for name in named if not any(path.endswith(f"/{name}") for path in known)]
+    missing = []
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        named = sorted(set(re.findall(r"`([\w/]+\.py)`", text)))
+        missing += [
+            f"{page.relative_to(ROOT)}: {name}"
+            for name in named
+            if not any(path.endswith(f"/{name}") for path in known)
+        ]
+    assert not missing, "\n".join(missing)
 
 
 def test_architecture_has_a_paragraph_for_every_package() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -119,9 +120,9 @@ def enter_chain(rank: int, store: str) -> None:
 
 def test_ranks_agree_that_meet_only_by_way_of_others() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(enter_chain, (f"{folder}/store",), nprocs=3)
+        run_processes(enter_chain, (f"{folder}/store",), 3)
 
 
 def test_two_processes() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(enter, (f"{folder}/store",), nprocs=NUM_RANKS)
+        run_processes(enter, (f"{folder}/store",), NUM_RANKS)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fused_blocks import Block
+from ranks import run_processes
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -70,4 +71,4 @@ def check(rank: int, store: str, kernels: str) -> None:
 @pytest.mark.parametrize("kernels", ["fused", "auto"])
 def test_ranks_take_the_kernels_of_the_first(kernels: str, tmp_path: Path) -> None:
     given: Any = (str(tmp_path / "store"), kernels)
-    torch.multiprocessing.spawn(check, given, nprocs=NUM_RANKS)
+    run_processes(check, given, NUM_RANKS)

@@ -16,6 +16,7 @@ import models
 import pytest
 import torch
 from helpers import assert_same, modules_of, train
+from ranks import run_processes
 from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -329,4 +330,4 @@ def test_two_processes() -> None:
         check_left_out_heads,
     ]
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(enter, (f"{folder}/store", checks), nprocs=NUM_RANKS)
+        run_processes(enter, (f"{folder}/store", checks), NUM_RANKS)

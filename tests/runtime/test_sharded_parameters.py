@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import run_processes
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -321,4 +322,4 @@ def enter(rank: int, store: str, index: int) -> None:
 @pytest.mark.parametrize("index", range(len(CHECKS)), ids=[check.__name__ for check in CHECKS])
 def test_two_processes(index: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(enter, (f"{folder}/store", index), nprocs=NUM_RANKS)
+        run_processes(enter, (f"{folder}/store", index), NUM_RANKS)

@@ -1,7 +1,8 @@
-"""Several processes of one gloo group, each running the same check."""
+"""Processes that begin with PyTorch imported, and groups of them that each run the same check."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import tempfile
 import warnings
@@ -12,7 +13,25 @@ import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
+from rockmate.planning import local_search
+
 Check = Callable[..., None]
+
+# What most checks import: seconds in each process, where it is not forked with them.
+FORKED = multiprocessing.get_context("forkserver")
+FORKED.set_forkserver_preload(
+    ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers", "rockmate"]
+)
+
+
+def run_processes(function: Callable[..., None], args: tuple[Any, ...], number: int) -> None:
+    """Runs `function(rank, *args)` of a test module in processes of their own, and waits.
+
+    They are forked from one that has only imported, so they share no state with the tests.
+    """
+    torch.multiprocessing.start_processes(
+        function, args, nprocs=number, start_method=FORKED.get_start_method()
+    )
 
 
 def run_on_ranks(check: Check, num_ranks: int, *args: Any) -> None:
@@ -24,12 +43,12 @@ def run_on_ranks(check: Check, num_ranks: int, *args: Any) -> None:
         *args: further arguments.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given = (f"{folder}/store", num_ranks, check, args)
-        torch.multiprocessing.spawn(_enter, given, nprocs=num_ranks)
+        run_processes(_enter, (f"{folder}/store", num_ranks, check, args), num_ranks)
 
 
 def _enter(rank: int, store: str, num_ranks: int, check: Check, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    local_search._STALL_ROUNDS = 4  # as in the other tests that judge no plan
     warnings.filterwarnings("ignore")
     distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks

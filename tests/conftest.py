@@ -24,8 +24,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from rockmate.planning import chunkable_blocks, local_search
-
 torch.set_num_threads(1)
 
 ROOT = Path(__file__).parents[1]
@@ -71,7 +69,9 @@ SEARCHES = ("tests/bench/", "tests/bound/", "tests/docs/", "tests/golden/", "tes
 @pytest.fixture(autouse=True)
 def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search stalls after few rounds without gain where nothing depends on the plan's time."""
-    if not request.node.nodeid.startswith(SEARCHES):
+    if not request.node.nodeid.startswith((*SEARCHES, *UNIT)):
+        from rockmate.planning import local_search
+
         monkeypatch.setattr(local_search, "_STALL_ROUNDS", 4)
 
 
@@ -82,6 +82,8 @@ def whole_where_it_fits(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     `tests/planning/test_chunked_plans.py` has the rule by which they are chosen elsewhere.
     """
     if request.node.nodeid.startswith(BITS):
+        from rockmate.planning import chunkable_blocks
+
         monkeypatch.setattr(chunkable_blocks, "_MIN_BUDGET_SHARE", math.inf)
 
 

@@ -123,7 +123,7 @@ def test_a_budget_just_below_the_minimum_is_met_if_the_plan_there_needs_no_more(
 
 def test_infeasible_budget_names_the_place() -> None:
     with pytest.raises(InfeasibleBudgetError, match=r"transformer|lm_head|loss|h\.\d"):
-        planned("gpt2", "medium").planner.plan(1000)
+        planned("gpt2").planner.plan(1000)
 
 
 def test_fraction_below_the_minimum() -> None:

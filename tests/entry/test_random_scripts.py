@@ -17,11 +17,15 @@ from torch import nn
 
 from rockmate import RockmateError, RockmateModule
 
-NUM_CASES = int(os.environ.get("RANDOM_SCRIPTS", "30"))
+NUM_CASES, NUM_QUICK = int(os.environ.get("RANDOM_SCRIPTS", "30")), 10
+SEEDS = [
+    pytest.param(seed, marks=pytest.mark.slow if seed >= NUM_QUICK else ())
+    for seed in range(NUM_CASES)
+]
 pytestmark = pytest.mark.filterwarnings("ignore")  # of hooks and schedulers in the scripts
 
 
-@pytest.mark.parametrize("seed", range(NUM_CASES))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_planned_run_is_eagers(seed: int) -> None:
     case = Case.of(seed)
 

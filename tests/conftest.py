@@ -62,8 +62,11 @@ def long_lived_objects_frozen() -> None:
     gc.freeze()
 
 
-# Their tests judge plans, so the search takes its time.
-SEARCHES = ("tests/bench/", "tests/bound/", "tests/docs/", "tests/golden/", "tests/planning/")
+# Their tests judge plans, or name seeds whose plans do what is rare. There the search takes its time.
+SEARCHES = (
+    *(f"tests/{part}/" for part in ("bench", "bound", "docs", "golden", "offload", "planning")),
+    "tests/runtime/test_random_graphs.py",
+)
 
 
 @pytest.fixture(autouse=True)

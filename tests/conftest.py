@@ -62,7 +62,7 @@ def long_lived_objects_frozen() -> None:
     gc.freeze()
 
 
-# Their tests judge plans, or name seeds whose plans do what is rare. There the search takes its time.
+# Their tests judge plans, or name seeds whose plans do what is rare: the search takes its time.
 SEARCHES = (
     *(f"tests/{part}/" for part in ("bench", "bound", "docs", "golden", "offload", "planning")),
     "tests/runtime/test_random_graphs.py",

@@ -52,6 +52,10 @@ BITS = tuple(
 )
 
 
+# Some of them judge plans as well, or name seeds whose plans do what is rare.
+SEARCHES = ("tests/entry/test_planner.py", "tests/offload/", "tests/runtime/test_random_graphs.py")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def long_lived_objects_frozen() -> None:
     """Collections pass over what imports and earlier files have left for good.
@@ -62,32 +66,19 @@ def long_lived_objects_frozen() -> None:
     gc.freeze()
 
 
-# Their tests judge plans, or name seeds whose plans do what is rare: the search takes its time.
-SEARCHES = (
-    *(f"tests/{part}/" for part in ("bench", "bound", "docs", "golden", "offload", "planning")),
-    "tests/runtime/test_random_graphs.py",
-)
-
-
 @pytest.fixture(autouse=True)
-def short_searches(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search stalls after few rounds without gain where nothing depends on the plan's time."""
-    if not request.node.nodeid.startswith((*SEARCHES, *UNIT)):
-        from rockmate.planning import local_search
+def plain_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans of short searches, in chunks only for budgets that nothing else meets.
 
-        monkeypatch.setattr(local_search, "_STALL_ROUNDS", 4)
-
-
-@pytest.fixture(autouse=True)
-def whole_where_it_fits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks only for budgets that nothing else meets, in the tests that compare bits.
-
-    `tests/planning/test_chunked_plans.py` has the rule by which they are chosen elsewhere.
+    In the tests that compare bits. `tests/planning/test_chunked_plans.py` has the rule by which
+    chunks are chosen elsewhere.
     """
     if request.node.nodeid.startswith(BITS):
-        from rockmate.planning import chunkable_blocks
+        from rockmate.planning import chunkable_blocks, local_search
 
         monkeypatch.setattr(chunkable_blocks, "_MIN_BUDGET_SHARE", math.inf)
+        if not request.node.nodeid.startswith(SEARCHES):
+            monkeypatch.setattr(local_search, "_STALL_ROUNDS", 4)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

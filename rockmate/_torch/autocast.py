@@ -1,11 +1,16 @@
-"""Autocast switched off while captured ops run: its casts are in the graph."""
+"""Autocast: off while captured ops run, whose casts are in the graph, and what it has cast."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
+from torch.nn import functional as F
+
+_CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
+"""Number of dimensions of a weight -> op that autocast casts it for."""
 
 
 def autocast_off() -> contextlib.AbstractContextManager[None]:
@@ -42,3 +47,24 @@ def autocast_uncached() -> Iterator[None]:
         yield
     finally:
         torch.set_autocast_cache_enabled(was_enabled)
+
+
+def cached_cast(parameter: torch.Tensor) -> torch.Tensor:
+    """The cast of a trained parameter that autocast keeps for all ops until its context ends.
+
+    Autocast makes it for the first op, and adds up gradients in it. It is read from the node of an
+    op of no elements, since PyTorch has no function that returns it.
+
+    Args:
+        parameter: in float32, of 1 to 5 dimensions, on a device on which autocast is on.
+    """
+    dtype = torch.get_autocast_dtype(parameter.device.type)
+    num_dims = parameter.dim()
+    num_columns = parameter.shape[1:] if num_dims in _CONVOLUTIONS else parameter.shape[:1]
+    no_rows = parameter.new_empty((0, *num_columns), dtype=dtype, requires_grad=True)
+    node: Any = _CONVOLUTIONS.get(num_dims, torch.matmul)(no_rows, parameter).grad_fn
+    for name in ("_saved_weight", "_saved_mat2", "_saved_vec"):
+        if hasattr(node, name):
+            return getattr(node, name)
+    msg = f"{node} of PyTorch {torch.__version__} does not tell the cast that it has saved"
+    raise AssertionError(msg)

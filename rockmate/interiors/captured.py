@@ -22,6 +22,7 @@ from rockmate.errors import RockmateError, UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import REWRITES, PassOptions, run_passes
+from rockmate.interiors.casts import cast_names, return_gradients_of_casts
 from rockmate.interiors.checks import (
     are_apart,
     check_arguments,
@@ -132,7 +133,11 @@ class CapturedInteriors:
             return step, self._planned(step)
 
         step, planned = captured_in_kernel_layouts(planned_step)
-        interior = CapturedInterior(call.key.path, step, module, planned, outer, layouts)
+        names = cast_names(module, step.capture)
+        interior = CapturedInterior(call.key.path, step, module, planned, outer, layouts, names)
+        if names:
+            run = partial(run, cast_names=names)
+            eager = run(arguments.forward)
         first, last = _forward_of(interior, 0), _forward_of(interior, len(planned.ways) - 1)
         was_tried = planned.was_tried
         trials = [run(each) for each in (first, last)]
@@ -183,7 +188,8 @@ def _captured(module: nn.Module, arguments: Arguments, eager: Trial) -> Captured
     capture = trace_sample(
         module, sample, differentiable="all", outputs="all", untraced=(), keeps_strides=True
     )
-    check_capture(module, capture)
+    check_capture(capture)
+    return_gradients_of_casts(module, capture)
     strides = {
         role.index: node.meta["val"].stride()
         for node, role in capture.inputs

@@ -8,7 +8,6 @@ from dataclasses import is_dataclass
 import torch
 from torch import nn
 
-from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.members import (
     all_forward_hooks,
     has_accumulation_hooks,
@@ -18,13 +17,11 @@ from rockmate._torch.members import (
 from rockmate._torch.pytree import tree_leaves
 from rockmate.capture.huggingface import is_recording
 from rockmate.capture.model_signature import acting_hooks
-from rockmate.capture.roles import Capture, RoleKind
+from rockmate.capture.roles import Capture
 from rockmate.capture.signature import flatten_call
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
 from rockmate.runtime.model_checks import check_model
-
-_CAST = torch.ops.aten._to_copy.default
 
 
 def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
@@ -111,25 +108,11 @@ def check_module(module: nn.Module) -> None:
     check_model(module, (), None)
 
 
-def check_capture(module: nn.Module, capture: Capture) -> None:
-    """Refuses a captured inside that leaves something behind, or that autocast has casts in.
-
-    Autocast casts a parameter once for all calls, and adds up gradients of the cast one.
-    """
+def check_capture(capture: Capture) -> None:
+    """Refuses a captured inside that leaves something behind."""
     if capture.attributes.leaves_any or capture.read_values.check is not None:
         msg = "it assigns attributes, or reads the values of tensors"
         raise UnsupportedModelError(msg)
     if capture.num_checkpoints or capture.non_differentiable_outputs:
         msg = "it has checkpoints of its own, or outputs without a gradient"
         raise UnsupportedModelError(msg)
-    if not (autocast_dtypes() and torch.is_autocast_cache_enabled()):
-        return
-    trained_ones = {name for name, each in module.named_parameters() if each.requires_grad}
-    for node, role in capture.inputs:
-        is_trained = role.kind is RoleKind.PARAMETER and role.name in trained_ones
-        if is_trained and any(user.target is _CAST for user in node.users):
-            msg = (
-                f"autocast casts {role.name} once for all calls. Give it in the type of the cast, "
-                "or autocast with cache_enabled=False"
-            )
-            raise UnsupportedModelError(msg)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from rockmate._torch.autocast import cached_cast
 from rockmate.capture.huggingface import switches_of
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.errors import BackwardError
 from rockmate.frames.replaced_forward import forwards_of
 from rockmate.frames.way import Surroundings, Way
-from rockmate.graph.parameters import owner_names
+from rockmate.graph.parameters import Binding, owner_names
 from rockmate.interiors.checks import has_hooks
 from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.outer_values import OuterValues
@@ -39,6 +41,7 @@ class CapturedInterior:
         planned: PlannedWays,
         outer: OuterValues,
         layouts: GradientLayouts,
+        cast_names: Sequence[str],
     ) -> None:
         """Writes no code yet.
 
@@ -49,10 +52,12 @@ class CapturedInterior:
             planned: its schedules.
             outer: what its forward reads from outside.
             layouts: of the gradients of outputs in its trial.
+            cast_names: parameters whose gradient is that of the cast that autocast keeps.
         """
         self.is_confirmed, self._is_wrong, self._layouts = False, False, layouts
         self._path, self._step, self._module, self._planned = path, step, module, planned
         self._outer, self._outer_values = outer, outer.now()
+        self._cast_names = frozenset(cast_names)
         self._runners: dict[int, Runner] = {}
         self._ways: Sequence[Way] = planned.ways
         self._watch = ModelWatch(module, step.capture.attributes)
@@ -118,7 +123,12 @@ class CapturedInterior:
             way_out=f", or plan no frames (plan_frames=False), or leave it: keep={[self._path]!r}",
         )
         runner.check_tangents = self._check_tangents
+        runner.returned_to = partial(self._returned_to, runner.binding)
         return runner
+
+    def _returned_to(self, binding: Binding, name: str) -> torch.Tensor:
+        owner = binding[name]
+        return cached_cast(owner) if name in self._cast_names else owner
 
     def _check_tangents(self, tangents: Sequence[torch.Tensor | None]) -> None:
         for place, each in enumerate(tangents):

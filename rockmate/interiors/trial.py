@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from rockmate._torch.autocast import cached_cast
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
 from rockmate.frames.views import layout_of
@@ -54,6 +55,7 @@ def trained(
     clock: Callable[[], float],
     layouts: GradientLayouts,
     number: int = 0,
+    cast_names: Sequence[str] = (),
 ) -> Trial:
     """Runs a forward and its backward in the state that a call began in, which then goes back.
 
@@ -66,6 +68,7 @@ def trained(
         clock: seconds.
         layouts: of the gradients of outputs.
         number: which of these.
+        cast_names: parameters that autocast casts, whose casts' gradients are compared, too.
     """
     given: list[torch.Tensor] = []
 
@@ -80,7 +83,9 @@ def trained(
         forward_s = clock() - begin_s
         random_state = tuple(bits_of(each) for each in _random_states(tensors))
         buffers = tuple([bits_of(each) for each in module.buffers()])
-        leaves = [*dict.fromkeys(each for each in given if each.requires_grad), *parameters]
+        casts = [cached_cast(module.get_parameter(name)) for name in cast_names]
+        trained_ones = dict.fromkeys(each for each in given if each.requires_grad)
+        leaves = [*trained_ones, *parameters, *casts]
         contributions, backward_s = _contributions(
             tensors, leaves, clock, partial(layouts.tangents, trial=number)
         )

@@ -12,6 +12,8 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
 from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
@@ -113,10 +115,11 @@ def _way_of(graph: Graph, schedule: Schedule, costs: Costs) -> PlannedWay:
     # The simulation has all outputs and their gradients live to the end.
     running_bytes = max(live[num_forward:], default=0) - output_bytes - gradient_bytes
     returned_bytes, added_bytes = _returned_bytes(graph)
+    cast_bytes = sum(gradient.nbytes for _, gradient in _casts(graph))  # those of autocast
     way = Way(
         held_bytes=max(0, simulation.saved_bytes - output_bytes),
         read_output_bytes=read_output_bytes,
-        forward_bytes=max(live[:num_forward], default=0),
+        forward_bytes=max(live[:num_forward], default=0) + cast_bytes,
         backward_bytes=max(running_bytes, returned_bytes),
         added_bytes=added_bytes,
         output_gradient_bytes=gradient_bytes,
@@ -131,15 +134,32 @@ def _returned_bytes(graph: Graph) -> tuple[int, int]:
 
     All gradients that it returns are there while autograd adds up one of them. It may have to make
     a third tensor for that, since the other one's memory, or this one's, may have further readers.
-    An argument may always have readers elsewhere.
+    An argument may always have readers elsewhere. The gradient of a cast is cast to the type of the
+    parameter.
     """
     inputs, parameters = (
         [node.meta["val"].nbytes for node, role in graph.outputs if role.kind is kind]
         for kind in (RoleKind.INPUT_GRADIENT, RoleKind.PARAMETER_GRADIENT)
     )
     kept_bytes = sum(each.num_bytes for each in graph.storages if each.is_kept_to_end)
+    kept_bytes += max([parameter.nbytes for parameter, _ in _casts(graph)], default=0)
     most_of_inputs = max(inputs, default=0)
     return kept_bytes + most_of_inputs, kept_bytes + max(parameters, default=most_of_inputs)
+
+
+def _casts(graph: Graph) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Parameters and the gradients of their casts, where autocast keeps these."""
+    parameters = {
+        role.name: node.meta["val"]
+        for node, role in graph.inputs
+        if role.kind is RoleKind.PARAMETER
+    }
+    gradients = [
+        (parameters[role.name], node.meta["val"])
+        for node, role in graph.outputs
+        if role.kind is RoleKind.PARAMETER_GRADIENT and role.name in parameters
+    ]
+    return [each for each in gradients if each[0].dtype != each[1].dtype]
 
 
 def _again_ms(schedule: Schedule, costs: Costs) -> float:

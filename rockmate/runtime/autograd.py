@@ -83,6 +83,7 @@ class Runner:
         held: whole gradients that wait for their reduction, of a sharded model; else None.
         dispatch: context in which the program's ops run.
         returned_names: parameters whose gradients are returned.
+        returned_to: the tensor by whose history the gradient of a parameter is returned.
         output_places: for each output, its position in the program's results.
         update_places: positions of updates in the program's results.
         updated_inputs: indices of the inputs that the forward changes.
@@ -113,6 +114,7 @@ class Runner:
         self.program, self.name, self.way_out = program, name, way_out
         self._model, self.check_tangents = model, _accept_tangents
         self.binding = Binding(model, program.tensor_names())
+        self.returned_to: Callable[[str], torch.Tensor] = self.binding.__getitem__
         self.pending = pending_steps_of(model)
         self.held = held_gradients_of(model)
         self.dispatch = below_autograd if program.runs_below_autograd else contextlib.nullcontext
@@ -180,7 +182,7 @@ class Runner:
         self._refuse_shared(inputs)
         owners = self.gradient_owners()
         if self.returned_names:
-            parameters = [self.binding[name] for name in self.returned_names]
+            parameters = map(self.returned_to, self.returned_names)
         elif hooks_last or not _may_be_needed_early(owners.values()):
             parameters = {id(owner): owner for owner in owners.values()}.values()
         else:

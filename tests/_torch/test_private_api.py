@@ -43,7 +43,12 @@ from rockmate._torch.aot import (
     value_checks_as_ops,
     without_decompositions,
 )
-from rockmate._torch.autocast import autocast_dtypes, autocast_off, autocast_uncached
+from rockmate._torch.autocast import (
+    autocast_dtypes,
+    autocast_off,
+    autocast_uncached,
+    cached_cast,
+)
 from rockmate._torch.checkpoints import checkpoints_observed
 from rockmate._torch.compiler_process import (
     Deadline,
@@ -447,6 +452,21 @@ def test_autocast() -> None:
         assert autocast_dtypes() == {"cpu": torch.bfloat16}
         with autocast_off():
             assert autocast_dtypes() == {}
+
+
+@pytest.mark.parametrize("num_dims", [1, 2, 3, 4, 5])
+def test_the_cast_that_autocast_keeps(num_dims: int) -> None:
+    parameter = nn.Parameter(torch.randn((2, 3, 2, 1, 4)[:num_dims]))
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = cached_cast(parameter)
+        assert torch.equal(cast, parameter.to(torch.bfloat16))
+        again = cached_cast(parameter)
+        assert again.grad_fn is cast.grad_fn
+        assert again.data_ptr() == cast.data_ptr()
+        if num_dims == 2:  # an op's own cast is that one
+            output = torch.ones(4, 2, requires_grad=True) @ parameter
+            edges = [node for node, _ in output.grad_fn.next_functions]  # type: ignore[union-attr]
+            assert cast.grad_fn in edges
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch.func.jvp

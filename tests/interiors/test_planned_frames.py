@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -442,13 +443,60 @@ class Twice(Net):
 
 
 @pytest.mark.parametrize("is_cached", [True, False])
-def test_gradients_of_weights_that_autocast_has_cast_once(is_cached: bool) -> None:
+@pytest.mark.parametrize("net", [Net, Twice])
+def test_gradients_of_weights_that_autocast_has_cast_once(
+    is_cached: bool, net: type[Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+
     def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
+            result = step_of(module, model, seed)
+        if isinstance(module, RockmateModule):
+            counts.append(num_planned(module))
+            assert module.frames is not None
+            assert module.frames.needs is not None
+            for needs in module.frames.needs.by_key.values():
+                needs.seconds = 1.0  # so that a frame that is dropped whole is not the faster one
+        return result
+
+    monkeypatch.setitem(globals(), "ROWS", 1024)  # beside which casts of weights are small
+    check(net([Block() for _ in range(3)], dropped=0.0), 0.5, step)
+    assert max(counts) > 0
+
+
+class Product(nn.Module):
+    """Reads its weight as autocast casts it, and further ways."""
+
+    def __init__(self, further: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.weight, self.further = nn.Parameter(torch.randn(WIDTH, WIDTH)), further
+        self.ending = nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = nn.functional.linear(x, self.weight)
+        return self.ending(x + product + self.further(self.weight))
+
+
+@pytest.mark.parametrize(
+    ("further", "is_planned"),
+    [
+        (lambda weight: weight[0, 0].detach(), True),
+        (lambda weight: weight.mean(), False),
+        (lambda weight: weight.to(torch.bfloat16).mean(), False),
+        (lambda weight: nn.functional.linear(weight, weight).mean(), False),
+    ],
+)
+def test_a_weight_with_readers_beside_the_cast_of_autocast(
+    further: Callable[[Tensor], Tensor], is_planned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
             return step_of(module, model, seed)
 
-    module = check(Twice([Block() for _ in range(3)]), 0.4, step)
-    assert (num_planned(module) > 0) == (not is_cached)
+    caplog.set_level(logging.INFO, "rockmate.interiors")
+    check(Net([Product(further) for _ in range(3)], dropped=0.0), 1.0, step)
+    assert ("is not planned" in caplog.text) != is_planned
 
 
 class CountingOutside(Block):

@@ -119,8 +119,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch, step: Callable[[], Any]) -> list[t
     return [(each, live.peak_bytes) for each, live in zip(counted, stretches, strict=True)]
 
 
+class Cast(Branching):
+    """Autocast casts weights, and keeps the casts until its context ends."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
+
+
 @pytest.mark.parametrize("has_gradients", [False, True])
-@pytest.mark.parametrize("kind", [Branching, Repeating, Beside, Tree, Heavy])
+@pytest.mark.parametrize("kind", [Branching, Repeating, Beside, Tree, Heavy, Cast])
 def test_no_frame_takes_more_than_is_counted(
     kind: type[nn.Module], has_gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,8 +24,8 @@ from torch import nn
 
 from rockmate.budget import size_text
 from rockmate.capture.signature import SampleCall
+from rockmate.curves.errors import FitError, NothingFitsError
 from rockmate.errors import InfeasibleBudgetError, InfeasibleMemoryLimitError
-from rockmate.fits.errors import FitError, NothingFitsError
 from rockmate.hf.longest_batch import longest_rows
 from rockmate.memory_limit import MemoryLimit
 from rockmate.module import RockmateModule

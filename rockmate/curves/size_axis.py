@@ -17,7 +17,7 @@ from rockmate.capture.signature import (
     sample_call,
 )
 from rockmate.capture.size_groups import SizeGroups
-from rockmate.fits.errors import FitError
+from rockmate.curves.errors import FitError
 
 Kind = Literal["batch", "tokens"]
 Dims = int | Mapping[str | int, int]

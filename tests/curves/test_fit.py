@@ -18,9 +18,9 @@ import rockmate
 from rockmate import FitError, FitRow, InvalidBudgetError, MachineError, NothingFitsError, Planner
 from rockmate.capture.sample import read_sample
 from rockmate.costs.machine import load_machine
-from rockmate.fits.least_memory import SizedPlanners, largest_within
-from rockmate.fits.size_axis import SizeAxis
-from rockmate.fits.sized_steps import SizedSteps
+from rockmate.curves.least_memory import SizedPlanners, largest_within
+from rockmate.curves.size_axis import SizeAxis
+from rockmate.curves.sized_steps import SizedSteps
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.snapshot_capture import snapshot_of

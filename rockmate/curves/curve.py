@@ -24,6 +24,10 @@ class CurveRow(Measurement):
 
     loss_chunks: str = ""
 
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.names())
+        return f"{type(self).__name__}({shown})"
+
     def with_measurement(self, measured: Measurement) -> Self:
         """The row with what was measured."""
         return replace(self, **asdict(measured))

@@ -9,7 +9,7 @@ from rockmate.curves.curve import CurveRow
 from rockmate.plan.plan import Plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class FitRow(CurveRow):
     """Training at one size within the memory.
 

@@ -17,7 +17,7 @@ from rockmate.capture.size_groups import MIN_SYMBOLIC_SIZE
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine
 from rockmate.curves.advice import nothing_fits
-from rockmate.curves.device_memory import FixedMemory, fixed_memory
+from rockmate.curves.device_memory import FixedMemory, fixed_memory, optimizer_name
 from rockmate.curves.errors import FitError
 from rockmate.curves.fit import Fit
 from rockmate.curves.fit_options import FitOptions
@@ -28,7 +28,6 @@ from rockmate.curves.size_axis import Kind, SizeAxis, input_bytes
 from rockmate.curves.sized_steps import SizedSteps
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.graph.chunking.chunks import Chunks
-from rockmate.memory_limit import Optimizer
 from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
 from rockmate.schedule.schedule import baseline_schedule
@@ -98,7 +97,7 @@ def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: 
     return Fit(
         title=title,
         memory_bytes=limit.limit_bytes,
-        optimizer=_optimizer_name(options.optimizer),
+        optimizer=optimizer_name(options.optimizer),
         axis=options.vary,
         machine=None if options.measure else machine.name,
         offload=options.offload,
@@ -325,9 +324,3 @@ class _Run:
         except (InfeasibleBudgetError, torch.OutOfMemoryError):
             return None
         return self._row(planners, size, plan).with_measurement(measured)
-
-
-def _optimizer_name(optimizer: Optimizer) -> str:
-    if isinstance(optimizer, str):
-        return optimizer
-    return (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__

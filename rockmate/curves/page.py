@@ -115,11 +115,11 @@ def _link(row: SweepRow) -> str:
 def _panel(sweep: Sweep, row: SweepRow, *, is_open: bool) -> str:
     plan = sweep.plans[row.key]
     name = f"{row.strategy}, {size_text(row.budget_bytes)}, {row.predicted_ratio:.3f}x"
-    knee = ", knee" if row.is_recommended else ""
+    name += ", knee" if row.is_recommended else ""
     figure = memory_figure(sweep.baseline, plan)
     picture = svg(figure, f"Activation memory over one training step: {name}")
     return (
-        f'<details name="budget"{" open" if is_open else ""}><summary>{escape(name)}{knee}</summary>'
+        f'<details name="budget"{" open" if is_open else ""}><summary>{escape(name)}</summary>'
         f'<section id="{row_address(row.key)}">{picture}'
         f"<h3>The plan</h3><pre>{escape(plan.summary())}</pre>"
         f"<h3>In memory at the peak</h3><pre>{escape(_live_text(plan))}</pre>"

@@ -72,6 +72,7 @@ def sweep_figure(sweep: Sweep) -> Any:
         axes[0].set_xlabel(f"predicted activation peak ({unit})")
         if has_measured:
             _draw_measured(axes[1], sweep, num_bytes)
+            axes[1].set_ylim(bottom=max(0.0, axes[1].get_ylim()[0]))
             axes[1].set_title("Measured time of a step, times eager's")
             axes[1].set_xlabel(f"measured activation peak ({unit})")
         for each in axes:
@@ -197,12 +198,16 @@ def times_ms(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def fit_figure(fit: Fit) -> Any:
-    """Memory by part, and the speed, at each size."""
+    """The speed, and below it memory by part, at each size."""
     num_bytes, unit = _unit(fit.memory_bytes)
     places, below = range(len(fit)), [0.0] * len(fit)
     with _style():
-        figure = _figure(5.0)
-        axes = figure.subplots()
+        figure = _figure(6.2)
+        speeds, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
+        speed = [row.speed(fit.axis) for row in fit]
+        speeds.plot(places, speed, color="black", marker="o")
+        speeds.set_ylim(0, 1.1 * max(speed))
+        speeds.set_title(f"{fit.unit.capitalize()} a second")
         for (name, part), colour in zip(PARTS.items(), _PART_COLOURS, strict=True):
             heights = [getattr(row, name) / num_bytes for row in fit]
             axes.bar(places, heights, bottom=below, label=part, color=colour, width=0.7)
@@ -211,15 +216,9 @@ def fit_figure(fit: Fit) -> Any:
         axes.axhline(memory, color="black", ls="--", lw=1, label="memory")
         axes.set_ylim(top=1.05 * memory)
         axes.set_xticks(places, [f"{row.size(fit.axis):,}" for row in fit])
+        axes.set_title(f"{unit} at the peak of a step")
         axes.set_xlabel("rows in a batch" if fit.axis == "batch" else "tokens in a sequence")
-        axes.set_ylabel(f"{unit} at the peak of a step")
-        speeds = axes.twinx()
-        speed = [row.speed(fit.axis) for row in fit]
-        label = f"{fit.unit} a second (right)"
-        speeds.plot(places, speed, color="black", marker="o", label=label)
-        speeds.set_ylim(bottom=0)
-        speeds.grid(visible=False)
-        _legend(figure, [axes, speeds])
+        _legend(figure, [axes])
         figure.suptitle(fit.title, fontsize="small", wrap=True)
     return figure
 

@@ -13,7 +13,7 @@ from rockmate.plan.plan import Plan
 _HUNDRED_MIB = 100 * 2**20
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SweepRow(CurveRow):
     """One budget under one strategy.
 

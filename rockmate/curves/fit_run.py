@@ -258,17 +258,14 @@ class _Run:
 
     def predicted_row(self, size: int) -> FitRow:
         """The row of a size by estimated costs."""
-        found = self._planned(self._planners, size)
-        assert found is not None  # the search has planned in these chunks
-        return self._row(self._planners, size, found[1])
+        planner = self._planners.whole(size)
+        return self._row(size, planner, planner.plan(self._budget_bytes(size)))
 
-    def _planned(self, planners: SizedPlanners, size: int) -> tuple[Planner, Plan] | None:
-        """As `SizedPlanners.planner_for`, in the chunks that a size needs."""
-        chunks = None if size <= self._whole else self._chunks
-        return planners.planner_for(size, chunks, self._limit_bytes - self._held_at(size))
+    def _budget_bytes(self, size: int) -> int:
+        return self._limit_bytes - self._held_at(size)
 
-    def _row(self, planners: SizedPlanners, size: int, plan: Plan) -> FitRow:
-        workspace_bytes, whole = workspace_at_peak(plan), planners.whole(size)
+    def _row(self, size: int, planner: Planner, plan: Plan) -> FitRow:
+        workspace_bytes = workspace_at_peak(plan)
         is_batch = self._options.vary == "batch"
         return FitRow(
             batch_size=size if is_batch else self._other or 1,
@@ -280,9 +277,9 @@ class _Run:
             input_bytes=self._input_bytes(size),
             activation_bytes=plan.predicted_peak_bytes - workspace_bytes,
             workspace_bytes=workspace_bytes,
-            baseline_peak_bytes=whole.baseline_peak_bytes,
+            baseline_peak_bytes=planner.baseline_peak_bytes,
             predicted_ms=plan.predicted_ms,
-            baseline_ms=whole.baseline_ms,
+            baseline_ms=planner.baseline_ms,
             num_recomputations=plan.schedule.num_recomputations(),
             loss_chunks=plan.options.get("loss_chunks", ""),
             host_bytes=plan.simulation.host_bytes,
@@ -304,15 +301,10 @@ class _Run:
     def _measured_row(self, size: int) -> FitRow | None:
         options = self._options
         sample = self._axis.sample_at(self._sample_input, size)
-        planners = SizedPlanners(
-            lambda _: capture_step(self._model, sample, **options.step_options),
-            lambda step: Planner.of(step, numerics=options.numerics, **options.planner_options),
-        )
         try:
-            found = self._planned(planners, size)
-            if found is None:
-                return None
-            planner, plan = found
+            step = capture_step(self._model, sample, **options.step_options)
+            planner = Planner.of(step, numerics=options.numerics, **options.planner_options)
+            plan = planner.plan(self._budget_bytes(size))
             meter = SideBySide(
                 self._model,
                 sample,
@@ -323,4 +315,4 @@ class _Run:
             measured = meter.measure(planner.module_of(plan, trial="never"))
         except (InfeasibleBudgetError, torch.OutOfMemoryError):
             return None
-        return self._row(planners, size, plan).with_measurement(measured)
+        return self._row(size, planner, plan).with_measurement(measured)

@@ -38,7 +38,7 @@ def page(sweep: Sweep) -> str:
         ),
         verdict="".join(f"<p>{escape(line)}</p>" for line in _verdict(sweep)),
         curve=svg(sweep.figure(), what) if shown else "<p>No budget of this sweep is feasible.</p>",
-        recommended=_recommended(sweep),
+        remarks=escape(sweep.remarks() or ("The curve has no knee." if shown else "")),
         rows=table_html(_columns(sweep), sweep.rows, lambda row: _note(sweep, row), link=_link),
         panels="\n".join(_panel(sweep, row, is_open=row is shown) for row in sweep.feasible),
     )
@@ -65,7 +65,6 @@ def _facts(sweep: Sweep) -> Iterator[tuple[str, str]]:
 
 
 def _verdict(sweep: Sweep) -> Iterator[str]:
-    yield from (f"FAILED: {line}" for line in sweep.broken_promises)
     measured = [row for row in sweep if row.is_measured]
     if measured and not sweep.broken_promises:
         compared = [row for row in measured if row.gradient_difference is not None]
@@ -78,16 +77,6 @@ def _verdict(sweep: Sweep) -> Iterator[str]:
         yield (
             "The sweep was interrupted: rows may be missing. The same command takes it up again."
         )
-
-
-def _recommended(sweep: Sweep) -> str:
-    lines = "".join(
-        f'<li><a href="{_link(row)}">{escape(sweep.recommendation(row))}</a></li>'
-        for row in sweep.recommended
-    )
-    if lines:
-        return f"<p>Knees, where less memory begins to cost more:</p><ul>{lines}</ul>"
-    return "<p>The curve has no knee: time grows evenly as memory shrinks.</p>"
 
 
 def _columns(sweep: Sweep) -> list[Column]:

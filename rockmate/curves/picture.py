@@ -153,8 +153,9 @@ def memory_figure(baseline: Plan, plan: Plan) -> Any:
             end = times_ms(each.schedule, plan.costs)[-1]
             times = [*(point[0] for point in points), end]
             heights = [*(point[1] / num_bytes for point in points), points[-1][1] / num_bytes]
-            axes.fill_between(times, heights, step="post", color=colour, alpha=0.2, lw=0)
-            axes.step(times, heights, where="post", color=colour, lw=1.2, label=label)
+            axes.fill_between(
+                times, heights, step="post", facecolor=(colour, 0.2), edgecolor=colour, label=label
+            )
         axes.axhline(plan.budget_bytes / num_bytes, color=_RED, ls="--", lw=1, label="budget")
         axes.axvline(
             begins[len(plan.schedule.forward)], color=_GREY, ls=":", label="end of the forward"
@@ -236,7 +237,8 @@ def svg(figure: Any, title: str) -> str:
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Type")))
     text = file.getvalue()
     own = f"p{zlib.crc32((title + text).encode()):x}-"
-    text = re.sub(r"<metadata>.*?</metadata>|\sxmlns(:\w+)?=\"[^\"]*\"", "", text, flags=re.DOTALL)
+    out = r"<metadata>.*?</metadata>|\sxmlns(:\w+)?=\"[^\"]*\"|\starget=\"_blank\""
+    text = re.sub(out, "", text, flags=re.DOTALL)
     text = re.sub(r"(\sid=\"|href=\"#|url\(#)(?!budget-)", rf"\g<1>{own}", text)
     return text[text.index("<svg") :].replace(
         "<svg", f'<svg role="img" aria-label="{escape(title)}"', 1

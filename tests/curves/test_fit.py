@@ -286,7 +286,7 @@ def test_a_step_that_cannot_run_in_chunks_has_no_planner_for_them() -> None:
         in_chunks=lambda _: Refusal(call="", module="", reason="it mixes rows")
     )
     planners = SizedPlanners(lambda _: step, lambda _: pytest.fail("a planner was made"))
-    assert planners.planner_for(8, Chunks(4, "recompute"), 1) is None
+    assert planners.planner(8, Chunks(4, "recompute")) is None
 
 
 def test_measured_rows(tmp_path: Path) -> None:

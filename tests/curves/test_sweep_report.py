@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
+import json
 import random
 import re
+import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import models
 import pytest
 import torch
+from matplotlib.text import Text
+from torch import nn
 
+import rockmate
 from rockmate import SweepRow
+from rockmate.curves.errors import SweepError
 from rockmate.curves.knees import knees, lower_hull
 from rockmate.curves.page import page
-from rockmate.curves.picture import memory_points, times_ms
+from rockmate.curves.picture import memory_figure, memory_points, times_ms
 from rockmate.curves.sweep import Sweep
 from rockmate.curves.sweep_row import compared
 from rockmate.curves.sweep_run import SweepOptions, run_sweep
+from rockmate.extras import MissingExtraError
 
 # --- knees ----------------------------------------------------------------------------------------
 
@@ -165,6 +174,69 @@ def test_rows_of_a_faster_run_do_not_bend_the_curve() -> None:
     assert [row.is_recommended for row in compared(slow)] == [row.is_recommended for row in rows]
 
 
+def test_the_knee_and_the_best_budget_for_a_slowdown(found: Sweep) -> None:
+    rows = curve((100, 2.0), (200, 1.3), (300, 1.1), (600, 1.04), (1000, 1.0))
+    sweep = dataclasses.replace(found, rows=rows)
+    assert sweep.knee is rows[2]
+    assert sweep.best(max_slowdown=1.1) is rows[2]
+    assert sweep.best() is rows[3]
+    slow = dataclasses.replace(found, rows=rows[:3])
+    with pytest.raises(SweepError, match=r"within 1.05x .* the fastest takes 1.100x. Allow more"):
+        slow.best()
+    straight = dataclasses.replace(found, rows=curve((1, 3.0), (2, 2.0), (3, 1.0)))
+    assert straight.knee is None
+
+
+def test_a_sweep_is_its_rows_and_json(found: Sweep, tmp_path: Path) -> None:
+    assert list(found) == found.rows
+    assert len(found) == len(found.rows)
+    assert found[-1] is found.rows[-1]
+    found.save(tmp_path / "sweep.json")
+    content = json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8"))
+    assert [SweepRow(**row) for row in content["rows"]] == found.rows
+    assert content["baseline_peak_bytes"] == found.baseline.baseline_peak_bytes
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def test_a_notebook_shows_the_picture_above_the_table(found: Sweep, tmp_path: Path) -> None:
+    read = Page(found._repr_html_())
+    assert read.open == []
+    assert [tag for tag, _ in read.elements if tag in ("svg", "table")] == ["svg", "table"]
+    assert len(read.all("tr")) == 1 + len(found)
+    found.plot(tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_texts_of_a_picture_do_not_overlap(found: Sweep) -> None:
+    for figure in (
+        found.figure(),
+        memory_figure(found.baseline, found.plans[found.feasible[0].key]),
+    ):
+        figure.savefig(io.BytesIO(), format="png")
+        texts = [each for each in figure.findobj(Text) if each.get_text() and each.get_visible()]
+        boxes = [each.get_window_extent() for each in texts]
+        for first, second in itertools.combinations(boxes, 2):
+            assert not first.overlaps(second)
+
+
+def test_without_matplotlib_only_pictures_and_pages_are_missing(
+    found: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "rockmate" in str(found)
+    read = Page(found._repr_html_())
+    assert not read.all("svg")
+    assert len(read.all("table")) == 1
+    install = r"pip install 'rockmate-planner\[plot\]'"
+    with pytest.raises(MissingExtraError, match=install):
+        found.plot(tmp_path / "sweep.png")
+    with pytest.raises(MissingExtraError, match=f"the page of a sweep needs .*{install}"):
+        rockmate.sweep(nn.Identity(), None, out=tmp_path)
+
+
 # --- page -----------------------------------------------------------------------------------------
 
 
@@ -211,7 +283,7 @@ def test_page_is_whole_and_loads_nothing(found: Sweep) -> None:
     assert "two layers <&>" in "".join(read.texts)
     assert "<&>" not in html
     for _, attributes in read.elements:
-        assert "src" not in attributes
+        assert not {"src", "target"} & set(attributes)
         assert attributes.get("href", "#").startswith("#")
         assert attributes.get("xlink:href", "#").startswith("#")
     assert "http" not in html
@@ -221,8 +293,13 @@ def test_page_is_whole_and_loads_nothing(found: Sweep) -> None:
 
 def test_pictures_of_a_page_share_no_names(found: Sweep) -> None:
     """What one picture defines is hidden with it, so another one must not use it."""
-    names = [each["id"] for _, each in Page(page(found)).elements if "id" in each]
+    elements = [each for _, each in Page(page(found)).elements]
+    names = [each["id"] for each in elements if "id" in each]
     assert len(names) == len(set(names))
+    used = {each["xlink:href"].removeprefix("#") for each in elements if "xlink:href" in each}
+    used |= {each["clip-path"][5:-1] for each in elements if "clip-path" in each}
+    assert used
+    assert used <= set(names)
 
 
 def test_page_has_a_panel_a_link_and_a_mark_for_each_feasible_budget(found: Sweep) -> None:

@@ -37,7 +37,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.models import Batch, Workload
 from rockmate.collector import gc_paused
-from rockmate.sweeps.measure import TensorDifference, activation_peak, tensor_difference
+from rockmate.curves.measure import TensorDifference, activation_peak, tensor_difference
 
 Step = Callable[[], object]
 

@@ -40,12 +40,15 @@ if TYPE_CHECKING:
     from rockmate._torch.allocator import Timeline, timeline
     from rockmate.capture.opaque_functions import register_opaque
     from rockmate.costs.machine import Machine
+    from rockmate.curves.errors import FitError, NothingFitsError
+    from rockmate.curves.fit import Fit
+    from rockmate.curves.fit_options import FitOptions
+    from rockmate.curves.fit_row import FitRow
+    from rockmate.curves.fit_run import fit
+    from rockmate.curves.sweep import Sweep
+    from rockmate.curves.sweep_row import SweepRow
+    from rockmate.curves.sweep_run import sweep
     from rockmate.dynamo.backend import planned_graphs
-    from rockmate.fits.errors import FitError, NothingFitsError
-    from rockmate.fits.options import FitOptions
-    from rockmate.fits.result import Fit
-    from rockmate.fits.row import FitRow
-    from rockmate.fits.run import fit
     from rockmate.hf.buckets import PadToBuckets
     from rockmate.hf.trainer import wrap_trainer
     from rockmate.module import RockmateModule
@@ -57,8 +60,6 @@ if TYPE_CHECKING:
     from rockmate.planning.strategies import STRATEGIES
     from rockmate.sharding.fully_shard import fully_shard
     from rockmate.sharding.simulated import simulated_ranks
-    from rockmate.sweeps.row import SweepRow
-    from rockmate.sweeps.run import sweep
 
 __all__ = [
     "STRATEGIES",
@@ -88,6 +89,7 @@ __all__ = [
     "RockmateModule",
     "SignatureMismatchError",
     "SolverLimitError",
+    "Sweep",
     "SweepRow",
     "Timeline",
     "TrialError",
@@ -120,21 +122,22 @@ _LAZY_NAMES = {
     "FrontierPoint": "rockmate.planning.frontier_point",
     "MarkPrice": "rockmate.planning.mark_prices",
     "Planner": "rockmate.planner",
-    "SweepRow": "rockmate.sweeps.row",
+    "Sweep": "rockmate.curves.sweep",
+    "SweepRow": "rockmate.curves.sweep_row",
     "planned_graphs": "rockmate.dynamo.backend",
-    "Fit": "rockmate.fits.result",
-    "FitError": "rockmate.fits.errors",
-    "FitOptions": "rockmate.fits.options",
-    "FitRow": "rockmate.fits.row",
-    "NothingFitsError": "rockmate.fits.errors",
-    "fit": "rockmate.fits.run",
+    "Fit": "rockmate.curves.fit",
+    "FitError": "rockmate.curves.errors",
+    "FitOptions": "rockmate.curves.fit_options",
+    "FitRow": "rockmate.curves.fit_row",
+    "NothingFitsError": "rockmate.curves.errors",
+    "fit": "rockmate.curves.fit_run",
     "PadToBuckets": "rockmate.hf.buckets",
     "Timeline": "rockmate._torch.allocator",
     "timeline": "rockmate._torch.allocator",
     "wrap_trainer": "rockmate.hf.trainer",
     "fully_shard": "rockmate.sharding.fully_shard",
     "simulated_ranks": "rockmate.sharding.simulated",
-    "sweep": "rockmate.sweeps.run",
+    "sweep": "rockmate.curves.sweep_run",
 }
 
 

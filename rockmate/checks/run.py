@@ -17,17 +17,17 @@ from torch import nn
 from rockmate._torch.pytree import tree_map
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.checks.cases import Case, InBfloat16
-from rockmate.errors import RockmateError
-from rockmate.extras import MissingExtraError
-from rockmate.module import RockmateModule
-from rockmate.plan.plan import Plan
-from rockmate.sweeps.measure import (
+from rockmate.curves.measure import (
     Measurement,
     SideBySide,
     run_step,
     state_kept,
     tensor_difference,
 )
+from rockmate.errors import RockmateError
+from rockmate.extras import MissingExtraError
+from rockmate.module import RockmateModule
+from rockmate.plan.plan import Plan
 
 _NUM_STEPS = 3
 # A plan this near to its bound shows as much as a better one.
@@ -122,8 +122,7 @@ def _row(case: Case, device: torch.device) -> CheckRow:
     steps = SideBySide(model, sample, num_steps=_NUM_STEPS)
     module = _planned(case, model, sample, steps.eager_peak_bytes or 0)
     found = steps.measure(module)
-    assert found.gradients is not None
-    is_equal = found.gradients.equal
+    is_equal = found.gradient_difference == 0
     errors = _errors(module, model, exact, sample) if exact is not None and not is_equal else None
     if module.is_planned:
         predicted, ratio = module.plan.predicted_peak_bytes, module.plan.predicted_ratio
@@ -137,14 +136,14 @@ def _row(case: Case, device: torch.device) -> CheckRow:
         name=case.name,
         failures=tuple(_failures(case, found, predicted, errors, waits, device)),
         is_bitwise=is_equal,
-        difference=found.gradients.largest_relative,
+        difference=found.gradient_difference,
         error=errors[0] if errors else None,
         eager_error=errors[1] if errors else None,
         predicted_peak_bytes=predicted,
-        peak_bytes=found.peak_bytes,
+        peak_bytes=found.measured_peak_bytes,
         eager_peak_bytes=found.eager_peak_bytes,
         predicted_ratio=ratio,
-        ratio=found.ratio,
+        ratio=found.measured_ratio,
         num_waits=waits,
     )
 
@@ -171,21 +170,22 @@ def _failures(
     device: torch.device,
 ) -> Iterator[str]:
     """The promises that do not hold."""
-    gradients = found.gradients
-    assert gradients is not None
-    if not gradients.equal:
+    difference, peak_bytes = found.gradient_difference, found.measured_peak_bytes
+    assert difference is not None
+    assert peak_bytes is not None
+    if difference:
         if case.is_bitwise and device.type == "cpu":
-            yield f"the gradient of {gradients.where} is not eager's bit for bit"
-        elif gradients.largest_relative > found.gradient_tolerance and (
+            yield f"the gradient of {found.differing_gradient} is not eager's bit for bit"
+        elif difference > found.gradient_tolerance and (
             errors is None or errors[0] > _ERROR_RATIO * errors[1]
         ):
             yield (
-                f"the gradient of {gradients.where} is {gradients.largest_relative:.1e} from "
-                f"eager's, which rounding does not explain"
+                f"the gradient of {found.differing_gradient} is {difference:.1e} from eager's, "
+                "which rounding does not explain"
             )
     most_bytes = predicted_bytes * _PEAK_TOLERANCE + _SLACK_BYTES[device.type]
-    if found.peak_bytes > most_bytes:
-        yield f"the peak is {found.peak_bytes:,} bytes, and {predicted_bytes:,} were predicted"
+    if peak_bytes > most_bytes:
+        yield f"the peak is {peak_bytes:,} bytes, and {predicted_bytes:,} were predicted"
     if num_waits:
         yield f"the host waits for the GPU {num_waits} times more than in eager's step"
 

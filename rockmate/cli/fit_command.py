@@ -17,7 +17,7 @@ from rockmate.cli.arguments import (
 )
 
 if TYPE_CHECKING:
-    from rockmate.fits.result import Fit
+    from rockmate.curves.fit import Fit
 
 _SAMPLE_ROWS = 2  # the smallest batch that a symbol can stand for
 
@@ -109,9 +109,9 @@ def _add_search(fit: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and gives its exit code."""
+    from rockmate.curves.fit_options import FitOptions
+    from rockmate.curves.fit_run import run_fit
     from rockmate.extras import require
-    from rockmate.fits.options import FitOptions
-    from rockmate.fits.run import run_fit
     from rockmate.progress import is_terminal
 
     options = FitOptions(
@@ -136,7 +136,7 @@ def run(arguments: argparse.Namespace) -> int:
         require("matplotlib.figure", extra="plot", purpose="the picture of a fit")
     model, sample_input, title = _model(arguments)
     found = run_fit(model, sample_input, options, title=title)
-    sys.stdout.write(f"{found}\n{_seconds(found)}\n")
+    sys.stdout.write(f"{found}\n({found.seconds_text})\n")
     _write(arguments, found)
     return 0
 
@@ -168,7 +168,7 @@ def _axis(text: str) -> dict[str | int, int]:
 def _check(arguments: argparse.Namespace, options: Any) -> None:
     """All that can be told before the model is built."""
     from rockmate.costs.machine import load_machine
-    from rockmate.fits.errors import FitError
+    from rockmate.curves.errors import FitError
 
     _ = options.limit, options.reserve_bytes
     if arguments.machine is not None:
@@ -208,13 +208,8 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
     return model, source.sample_input, f"{source.title}, {what}"
 
 
-def _seconds(found: Fit) -> str:
-    stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in found.timings.items())
-    return f"({stages})"
-
-
 def _write(arguments: argparse.Namespace, found: Fit) -> None:
-    from rockmate.fits.errors import FitError
+    from rockmate.curves.errors import FitError
 
     for path, write in ((arguments.json, found.save), (arguments.plot, found.plot)):
         if path is None:

@@ -36,7 +36,6 @@ from rockmate.cli.arguments import (
 if TYPE_CHECKING:
     from rockmate.cli.demo import DemoOptions
     from rockmate.hf.model_source import SourcedModel
-    from rockmate.sweeps.result import Sweep
 
 _PLOT_NAME = "memory.png"
 
@@ -277,21 +276,17 @@ def _make_folder(path: Path) -> None:
 
 
 def _run_sweep(arguments: argparse.Namespace) -> int:
-    from rockmate.sweeps.result import SweepOptions
-    from rockmate.sweeps.run import check_options, default_strategies, run_sweep
-    from rockmate.sweeps.store import SweepFolder
+    from rockmate.curves.sweep_folder import SweepFolder
+    from rockmate.curves.sweep_run import SweepOptions, run_sweep
 
     options = SweepOptions(
         budgets=arguments.budgets,
-        strategies=default_strategies(arguments.offload)
-        if arguments.strategies is None
-        else arguments.strategies,
-        adds_bitwise=arguments.strategies is None,
+        strategies=arguments.strategies,
         measure=arguments.measure,
         num_steps=arguments.steps,
         progress=not arguments.quiet,
     )
-    check_options(options, arguments.machine)  # all that can be told before the model is built
+    options.check(arguments.machine)  # all that can be told before the model is built
     further = mark_options(arguments) | offload_options(arguments) | mesh_options(arguments)
     if arguments.out is not None:
         SweepFolder(arguments.out)
@@ -318,43 +313,20 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
                 f"\nWhat was found is in {arguments.out}; the same command goes on from there.\n"
             )
         raise
-    sys.stdout.write(_sweep_text(found, arguments.out))
+    sys.stdout.write(found.text(shutil.get_terminal_size().columns) + "\n")
+    if arguments.out is not None:
+        sys.stdout.write(f"\nPage: {arguments.out / 'sweep.html'}\n")
     return 0 if found.plans and not found.broken_promises else 1
-
-
-def _sweep_text(found: Sweep, out: Path | None) -> str:
-    from rockmate.budget import size_text
-    from rockmate.sweeps.table import recommendation_text, table_text
-
-    baseline = found.baseline
-    stages = ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in found.timings.items())
-    lines = [
-        found.title,
-        f"nothing recomputed: {size_text(baseline.baseline_peak_bytes)}, "
-        f"{baseline.baseline_ms:,.1f} ms a step ({stages})",
-        "",
-        table_text(found, width=shutil.get_terminal_size().columns),
-    ]
-    lines += ["", recommendation_text(found)] if found.recommended else []
-    lines += (
-        ["", *(f"FAILED: {line}" for line in found.broken_promises)]
-        if found.broken_promises
-        else []
-    )
-    lines += ["", f"Report: {out / 'sweep.html'}"] if out is not None else []
-    return "\n".join(lines) + "\n"
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
     from rockmate.budget import parse_budgets
+    from rockmate.curves.errors import SweepError
+    from rockmate.curves.sweep_run import SweepOptions
     from rockmate.planner import Planner
     from rockmate.progress import is_terminal
-    from rockmate.sweeps.result import SweepError, SweepOptions
-    from rockmate.sweeps.run import check_options
 
-    check_options(
-        SweepOptions(budgets=arguments.budget, strategies=(arguments.strategy,)), arguments.machine
-    )
+    SweepOptions(budgets=arguments.budget, strategies=(arguments.strategy,)).check()
     budgets = parse_budgets(arguments.budget)
     if len(budgets) != 1:
         raise SweepError(

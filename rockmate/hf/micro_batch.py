@@ -24,8 +24,8 @@ from torch import nn
 
 from rockmate.budget import size_text
 from rockmate.capture.signature import SampleCall
+from rockmate.curves.errors import FitError, NothingFitsError
 from rockmate.errors import InfeasibleBudgetError, InfeasibleMemoryLimitError
-from rockmate.fits.errors import FitError, NothingFitsError
 from rockmate.hf.longest_batch import longest_rows
 from rockmate.memory_limit import MemoryLimit
 from rockmate.module import RockmateModule
@@ -84,9 +84,9 @@ def fit_micro_batch(trainer: Trainer, limit: MemoryLimit, options: Mapping[str, 
     unknown = options.keys() - taken - inspect.signature(RockmateModule).parameters.keys()
     if unknown:
         raise TypeError(f"RockmateModule has no option {sorted(unknown)[0]!r}")
-    _check(trainer)
-    args, model = trainer.args, trainer.model
-    assert model is not None
+    for why in _obstacles(trainer):
+        raise _refusal(why)
+    args = trainer.args
     before = args.per_device_train_batch_size, args.gradient_accumulation_steps
     with random_state_kept(all_gpus()):
         rows = _Rows(trainer)
@@ -114,51 +114,38 @@ def _say(before: tuple[int, int], found: MicroBatch, num_steps: int) -> None:
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def _check(trainer: Trainer) -> None:
-    """Raises `FitError` for a trainer whose effective batch cannot be kept."""
+def _refusal(why: str) -> FitError:
+    return FitError(
+        f'fit="batch" cannot keep the effective batch: {why}. Set per_device_train_batch_size, and '
+        "leave fit out."
+    )
+
+
+def _obstacles(trainer: Trainer) -> Iterator[str]:
+    """Why the effective batch of a trainer cannot be kept."""
     from transformers import Trainer
     from transformers.trainer_utils import has_length
 
-    args = trainer.args
-    own = [
-        name
-        for name in _OWN_BATCHES
-        if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name)
-    ]
-    msg = ""
+    args, model, kind = trainer.args, trainer.model, type(trainer).__name__
+    assert model is not None
     if args.world_size > 1:
-        msg = (
-            f"this run has {args.world_size} processes, whose micro-batches have to agree. Choose "
-            "one with `rockmate fit`, and set per_device_train_batch_size"
+        yield (
+            f"this run has {args.world_size} processes, whose micro-batches have to agree; "
+            "`rockmate fit` tells one that fits"
         )
-    elif args.auto_find_batch_size:
-        msg = "auto_find_batch_size changes the batch as well. Leave it out"
-    elif own:
-        msg = (
-            f"{type(trainer).__name__} has a {own[0]} of its own, so its batches may not follow "
-            "its arguments. Set per_device_train_batch_size"
-        )
-    elif trainer.train_dataset is None or not has_length(trainer.train_dataset):
-        msg = (
-            "the training set has no length, so it cannot be told which rows share a batch. Set "
-            "per_device_train_batch_size"
-        )
-    elif _batch_norms(trainer.model):
-        msg = (
-            f"{_batch_norms(trainer.model)[0]} takes its statistics from the micro-batch, so "
-            "another one trains another model. Set per_device_train_batch_size"
-        )
-    if msg:
-        raise FitError(f'fit="batch" cannot keep the effective batch: {msg}, and leave fit out.')
-
-
-def _batch_norms(model: Any) -> list[str]:
-    """Paths of batch normalizations that use the statistics of their batch."""
-    return [
-        path or type(module).__name__
-        for path, module in model.named_modules()
-        if isinstance(module, _BATCH_NORMS) and module.training
-    ]
+    if args.auto_find_batch_size:
+        yield "auto_find_batch_size changes the batch as well"
+    for name in _OWN_BATCHES:
+        if getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name):
+            yield f"{kind} has a {name} of its own, so its batches may not follow its arguments"
+    if trainer.train_dataset is None or not has_length(trainer.train_dataset):
+        yield "the training set has no length, so it cannot be told which rows share a batch"
+    for path, module in model.named_modules():
+        if isinstance(module, _BATCH_NORMS) and module.training:
+            yield (
+                f"{path or type(module).__name__} takes its statistics from the micro-batch, so "
+                "another one trains another model"
+            )
 
 
 # --- the rows -------------------------------------------------------------------------------------
@@ -178,10 +165,7 @@ class _Rows:
         self.number = len(loader.dataset)
         self._rows = longest_rows(loader.dataset)
         if not self._rows:
-            raise FitError(
-                'fit="batch" needs rows that are mappings, to find the longest; the training set '
-                "has others. Set per_device_train_batch_size, and leave fit out."
-            )
+            raise _refusal("the longest rows are looked for, and its rows are no mappings")
 
     def batch(self, size: int) -> dict[str, Any]:
         """A batch of the longest rows, those over and over if there are fewer."""
@@ -245,10 +229,9 @@ def _loss_scale(trainer: Trainer, rows: _Rows) -> str:
     tolerance = _ULPS * _epsilon(trainer) * max(abs(whole), *map(abs, each))
     if abs(whole - total) > tolerance:
         how = "sum" if is_scaled else "mean"
-        raise FitError(
-            f'fit="batch" cannot keep the effective batch: the loss of two rows is {whole:.6g}, '
-            f"and the {how} of their losses, which Trainer takes when it accumulates, is "
-            f"{total:.6g}. Set per_device_train_batch_size, and leave fit out."
+        raise _refusal(
+            f"the loss of two rows is {whole:.6g}, and the {how} of their losses, which Trainer "
+            f"takes when it accumulates, is {total:.6g}"
         )
     return "items" if is_scaled else "mean"
 
@@ -273,10 +256,7 @@ def _row_of(batch: Mapping[str, Any], index: int) -> dict[str, Any]:
     """
     for name, value in batch.items():
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[0] != 2:
-            raise FitError(
-                f'fit="batch" cannot keep the effective batch: {name!r} of a batch of two rows is '
-                "no tensor of two rows. Set per_device_train_batch_size, and leave fit out."
-            )
+            raise _refusal(f"{name!r} of a batch of two rows is no tensor of two rows")
     return {name: value[index : index + 1] for name, value in batch.items()}
 
 
@@ -377,7 +357,6 @@ def _model_call(trainer: Trainer, rows: _Rows, size: int) -> SampleCall:
         trainer.compute_loss(record, dict(batch), num_items_in_batch=rows.num_items(batch))  # pyright: ignore
     except _Recorded:
         return made[0]
-    raise FitError(
-        f"{type(trainer).__name__}.compute_loss does not call the model that it is given, so no "
-        "batch can be planned. Set per_device_train_batch_size, and leave fit out."
+    raise _refusal(
+        f"{type(trainer).__name__}.compute_loss does not call the model that it is given"
     )

@@ -386,7 +386,7 @@ def test_interrupted_sweep(
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("rockmate.sweeps.measure.SideBySide.measure", interrupt)
+    monkeypatch.setattr("rockmate.curves.measure.SideBySide.measure", interrupt)
     assert (
         main(["sweep", network, "--budgets", "1.0", "--measure", "--quiet", "--out", "out"]) == 130
     )

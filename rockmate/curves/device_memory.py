@@ -127,7 +127,7 @@ def _step_bytes(optimizer: Optimizer, sizes: list[int], device: torch.device) ->
     """Temporary tensors of a step over parameters of these sizes."""
     if not sizes:
         return 0
-    name = optimizer if isinstance(optimizer, str) else _name_of(optimizer)
+    name = optimizer_name(optimizer).lower()
     if "fused" in name or "8bit" in name or _is_fused(optimizer):
         return 0
     if device.type == "cuda" and "adafactor" not in name and not name.startswith("sgd"):
@@ -135,9 +135,11 @@ def _step_bytes(optimizer: Optimizer, sizes: list[int], device: torch.device) ->
     return 2 * max(sizes)
 
 
-def _name_of(optimizer: torch.optim.Optimizer | type[torch.optim.Optimizer]) -> str:
-    made = optimizer if isinstance(optimizer, type) else type(optimizer)
-    return made.__name__.lower()
+def optimizer_name(optimizer: Optimizer) -> str:
+    """The name that was given, or that of the class."""
+    if isinstance(optimizer, str):
+        return optimizer
+    return (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__
 
 
 def _is_fused(optimizer: Optimizer) -> bool:

@@ -17,7 +17,7 @@ from rockmate.capture.signature import (
     sample_call,
 )
 from rockmate.capture.size_groups import SizeGroups
-from rockmate.fits.errors import FitError
+from rockmate.curves.errors import FitError
 
 Kind = Literal["batch", "tokens"]
 Dims = int | Mapping[str | int, int]
@@ -128,23 +128,16 @@ def _named_places(call: CallSignature, kind: Kind, dims: Dims) -> list[tuple[int
         return [
             (index, dims) for index, tensor in enumerate(call.tensors) if len(tensor.shape) > dims
         ]
-    args, named = call.structure.rebuild([_Place(index) for index in range(len(call.tensors))])
+    args, named = call.structure.rebuild(list(call.tensors))
     given: dict[str | int, Any] = {**dict(enumerate(args)), **named}
     places = []
     for name, dim in dims.items():
-        found = given.get(name)
-        if not isinstance(found, _Place) or not 0 <= dim < len(call.tensors[found.index].shape):
+        found = [index for index, each in enumerate(call.tensors) if each is given.get(name)]
+        if not found or not 0 <= dim < len(call.tensors[found[0]].shape):
             known = ", ".join(map(repr, given))
             raise FitError(
                 f"{kind}_axis names dimension {dim} of {name!r}, and the sample has no such "
                 f"dimension. Its inputs are {known}."
             )
-        places.append((found.index, dim))
+        places.append((found[0], dim))
     return places
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Stands for a tensor of a call among its arguments."""
-
-    index: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,12 @@ from torch import Tensor, nn
 import rockmate
 from bench import measure
 from rockmate import InvalidBudgetError, Plan, Planner, RockmateModule, SweepRow
-from rockmate.sweeps import measure as measurement
-from rockmate.sweeps.measure import SideBySide
-from rockmate.sweeps.report import report_html
-from rockmate.sweeps.result import Sweep, SweepError, SweepOptions
-from rockmate.sweeps.run import run_sweep
-from rockmate.sweeps.store import SweepFolderError
-from rockmate.sweeps.table import table_text
+from rockmate.curves import measure as measurement
+from rockmate.curves.errors import SweepError, SweepFolderError
+from rockmate.curves.measure import SideBySide
+from rockmate.curves.page import page
+from rockmate.curves.sweep import Sweep
+from rockmate.curves.sweep_run import SweepOptions, run_sweep
 
 MACHINE = "cpu-avx2"  # estimated times: two planners plan alike
 
@@ -34,7 +33,7 @@ def stack() -> tuple[nn.Module, Tensor]:
     return models.Stack(2).train(), torch.randn(64, 16)
 
 
-def by_budget(rows: list[SweepRow], strategy: str = "rockmate") -> dict[int, SweepRow]:
+def by_budget(rows: Iterable[SweepRow], strategy: str = "rockmate") -> dict[int, SweepRow]:
     return {row.budget_bytes: row for row in rows if row.strategy == strategy}
 
 
@@ -62,7 +61,7 @@ def test_rows_are_what_a_planner_of_its_own_plans() -> None:
 
 def test_both_curves_are_shown_where_chunks_are_faster() -> None:
     planner = layered()
-    options = SweepOptions(budgets=[0.5, 0.8, 1.0], adds_bitwise=True)
+    options = SweepOptions(budgets=[0.5, 0.8, 1.0])
     model, batch = planner.model, layered_batch()
     found = run_sweep(model, batch, options, title="layered", machine=MACHINE)
     fastest, bitwise = by_budget(found.rows), by_budget(found.rows, "bitwise")
@@ -70,12 +69,12 @@ def test_both_curves_are_shown_where_chunks_are_faster() -> None:
     assert [bool(row.loss_chunks) for row in fastest.values()] == [True, True, False]
     assert [row.is_feasible for row in bitwise.values()] == [False, False, True]
     assert not any(row.loss_chunks for row in bitwise.values())
-    table = table_text(found, width=200)
+    table = found.text(width=200)
     assert "bitwise" in table
     assert "2 at_once" in table
-    page = report_html(found)
-    assert page.count("curve s1") == 1
-    assert "2 at_once" in page
+    html = page(found)
+    assert ">bitwise</text>" in html
+    assert "2 at_once" in html
     alone = run_sweep(model, batch, options, title="", machine=MACHINE, numerics="bitwise")
     assert alone.strategies == ("rockmate",)
     assert not any(row.loss_chunks for row in alone.rows)
@@ -382,5 +381,5 @@ def test_what_cannot_be_swept_is_told_before_the_work(
 
 def test_the_name_stays_a_function() -> None:
     assert callable(rockmate.sweep)
-    __import__("rockmate.sweeps.run")
+    __import__("rockmate.curves.sweep_run")
     assert callable(rockmate.sweep)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from rockmate.budget import size_text
-from rockmate.fits.device_memory import FixedMemory
-from rockmate.fits.errors import NothingFitsError
-from rockmate.fits.options import FitOptions
+from rockmate.curves.device_memory import FixedMemory
+from rockmate.curves.errors import NothingFitsError
+from rockmate.curves.fit_options import FitOptions
 from rockmate.memory_limit import MemoryLimit, missing_state_bytes
 
 _LEANER = ("adamw_8bit", "adafactor", "sgd")

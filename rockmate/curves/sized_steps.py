@@ -20,8 +20,8 @@ from rockmate.capture.size_groups import MIN_SYMBOLIC_SIZE, SizesNotCoveredError
 from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.collector import gc_paused
 from rockmate.costs.machine import Machine
+from rockmate.curves.size_axis import SizeAxis
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
-from rockmate.fits.size_axis import SizeAxis
 from rockmate.graph.hooked_gradients import shared_names
 from rockmate.graph.mark_request import MarkRequest
 from rockmate.graph.parameters import owner_names

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from rockmate.curves.curve import CurveRow
 from rockmate.plan.plan import Plan
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FitRow:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class FitRow(CurveRow):
     """Training at one size within the memory.
 
-    All bytes are predicted but those whose name says measured. `total_bytes` is their sum, at the
-    peak of the step.
+    All bytes are predicted but those whose name says measured, which stand in the attributes of
+    `rockmate.curves.measure.Measurement`. `total_bytes` is the sum of the parts, at the peak of the
+    step.
 
     Attributes:
         batch_size: rows of a batch.
@@ -28,13 +31,10 @@ class FitRow:
         predicted_ms: forward and backward.
         baseline_ms: forward and backward with nothing recomputed.
         num_recomputations: ops that run again.
-        loss_chunks: the chunks that the step runs in; empty if it is whole.
         host_bytes: what moved values take in the other memory tier; no part of the memory.
         num_moves: values that move there and back.
         is_largest: whether it is the largest size that fits.
         is_fastest: whether no other row trains more rows, or tokens, a second.
-        measured_ms: forward and backward, the median; None if not measured.
-        measured_peak_bytes: activation peak; None if not measured.
     """
 
     batch_size: int
@@ -50,13 +50,10 @@ class FitRow:
     predicted_ms: float
     baseline_ms: float
     num_recomputations: int
-    loss_chunks: str = ""
     host_bytes: int = 0
     num_moves: int = 0
     is_largest: bool = False
     is_fastest: bool = False
-    measured_ms: float | None = None
-    measured_peak_bytes: int | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -88,7 +85,20 @@ class FitRow:
         """Tokens a second, forward and backward alone."""
         return None if self.num_tokens is None else self.samples_per_s * self.num_tokens
 
+    def size(self, axis: str) -> int:
+        """The size along "batch" or "tokens"."""
+        return self.batch_size if axis == "batch" else self.num_tokens or 0
 
+    def speed(self, axis: str) -> float:
+        """Samples a second; tokens a second along "tokens"."""
+        return self.samples_per_s if axis == "batch" else self.tokens_per_s or 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The attributes by name, and the derived ones."""
+        return {**CurveRow.as_dict(self), **{name: getattr(self, name) for name in _DERIVED}}
+
+
+_DERIVED = ("peak_bytes", "total_bytes", "overhead", "samples_per_s", "tokens_per_s")
 PARTS = {
     "device_bytes": "device",
     "parameter_bytes": "parameters",
@@ -99,19 +109,6 @@ PARTS = {
     "workspace_bytes": "workspace",
 }
 """The parts of a row's memory, with their names."""
-
-
-def size_of(axis: str, row: FitRow) -> int:
-    """The size of a row along "batch" or "tokens"."""
-    if axis == "batch":
-        return row.batch_size
-    assert row.num_tokens is not None
-    return row.num_tokens
-
-
-def speed_of(axis: str, row: FitRow) -> float:
-    """Samples a second; tokens a second along "tokens"."""
-    return row.samples_per_s if axis == "batch" else row.tokens_per_s or 0.0
 
 
 def workspace_at_peak(plan: Plan) -> int:

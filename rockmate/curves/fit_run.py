@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
+from tqdm import tqdm
 
 from rockmate.capture.sample import read_sample
 from rockmate.capture.size_groups import MIN_SYMBOLIC_SIZE
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine
-from rockmate.fits.advice import nothing_fits
-from rockmate.fits.device_memory import FixedMemory, fixed_memory
-from rockmate.fits.least_memory import SizedPlanners, largest_within
-from rockmate.fits.options import FitOptions
-from rockmate.fits.result import Fit
-from rockmate.fits.rows import RowMaker, marked
-from rockmate.fits.size_axis import SizeAxis, input_bytes
-from rockmate.fits.sized_steps import SizedSteps
+from rockmate.curves.advice import nothing_fits
+from rockmate.curves.device_memory import FixedMemory, fixed_memory, optimizer_name
+from rockmate.curves.errors import FitError
+from rockmate.curves.fit import Fit
+from rockmate.curves.fit_options import FitOptions
+from rockmate.curves.fit_row import FitRow, workspace_at_peak
+from rockmate.curves.least_memory import SizedPlanners, largest_within
+from rockmate.curves.measure import SideBySide
+from rockmate.curves.size_axis import Kind, SizeAxis, input_bytes
+from rockmate.curves.sized_steps import SizedSteps
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.graph.chunking.chunks import Chunks
-from rockmate.memory_limit import Optimizer
+from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
-from rockmate.step import CapturedStep
+from rockmate.step import CapturedStep, capture_step
 
 _MOST_POWERS = 5  # of two, among the sizes of the rows
 _LEAST_TOKENS = 128
@@ -40,8 +46,8 @@ def fit(model: nn.Module, sample_input: Any, memory: int | str, **options: Any) 
     estimated, from one symbolic capture where that can be made; see `rockmate.costs.estimate`.
 
     The memory holds parameters, gradients, the optimizer's state, the batch, activations,
-    workspaces, and what the device itself takes; see `rockmate.fits.device_memory`. A size fits if
-    its smallest peak does. Speeds are of forward and backward alone: an optimizer steps once for
+    workspaces, and what the device itself takes; see `rockmate.curves.device_memory`. A size fits
+    if its smallest peak does. Speeds are of forward and backward alone: an optimizer steps once for
     any number of accumulated batches.
 
     Args:
@@ -75,36 +81,36 @@ def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: 
         rounded=machine.rounded_bytes,
         reserve_bytes=options.reserve_bytes,
     )
-    search = _Search(model, sample_input, options, machine, fixed)
-    if max(fixed.held_bytes, fixed.held_bytes + fixed.step_bytes) >= limit.limit_bytes:
+    run = _Run(model, sample_input, options, machine, fixed)
+    if fixed.held_bytes + fixed.step_bytes >= limit.limit_bytes:
         raise nothing_fits(fixed, limit, model, options)
-    with search.timed("search"):
-        largest = search.largest()
+    with run.timed("search"):
+        largest = run.largest()
     if largest == 0:
-        raise nothing_fits(fixed, limit, model, options, least_bytes=search.least_bytes())
-    maker = RowMaker(
-        model, sample_input, options, search.axis, fixed, search.planners, search.chunks_at
-    )
-    with search.timed("plans"):
-        rows = maker.predicted(search.sizes(largest))
+        raise nothing_fits(fixed, limit, model, options, least_bytes=run.least_bytes())
+    with run.timed("plans"):
+        rows = [run.predicted_row(size) for size in run.shown(run.sizes(largest), "planning")]
     if options.measure:
-        with search.timed("measuring"):
-            rows = maker.measured(rows)
+        with run.timed("measuring"):
+            rows = run.measured([row.size(options.vary) for row in rows])
+    fastest = max(rows, key=lambda row: row.speed(options.vary))
     return Fit(
         title=title,
         memory_bytes=limit.limit_bytes,
-        optimizer=_optimizer_name(options.optimizer),
+        optimizer=optimizer_name(options.optimizer),
         axis=options.vary,
         machine=None if options.measure else machine.name,
         offload=options.offload,
-        rows=marked(rows, options.vary),
-        is_capped=largest + options.step > search.most,
-        timings=search.timings,
+        rows=tuple(
+            replace(row, is_largest=row is rows[-1], is_fastest=row is fastest) for row in rows
+        ),
+        is_capped=largest + options.step > run.most,
+        timings=run.timings,
     )
 
 
-class _Search:
-    """The search for the largest size of one fit."""
+class _Run:
+    """The work of one fit: the search for the largest size, and the rows."""
 
     def __init__(
         self,
@@ -114,16 +120,18 @@ class _Search:
         machine: Machine,
         fixed: FixedMemory,
     ) -> None:
+        self._model = model
+        self._sample_input = sample_input
         self._options = options
         self._machine = machine
         self._fixed = fixed
         self._limit_bytes = options.limit.limit_bytes
         sample = read_sample(model, sample_input, machine.torch_device)
-        self.axis = SizeAxis.of(sample.call, options.vary, options.axis)
+        self._axis = SizeAxis.of(sample.call, options.vary, options.axis)
         self.most = options.most_of(model)
         self.timings: dict[str, float] = {"capture": 0.0}
         self._steps = SizedSteps(
-            model, sample, sample_input, self.axis, machine, options.step_options
+            model, sample, sample_input, self._axis, machine, options.step_options
         )
 
         def planner_of(step: CapturedStep) -> Planner:
@@ -135,9 +143,23 @@ class _Search:
                 **options.planner_options,
             )
 
-        self.planners = SizedPlanners(self._step, planner_of)
+        self._planners = SizedPlanners(self._step, planner_of)
         self._chunks: Chunks | None = None
         self._whole = 0  # the largest size that fits without chunks
+
+        # The tokens of the table where the batch varies, and the rows where the tokens do.
+        self._other = self._other_size("tokens" if options.vary == "batch" else "batch")
+
+    def _other_size(self, kind: Kind) -> int | None:
+        """The size along the other axis; None if the sample has none."""
+        options = self._options
+        dims = options.token_axis if kind == "tokens" else options.batch_axis
+        with suppress(FitError):
+            return SizeAxis.of(self._axis.call, kind, dims).size
+
+    def shown(self, sizes: Iterable[int], what: str) -> Iterable[int]:
+        """The sizes, with a progress bar."""
+        return tqdm(sizes, desc=what, unit="size", disable=not self._options.progress)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -154,16 +176,20 @@ class _Search:
             self.timings["capture"] += time.perf_counter() - begin
         return step
 
+    # --- the search ---
+
     def need(self, size: int, chunks: Chunks | None = None) -> int:
         """The least memory at a size."""
-        planner = self.planners.planner(size, chunks)
+        planner = self._planners.planner(size, chunks)
         if planner is None:
             return self._limit_bytes + 1
         return self._held_at(size) + planner.minimum_peak_bytes
 
     def _held_at(self, size: int) -> int:
-        inputs_bytes = self._options.num_in_flight * input_bytes(self.axis.call_at(size))
-        return self._fixed.held_bytes + inputs_bytes
+        return self._fixed.held_bytes + self._input_bytes(size)
+
+    def _input_bytes(self, size: int) -> int:
+        return self._options.num_in_flight * input_bytes(self._axis.call_at(size))
 
     def largest(self) -> int:
         """The largest size that fits; 0 if none does."""
@@ -176,7 +202,7 @@ class _Search:
         if self._options.numerics == "bitwise" or whole == most:
             return self._whole
         above = min(most, max(1, 2 * whole))
-        self._chunks = chunks = self.planners.smallest_chunks(above * step)
+        self._chunks = chunks = self._planners.smallest_chunks(above * step)
         if chunks is None:
             return self._whole
 
@@ -192,12 +218,8 @@ class _Search:
         """Sizes to begin the search with, in steps."""
         if self._options.vary == "batch":
             return {2, 8}
-        units = max(1, self.axis.size // self._options.step)
+        units = max(1, self._axis.size // self._options.step)
         return {units, 2 * units}
-
-    def chunks_at(self, size: int) -> Chunks | None:
-        """The chunks that a size needs."""
-        return None if size <= self._whole else self._chunks
 
     def least_bytes(self) -> int:
         """The least memory of the smallest size."""
@@ -218,7 +240,7 @@ class _Search:
 
         def need(units: int) -> int:
             size = units * step
-            graph = self.planners.step(size).graph
+            graph = self._planners.step(size).graph
             costs = estimate_costs(graph, self._machine)
             return self._held_at(size) + simulate(graph, baseline_schedule(graph), costs).peak_bytes
 
@@ -232,8 +254,65 @@ class _Search:
         )
         return step * found if found > low else 0
 
+    # --- the rows ---
 
-def _optimizer_name(optimizer: Optimizer) -> str:
-    if isinstance(optimizer, str):
-        return optimizer
-    return (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__
+    def predicted_row(self, size: int) -> FitRow:
+        """The row of a size by estimated costs."""
+        planner = self._planners.whole(size)
+        return self._row(size, planner, planner.plan(self._budget_bytes(size)))
+
+    def _budget_bytes(self, size: int) -> int:
+        return self._limit_bytes - self._held_at(size)
+
+    def _row(self, size: int, planner: Planner, plan: Plan) -> FitRow:
+        workspace_bytes = workspace_at_peak(plan)
+        is_batch = self._options.vary == "batch"
+        return FitRow(
+            batch_size=size if is_batch else self._other or 1,
+            num_tokens=self._other if is_batch else size,
+            device_bytes=self._fixed.device_bytes,
+            parameter_bytes=self._fixed.parameter_bytes,
+            gradient_bytes=self._fixed.gradient_bytes,
+            state_bytes=self._fixed.state_bytes,
+            input_bytes=self._input_bytes(size),
+            activation_bytes=plan.predicted_peak_bytes - workspace_bytes,
+            workspace_bytes=workspace_bytes,
+            baseline_peak_bytes=planner.baseline_peak_bytes,
+            predicted_ms=plan.predicted_ms,
+            baseline_ms=planner.baseline_ms,
+            num_recomputations=plan.schedule.num_recomputations(),
+            loss_chunks=plan.options.get("loss_chunks", ""),
+            host_bytes=plan.simulation.host_bytes,
+            num_moves=len(plan.schedule.moves),
+        )
+
+    def measured(self, sizes: Sequence[int]) -> list[FitRow]:
+        """Rows with measured costs and steps; sizes that do not fit by those are left out.
+
+        Where the largest size does not, the ones below it are tried.
+        """
+        found = [self._measured_row(size) for size in self.shown(sizes, "measuring")]
+        below = sizes[-1]
+        while found[-1] is None and below > self._options.step:
+            below -= self._options.step
+            found[-1] = self._measured_row(below)
+        return [row for row in found if row is not None]
+
+    def _measured_row(self, size: int) -> FitRow | None:
+        options = self._options
+        sample = self._axis.sample_at(self._sample_input, size)
+        try:
+            step = capture_step(self._model, sample, **options.step_options)
+            planner = Planner.of(step, numerics=options.numerics, **options.planner_options)
+            plan = planner.plan(self._budget_bytes(size))
+            meter = SideBySide(
+                self._model,
+                sample,
+                num_steps=options.num_steps,
+                num_in_flight=options.num_in_flight,
+                with_eager=False,
+            )
+            measured = meter.measure(planner.module_of(plan, trial="never"))
+        except (InfeasibleBudgetError, torch.OutOfMemoryError):
+            return None
+        return self._row(size, planner, plan).with_measurement(measured)

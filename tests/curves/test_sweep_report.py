@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
+import json
 import random
 import re
+import sys
 from html.parser import HTMLParser
+from pathlib import Path
 
 import models
 import pytest
 import torch
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from torch import nn
 
+import rockmate
 from rockmate import SweepRow
-from rockmate.sweeps.knees import knees, lower_hull
-from rockmate.sweeps.report import report_html
-from rockmate.sweeps.report_charts import memory_points, times_ms
-from rockmate.sweeps.result import Sweep, SweepOptions
-from rockmate.sweeps.row import compared
-from rockmate.sweeps.run import run_sweep
-from rockmate.sweeps.svg_chart import ticks
-from rockmate.sweeps.table import recommendation_text, table_text
+from rockmate.curves.errors import SweepError
+from rockmate.curves.knees import knees, lower_hull
+from rockmate.curves.page import page
+from rockmate.curves.picture import memory_figure, memory_points, times_ms
+from rockmate.curves.sweep import Sweep
+from rockmate.curves.sweep_row import compared
+from rockmate.curves.sweep_run import SweepOptions, run_sweep
+from rockmate.extras import MissingExtraError
 
 # --- knees ----------------------------------------------------------------------------------------
 
@@ -83,18 +91,6 @@ def test_no_point_lies_below_the_hull() -> None:
             )
 
 
-@pytest.mark.parametrize(
-    ("ends", "expected"),
-    [
-        ((0, 10), [0, 2, 4, 6, 8, 10]),
-        ((0.97, 1.31), [1.0, 1.1, 1.2, 1.3]),
-        ((0, 25.3), [0, 5, 10, 15, 20, 25]),
-    ],
-)
-def test_ticks_are_round(ends: tuple[float, float], expected: list[float]) -> None:
-    assert ticks(*ends) == pytest.approx(expected)
-
-
 # --- table ----------------------------------------------------------------------------------------
 
 
@@ -114,14 +110,14 @@ def found() -> Sweep:
 
 @pytest.mark.parametrize("width", [45, 60, 80, 100, 200])
 def test_table_fits_the_terminal(found: Sweep, width: int) -> None:
-    lines = table_text(found, width=width).splitlines()
+    lines = found.text(width=width).split("\n\n")[1].splitlines()
     assert len(lines) == 2 + len(found.rows)
     assert max(map(len, lines)) <= width
     assert {"strategy", "budget", "time"} <= set(lines[0].split())
 
 
 def test_a_wide_table_has_every_column(found: Sweep) -> None:
-    text = table_text(found, width=300)
+    text = str(found).split("\n\n")[1]
     for title in ("share", "peak", "ms", "ms/100 MiB", "measured peak", "measured ms", "gradients"):
         assert re.search(rf"  {title}(  |$)", text.splitlines()[0]), title
     assert "bitwise" in text
@@ -132,9 +128,9 @@ def test_a_broken_promise_is_in_the_table(found: Sweep) -> None:
     row = next(row for row in found.rows if row.is_measured)
     broken = dataclasses.replace(row, measured_peak_bytes=row.budget_bytes + 1)
     sweep = dataclasses.replace(found, rows=[broken])
-    assert "FAILED" in table_text(sweep, width=100)
+    assert "FAILED" in sweep.text(width=100)
     assert "1 bytes above the budget" in sweep.broken_promises[0]
-    assert "FAILED" in report_html(sweep)
+    assert "FAILED" in page(sweep)
 
 
 def curve(*points: tuple[int, float]) -> list[SweepRow]:
@@ -163,7 +159,7 @@ def test_recommendations_say_what_less_memory_costs(found: Sweep) -> None:
         pytest.approx(10 / 8),
         None,
     ]
-    text = recommendation_text(dataclasses.replace(found, rows=rows))
+    text = dataclasses.replace(found, rows=rows).remarks()
     assert "200.0 MiB" in text
     assert "below it, 100 MiB less cost 40.0 ms a step" in text
 
@@ -177,6 +173,80 @@ def test_rows_of_a_faster_run_do_not_bend_the_curve() -> None:
         for row in rows
     ]
     assert [row.is_recommended for row in compared(slow)] == [row.is_recommended for row in rows]
+
+
+def test_the_knee_and_the_best_budget_for_a_slowdown(found: Sweep) -> None:
+    rows = curve((100, 2.0), (200, 1.3), (300, 1.1), (600, 1.04), (1000, 1.0))
+    sweep = dataclasses.replace(found, rows=rows)
+    assert sweep.knee is rows[2]
+    assert sweep.best(max_slowdown=1.1) is rows[2]
+    assert sweep.best() is rows[3]
+    slow = dataclasses.replace(found, rows=rows[:3])
+    with pytest.raises(SweepError, match=r"within 1.05x .* the fastest takes 1.100x. Allow more"):
+        slow.best()
+    straight = dataclasses.replace(found, rows=curve((1, 3.0), (2, 2.0), (3, 1.0)))
+    assert straight.knee is None
+
+
+def test_a_sweep_is_its_rows_and_json(found: Sweep, tmp_path: Path) -> None:
+    assert list(found) == found.rows
+    assert len(found) == len(found.rows)
+    assert found[-1] is found.rows[-1]
+    found.save(tmp_path / "sweep.json")
+    content = json.loads((tmp_path / "sweep.json").read_text(encoding="utf-8"))
+    assert [SweepRow(**row) for row in content["rows"]] == found.rows
+    assert content["baseline_peak_bytes"] == found.baseline.baseline_peak_bytes
+
+
+# --- pictures -------------------------------------------------------------------------------------
+
+
+def test_a_notebook_shows_the_picture_above_the_table(found: Sweep, tmp_path: Path) -> None:
+    read = Page(found._repr_html_())
+    assert read.open == []
+    assert [tag for tag, _ in read.elements if tag in ("svg", "table")] == ["svg", "table"]
+    assert len(read.all("tr")) == 1 + len(found)
+    found.plot(tmp_path / "sweep.png")
+    assert (tmp_path / "sweep.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def shown_texts(figure: Figure) -> list[Text]:
+    """Without the labels of ticks beyond the ends of their axis, which are not drawn."""
+    beyond = []
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)):
+        low, high = sorted(axis.get_view_interval())
+        beyond += [
+            tick.label1 for tick in axis.get_major_ticks() if not low <= tick.get_loc() <= high
+        ]
+    texts = [each for each in figure.findobj(Text) if each.get_text() and each.get_visible()]
+    return [each for each in texts if each not in beyond]
+
+
+def test_texts_of_a_picture_do_not_overlap(found: Sweep) -> None:
+    plan = found.plans[found.feasible[0].key]
+    for figure in (found.figure(), memory_figure(found.baseline, plan)):
+        figure.savefig(io.BytesIO(), format="png")
+        texts = shown_texts(figure)
+        assert len(texts) > 10
+        for first, second in itertools.combinations(texts, 2):
+            overlaps = first.get_window_extent().overlaps(second.get_window_extent())
+            assert not overlaps, (first.get_text(), second.get_text())
+
+
+def test_without_matplotlib_only_pictures_and_pages_are_missing(
+    found: Sweep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert "rockmate" in str(found)
+    read = Page(found._repr_html_())
+    assert not read.all("svg")
+    assert len(read.all("table")) == 1
+    install = r"pip install 'rockmate-planner\[plot\]'"
+    with pytest.raises(MissingExtraError, match=install):
+        found.plot(tmp_path / "sweep.png")
+    with pytest.raises(MissingExtraError, match=f"the page of a sweep needs .*{install}"):
+        rockmate.sweep(nn.Identity(), None, out=tmp_path)
 
 
 # --- page -----------------------------------------------------------------------------------------
@@ -218,53 +288,72 @@ class Page(HTMLParser):
 
 
 def test_page_is_whole_and_loads_nothing(found: Sweep) -> None:
-    html = report_html(found)
-    page = Page(html)
-    assert page.open == []
+    html = page(found)
+    read = Page(html)
+    assert read.open == []
     assert "$" not in html
-    assert "two layers <&>" in "".join(page.texts)
+    assert "two layers <&>" in "".join(read.texts)
     assert "<&>" not in html
-    for _, attributes in page.elements:
-        assert "src" not in attributes
+    for _, attributes in read.elements:
+        assert not {"src", "target"} & set(attributes)
         assert attributes.get("href", "#").startswith("#")
+        assert attributes.get("xlink:href", "#").startswith("#")
     assert "http" not in html
     assert "@import" not in html
-    assert "url(" not in html
+    assert "url(" not in html.replace("url(#", "")
 
 
-def test_page_has_a_panel_a_choice_and_a_mark_for_each_feasible_budget(found: Sweep) -> None:
-    page = Page(report_html(found))
-    keys = {f"{row.strategy}-{row.budget_bytes}" for row in found.rows if row.is_feasible}
-    assert {panel["id"] for panel in page.all("section", "panel")} == {
-        f"budget-{key}" for key in keys
-    }
-    assert len(page.all("section", "shown")) == 1
-    assert {option["value"] for option in page.all("option")} == keys
-    assert {dot["data-key"] for dot in page.all("circle") if "data-key" in dot} == keys
-    assert {mark["data-key"] for mark in page.all("polygon", "measured")} == keys
-    assert {row["data-key"] for row in page.all("tr", "row")} == keys
-    assert len(page.all("tr", "infeasible")) == sum(not row.is_feasible for row in found.rows)
+def test_pictures_of_a_page_share_no_names(found: Sweep) -> None:
+    """What one picture defines is hidden with it, so another one must not use it."""
+    elements = [each for _, each in Page(page(found)).elements]
+    names = [each["id"] for each in elements if "id" in each]
+    assert len(names) == len(set(names))
+    used = {each["xlink:href"].removeprefix("#") for each in elements if "xlink:href" in each}
+    used |= {each["clip-path"][5:-1] for each in elements if "clip-path" in each}
+    assert used
+    assert used <= set(names)
+
+
+def test_page_has_a_panel_a_link_and_a_mark_for_each_feasible_budget(found: Sweep) -> None:
+    read = Page(page(found))
+    names = sorted(f"budget-{row.strategy}-{row.budget_bytes}" for row in found.feasible)
+    assert sorted(section["id"] for section in read.all("section")) == names
+    assert sorted(panel.get("name", "") for panel in read.all("details")) == ["budget"] * len(names)
+    assert sum("open" in panel for panel in read.all("details")) == 1
+    marks = [link["xlink:href"] for link in read.all("a") if "xlink:href" in link]
+    assert sorted(marks) == [f"#{name}" for name in names]
+    rows = [link["href"] for link in read.all("a") if "href" in link]
+    assert {f"#{name}" for name in names} == set(rows)
+    assert len(read.all("tr")) == 1 + len(found.rows)
+
+
+def test_predicted_and_measured_times_have_axes_of_their_own(found: Sweep) -> None:
+    titles = [each.get_title(loc="left") for each in found.figure().axes]
+    assert titles == [
+        "Predicted time of a step,\ntimes that without recomputation",
+        "Measured time of a step, times eager's",
+    ]
 
 
 def test_page_without_a_feasible_budget() -> None:
     options = SweepOptions(budgets=["1KiB"])
     sweep = run_sweep(models.Stack(1).train(), torch.randn(8, 16), options, title="nothing")
-    assert "No budget of this sweep is feasible" in report_html(sweep)
+    assert "No budget of this sweep is feasible" in page(sweep)
 
 
 def test_memory_over_the_step_is_the_plans(found: Sweep) -> None:
     for plan in found.plans.values():
         points = memory_points(plan, plan.costs)
-        assert [mib * 2**20 for _, mib in points] == list(plan.simulation.live_bytes)
-        assert max(mib for _, mib in points) * 2**20 == plan.predicted_peak_bytes
+        assert [live for _, live in points] == list(plan.simulation.live_bytes)
+        assert max(live for _, live in points) == plan.predicted_peak_bytes
         assert times_ms(plan.schedule, plan.costs)[-1] == pytest.approx(plan.predicted_ms)
 
 
 def test_long_schedules_keep_their_peak_in_the_drawing(
     found: Sweep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rockmate.sweeps.report_charts._MAX_POINTS", 7)
+    monkeypatch.setattr("rockmate.curves.picture._MAX_POINTS", 7)
     plan = next(iter(found.plans.values()))
     points = memory_points(plan, plan.costs)
     assert len(points) <= 7
-    assert max(mib for _, mib in points) * 2**20 == plan.predicted_peak_bytes
+    assert max(live for _, live in points) == plan.predicted_peak_bytes

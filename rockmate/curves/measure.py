@@ -16,8 +16,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -167,42 +167,59 @@ def activation_peak(step: Callable[[], object], device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What steps of a planned module took, beside eager's.
+    """What training steps of a plan took; None where nothing was measured.
+
+    What is told beside eager is None, too, where no step of eager was taken, or it did not fit the
+    device.
 
     Attributes:
-        peak_bytes: activation peak of one step.
-        median_ms: one forward and backward, over the steps.
-        num_steps: that were timed and compared.
-        eager_peak_bytes: eager's peak; None, as all below, where eager did not fit the device.
-        eager_ms: eager's median.
-        ratio: median over the steps of the planned step's time over eager's right before it: drift
-            of the machine cancels.
-        ratio_spread: largest less smallest of those.
-        gradients: the worst difference of any step.
-        gradient_tolerance: how much of that the order of a sum explains, in the coarsest format of
+        measured_peak_bytes: by the allocator, over one step.
+        measured_ms: one forward and backward, the median over steps.
+        measured_ratio: median over the steps of its time over eager's right before it: drift of the
+            machine cancels.
+        measured_ratio_spread: largest less smallest of those.
+        gradient_difference: largest |ours - eager's| / largest |eager's|, over parameters and
+            steps; 0 where all are equal bit for bit.
+        differing_gradient: the parameter where that is.
+        gradient_tolerance: how much of it the order of a sum explains, in the coarsest format of
             the model's parameters.
+        eager_peak_bytes: eager's measured peak.
+        eager_ms: eager's time beside this plan's, the median over steps.
+        num_steps: that were timed and compared.
     """
 
-    peak_bytes: int
-    median_ms: float
-    num_steps: int
+    measured_peak_bytes: int | None = None
+    measured_ms: float | None = None
+    measured_ratio: float | None = None
+    measured_ratio_spread: float | None = None
+    gradient_difference: float | None = None
+    differing_gradient: str = ""
+    gradient_tolerance: float = 0.0
     eager_peak_bytes: int | None = None
     eager_ms: float | None = None
-    ratio: float | None = None
-    ratio_spread: float | None = None
-    gradients: TensorDifference | None = None
-    gradient_tolerance: float = 0.0
+    num_steps: int = 0
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether a step was measured."""
+        return self.measured_peak_bytes is not None
 
 
 class SideBySide:
     """Measures planned modules of one model beside the model itself.
 
     Attributes:
-        eager_peak_bytes: eager's activation peak; None if it ran out of memory.
+        eager_peak_bytes: eager's activation peak; None if it ran out of memory, or is not asked.
     """
 
     def __init__(
-        self, model: nn.Module, sample_input: Any, *, num_steps: int, num_in_flight: int = 1
+        self,
+        model: nn.Module,
+        sample_input: Any,
+        *,
+        num_steps: int,
+        num_in_flight: int = 1,
+        with_eager: bool = True,
     ) -> None:
         """Measures eager's peak.
 
@@ -212,17 +229,17 @@ class SideBySide:
             num_steps: that are timed and compared for each planned module.
             num_in_flight: forwards before the first backward. A step is then so many of both, and
                 its time is that of one.
+            with_eager: False takes steps of planned modules alone.
         """
         self._model = model
         self._sample = sample_input
         self._num_steps = num_steps
         self._num_in_flight = num_in_flight
         self._device = next(iter(model.parameters())).device
-        with state_kept(model):
-            try:
+        self.eager_peak_bytes: int | None = None
+        if with_eager:
+            with state_kept(model), suppress(torch.OutOfMemoryError):
                 self.eager_peak_bytes = self._peak(model)
-            except torch.OutOfMemoryError:
-                self.eager_peak_bytes = None
 
     def measure(self, module: RockmateModule) -> Measurement:
         """Steps of `module`, each right after the same step of eager."""
@@ -230,25 +247,22 @@ class SideBySide:
             peak_bytes = self._peak(module)
             eager_ms, planned_ms, differences = self._train(module)
         alone = Measurement(
-            peak_bytes=peak_bytes,
-            median_ms=statistics.median(planned_ms),
+            measured_peak_bytes=peak_bytes,
+            measured_ms=statistics.median(planned_ms),
             num_steps=self._num_steps,
         )
         if self.eager_peak_bytes is None:
             return alone
         ratios = [ours / theirs for ours, theirs in zip(planned_ms, eager_ms, strict=True)]
-        return Measurement(
-            peak_bytes=peak_bytes,
-            median_ms=alone.median_ms,
-            num_steps=alone.num_steps,
+        worst = max(differences, key=lambda found: (not found.equal, found.largest_relative))
+        return replace(
+            alone,
             eager_peak_bytes=self.eager_peak_bytes,
             eager_ms=statistics.median(eager_ms),
-            ratio=statistics.median(ratios),
-            ratio_spread=max(ratios) - min(ratios),
-            gradients=max(
-                differences,
-                key=lambda difference: (not difference.equal, difference.largest_relative),
-            ),
+            measured_ratio=statistics.median(ratios),
+            measured_ratio_spread=max(ratios) - min(ratios),
+            gradient_difference=worst.largest_relative,
+            differing_gradient=worst.where,
             gradient_tolerance=_tolerance(self._model),
         )
 
@@ -273,19 +287,14 @@ class SideBySide:
                     reference = _gradients(self._model, copied=True)
             planned_ms.append(self._timed_step(module, seed=step))
             if reference:
-                differences.append(
-                    tensor_difference(
-                        _gradients(self._model, copied=False), reference, small=_SMALL
-                    )
-                )
+                ours = _gradients(self._model, copied=False)
+                differences.append(tensor_difference(ours, reference, small=_SMALL))
             _descend(self._model)
         return eager_ms[1:], planned_ms[1:], differences  # the first step warms up
 
     def _timed_step(self, call: Callable[..., Any], *, seed: int) -> float:
         self._model.zero_grad(set_to_none=False)
-        gc.collect(
-            1
-        )  # what the last step left; the older objects of planner and model need no walk
+        gc.collect(1)  # of the last step; the older objects of planner and model need no walk
         _wait_for(self._device)
         begin = time.perf_counter()
         self._run(call, seed=seed)

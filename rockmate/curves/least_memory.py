@@ -7,13 +7,9 @@ by interpolation between known ones, and ends when neighbours disagree: a few se
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 
-from rockmate.budget import Budget
-from rockmate.errors import InfeasibleBudgetError
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
-from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
 from rockmate.step import CapturedStep
@@ -58,40 +54,6 @@ class SizedPlanners:
         planner = self.planner(size)
         assert planner is not None
         return planner
-
-    def planner_for(
-        self, size: int, chunks: Chunks | None, budget: Budget
-    ) -> tuple[Planner, Plan] | None:
-        """The planner with the fastest plan at a size, and this plan.
-
-        None if the step cannot run in these chunks.
-
-        Args:
-            size: the size.
-            chunks: None where the step fits without; else chunks that it fits in. Fewer may be
-                faster: half as many, as long as they are.
-            budget: for the activations.
-
-        Raises:
-            InfeasibleBudgetError: no plan fits.
-        """
-        planner = self.planner(size, chunks)
-        if planner is None:
-            return None
-        best = planner, planner.plan(budget)
-        while chunks is not None and chunks.number > 2:
-            chunks = replace(chunks, number=chunks.number // 2)
-            planner = self.planner(size, chunks)
-            if planner is None:
-                break
-            try:
-                plan = planner.plan(budget)
-            except InfeasibleBudgetError:
-                break
-            if plan.predicted_ms >= best[1].predicted_ms:
-                break
-            best = planner, plan
-        return best
 
     def smallest_chunks(self, size: int) -> Chunks | None:
         """Of each form the most chunks: those of the smallest peak at a size.

@@ -14,9 +14,9 @@ from torch import nn
 from rockmate.budget import parse_budget
 from rockmate.capture.options import num_in_flight_of
 from rockmate.costs.machine import Machine, known_machines, load_machine
+from rockmate.curves.errors import FitError, check_measuring
+from rockmate.curves.size_axis import Dims, Kind
 from rockmate.errors import InvalidBudgetError
-from rockmate.fits.errors import FitError
-from rockmate.fits.size_axis import Dims, Kind
 from rockmate.memory_limit import MemoryLimit, Optimizer, device_of
 from rockmate.offload.request import OffloadRequest
 from rockmate.planning.numerics import Numerics, check_numerics
@@ -91,18 +91,11 @@ class FitOptions:
         for size in (*(self.sizes or ()), *([] if self.most is None else [self.most])):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise FitError(f"size {size!r} is no whole number of at least 1.")
-        if self.num_steps < 1:
-            raise FitError(f"{self.num_steps} steps cannot be measured. Take at least 1.")
         check_numerics(self.numerics)
         num_in_flight_of(self.capture.get("in_flight", 1))
-        self._check_offload()
-        if self.measure and self.machine is not None:
-            raise FitError(
-                f"costs are estimated for {self.machine!r}, which is not measured from here. Leave "
-                "out measuring, or the machine."
-            )
-
-    def _check_offload(self) -> None:
+        check_measuring(
+            FitError, measure=self.measure, machine=self.machine, num_steps=self.num_steps
+        )
         try:
             OffloadRequest.parse(self.offload, self.host_budget)
         except (ValueError, InvalidBudgetError) as error:

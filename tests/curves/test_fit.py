@@ -18,9 +18,9 @@ import rockmate
 from rockmate import FitError, FitRow, InvalidBudgetError, MachineError, NothingFitsError, Planner
 from rockmate.capture.sample import read_sample
 from rockmate.costs.machine import load_machine
-from rockmate.fits.least_memory import SizedPlanners, largest_within
-from rockmate.fits.size_axis import SizeAxis
-from rockmate.fits.sized_steps import SizedSteps
+from rockmate.curves.least_memory import SizedPlanners, largest_within
+from rockmate.curves.size_axis import SizeAxis
+from rockmate.curves.sized_steps import SizedSteps
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.snapshot_capture import snapshot_of
@@ -286,7 +286,7 @@ def test_a_step_that_cannot_run_in_chunks_has_no_planner_for_them() -> None:
         in_chunks=lambda _: Refusal(call="", module="", reason="it mixes rows")
     )
     planners = SizedPlanners(lambda _: step, lambda _: pytest.fail("a planner was made"))
-    assert planners.planner_for(8, Chunks(4, "recompute"), 1) is None
+    assert planners.planner(8, Chunks(4, "recompute")) is None
 
 
 def test_measured_rows(tmp_path: Path) -> None:

@@ -1,1 +1,0 @@
-"""Many budgets of one model: predicted and measured curves of time against memory."""

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from bench.models import Workload
 from bench.peers.checkpoint import checkpoint_layers
-from rockmate.offload.copy_thread import FileCopy
-from rockmate.offload.disk_tier import DiskSlab, DiskTier
+from rockmate.offload.disk_tier import DiskSlab, DiskTier, FileCopy
 from rockmate.schedule.move import SLOT_ALIGNMENT
 
 _SLAB_BYTES = 64 << 20

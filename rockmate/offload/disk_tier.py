@@ -1,19 +1,63 @@
-"""The disk as a tier: files without names, and one thread that copies."""
+"""The disk as a tier: files without names, and one thread that copies.
+
+The page cache is bypassed (`O_DIRECT`), so bytes that wait on the disk take no memory of the
+machine, and a copy takes the time of the disk. Where the file system has no such access (as older
+`tmpfs`, which is memory itself), the cache is used, and emptied after each copy.
+"""
 
 from __future__ import annotations
 
-import logging
+import ctypes
+import errno
+import fcntl
 import mmap
-from functools import partial
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from rockmate.budget import size_text
 from rockmate.errors import OffloadError
-from rockmate.offload.copy_thread import CopyThread, FileCopy, read_tensor, write_tensor
-from rockmate.offload.disk_file import DiskFile, remove_stale_files
 
-logger = logging.getLogger(__name__)
+# Bytes of one transfer, and of the buffer through which it goes. The buffer begins at a page, as
+# a transfer past the page cache needs; tensors do not.
+CHUNK_BYTES = 4 << 20
+# Such a transfer takes whole blocks.
+_BLOCK_BYTES = 4096
+
+
+class FileCopy:
+    """One copy between a tensor and a file; the thread runs it, the step waits for it."""
+
+    def __init__(self, future: Future[BaseException | None], what: str) -> None:
+        self._future, self._what = future, what
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is done, or has failed."""
+        return self._future.done()
+
+    def join(self) -> BaseException | None:
+        """Waits until the copy has ended; returns the error if it has failed."""
+        return self._future.result()
+
+    def wait(self) -> None:
+        """Waits until the copy has ended.
+
+        Raises:
+            OffloadError: it has failed.
+        """
+        error = self.join()
+        if error is not None:
+            msg = (
+                f"{self._what} has failed: {error}. The step is lost; the next one begins anew. "
+                "Make room there, or choose another folder or offload=None."
+            )
+            raise OffloadError(msg) from error
 
 
 class DiskTier:
@@ -26,27 +70,27 @@ class DiskTier:
 
     def __init__(self, folder: str, limit_bytes: int | None = None) -> None:
         self._folder, self._limit_bytes = folder, limit_bytes
-        self._thread = CopyThread()
-        self._free: list[DiskFile] = []
-        # Files of steps that are over, each with its last copy, which may still be under way.
-        self._returned: list[tuple[DiskFile, FileCopy | None]] = []
+        self._pid = -1
+        self._idle: list[DiskFile] = []
         self._num_lent_bytes = 0
-        removed = remove_stale_files(folder)
-        if removed:
-            logger.info("removed %d files of processes that are gone: %s", len(removed), folder)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all files."""
-        idle = [*self._free, *(file for file, _ in self._returned)]
-        return self._num_lent_bytes + sum(file.num_bytes for file in idle)
+        return self._num_lent_bytes + sum(file.num_bytes for file in self._idle)
 
     def borrow(self, num_bytes: int) -> DiskSlab:
         """A slab of at least so many bytes; errors as for `Tier.borrow`."""
-        file = self._free_file(num_bytes, waits=False) or self._free_file(num_bytes, waits=True)
-        if file is None:
+        self._start_in_process()
+        fitting = [file for file in self._idle if file.num_bytes >= num_bytes]
+        if fitting:
+            file = min(fitting, key=lambda file: (file.is_busy, file.num_bytes))
+            self._idle.remove(file)
+            file.join()
+        else:
             # Smaller ones serve no step like this.
-            self._free.clear()
+            while self._idle:
+                self._idle.pop().join()
             limit_bytes = self._limit_bytes
             if limit_bytes is not None and self._num_lent_bytes + num_bytes > limit_bytes:
                 raise OffloadError(limit_text(num_bytes, self._num_lent_bytes, limit_bytes))
@@ -54,31 +98,37 @@ class DiskTier:
         self._num_lent_bytes += file.num_bytes
         return DiskSlab(file, self)
 
-    def put(self, copy: FileCopy) -> FileCopy:
-        """Has the thread run a copy behind all others."""
-        self._thread.put(copy.execute)
-        return copy
+    def submit(
+        self, copy: Callable[[memoryview], BaseException | None]
+    ) -> Future[BaseException | None]:
+        """Has the thread run a copy behind all others; it gets the buffer for transfers.
 
-    def take_back(self, file: DiskFile, last: FileCopy | None) -> None:
+        Raises:
+            OffloadError: the system has no memory for the thread or its buffer.
+        """
+        self._start_in_process()
+        try:
+            return self._thread.submit(copy, self._buffer)
+        except RuntimeError as error:
+            self._pid = -1
+            raise OffloadError(_no_thread_text(error)) from error
+
+    def take_back(self, file: DiskFile) -> None:
         """Takes a file back, whose last copy may still be under way."""
         self._num_lent_bytes -= file.num_bytes
-        self._returned.append((file, last))
+        self._idle.append(file)
 
-    def _free_file(self, num_bytes: int, *, waits: bool) -> DiskFile | None:
-        """A file of at least so many bytes that nothing is copied to or from any more."""
-        for entry in list(self._returned):
-            file, last = entry
-            if waits and last is not None:
-                last.join()
-            if last is None or last.has_ended:
-                self._returned.remove(entry)
-                self._free.append(file)
-        fitting = [file for file in self._free if file.num_bytes >= num_bytes]
-        if not fitting:
-            return None
-        file = min(fitting, key=lambda file: file.num_bytes)
-        self._free.remove(file)
-        return file
+    def _start_in_process(self) -> None:
+        """Makes thread and buffer; in a forked process anew, where idle files are its parent's."""
+        if self._pid == os.getpid():
+            return
+        try:
+            self._buffer = memoryview(mmap.mmap(-1, CHUNK_BYTES))
+        except OSError as error:
+            raise OffloadError(_no_thread_text(error)) from error
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rockmate-offload")
+        self._pid = os.getpid()
+        self._idle.clear()
 
 
 class DiskSlab:
@@ -86,7 +136,6 @@ class DiskSlab:
 
     def __init__(self, file: DiskFile, tier: DiskTier) -> None:
         self._file, self._tier = file, tier
-        self._last: FileCopy | None = None
 
     def copy_out(self, offset: int, source: torch.Tensor) -> FileCopy:
         """See `Slab`."""
@@ -97,30 +146,132 @@ class DiskSlab:
             )
             raise OffloadError(msg)
         what = f"the copy of {size_text(source.numel())} to offload's folder"
-        return self._put(FileCopy(partial(_write, self._file, offset, source), what))
+        return self._begin(offset, source, what, is_out=True)
 
     def copy_in(self, offset: int, target: torch.Tensor) -> FileCopy:
         """See `Slab`."""
         what = f"the copy of {size_text(target.numel())} from offload's folder"
-        return self._put(FileCopy(partial(_read, self._file, offset, target), what))
+        return self._begin(offset, target, what, is_out=False)
 
     def release(self) -> None:
         """See `Slab`."""
-        self._tier.take_back(self._file, self._last)
+        self._tier.take_back(self._file)
 
-    def _put(self, copy: FileCopy) -> FileCopy:
-        self._last = self._tier.put(copy)
-        return copy
+    def _begin(self, offset: int, tensor: torch.Tensor, what: str, *, is_out: bool) -> FileCopy:
+        file, tensors = self._file, [tensor]
+
+        def copy(buffer: memoryview) -> BaseException | None:
+            try:
+                # Nothing but `file.copy` may hold the tensor, once the step may go on.
+                file.copy(offset, tensors.pop(), buffer, is_out=is_out)
+            except BaseException as error:  # noqa: BLE001, the step that waits for it raises it
+                return error.with_traceback(None)
+            return None
+
+        file.last = FileCopy(self._tier.submit(copy), what)
+        return file.last
 
 
-def _write(file: DiskFile, offset: int, source: torch.Tensor, buffer: mmap.mmap) -> None:
-    write_tensor(file.descriptor, offset, source, buffer)
-    file.forget(offset, source.numel(), is_written=True)
+class DiskFile:
+    """A file without a name, of a fixed size; closed with its last reference.
+
+    Attributes:
+        num_bytes: its size, which the file system has set aside.
+        descriptor: of the open file.
+        last: the last copy to or from it; None before the first.
+    """
+
+    def __init__(self, folder: str, num_bytes: int) -> None:
+        """Makes the file.
+
+        Raises:
+            OffloadError: the folder does not exist, cannot be written to, or has too little room.
+        """
+        self.num_bytes = num_bytes
+        self.last: FileCopy | None = None
+        try:
+            file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            weakref.finalize(self, file.close)
+            self.descriptor = file.fileno()
+            # So a full disk shows before the step begins.
+            os.posix_fallocate(self.descriptor, 0, num_bytes)
+            self._is_cached = not _bypass_cache(self.descriptor)
+        except OSError as error:
+            raise OffloadError(_no_file_text(error, folder, num_bytes)) from error
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a copy to or from it is under way."""
+        return self.last is not None and not self.last.has_ended
+
+    def join(self) -> None:
+        """Waits until all copies have ended, well or not."""
+        if self.last is not None:
+            self.last.join()
+
+    def copy(self, offset: int, tensor: torch.Tensor, buffer: memoryview, *, is_out: bool) -> None:
+        """Copies a tensor of bytes out or in by way of the buffer. The GIL is free meanwhile."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+        for begin in range(0, tensor.numel(), CHUNK_BYTES):
+            size = min(CHUNK_BYTES, tensor.numel() - begin)
+            part = buffer[: -(-size // _BLOCK_BYTES) * _BLOCK_BYTES]
+            if is_out:
+                ctypes.memmove(address, tensor.data_ptr() + begin, size)
+                self._transfer(os.pwritev, part, offset + begin)
+            else:
+                self._transfer(os.preadv, part, offset + begin)
+                ctypes.memmove(tensor.data_ptr() + begin, address, size)
+        if self._is_cached:
+            os.fdatasync(self.descriptor)
+            os.posix_fadvise(self.descriptor, offset, tensor.numel(), os.POSIX_FADV_DONTNEED)
+
+    def _transfer(
+        self, call: Callable[[int, list[memoryview], int], int], part: memoryview, offset: int
+    ) -> None:
+        """Repeats a transfer until all bytes are done: a call may do a part of them."""
+        while part:
+            number = call(self.descriptor, [part], offset)
+            if number <= 0:
+                msg = f"the file ends after {offset:,} bytes, {len(part):,} too early"
+                raise OSError(msg)
+            part, offset = part[number:], offset + number
 
 
-def _read(file: DiskFile, offset: int, target: torch.Tensor, buffer: mmap.mmap) -> None:
-    read_tensor(file.descriptor, offset, target, buffer)
-    file.forget(offset, target.numel(), is_written=False)
+def _bypass_cache(descriptor: int) -> bool:
+    """Has transfers bypass the page cache; False if the file system cannot."""
+    try:
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def _no_thread_text(error: Exception) -> str:
+    return (
+        f"copies to offload's folder need a thread and {CHUNK_BYTES:,} bytes of memory, which "
+        f"cannot be had: {error}. Free some, or leave offload out."
+    )
+
+
+def _no_file_text(error: OSError, folder: str, num_bytes: int) -> str:
+    if error.errno == errno.ENOENT:
+        return (
+            f"the folder of offload='disk:{folder}' does not exist. Make it, or name another one; "
+            "it should be on a disk of this machine."
+        )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        free = shutil.disk_usage(folder).free
+        return (
+            f"moved values take {num_bytes:,} bytes of {folder}, which has {free:,} free. Free "
+            "some, name a folder on a larger disk, or bound it with host_budget."
+        )
+    return (
+        f"no file of {num_bytes:,} bytes can be made in the folder of offload='disk:{folder}': "
+        f"{error}. Name a folder that can be written to, on a disk of this machine."
+    )
 
 
 def limit_text(num_bytes: int, taken_bytes: int, limit_bytes: int) -> str:

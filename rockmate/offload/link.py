@@ -14,8 +14,7 @@ from rockmate.costs.link import Link
 from rockmate.costs.machine import Machine
 from rockmate.costs.measure import cpu_seconds
 from rockmate.errors import MachineError
-from rockmate.offload.copy_thread import FileCopy
-from rockmate.offload.disk_tier import DiskTier
+from rockmate.offload.disk_tier import DiskTier, FileCopy
 from rockmate.offload.request import OffloadRequest
 from rockmate.schedule.move import SLOT_ALIGNMENT
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
+import fcntl
 import fcntl
 import gc
 import os
@@ -24,8 +26,8 @@ from torch import nn
 
 from rockmate import RockmateModule
 from rockmate.errors import InvalidBudgetError, OffloadError
-from rockmate.offload import copy_thread, disk_file, step_moves
-from rockmate.offload.disk_file import DiskFile, remove_stale_files
+from rockmate.offload import disk_tier, step_moves
+from rockmate.offload.disk_tier import DiskFile, DiskTier
 
 X = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
 
@@ -76,7 +78,7 @@ def failing_after(
     return fail
 
 
-@pytest.mark.parametrize("name", ["pwrite", "preadv"])
+@pytest.mark.parametrize("name", ["pwritev", "preadv"])
 def test_a_copy_that_fails(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = module_of(tmp_path)
     error = OSError(errno.EIO, "Input/output error")
@@ -89,10 +91,8 @@ def test_a_copy_that_fails(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_disk_that_fills_up_in_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = module_of(tmp_path)
     with monkeypatch.context() as patch:
-        unsupported = OSError(errno.EOPNOTSUPP, "Operation not supported")
-        patch.setattr(os, "posix_fallocate", failing_after(1, os.posix_fallocate, unsupported))
         full = OSError(errno.ENOSPC, "No space left on device")
-        patch.setattr(os, "pwrite", failing_after(3, os.pwrite, full))
+        patch.setattr(os, "pwritev", failing_after(3, os.pwritev, full))
         with pytest.raises(OffloadError, match=r"No space left on device.*Make room there"):
             step(module)
     check_usable(module, tmp_path)
@@ -107,18 +107,16 @@ def test_a_file_that_ends_too_early(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     check_usable(module, tmp_path)
 
 
-@pytest.mark.parametrize("name", ["pwrite", "preadv"])
+@pytest.mark.parametrize("name", ["pwritev", "preadv"])
 def test_transfers_that_do_a_part_are_gone_on_with(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = module_of(tmp_path)
     call, number = getattr(os, name), [0]
 
-    def part(descriptor: int, data: Any, offset: int) -> int:
+    def part(descriptor: int, data: list[memoryview], offset: int) -> int:
         number[0] += 1
-        (view,) = data if name == "preadv" else (data,)
-        with view[:4096] as first:
-            return call(descriptor, [first] if name == "preadv" else first, offset)
+        return call(descriptor, [data[0][:4096]], offset)
 
     monkeypatch.setattr(os, name, part)
     check_usable(module, tmp_path)
@@ -138,7 +136,7 @@ def test_no_memory_for_the_copies(
 
     with monkeypatch.context() as patch:
         if name == "mmap":
-            patch.setattr(copy_thread.mmap, "mmap", fail)
+            patch.setattr(disk_tier.mmap, "mmap", fail)
         else:
             patch.setattr(threading.Thread, "start", fail)
         with pytest.raises(OffloadError, match=r"which cannot be had: .*(memory|thread)"):
@@ -199,15 +197,15 @@ def test_an_interrupt_in_mid_copy(
     half: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = module_of(tmp_path)
-    wait = copy_thread.FileCopy.wait
+    wait = disk_tier.FileCopy.wait
     with monkeypatch.context() as patch:
         # The copy goes on when the step has been given up.
-        slow = lambda *args: (time.sleep(0.02), os_pwrite(*args))[1]  # noqa: E731
-        os_pwrite = os.pwrite
-        patch.setattr(os, "pwrite", slow)
+        slow = lambda *args: (time.sleep(0.02), os_pwritev(*args))[1]  # noqa: E731
+        os_pwritev = os.pwritev
+        patch.setattr(os, "pwritev", slow)
         number = 1 if half == "forward" else len(module.plan.schedule.moves) + 2
         patch.setattr(
-            copy_thread.FileCopy, "wait", failing_after(number, wait, KeyboardInterrupt())
+            disk_tier.FileCopy, "wait", failing_after(number, wait, KeyboardInterrupt())
         )
         with pytest.raises(KeyboardInterrupt):
             step(module)
@@ -274,21 +272,10 @@ def test_files_have_no_name(tmp_path: Path) -> None:
     assert os.fstat(file.descriptor).st_blocks * 512 >= 1 << 20
 
 
-def test_files_of_processes_that_are_gone_are_removed(tmp_path: Path) -> None:
-    stale, mine = tmp_path / "rockmate-offload-1-ab", tmp_path / "rockmate-offload-2-cd"
-    other = tmp_path / "weights"
-    for path in (stale, mine, other):
-        path.write_bytes(b"x")
-    with mine.open() as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        assert remove_stale_files(str(tmp_path)) == [stale.name]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [mine.name, other.name]
-
-
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     code = f"""
 import os, signal
-from rockmate.offload.disk_file import DiskFile
+from rockmate.offload.disk_tier import DiskFile
 file = DiskFile({str(tmp_path)!r}, 1 << 20)
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -300,15 +287,14 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_file_system_without_direct_access_is_used_by_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    os_open, dropped = os.open, []
+    set_flags, dropped = fcntl.fcntl, []
 
-    def refuse(path: str, flags: int, *rest: int) -> int:
-        if flags & os.O_DIRECT:
-            os.close(os_open(path, flags & ~os.O_DIRECT, *rest))
+    def refuse(descriptor: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, "Invalid argument")
-        return os_open(path, flags, *rest)
+        return set_flags(descriptor, command, flags)
 
-    monkeypatch.setattr(disk_file.os, "open", refuse)
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: dropped.append(args))
     module = module_of(tmp_path)
     check_usable(module, tmp_path)
@@ -316,9 +302,39 @@ def test_a_file_system_without_direct_access_is_used_by_the_cache(
     assert all(advice == os.POSIX_FADV_DONTNEED for *_, advice in dropped)
 
 
+def test_copies_bypass_the_page_cache_where_they_can(tmp_path: Path) -> None:
+    try:
+        os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct access")
+    file = DiskFile(str(tmp_path), 1 << 20)
+    assert fcntl.fcntl(file.descriptor, fcntl.F_GETFL) & os.O_DIRECT
+
+
+def test_a_forked_process_has_a_thread_and_files_of_its_own(tmp_path: Path) -> None:
+    tier = DiskTier(str(tmp_path))
+    ones, found = torch.ones(4096, dtype=torch.uint8), torch.zeros(4096, dtype=torch.uint8)
+    idle, pending = tier.borrow(4096), tier.borrow(4096)
+    idle.release()
+    pending.copy_out(0, ones).wait()
+    pid = os.fork()
+    if not pid:
+        code = 1
+        with contextlib.suppress(BaseException):
+            pending.copy_in(0, found).wait()
+            tier.borrow(4096).copy_out(0, 3 * ones).wait()
+            code = 0 if torch.equal(found, ones) else 2
+        os._exit(code)
+    mine = tier.borrow(4096)  # the idle file
+    mine.copy_out(0, 2 * ones).wait()
+    assert os.waitpid(pid, 0)[1] == 0
+    mine.copy_in(0, found).wait()
+    assert torch.equal(found, 2 * ones)
+
+
 def test_the_thread_ends_with_its_module(tmp_path: Path) -> None:
     def threads() -> list[threading.Thread]:
-        return [each for each in threading.enumerate() if each.name == "rockmate-offload"]
+        return [each for each in threading.enumerate() if each.name.startswith("rockmate-offload")]
 
     before = len(threads())
     module = module_of(tmp_path)

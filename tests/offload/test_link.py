@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from rockmate.costs.link import Link
-from rockmate.offload.copy_thread import CHUNK_BYTES
-from rockmate.offload.disk_tier import DiskTier
+from rockmate.offload.disk_tier import CHUNK_BYTES, DiskTier
 from rockmate.offload.link import measure_disk_link
 
 PAUSE_S = 0.01
@@ -27,13 +26,13 @@ def link_with(
     pause: Callable[[], None], folder: Path, monkeypatch: pytest.MonkeyPatch, *, cores: int
 ) -> Link:
     """The link of a disk whose writes take a pause longer."""
-    write = os.pwrite
+    write = os.pwritev
 
     def slow(*args: object) -> int:
         pause()
         return write(*args)  # pyright: ignore
 
-    monkeypatch.setattr(os, "pwrite", slow)
+    monkeypatch.setattr(os, "pwritev", slow)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
     return measure_disk_link(DiskTier(str(folder)))
 

@@ -24,9 +24,9 @@ class FrameTrials:
     outside of frames all that is saved, and of one frame forward and backward.
     """
 
-    def __init__(self, option: TrialOption) -> None:
-        """None has been made yet."""
-        self._steps = TrialSteps(option)
+    def __init__(self, option: TrialOption, *, is_joined: bool = False) -> None:
+        """None has been made yet; `is_joined` ones are beside frames of the same step."""
+        self._steps, self._is_joined = TrialSteps(option), is_joined
 
     def run(
         self,
@@ -48,13 +48,17 @@ class FrameTrials:
         """
         budget_bytes, needs = memory.budget_bytes, memory.needs
         is_measured = memory.recorder is not None or needs is None or budget_bytes is None
-        can_run = not is_measured and memory.agreement is None and not memory.held_bytes
+        held_bytes = memory.held_bytes
+        can_run = not is_measured and memory.agreement is None
+        can_run &= self._is_joined or not held_bytes
         if not self._steps.is_next(can_run=can_run) or budget_bytes is None or needs is None:
             return ours()
         is_on_cpu = memory.device.type == "cpu"
-        room_bytes = max(0, budget_bytes - needs.outside_bytes)
+        room_bytes = max(0, budget_bytes - needs.outside_bytes - held_bytes)
+        own_bytes = [each.forward_bytes - each.before_forward_bytes for each in needs.by_key.values()]
         conditions = Conditions(
-            most_bytes=budget_bytes,
+            most_bytes=room_bytes if self._is_joined else budget_bytes,
+            largest_bytes=max(own_bytes) if self._is_joined else 0,
             most_copied_bytes=room_bytes,
             is_exact=is_on_cpu or torch.are_deterministic_algorithms_enabled(),
             what="the step in frames",

@@ -114,14 +114,17 @@ class Methods:
         self._calls: dict[tuple[str, Any], Callable[..., Any]] = {}
 
     def replaced(self, value: Any, name: str, wrapper: nn.Module) -> Any:
-        """An attribute of the model, planned or watched if it is a bound method of a module."""
-        if not isinstance(value, types.MethodType) or not isinstance(value.__self__, nn.Module):
+        """An attribute of the model: planned, or watched if it is a bound method of a module."""
+        is_bound = isinstance(value, types.MethodType)
+        if name not in self.planned and not (is_bound and isinstance(value.__self__, nn.Module)):
             return value
-        key = name, value.__func__
-        if key not in self._calls:
+        function = value.__func__ if is_bound else value
+        if (name, function) not in self._calls:
             make = self._planned if name in self.planned else self._watched
-            self._calls[key] = functools.wraps(value.__func__)(make(name, value, wrapper))
-        return types.MethodType(self._calls[key], value.__self__)
+            self._calls[name, function] = functools.wraps(function)(make(name, value, wrapper))
+        return types.MethodType(
+            self._calls[name, function], value.__self__ if is_bound else wrapper
+        )
 
     def _planned(self, name: str, *_: Any) -> Callable[..., Any]:
         def planned(_: Any, *args: Any, **kwargs: Any) -> Any:

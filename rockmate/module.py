@@ -10,13 +10,13 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from rockmate._torch.members import is_compiled, share_members
+from rockmate._torch.members import share_members
 from rockmate.budget import Budget, OnInfeasible, check_on_infeasible
 from rockmate.capture.compiled_model import innermost, plain_model
 from rockmate.capture.signature import CallSignature
@@ -29,6 +29,7 @@ from rockmate.errors import (
     UnsupportedModelError,
     advise_frames,
 )
+from rockmate.frames.joined import JoinedRunner, MethodFrames
 from rockmate.frames.runner import FrameRunner
 from rockmate.interiors import captured_interiors
 from rockmate.memory_limit import Optimizer
@@ -44,16 +45,17 @@ from rockmate.request import (
     memory_limit_of,
     planned_call_of,
 )
-from rockmate.runtime.ddp import REPLICATED, SHARDED
+from rockmate.runtime.ddp import REPLICATED
 from rockmate.runtime.delegation import (
     ForwardOfModel,
-    delegate,
     take_special_methods,
     with_signature_of,
 )
+from rockmate.runtime.methods import Methods, names_of_methods, twin_of
 from rockmate.runtime.model_checks import refuse_transforms
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.runtime.ungraded import UngradedCalls
+from rockmate.runtime.wrapper import Wrapper
 from rockmate.trial.steps import TrialOption
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ Mode = Literal["plan", "frames", "auto"]
 _CAPTURE_ERRORS = (UnsupportedModelError, InvalidSampleError, TrialError)
 
 
-class RockmateModule(nn.Module):
+class RockmateModule(Wrapper):
     """A module that trains within a memory budget and otherwise behaves as the module it wraps.
 
     In training mode with gradients enabled, a call runs the plan, else the wrapped module. Losses
@@ -115,6 +117,10 @@ class RockmateModule(nn.Module):
             above the budget, and warns with both in one line.
         trial: which steps are held against eager, whose forward runs beside them and is undone:
             "log" has steps 1, 2, 4, 8 and so on of each plan, "always" all, "never" none.
+        methods: names of methods beside `forward` that train (`["encode_image", "encode_text"]`),
+            whose calls are planned, too. Their forwards are in memory together: a budget in bytes
+            holds for the sum, of which the plan of each method has an equal part; a fraction is one
+            of the peak of each. Without it, they run as in eager, with a warning.
         **planner_options: as for `Planner`. A `plan` brings the options that it was made with.
 
     Raises:
@@ -126,7 +132,8 @@ class RockmateModule(nn.Module):
         PlanMismatchError: the plan was made for another model or sample.
         TypeError: more than one of budget, limit and plan is given; a plan is given with options or
             without a sample; or `plan` is not a `Plan`.
-        ValueError: `larger`, `on_infeasible`, `strategy` or `trial` is not one of its values.
+        ValueError: `larger`, `on_infeasible`, `strategy` or `trial` is not one of its values; or
+            the model has no method of a name in `methods`.
     """
 
     def __init__(
@@ -147,6 +154,7 @@ class RockmateModule(nn.Module):
         keep: Collection[str] = (),
         plan_frames: bool = True,
         trial: TrialOption = "log",
+        methods: Collection[str] = (),
         **planner_options: Any,
     ) -> None:
         check_arguments(model, sample_input, budget, memory_limit, plan)
@@ -155,6 +163,7 @@ class RockmateModule(nn.Module):
         check_larger(larger)
         self._wrap(model, trial)
         plain = plain_model(model)
+        names = names_of_methods(plain, methods, has_plan=plan is not None)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
             options: Any = {"on_infeasible": on_infeasible, "keep": keep, "trial": trial}
@@ -163,6 +172,7 @@ class RockmateModule(nn.Module):
             self._make_frames = partial(FrameRunner, plain, limit or budget, **options)  # pyright: ignore
         if mode == "frames" and self._make_frames is not None:
             self._frames = self._make_frames()
+            self._take_methods(names, self._plans)
             return
         if plan is not None:
             plan = checked_plan(plan, sample_input, strategy, planner_options)
@@ -179,6 +189,7 @@ class RockmateModule(nn.Module):
         refuses: Any = {"replans": replan, "refuses_larger": larger == "refuse"}
         self._plans = PlanCache(plain, request, trial=trial, **refuses)
         self._plans.new_plans.hands_over = mode == "auto"
+        self._take_methods(names, self._plans)
         if sample_input is not None:
             try:
                 self._plans.plan_for_sample(sample_input)
@@ -201,11 +212,37 @@ class RockmateModule(nn.Module):
         self._num_runs = 0
         self._ungraded = UngradedCalls(innermost(model))
         self._ends_in_eager = self._is_eager = False
+        self._methods = Methods()
         # The wrapped module's own dictionaries: a registration in one module appears in the other.
         share_members(self, model)
         self.__dict__["_wrapped"] = model
         self.__dict__["_forward_of_model"] = with_signature_of(innermost(model))
         take_special_methods(self, model)
+
+    def _take_methods(self, names: Collection[str], plans: PlanCache) -> None:
+        """Has methods planned, as `plans` do; frames are of all of them together."""
+        model, make = innermost(self.original), self._make_frames
+        for name in names:
+            module = self._methods.planned[name] = RockmateModule.__new__(RockmateModule)
+            module._wrap(twin_of(model, name))
+            module._plans = plans.empty_for(module.original, num_methods=len(names))
+            module._ends_in_eager = self._ends_in_eager
+        if make is None or not names:
+            return
+
+        @cache
+        def runner() -> JoinedRunner:
+            return JoinedRunner(twin_of(model), *make.args[1:], **make.keywords)
+
+        for name, module in self._methods.planned.items():
+            module._make_frames = partial(lambda name: MethodFrames(runner(), name), name)
+            if self._plans.request is None:
+                module.take_frames()
+
+    def take_frames(self) -> None:
+        """From here on frames keep the budget."""
+        if self._frames is None and self._make_frames is not None:
+            self._frames = self._make_frames()
 
     def _go_on_with_frames(self, error: RockmateError) -> None:
         """With mode "auto": leaves planning for frames; else raises."""
@@ -220,39 +257,7 @@ class RockmateModule(nn.Module):
             f", without {' and '.join(left_out)}" if left_out else "",
             error,
         )
-        self._frames = self._make_frames()
-
-    @property
-    def __class__(self) -> type:
-        # Libraries ask a model for its class: Trainer to find label names and to save it, PEFT to
-        # find adapters.
-        wrapped = self.__dict__.get("_wrapped")
-        return type(self) if wrapped is None else wrapped.__class__
-
-    @__class__.setter
-    def __class__(self, cls: type) -> None:
-        msg = (
-            f"the class of a RockmateModule cannot be set to {cls.__name__}. If fully_shard did "
-            f"this: {SHARDED}"
-        )
-        raise UnsupportedModelError(msg)
-
-    @property
-    def training(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The wrapped module's mode. `modules()` yields the wrapper in place of that module."""
-        wrapped = self.__dict__.get("_wrapped")
-        return wrapped is None or wrapped.training
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        wrapped = self.__dict__.get("_wrapped")
-        if wrapped is not None:  # `nn.Module.__init__` sets it before there is one
-            wrapped.training = mode
-
-    @property
-    def original(self) -> nn.Module:
-        """The module that was wrapped."""
-        return self.__dict__["_wrapped"]
+        self.take_frames()
 
     @property
     def plan(self) -> Plan:
@@ -273,6 +278,11 @@ class RockmateModule(nn.Module):
     def frames(self) -> FrameRunner | None:
         """What runs the training calls where there is no plan: mode "frames", or "auto"."""
         return self._frames
+
+    @property
+    def planned_methods(self) -> dict[str, RockmateModule]:
+        """For each of the `methods` what plans its calls; it has a `plan`, or `frames`."""
+        return dict(self._methods.planned)
 
     @property
     def is_planned(self) -> bool:
@@ -351,17 +361,6 @@ class RockmateModule(nn.Module):
             self.__dict__["_is_eager"] = True
             return self.original(*args, **kwargs)
 
-    train, eval, to, cuda, cpu = map(delegate, ("train", "eval", "to", "cuda", "cpu"))
-    half, bfloat16, float, double = map(delegate, ("half", "bfloat16", "float", "double"))
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's."""
-        return self.original.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's."""
-        return self.original.load_state_dict(state_dict, *args, **kwargs)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the wrapped module under the same plan.
 
@@ -387,6 +386,9 @@ class RockmateModule(nn.Module):
             )
             module._frames = None if self._frames is None else module._make_frames()
             module._ends_in_eager, module._is_eager = self._ends_in_eager, self._is_eager
+        for each in self._methods.planned.values():
+            module._take_methods(self._methods.planned, each._plans)
+            break
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:
@@ -402,42 +404,17 @@ class RockmateModule(nn.Module):
         """Refuses `nn.DataParallel`, which calls this before each step on several GPUs."""
         raise UnsupportedModelError(REPLICATED)
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if "_wrapped" not in self.__dict__:
-                raise
-            return getattr(self.original, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the wrapped module there, where its code reads it.
-
-        A compiled module has all of its attributes in the module that was compiled.
-        """
-        wrapped = self.__dict__.get("_wrapped")
-        if wrapped is not None and name not in self.__dict__ and self._is_of(wrapped, name):
-            setattr(wrapped, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def _is_of(self, wrapped: nn.Module, name: str) -> bool:
-        """Whether an attribute is the wrapped module's to set."""
-        return not hasattr(type(self), name) if is_compiled(wrapped) else name in wrapped.__dict__
-
-    def __dir__(self) -> list[str]:
-        """Names of both modules."""
-        return sorted({*dir(type(self)), *self.__dict__, *dir(self.original)})
-
     def __repr__(self) -> str:
-        """The wrapped module, with one line on the plan."""
-        wrapped, line = repr(self.original).replace("\n", "\n  "), "not planned yet"
+        """The wrapped module, with one line on the plan, and one for each planned method."""
+        wrapped = repr(self.original).replace("\n", "\n  ")
+        lines = [self._line(), *(f"{n}: {m._line()}" for n, m in self.planned_methods.items())]
+        return "\n  ".join(["RockmateModule(", *(f"({each})" for each in lines), wrapped]) + "\n)"
+
+    def _line(self) -> str:
         if self._frames is not None:
             report = self._frames.report()
-            line = self._frames.summary() if report is None else report.line()
-        elif self.is_planned:
-            line = line_of(self.plan)
-        return f"RockmateModule(\n  ({line})\n  {wrapped}\n)"
+            return self._frames.summary() if report is None else report.line()
+        return line_of(self.plan) if self.is_planned else "not planned yet"
 
 
 def _plain(model: nn.Module) -> nn.Module:

@@ -149,6 +149,19 @@ class PlanCache:
         runnable = self.runnable_for(call, tensors)
         return runnable.run_or_try(tensors, args, kwargs)
 
+    def empty_for(self, model: nn.Module, *, num_methods: int = 1) -> PlanCache:
+        """A cache without a plan, which plans alike.
+
+        Args:
+            model: whose calls are planned.
+            num_methods: see `PlanRequest`.
+        """
+        request = self.request and replace(self.request, num_methods=num_methods)
+        options: Any = {"replans": self._replans, "refuses_larger": self._refuses_larger}
+        made = PlanCache(model, request, trial=self._trial, **options)
+        made.new_plans.hands_over = self.new_plans.hands_over
+        return made
+
     def copy_for(self, model: nn.Module, memo: dict[int, Any]) -> PlanCache | None:
         """A cache for a copy of the model, with the same plan.
 
@@ -162,15 +175,8 @@ class PlanCache:
         Returns:
             The cache; None with opaque submodules if the plan was given, so that no other is made.
         """
-        copied = PlanCache(
-            model,
-            self.request,
-            replans=self._replans,
-            refuses_larger=self._refuses_larger,
-            trial=self._trial,
-        )
+        copied = self.empty_for(model)
         copied._samples = list(self._samples)
-        copied.new_plans.hands_over = self.new_plans.hands_over
         planned = next((each.planned for each in self.runnables if not each.is_adapted), None)
         if planned is None:
             return copied

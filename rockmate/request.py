@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget
-from rockmate.errors import InvalidBudgetError
+from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.plan import Plan
@@ -55,6 +55,8 @@ class PlanRequest:
         strategy: the planning strategy; see `Planner.plan`.
         on_infeasible: "least" plans the smallest peak where no schedule fits.
         options: the keyword options of `Planner`.
+        num_methods: how many methods of a model share the bytes of the bound in equal parts. A
+            fraction is one of the peak of each.
     """
 
     budget: Budget | None = None
@@ -62,6 +64,7 @@ class PlanRequest:
     strategy: str = "rockmate"
     on_infeasible: OnInfeasible = "error"
     options: Mapping[str, Any] = field(default_factory=dict)
+    num_methods: int = 1
 
     def __post_init__(self) -> None:
         """Refuses an option that there is not, before there is a sample."""
@@ -95,12 +98,17 @@ class PlanRequest:
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
         session = PlanningSession(model, sample_input, **self.options)
-        budget = share_bytes if share_bytes is not None and is_share(self.budget) else self.budget
-        if budget is None:
+        if is_share(self.budget):
+            budget = self.budget if share_bytes is None else share_bytes
+        elif self.budget is not None:
+            budget = parse_budget(self.budget, 0) // self.num_methods
+        else:
             assert self.memory_limit is not None
-            self._call_within(session, self.memory_limit.activation_budget_bytes(model))
+            bound = self.memory_limit.activation_budget_bytes
+            self._call_within(session, bound(model) // self.num_methods)
             # The process holds more memory once it has planned.
-            budget = self.memory_limit.activation_budget_bytes(model)
+            budget = bound(model) // self.num_methods
+        assert budget is not None
         return self._broadcast_call(
             session, budget, asked_for=budget if self.memory_limit is None else None
         )
@@ -132,9 +140,18 @@ class PlanRequest:
         return call if plan is call.plan else session.planned_call_of(plan)
 
     def _call_within(self, session: PlanningSession, budget: Budget) -> PlannedCall:
-        return session.planned_call(
-            budget, strategy=self.strategy, on_infeasible=self.on_infeasible
-        )
+        try:
+            return session.planned_call(
+                budget, strategy=self.strategy, on_infeasible=self.on_infeasible
+            )
+        except InfeasibleBudgetError as error:
+            if self.num_methods == 1 or is_share(self.budget):
+                raise
+            sizes = error.budget_bytes, error.minimum_bytes
+            whole = InfeasibleBudgetError(*(self.num_methods * each for each in sizes))
+            raise whole.advised(
+                f"Each of the {self.num_methods} methods that are planned has an equal part of it."
+            ) from None
 
 
 def check_options(options: Collection[str], known: Collection[str]) -> None:

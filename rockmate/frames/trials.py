@@ -18,15 +18,16 @@ class FrameTrials:
     """Which steps of frames are trials, and what each keeps.
 
     A step that is measured is none, as its budget is not known yet, nor one that begins before the
-    backward of another. The next one is in its place.
+    backward of another. The next one is in its place. A call that goes on with the step of another
+    method is tried in a step that has room beside what the frames of the others hold.
 
     The plain forward, which saves nothing, holds less than the smallest peak of frames: that is
     outside of frames all that is saved, and of one frame forward and backward.
     """
 
-    def __init__(self, option: TrialOption) -> None:
-        """None has been made yet."""
-        self._steps = TrialSteps(option)
+    def __init__(self, option: TrialOption, *, is_joined: bool = False) -> None:
+        """None has been made yet; `is_joined` ones are beside frames of the same step."""
+        self._steps, self._is_joined = TrialSteps(option), is_joined
 
     def run(
         self,
@@ -47,14 +48,23 @@ class FrameTrials:
             TrialError: the step differs from eager.
         """
         budget_bytes, needs = memory.budget_bytes, memory.needs
-        is_measured = memory.recorder is not None or needs is None or budget_bytes is None
-        can_run = not is_measured and memory.agreement is None and not memory.held_bytes
-        if not self._steps.is_next(can_run=can_run) or budget_bytes is None or needs is None:
+        room_bytes = most_bytes = own_bytes = 0
+        if memory.recorder is None and needs is not None and budget_bytes is not None:
+            most_bytes = budget_bytes
+            room_bytes = max(0, budget_bytes - needs.outside_bytes - memory.held_bytes)
+        can_run = most_bytes > 0 and memory.agreement is None
+        if self._is_joined and needs is not None:
+            each = needs.by_key.values()
+            own_bytes = max(of.forward_bytes - of.before_forward_bytes for of in each)
+            most_bytes, can_run = room_bytes, can_run and room_bytes > own_bytes
+        elif memory.held_bytes:
+            can_run = False
+        if not self._steps.is_next(can_run=can_run):
             return ours()
         is_on_cpu = memory.device.type == "cpu"
-        room_bytes = max(0, budget_bytes - needs.outside_bytes)
         conditions = Conditions(
-            most_bytes=budget_bytes,
+            most_bytes=most_bytes,
+            largest_bytes=own_bytes,
             most_copied_bytes=room_bytes,
             is_exact=is_on_cpu or torch.are_deterministic_algorithms_enabled(),
             what="the step in frames",

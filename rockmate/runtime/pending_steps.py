@@ -35,14 +35,23 @@ class PartialGradients:
     unfired: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
+class _Backward:
+    """The backward that runs, of the planned forwards of all models with the same parameters."""
+
+    def __init__(self) -> None:
+        self.nodes: list[weakref.ref[Any]] = []
+        self.id = -1
+        self.begun: set[int] = set()
+        self.partial = PartialGradients()
+
+
 class PendingSteps:
     """The planned forwards of one model."""
 
-    def __init__(self) -> None:
+    def __init__(self, others: PendingSteps | None = None) -> None:
+        """None yet; a backward may run them together with those of another model."""
         self._nodes: list[weakref.ref[Any]] = []
-        self._backward = -1
-        self._begun: set[int] = set()
-        self._partial = PartialGradients()
+        self._backward = _Backward() if others is None else others._backward
         self._warned_of: set[int] = set()
 
     def add(self, node: Any, num_planned: int) -> None:
@@ -52,8 +61,9 @@ class PendingSteps:
             node: the node; its `saved` is None once its backward has taken the saved values.
             num_planned: number of forwards before a backward that its budget bounds.
         """
-        self._nodes = [each for each in self._nodes if each() is not None]
-        self._nodes.append(weakref.ref(node))
+        for nodes in (self._nodes, self._backward.nodes):
+            nodes[:] = [each for each in nodes if each() is not None]
+            nodes.append(weakref.ref(node))
         if len(self._nodes) > num_planned and num_planned not in self._warned_of:
             nodes = (each() for each in self._nodes)
             number = sum(getattr(each, "saved", None) is not None for each in nodes)
@@ -79,15 +89,16 @@ class PendingSteps:
         Returns:
             What earlier steps of the same backward have accumulated, and whether this is the last.
         """
-        if backward_id() != self._backward:
-            self._backward, self._begun, self._partial = backward_id(), set(), PartialGradients()
-        self._begun.add(id(node))
-        others = [each() for each in self._nodes]
+        running = self._backward
+        if backward_id() != running.id:
+            running.id, running.begun, running.partial = backward_id(), set(), PartialGradients()
+        running.begun.add(id(node))
+        others = [each() for each in running.nodes]
         is_last = not any(
-            other is not None and id(other) not in self._begun and will_execute(other)
+            other is not None and id(other) not in running.begun and will_execute(other)
             for other in others
         )
-        return self._partial, is_last
+        return running.partial, is_last
 
 
 _OF_MODEL: weakref.WeakKeyDictionary[nn.Module, PendingSteps] = weakref.WeakKeyDictionary()

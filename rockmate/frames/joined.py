@@ -1,0 +1,68 @@
+"""Frames of several methods of one model, whose calls before one backward are one step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from rockmate.frames.in_flight import Step
+from rockmate.frames.runner import FrameRunner
+from rockmate.frames.step_size import StepSize
+from rockmate.frames.trials import FrameTrials
+
+
+class JoinedRunner(FrameRunner):
+    """Runs a model whose first argument names the method.
+
+    A loss may be made of the outputs of two methods. The call of the second one goes on with the
+    step of the first: its frames are measured and decided on together with those.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Arguments and errors are those of `FrameRunner`."""
+        super().__init__(*args, **options)
+        self._step: weakref.ref[Step] | None = None
+        self._trial = options.get("trial", "log")
+        self._trials_of: dict[str, FrameTrials] = {}
+        self._num_elements: dict[str, int] = {}  # of the inputs of a method, in measured steps
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The method's output; see `FrameRunner.run`."""
+        step = self._step and self._step()
+        if step is None or step.is_over:
+            return super().run(args, kwargs)
+        memory, method = self._memory, args[0]
+        memory.in_flight.present = step
+        memory.in_flight.run(step)
+        trials = self._trials_of.setdefault(method, FrameTrials(self._trial, is_joined=True))
+        run = partial(self._run_frames, args, kwargs)
+        return trials.run(self._model, (args, kwargs), run, memory)
+
+    def _run_frames(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        memory, method = self._memory, args[0]
+        self._step = weakref.ref(memory.in_flight.present)
+        number = StepSize.of((args, kwargs), 0, self._agreement).num_elements
+        if memory.is_measuring:
+            self._num_elements[method] = number
+        else:
+            scale = number / self._num_elements.get(method, number)
+            memory.scale = max(memory.scale, scale)
+        return super()._run_frames(args, kwargs)
+
+
+class MethodFrames:
+    """The frames of one method."""
+
+    def __init__(self, runner: JoinedRunner, method: str) -> None:
+        """Takes the frames of all of them, and its name."""
+        self._runner, self._method = runner, method
+
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The method's output; see `FrameRunner.run`."""
+        return self._runner.run((self._method, *args), kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """All else is that of the frames of all methods."""
+        return getattr(self._runner, name)

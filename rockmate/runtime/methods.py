@@ -1,0 +1,155 @@
+"""Methods of a model beside its forward: planned as the forward of a twin, or warned of."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+import logging
+import reprlib
+import types
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate.runtime.pending_steps import PendingSteps, pending_steps_of, share_pending_steps
+from rockmate.state.tensors import tensors_in
+
+logger = logging.getLogger(__name__)
+
+
+def names_of_methods(model: nn.Module, names: Collection[str], *, has_plan: bool) -> list[str]:
+    """The methods to plan beside `forward`, each once.
+
+    Args:
+        model: whose they are.
+        names: as the user gave them.
+        has_plan: whether a plan was given, which is one of `forward`.
+
+    Raises:
+        TypeError: a plan was given, too; or the names are not in a list.
+        ValueError: the model has no such method, or it is one of every module.
+    """
+    if isinstance(names, str):
+        raise TypeError(f"methods is {names!r}; give a list of names, methods=[{names!r}].")
+    found = [name for name in dict.fromkeys(names) if name != "forward"]
+    if found and has_plan:
+        msg = "a given plan is one of forward: leave methods out, or give a budget."
+        raise TypeError(msg)
+    own = [name for name in dir(type(model)) if not name.startswith("__")]
+    own = [name for name in own if not hasattr(nn.Module, name)]
+    known = [name for name in own if callable(inspect.getattr_static(type(model), name))]
+    for name in found:
+        method = getattr(model, str(name), None)
+        if isinstance(method, nn.Module):
+            msg = (
+                f"methods names {name!r}, a submodule of the {type(model).__name__}. Wrap it by "
+                f"itself: model.{name} = RockmateModule(model.{name}, ...)."
+            )
+            raise ValueError(msg)
+        if not callable(method) or hasattr(nn.Module, name):
+            nearest = difflib.get_close_matches(str(name), known, n=1)
+            hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+            msg = (
+                f"methods names {reprlib.repr(name)}, and the {type(model).__name__} has no such "
+                f"method to train by.{hint}"
+            )
+            raise ValueError(msg)
+    return found
+
+
+def twin_of(model: nn.Module, method: str = "") -> nn.Module:
+    """The same model, of which a call is one of a method.
+
+    Both have one dictionary of attributes, so their parameters, modes and all else are the same at
+    all times. Hooks of the model do not run around the method, as in eager. What the method calls
+    by `self(...)` is the model's forward.
+
+    Args:
+        model: the model.
+        method: its name; "" takes it from the first argument of each call.
+    """
+    cls, is_within = type(model), False
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal is_within
+        if is_within:
+            return cls.__call__(self, *args, **kwargs)
+        name, rest = (method, args) if method else (args[0], args[1:])
+        is_within = True
+        try:
+            return getattr(self, name)(*rest, **kwargs)
+        finally:
+            is_within = False
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return cls.forward(self, *args, **kwargs)
+
+    if method:  # its optional arguments
+        bound = inspect.signature(getattr(model, method))
+        this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        forward.__signature__ = bound.replace(parameters=[this, *bound.parameters.values()])  # pyright: ignore[reportFunctionMemberAccess]
+    members = {"__call__": call, "forward": forward, "__module__": cls.__module__}
+    made: Any = type(cls)
+    twin = object.__new__(made(cls.__name__, (cls,), members))
+    twin.__dict__ = model.__dict__
+    share_pending_steps(twin, PendingSteps(pending_steps_of(model)))
+    return twin
+
+
+class Methods:
+    """What a wrapper gives in the place of bound methods of its model.
+
+    Attributes:
+        planned: name of a planned method -> the wrapper of the model's twin.
+        told: names of methods that have trained without a budget.
+    """
+
+    def __init__(self) -> None:
+        """None is planned."""
+        self.planned: dict[str, Any] = {}
+        self.told: list[str] = []
+        self._calls: dict[tuple[str, Any], Callable[..., Any]] = {}
+
+    def replaced(self, value: Any, name: str, wrapper: nn.Module) -> Any:
+        """An attribute of the model: planned, or watched if it is a bound method of a module."""
+        is_bound = isinstance(value, types.MethodType)
+        if name not in self.planned and not (is_bound and isinstance(value.__self__, nn.Module)):
+            return value
+        function = value.__func__ if is_bound else value
+        if (name, function) not in self._calls:
+            make = self._planned if name in self.planned else self._watched
+            self._calls[name, function] = functools.wraps(function)(make(name, value, wrapper))
+        return types.MethodType(
+            self._calls[name, function], value.__self__ if is_bound else wrapper
+        )
+
+    def _planned(self, name: str, *_: Any) -> Callable[..., Any]:
+        def planned(_: Any, *args: Any, **kwargs: Any) -> Any:
+            output = self.planned[name]._run(args, kwargs)
+            if self.planned[name].frames is not None:  # frames share the budget of all methods
+                for each in self.planned.values():
+                    each.take_frames()
+            return output
+
+        return planned
+
+    def _watched(
+        self, name: str, method: Callable[..., Any], wrapper: nn.Module
+    ) -> Callable[..., Any]:
+        def watched(_: Any, *args: Any, **kwargs: Any) -> Any:
+            output = method(*args, **kwargs)
+            if name in self.told or not (wrapper.training and torch.is_grad_enabled()):
+                return output
+            if any(each.grad_fn is not None for each in tensors_in(output)):
+                self.told.append(name)
+                logger.warning(
+                    "no budget is kept for the method %s, by which this step trains. To have it "
+                    "planned, write RockmateModule(model, ..., methods=%r).",
+                    name, [*self.planned, *self.told],
+                )  # fmt: skip
+            return output
+
+        return watched

@@ -33,7 +33,6 @@ from rockmate.capture.attribute_values import (
     refill,
     snapshot,
 )
-from rockmate.capture.recorded_containers import Recorded, recorded
 
 # What every module has: its tables of members and hooks, and its mode.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -170,28 +169,6 @@ class AttributeState:
             for saved in self._saved.values()
             for name, value in saved.changes().items()
         ]
-
-    def record_containers(self) -> list[tuple[Place, Recorded]]:
-        """Puts containers that record in the place of lists and dicts, once for each of those."""
-        known: dict[int, Recorded] = {}
-        places = []
-        for module in self._submodules:
-            for name, value in _attributes_of(module).items():
-                is_first = id(value) not in known
-                replaced = recorded(value, known)
-                if replaced is not value:
-                    vars(module)[name] = replaced
-                    if is_first:
-                        places.append((Place(module, name), replaced))
-        return places
-
-    def unrecord_containers(self) -> None:
-        """Puts the lists and dicts back, with the content that the others have."""
-        for module in self._submodules:
-            for name, value in _attributes_of(module).items():
-                if isinstance(value, Recorded):
-                    refill(value.original, value.plain())
-                    vars(module)[name] = value.original
 
     def replaced_module(self) -> str:
         """Path of a submodule that is not the one that it was; empty if there is none."""

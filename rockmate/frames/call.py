@@ -139,10 +139,6 @@ class Call:
         """The arguments as they were when the call began, in containers of their own."""
         return Arguments(self._forward, *self._rest)
 
-    def has_changed_objects(self) -> bool:
-        """Whether members, attributes, or what is reached from them or from arguments, changed."""
-        return self._objects.has_changed() or self._members.has_changed()
-
     def has_changed_inputs(self) -> bool:
         """Whether an argument was changed in place since the call began."""
         return self._versions != versions_of(self._inputs)

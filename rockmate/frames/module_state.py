@@ -202,13 +202,6 @@ class Members:
         self.parameters: list[torch.Tensor] = [each for each in found if each is not None]
         self._are_trained = [each.requires_grad for each in self.parameters]
 
-    def has_changed(self) -> bool:
-        """Whether another one stands in the place of one of them."""
-        return any(
-            table.keys() != held.keys() or any(table[name] is not held[name] for name in held)
-            for table, held in self._tables
-        )
-
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Has them be what they were."""

@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import RECURRENT_WEIGHTS
-from rockmate.state.contents import is_same_content
 from rockmate.state.objects import Objects, objects_of_python
 
 # Tables of members and hooks, and the forward that stands in for a frame's own.
@@ -52,11 +51,6 @@ class ObjectState:
             for name in table.keys() - held.keys() - _SKIPPED:
                 del table[name]
             table.update(held)
-
-    def has_changed(self) -> bool:
-        """Whether anything is no more as it was."""
-        now = map(_attributes_of, self._owners)
-        return not all(map(is_same_content, now, self._attributes)) or self._objects.has_changed()
 
     @contextmanager
     def put_back(self) -> Iterator[None]:

@@ -32,11 +32,11 @@ from rockmate.interiors.checks import (
 )
 from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.interior import CapturedInterior
-from rockmate.interiors.outer_values import OuterValues
 from rockmate.interiors.outside import LeftOutside
 from rockmate.interiors.readers import one_gradient_per_reader
 from rockmate.interiors.trial import Trial, trained
 from rockmate.interiors.ways import PlannedWays, structure_of
+from rockmate.state.call_state import CallState
 from rockmate.step import CapturedStep, step_of
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class CapturedInteriors:
         self._clock = clock
         self._known: dict[str, dict[Hashable, CapturedInterior | None]] = {}
         self._has_told_of_cache = False
-        self._before: tuple[OuterValues, tuple[Any, ...]] | None = None
+        self._before: CallState | None = None
         self._costs: dict[Hashable, Cost] = {}
         self._layouts: dict[tuple[str, Hashable], GradientLayouts] = {}
         self._by_structure: dict[Hashable, PlannedWays] = {}
@@ -83,10 +83,9 @@ class CapturedInteriors:
             return None
         return interior, tensors
 
-    def watch(self, path: str, module: nn.Module) -> None:
+    def watch(self, module: nn.Module, arguments: Arguments) -> None:
         """See `rockmate.frames.interior.Interiors`."""
-        outer = OuterValues(module)
-        self._before = outer, outer.now()
+        self._before = CallState(module, arguments.args, arguments.kwargs)
 
     def learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """See `rockmate.frames.interior.Interiors`."""
@@ -117,9 +116,8 @@ class CapturedInteriors:
         self, call: Call, module: nn.Module, arguments: Arguments, layouts: GradientLayouts
     ) -> CapturedInterior:
         assert self._before is not None
-        outer, outer_values = self._before
         check_module(module)
-        check_effects(call, is_outside=outer.now() != outer_values)
+        check_effects(call, self._before)
         run = partial(trained, call, module, clock=self._clock, layouts=layouts)
         outside = LeftOutside()
         eager = run(_watched(arguments.forward, outside))
@@ -132,7 +130,7 @@ class CapturedInteriors:
             return step, self._planned(step)
 
         step, planned = captured_in_kernel_layouts(planned_step)
-        interior = CapturedInterior(call.key.path, step, module, planned, outer, layouts)
+        interior = CapturedInterior(call.key.path, step, module, planned, layouts)
         first, last = _forward_of(interior, 0), _forward_of(interior, len(planned.ways) - 1)
         was_tried = planned.was_tried
         trials = [run(each) for each in (first, last)]

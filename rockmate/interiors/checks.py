@@ -23,6 +23,7 @@ from rockmate.capture.signature import flatten_call
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
 from rockmate.runtime.model_checks import check_model
+from rockmate.state.call_state import CallState
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -72,14 +73,14 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     )
 
 
-def check_effects(call: Call, *, is_outside: bool) -> None:
+def check_effects(call: Call, before: CallState) -> None:
     """Refuses a call that has changed what its module, or others, have.
 
     Args:
         call: which has run.
-        is_outside: whether a global variable has changed.
+        before: the state that it began in.
     """
-    if is_outside or call.has_changed_objects():
+    if before.objects.has_changed():
         msg = "it changes attributes, globals, or what it is given"
         raise UnsupportedModelError(msg)
     if call.cannot_repeat:

@@ -1,4 +1,4 @@
-"""Tensors of modules, random state and autocast, as a second run of a forward needs them.
+"""Tensors of modules and autocast, as a second run of a forward needs them.
 
 A forward may change buffers. When it runs again in the backward, it reads what it read the first
 time, and its changes are thrown away. Parameters and other buffers are not copied; one that was
@@ -231,37 +231,6 @@ def state_of(model: nn.Module) -> tuple[Hashable, ...]:
     modes = tuple([each.training for each in modules])
     trained = tuple([p is not None and p.requires_grad for p in parameters])
     return modes, trained, tuple(autocast_dtypes().items())
-
-
-class RandomState:
-    """Random state of the CPU and of the device that runs, at one time."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Takes the present one."""
-        self._device = device if device.type == "cuda" else None
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if self._device else None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """That hold the state."""
-        return [each for each in (self._cpu, self._cuda) if each is not None]
-
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Sets the state for what runs within."""
-        now = RandomState(self._device or torch.device("cpu"))
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
-
-    def restore(self) -> None:
-        """Sets the state."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None and self._device is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 @contextmanager

@@ -142,11 +142,8 @@ class FrameRunner:
 
     def summary(self) -> str:
         """Budget, peaks, what the last call dropped and made again, and a bound of its seconds."""
-        none_yet, report = (
-            f"frames of {len(self._paths)} submodules, not measured yet",
-            self.report(),
-        )
-        return none_yet if report is None else report.summary()
+        none_yet = f"frames of {len(self._paths)} submodules, not measured yet"
+        return none_yet if (report := self.report()) is None else report.summary()
 
     def report(self) -> FramesReport | None:
         """What the last call did; None until the first step is measured."""

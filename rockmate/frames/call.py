@@ -19,7 +19,6 @@ from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.module_state import (
     Buffers,
-    Members,
     Watched,
     autocast_as,
 )
@@ -71,14 +70,14 @@ class Call:
         self._versions = versions_of(self._inputs)
         self._submodules = modules_within(module)
         others = [*arguments.args, *arguments.kwargs.values()]
-        self._objects = ObjectState(self._submodules, (e for e in others if type(e) not in PLAIN))
+        # Sharded parameters are others while they are gathered.
+        is_sharded = memory.agreement is not None
+        roots = (each for each in others if type(each) not in PLAIN)
+        self._objects = ObjectState(self._submodules, roots, has_members=not is_sharded)
         self._path_and_modes = key.path, tuple([each.training for each in self._submodules])
         changing = memory.changing_buffers.of(self._path_and_modes)
         self._kept_buffers = Buffers(self._submodules, changing)
-        # Sharded parameters are others while they are gathered.
-        is_sharded = memory.agreement is not None
-        self._members = Members([] if is_sharded else self._submodules)
-        self._watched = Watched([*self._members.parameters, *self._objects.tensors])
+        self._watched = Watched(self._objects.tensors)
         self._watched_buffers = Watched([])
         self._random_state = RandomState([memory.device], of_pytorch_alone=True)
         self._autocast = autocast_dtypes()
@@ -170,7 +169,6 @@ class Call:
             self._random_state.restore()
             stack.enter_context(autocast_as(self._autocast))
             stack.enter_context(self._objects.put_back())
-            stack.enter_context(self._members.put_back())
             buffers = stack.enter_context(self._kept_buffers.put_back())
             copies = {key: each for each in buffers for key in storages_of(each)}
             changed = [*self._watched.changed(), *self._watched_buffers.changed()]

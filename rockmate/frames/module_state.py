@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate._torch.members import member_tables_of, modules_within, tensor_tables
+from rockmate._torch.members import modules_within, tensor_tables
 from rockmate._torch.storage import version_of, versions_of
 from rockmate.state.tensors import PLAIN
 
@@ -134,13 +134,13 @@ class Buffers:
         before = [(table, dict(table)) for place in places if (table := self._table(place))]
         try:
             for position, held in self._tables.items():
-                _put(self._table(position), held)
+                self._table(position).update(held)
             for (position, name), value in self._copies.items():
                 _buffers_of(self._owners[position])[name] = value.clone()
             yield [_buffers_of(self._owners[place])[name] for place, name in self._copies]
         finally:
             for table, held in before:
-                _put(table, held)
+                table.update(held)
 
     def _table(self, position: int) -> dict[str, Any]:
         return _buffers_of(self._owners[position])
@@ -182,45 +182,6 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-class Members:
-    """Parameters and submodules by their names, and which parameters are trained."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Takes the present ones."""
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        found: list[Any] = []
-        for module in modules:
-            if isinstance(module, torch.jit.ScriptModule):  # never replaces its members
-                found += module.parameters(recurse=False)
-                continue
-            submodules, parameters, _ = member_tables_of(vars(module))
-            if submodules:
-                self._tables.append((submodules, submodules.copy()))
-            if parameters:
-                self._tables.append((parameters, parameters.copy()))
-                found += parameters.values()
-        self.parameters: list[torch.Tensor] = [each for each in found if each is not None]
-        self._are_trained = [each.requires_grad for each in self.parameters]
-
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Has them be what they were."""
-        before = [(table, dict(table)) for table, _ in self._tables]
-        flags = zip(self.parameters, self._are_trained, strict=True)
-        others = [each for each, is_trained in flags if each.requires_grad != is_trained]
-        try:
-            for table, held in self._tables:
-                table.update(held)
-            for each in others:
-                each.requires_grad_(not each.requires_grad)
-            yield
-        finally:
-            for table, held in before:
-                table.update(held)
-            for each in others:
-                each.requires_grad_(not each.requires_grad)
-
-
 def state_of(model: nn.Module) -> tuple[Hashable, ...]:
     """What decides, beside inputs, which tensors calls save.
 
@@ -246,8 +207,3 @@ def autocast_as(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
 
 def _buffers_of(module: nn.Module) -> dict[str, Any]:
     return tensor_tables(module)[1]
-
-
-def _put(table: dict[str, Any], held: Mapping[str, Any]) -> None:
-    for name, buffer in held.items():  # TorchScript's table has no `update`
-        table[name] = buffer

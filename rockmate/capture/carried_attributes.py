@@ -58,6 +58,7 @@ def forward_attributes(
         read=tuple(read),
         accepted=tuple(accepted[place.key] for place in read),
         assigned=tuple(forward.assigned),
+        tables=tuple(place for place, _ in forward.left.carried if place.key in of_tensors),
         values=forward.assigned_structure,
         fixed=(*forward.fixed, *settled),
     )

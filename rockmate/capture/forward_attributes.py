@@ -32,13 +32,16 @@ class ForwardAttributes:
         read: attributes that the graph depends on.
         accepted: for each of them, snapshots of the values that give this graph.
         assigned: attributes that the forward assigns, whatever stood there before.
-        values: rebuilds the values that it assigns from the step's output tensors.
+        tables: attributes that its first call gives tensors which are the same in all calls.
+        values: rebuilds the values that it assigns, then the tables, from the step's output
+            tensors.
         fixed: attributes that it gives an object without tensors, and that object.
     """
 
     read: tuple[Place, ...] = ()
     accepted: tuple[tuple[Any, ...], ...] = ()
     assigned: tuple[Place, ...] = ()
+    tables: tuple[Place, ...] = ()
     values: Structure
     fixed: tuple[tuple[Place, Any], ...] = ()
 
@@ -53,7 +56,7 @@ class ForwardAttributes:
     @property
     def leaves_any(self) -> bool:
         """Whether the forward leaves anything behind."""
-        return bool(self.assigned or self.fixed)
+        return bool(self.assigned or self.tables or self.fixed)
 
     def release(self) -> None:
         """Drops values of the last call, so that they take no memory beside those of this one."""
@@ -66,11 +69,15 @@ class ForwardAttributes:
         Args:
             outputs: the step's output tensors.
         """
-        for place, value in zip(self.assigned, self.values.rebuild(outputs), strict=True):
+        values = self.values.rebuild(outputs)
+        for place, value in zip(self.assigned, values, strict=False):
             place.put(value)
-        for place, value in self.fixed:
+        tables = zip(self.tables, values[len(self.assigned) :], strict=True)
+        for place, value in (*tables, *self.fixed):
             present = place.value()
-            if is_container(present) and type(present) is type(value):
+            if isinstance(present, dict) and isinstance(value, dict):
+                present.update(value)
+            elif is_container(present) and type(present) is type(value):
                 refill(present, value)
             else:
                 place.put(value)
@@ -83,6 +90,7 @@ class ForwardAttributes:
             read=read,
             accepted=tuple((snapshot(place.value()),) for place in read),
             assigned=tuple(place.of_copy(memo) for place in self.assigned),
+            tables=tuple(place.of_copy(memo) for place in self.tables),
             fixed=tuple(
                 (place.of_copy(memo), memo.get(id(value), value)) for place, value in self.fixed
             ),

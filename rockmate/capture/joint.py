@@ -312,12 +312,6 @@ def _with_roles(
         _output_role(descriptor, wrappings) if isinstance(node, fx.Node) else None
         for node, descriptor in zip(values, returned.meta["desc"], strict=True)
     )
-    output_roles = tuple(
-        None
-        if role and role.kind is RoleKind.OUTPUT and role.index in forward.carried_outputs
-        else role
-        for role in output_roles
-    )
     tangents = {role.index for _, role in inputs if role.kind is RoleKind.TANGENT}
     if tangents != set(forward.differentiable_outputs):
         missing = sorted(set(forward.differentiable_outputs) - tangents)

@@ -86,7 +86,7 @@ class TracedForward(nn.Module):
         formats: layouts of values.
         output_structure: rebuilds the model's output.
         assigned: attributes that the forward assigns without reading them first.
-        assigned_structure: rebuilds their values.
+        assigned_structure: rebuilds their values, then those that it carries over.
         fixed: attributes that it assigns objects without tensors to, and those objects.
         left: what the forward did to attributes.
         differentiable_outputs: indices of the outputs with a gradient.
@@ -227,19 +227,22 @@ class TracedForward(nn.Module):
             else:
                 values.append((place, value))
         self.assigned = [place for place, _ in values]
+        tables = [pair for pair in self.left.carried if traced_in(pair[1])]
+        for place, value in tables:
+            if not all(isinstance(each, torch.Tensor) for each in traced_in(value)):
+                raise _attribute_error(place, value)
         self.assigned_structure = flatten_further(
-            tuple(value for _, value in values), flat, what="an attribute"
+            tuple(value for _, value in (*values, *tables)), flat, what="an attribute"
         )
+        places = {id(tensor): index for index, tensor in enumerate(flat)}
+        self.carried_outputs = {
+            places[id(tensor)]: place for place, value in tables for tensor in traced_in(value)
+        }
         for index in range(num_outputs, len(flat)):
             if flat[index].requires_grad and id(flat[index]) in inputs:
                 flat[index] = flat[index].clone()
-        self.carried_outputs = {}
-        for place, value in self.left.carried:
-            for tensor in traced_in(value):
-                if not isinstance(tensor, torch.Tensor):
-                    raise _attribute_error(place, value)
-                self.carried_outputs[len(flat)] = place
-                flat.append(tensor.detach())
+        for index in self.carried_outputs:
+            flat[index] = flat[index].detach()
 
 
 def _attribute_error(place: Place, value: Any) -> UnsupportedModelError:

@@ -317,6 +317,9 @@ def test_a_table_that_the_first_call_makes_is_made_in_each() -> None:
 
     eager, module = pair(Caching())
     assert_equal_steps(eager, module)
+    assert torch.equal(module.table, eager.table)
+    assert module.cached.keys() == eager.cached.keys()
+    assert torch.equal(module.cached[torch.float32], eager.cached[torch.float32])
 
 
 class Collecting(Net):

@@ -102,23 +102,6 @@ class Accesses:
         return True
 
 
-class _Saved:
-    """The attributes of an object at one time, to compare."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self._snapshots = {name: snapshot(value) for name, value in _attributes_of(owner).items()}
-
-    def changes(self) -> dict[str, Any]:
-        """The attributes that differ now, with their values; `ABSENT` for one that is gone."""
-        now, before = _attributes_of(self.owner), self._snapshots
-        return {
-            name: now.get(name, ABSENT)
-            for name in before.keys() | now.keys()
-            if name not in now or snapshot(now[name]) != before.get(name)
-        }
-
-
 class AttributeState:
     """The attributes and submodules of a model before its forward runs."""
 
@@ -126,21 +109,26 @@ class AttributeState:
         """Takes the present state of `model`."""
         self._model = model
         self._modules = set(map(id, model.modules()))
-        self._saved = {id(module): _Saved(module) for module in model.modules()}
+        self._saved: dict[int, tuple[Any, dict[str, Any]]] = {}  # owner, and snapshots
+        for module in model.modules():
+            self.save(module)
         self._objects = Objects([model], follows=_objects_in_trace)
 
     def save(self, owner: Any) -> None:
         """Adds an object that the forward has reached."""
         if id(owner) not in self._saved and hasattr(owner, "__dict__"):
-            self._saved[id(owner)] = _Saved(owner)
+            now = {name: snapshot(value) for name, value in _attributes_of(owner).items()}
+            self._saved[id(owner)] = owner, now
 
     def changes(self) -> list[tuple[Place, Any]]:
-        """The attributes that differ now, with their values."""
-        return [
-            (Place(saved.owner, name), value)
-            for saved in self._saved.values()
-            for name, value in saved.changes().items()
-        ]
+        """The attributes that differ now, with their values; `ABSENT` for one that is gone."""
+        found = []
+        for owner, before in self._saved.values():
+            now = _attributes_of(owner)
+            for name in before.keys() | now.keys():
+                if name not in now or snapshot(now[name]) != before.get(name):
+                    found.append((Place(owner, name), now.get(name, ABSENT)))
+        return found
 
     def replaced_module(self) -> str:
         """Path of a submodule that is not the one that it was; empty if there is none."""

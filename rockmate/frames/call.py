@@ -128,10 +128,6 @@ class Call:
         self._kept_buffers.restore()
         self._random_state.restore()
 
-    def as_given(self) -> Arguments:
-        """The arguments as they were when the call began, in containers of their own."""
-        return Arguments(self._forward, *self._rest)
-
     def has_changed_inputs(self) -> bool:
         """Whether an argument was changed in place since the call began."""
         return self._versions != versions_of(self._inputs)

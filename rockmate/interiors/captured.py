@@ -24,7 +24,6 @@ from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import REWRITES, PassOptions, run_passes
 from rockmate.interiors.checks import (
     are_apart,
-    check_arguments,
     check_capture,
     check_effects,
     check_module,
@@ -100,7 +99,6 @@ class CapturedInteriors:
                 )  # fmt: skip
             return
         try:
-            check_arguments(call, arguments)
             tensors, signature = signature_of(arguments)
             layouts = self._layouts.setdefault((call.key.path, signature), GradientLayouts())
             if signature in known and not layouts.has_changed:

@@ -13,7 +13,6 @@ way to see a read.
 from __future__ import annotations
 
 import contextlib
-import copy
 import inspect
 import logging
 import threading
@@ -25,15 +24,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.members import RECURRENT_WEIGHTS, is_member, submodule_table
-from rockmate.capture.attribute_values import (
-    ABSENT,
-    is_container,
-    items_of,
-    refill,
-    snapshot,
-)
-from rockmate.capture.recorded_containers import Recorded, recorded
+from rockmate._torch.members import RECURRENT_WEIGHTS, is_member
+from rockmate.capture.attribute_values import ABSENT, is_container, items_of, snapshot
+from rockmate.state.members import objects_and_members
+from rockmate.state.objects import Handler, Objects
 
 # What every module has: its tables of members and hooks, and its mode.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -108,116 +102,49 @@ class Accesses:
         return True
 
 
-class _Saved:
-    """The attributes of an object and the content of their containers, at one time."""
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.attributes = _attributes_of(owner)
-        self.snapshots = {name: snapshot(value) for name, value in self.attributes.items()}
-        self._contents: dict[int, tuple[Any, Any]] = {}
-        for value in self.attributes.values():
-            self._save(value)
-
-    def _save(self, value: Any) -> None:
-        if id(value) in self._contents:
-            return
-        if is_container(value):
-            self._contents[id(value)] = value, copy.copy(value)
-        for item in items_of(value):
-            self._save(item)
-
-    def changes(self) -> dict[str, Any]:
-        """The attributes that differ now, with their values; a new one's is `ABSENT` here."""
-        now = _attributes_of(self.owner)
-        return {
-            name: now.get(name, ABSENT)
-            for name in self.attributes.keys() | now.keys()
-            if name not in now or snapshot(now[name]) != self.snapshots.get(name)
-        }
-
-    def restore(self) -> None:
-        """Puts attributes and contents back."""
-        for container, content in self._contents.values():
-            refill(container, content)
-        present = vars(self.owner)
-        for name in _attributes_of(self.owner).keys() - self.attributes.keys():
-            del present[name]
-        present.update(self.attributes)
-
-
 class AttributeState:
     """The attributes and submodules of a model before its forward runs."""
 
     def __init__(self, model: nn.Module) -> None:
         """Takes the present state of `model`."""
         self._model = model
-        self._submodules = list(model.modules())
-        self._saved = {id(module): _Saved(module) for module in self._submodules}
-        tables = [submodule_table(module) for module in self._submodules]
-        # A scripted module's is no dict: its submodules are those that it was compiled with.
-        self._tables = [(table, dict(table)) for table in tables if isinstance(table, dict)]
+        self._modules = set(map(id, model.modules()))
+        self._saved: dict[int, tuple[Any, dict[str, Any]]] = {}  # owner, and snapshots
+        for module in model.modules():
+            self.save(module)
+        self._objects = Objects([model], follows=_objects_in_trace)
 
     def save(self, owner: Any) -> None:
         """Adds an object that the forward has reached."""
         if id(owner) not in self._saved and hasattr(owner, "__dict__"):
-            self._saved[id(owner)] = _Saved(owner)
+            now = {name: snapshot(value) for name, value in _attributes_of(owner).items()}
+            self._saved[id(owner)] = owner, now
 
     def changes(self) -> list[tuple[Place, Any]]:
-        """The attributes that differ now, with their values."""
-        return [
-            (Place(saved.owner, name), value)
-            for saved in self._saved.values()
-            for name, value in saved.changes().items()
-        ]
-
-    def record_containers(self) -> list[tuple[Place, Recorded]]:
-        """Puts containers that record in the place of lists and dicts, once for each of those."""
-        known: dict[int, Recorded] = {}
-        places = []
-        for module in self._submodules:
-            for name, value in _attributes_of(module).items():
-                is_first = id(value) not in known
-                replaced = recorded(value, known)
-                if replaced is not value:
-                    vars(module)[name] = replaced
-                    if is_first:
-                        places.append((Place(module, name), replaced))
-        return places
-
-    def unrecord_containers(self) -> None:
-        """Puts the lists and dicts back, with the content that the others have."""
-        for module in self._submodules:
-            for name, value in _attributes_of(module).items():
-                if isinstance(value, Recorded):
-                    refill(value.original, value.plain())
-                    vars(module)[name] = value.original
+        """The attributes that differ now, with their values; `ABSENT` for one that is gone."""
+        found = []
+        for owner, before in self._saved.values():
+            now = _attributes_of(owner)
+            for name in before.keys() | now.keys():
+                if name not in now or snapshot(now[name]) != before.get(name):
+                    found.append((Place(owner, name), now.get(name, ABSENT)))
+        return found
 
     def replaced_module(self) -> str:
         """Path of a submodule that is not the one that it was; empty if there is none."""
-        before = {id(module) for module in self._submodules}
         return next(
-            (path for path, each in self._model.named_modules() if id(each) not in before), ""
+            (path for path, each in self._model.named_modules() if id(each) not in self._modules),
+            "",
         )
 
     def restore(self) -> None:
         """Puts all attributes and submodules back."""
-        for saved in self._saved.values():
-            saved.restore()
-        for table, content in self._tables:
-            if table != content:
-                table.clear()
-                table.update(content)
+        self._objects.restore()
 
 
-@contextlib.contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[AttributeState]:
-    """Restores the model's submodules and their attributes; yields how they were."""
-    before = AttributeState(model)
-    try:
-        yield before
-    finally:
-        before.restore()
+def _objects_in_trace(kind: type) -> Handler | None:
+    """The handler of a type, but of what a trace has its own ones of."""
+    return None if issubclass(kind, torch.Tensor | torch.Generator) else objects_and_members(kind)
 
 
 @contextlib.contextmanager

@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from rockmate.capture.recorded_containers import Recorded
-
 _PLAIN = frozenset({type(None), bool, int, complex, str, bytes})
 
 
@@ -50,8 +48,6 @@ def snapshot(value: Any, within: tuple[int, ...] = ()) -> Any:
         value: what is copied.
         within: addresses of the containers around it, since a container may contain itself.
     """
-    if isinstance(value, Recorded):
-        value = value.plain()
     kind = type(value)
     if kind in _PLAIN:
         return kind, value
@@ -90,8 +86,6 @@ def items_of(value: Any) -> list[Any]:
     """What a container or tuple holds; empty for any other object."""
     if isinstance(value, types.SimpleNamespace):
         return list(vars(value).values())
-    if isinstance(value, Recorded):
-        value = value.plain()
     if isinstance(value, dict):
         return list(dict.values(value))
     # A subclass may iterate in a way of its own.

@@ -9,20 +9,12 @@ import torch
 from torch import fx, nn
 
 from rockmate.capture.attribute_access import Place
-from rockmate.capture.attribute_values import (
-    ABSENT,
-    copied,
-    is_container,
-    refill,
-    snapshot,
-    traced_in,
-)
-from rockmate.capture.counted import counted, number_added
+from rockmate.capture.attribute_values import ABSENT, is_container, snapshot, traced_in
 from rockmate.capture.diagnose import advice_to_leave
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.huggingface import is_switched_off
 from rockmate.capture.traced_forward import TracedForward
-from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.errors import UnsupportedModelError
 
 _Trace = Callable[[], tuple[fx.GraphModule, TracedForward]]
 
@@ -37,7 +29,7 @@ def forward_attributes(
 
     A forward that changes an attribute which it reads may do so in its first call alone, as one
     that notes a warning or chooses a kernel. So it is traced once more as the next call would run
-    it. An attribute that changes again is a counter, or there is no plan.
+    it. If that changes an attribute again, there is no plan.
 
     Args:
         model: the model.
@@ -46,109 +38,64 @@ def forward_attributes(
         trace: traces the model from the present values of attributes.
 
     Raises:
-        UnsupportedModelError: a tensor depends on a value that changes from call to call.
+        UnsupportedModelError: calls leave one another a value that changes from call to call.
     """
     _refuse_carried_tensors(model, joint, forward)
     of_tensors = {place.key for place in forward.carried_outputs.values()}
-    carried = [pair for pair in forward.left.carried if pair[0].key not in of_tensors]
-    counts, is_same = _counts(model, joint, forward, carried, trace) if carried else ([], True)
-    if forward.left.added:
-        _check_additions(model, joint, forward, trace)
-    unwatched = of_tensors | {place.key for place, _ in counts}
-    grown = {id(place.value()) for place, _ in forward.left.added}  # under any name
-    settled = {place.key: (place, value) for place, value in carried if place.key not in unwatched}
+    settled = [pair for pair in forward.left.carried if pair[0].key not in of_tensors]
+    is_same = _is_same_later(model, joint, forward, settled, trace) if settled else True
     read = [
         place
         for key, place in forward.left.accesses.reads.items()
-        if key not in unwatched
-        and id(place.value()) not in grown
-        and not is_switched_off(place.owner, place.name)
+        if key not in of_tensors and not is_switched_off(place.owner, place.name)
     ]
     accepted: dict[Any, tuple[Any, ...]] = {place.key: (snapshot(place.value()),) for place in read}
-    for key in accepted.keys() & settled.keys() if is_same else ():
-        accepted[key] += (snapshot(settled[key][1]),)
+    for place, value in settled if is_same else ():
+        if place.key in accepted:
+            accepted[place.key] += (snapshot(value),)
     assert forward.assigned_structure is not None
     return ForwardAttributes(
         read=tuple(read),
         accepted=tuple(accepted[place.key] for place in read),
         assigned=tuple(forward.assigned),
-        added=tuple(forward.added),
+        tables=tuple(place for place, _ in forward.left.carried if place.key in of_tensors),
         values=forward.assigned_structure,
-        fixed=(*forward.fixed, *settled.values()),
-        counted=tuple(counts),
+        fixed=(*forward.fixed, *settled),
     )
 
 
-def _traced_from(pairs: Sequence[tuple[Place, Any]], trace: _Trace) -> tuple[Any, TracedForward]:
-    """A trace from other values of attributes, numbers among them as counters."""
-    before = [(place, vars(place.owner).get(place.name, ABSENT)) for place, _ in pairs]
-    try:
-        for place, value in pairs:
-            place.put(counted(value))
-        return trace()
-    finally:
-        for place, value in before:
-            place.put(value)
-
-
-def _counts(
+def _is_same_later(
     model: nn.Module,
     joint: fx.GraphModule,
     forward: TracedForward,
-    carried: Sequence[tuple[Place, Any]],
+    settled: Sequence[tuple[Place, Any]],
     trace: _Trace,
-) -> tuple[list[tuple[Place, int | float]], bool]:
-    """The counters among changed attributes, with what each call adds; and if the graph stays.
+) -> bool:
+    """Whether the second call has the graph of the first one and leaves the same attributes.
 
     Args:
         model: the model.
         joint: its joint graph in the first call.
         forward: the forward that the graph was traced from.
-        carried: the attributes, with the values that the first call leaves.
+        settled: attributes that the first call reads and changes, with the values that it leaves.
         trace: see `forward_attributes`.
+
+    Raises:
+        UnsupportedModelError: the second call changes such an attribute again.
     """
-    later_joint, later = _traced_from(carried, trace)
-    is_same = _are_equal(joint, later_joint) and _leave_the_same(forward, later)
-    if later.left.carried and not is_same:
-        deciding = [
-            pair for pair in carried if not _are_equal(joint, _traced_from([pair], trace)[0])
-        ]
-        raise _carried_error(model, *(deciding or carried)[0])
-    counts = []
-    for place, value in later.left.carried:
-        number = number_added(value)
-        if number is None:
-            raise _carried_error(model, place, value)
-        counts.append((place, number))
-    return counts, is_same
-
-
-def _check_additions(
-    model: nn.Module, joint: fx.GraphModule, forward: TracedForward, trace: _Trace
-) -> None:
-    """Raises if a list or dict is read to which the forward adds.
-
-    PyTorch reads lists without calling their methods. So a list is tried that holds no tensor.
-    """
-    for place, addition in forward.left.added:
-        items: Any = addition.items
-        container, content = place.value(), copied(place.value())
-        unreadable = (
-            [object()] if isinstance(items, list) else dict.fromkeys((*items, object()), object())
-        )
-        try:
-            refill(container, unreadable)
-            other, later = trace()
-            is_same = _are_equal(joint, other) and any(
-                each.key == place.key and len(found.items) == len(items)
-                for each, found in later.left.added
-            )
-        except (InvalidSampleError, UnsupportedModelError):
-            is_same = False
-        finally:
-            refill(container, content)
-        if not is_same:
-            raise _carried_error(model, place, items)
+    before = [(place, vars(place.owner).get(place.name, ABSENT)) for place, _ in settled]
+    try:
+        for place, value in settled:
+            place.put(value)
+        later_joint, later = trace()
+    finally:
+        for place, value in before:
+            place.put(value)
+    changed = {place.key: (place, value) for place, value in later.left.carried}
+    if changed:
+        first = (pair for pair in settled if pair[0].key in changed)
+        raise _carried_error(model, *next(first, later.left.carried[0]))
+    return _are_equal(joint, later_joint) and _leave_the_same(forward, later)
 
 
 def _refuse_carried_tensors(
@@ -213,7 +160,6 @@ def _leave_the_same(forward: TracedForward, other: TracedForward) -> bool:
     places, other_places = (
         [
             *(place.key for place in each.assigned),
-            *((place.key, replaces) for place, replaces in each.added),
             *((place.key, snapshot(value)) for place, value in each.fixed),
         ]
         for each in (forward, other)

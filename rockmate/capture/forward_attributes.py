@@ -32,21 +32,18 @@ class ForwardAttributes:
         read: attributes that the graph depends on.
         accepted: for each of them, snapshots of the values that give this graph.
         assigned: attributes that the forward assigns, whatever stood there before.
-        added: lists and dicts that it adds to, and whether it clears them first.
-        values: rebuilds the values that it assigns, then the items that it adds, from the step's
-            output tensors.
+        tables: attributes that its first call gives tensors which are the same in all calls.
+        values: rebuilds the values that it assigns, then the tables, from the step's output
+            tensors.
         fixed: attributes that it gives an object without tensors, and that object.
-        counted: attributes to which each forward adds a number that no tensor depends on, and the
-            numbers.
     """
 
     read: tuple[Place, ...] = ()
     accepted: tuple[tuple[Any, ...], ...] = ()
     assigned: tuple[Place, ...] = ()
-    added: tuple[tuple[Place, bool], ...] = ()
+    tables: tuple[Place, ...] = ()
     values: Structure
     fixed: tuple[tuple[Place, Any], ...] = ()
-    counted: tuple[tuple[Place, int | float], ...] = ()
 
     def difference(self) -> str:
         """Which attribute has none of its accepted values now, in words; empty if all have."""
@@ -59,7 +56,7 @@ class ForwardAttributes:
     @property
     def leaves_any(self) -> bool:
         """Whether the forward leaves anything behind."""
-        return bool(self.assigned or self.added or self.fixed or self.counted)
+        return bool(self.assigned or self.tables or self.fixed)
 
     def release(self) -> None:
         """Drops values of the last call, so that they take no memory beside those of this one."""
@@ -75,19 +72,15 @@ class ForwardAttributes:
         values = self.values.rebuild(outputs)
         for place, value in zip(self.assigned, values, strict=False):
             place.put(value)
-        for (place, replaces), items in zip(self.added, values[len(self.assigned) :], strict=True):
-            container = place.value()
-            if replaces:
-                container.clear()
-            container.update(items) if isinstance(container, dict) else container.extend(items)
-        for place, value in self.fixed:
+        tables = zip(self.tables, values[len(self.assigned) :], strict=True)
+        for place, value in (*tables, *self.fixed):
             present = place.value()
-            if is_container(present) and type(present) is type(value):
+            if isinstance(present, dict) and isinstance(value, dict):
+                present.update(value)
+            elif is_container(present) and type(present) is type(value):
                 refill(present, value)
             else:
                 place.put(value)
-        for place, number in self.counted:
-            place.put(place.value() + number)
 
     def of_copy(self, memo: dict[int, Any]) -> ForwardAttributes:
         """The same attributes of a copy of the model, which `copy.deepcopy` has made."""
@@ -97,11 +90,10 @@ class ForwardAttributes:
             read=read,
             accepted=tuple((snapshot(place.value()),) for place in read),
             assigned=tuple(place.of_copy(memo) for place in self.assigned),
-            added=tuple((place.of_copy(memo), replaces) for place, replaces in self.added),
+            tables=tuple(place.of_copy(memo) for place in self.tables),
             fixed=tuple(
                 (place.of_copy(memo), memo.get(id(value), value)) for place, value in self.fixed
             ),
-            counted=tuple((place.of_copy(memo), number) for place, number in self.counted),
         )
 
 

@@ -33,7 +33,6 @@ from rockmate._torch.aot import (
     value_checks_as_ops,
 )
 from rockmate._torch.fake import is_fake, results_corrected
-from rockmate.capture.attribute_access import AttributeState, attributes_kept
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import forward_attributes
 from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoints
@@ -65,7 +64,7 @@ from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
-from rockmate.state.call_state import objects_kept
+from rockmate.state.call_state import CallState, objects_kept
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ def capture_joint(
             "first call draws at random for that is not drawn in the first planned step, whose "
             "dropout is therefore not that of eager's first step."
         )
-        before = AttributeState(model)
+        before = CallState(model, (), {}).objects
         try:
             _run_once(model, tensors, structure)
             return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
@@ -189,19 +188,20 @@ def _captured(
     functions = ForeignFunctions(are_recorded=is_elsewhere)
 
     def trace() -> tuple[fx.GraphModule, TracedForward]:
-        # A checkpoint would run what is opaque without gradients, unlike the trace.
-        with attributes_kept(model), training_only_features_off(model):
-            calls = record_calls(
-                model,
-                tensors,
-                make().structure,
-                untraced,
-                with_functions=functions.are_recorded and not is_elsewhere,
-            )
-        forward = make()
         # Hooks put tensors into dictionaries of the script, where those of a trace are no use.
-        with objects_kept(model), functions.traced():
-            joint, wrapped[:] = _traced(model, forward, tensors, calls, keeps_checkpoints)
+        with objects_kept(model):
+            # A checkpoint would run what is opaque without gradients, unlike the trace.
+            with training_only_features_off(model):
+                calls = record_calls(
+                    model,
+                    tensors,
+                    make().structure,
+                    untraced,
+                    with_functions=functions.are_recorded and not is_elsewhere,
+                )
+            forward = make()
+            with functions.traced():
+                joint, wrapped[:] = _traced(model, forward, tensors, calls, keeps_checkpoints)
         return joint, forward
 
     while True:
@@ -311,12 +311,6 @@ def _with_roles(
     output_roles = tuple(
         _output_role(descriptor, wrappings) if isinstance(node, fx.Node) else None
         for node, descriptor in zip(values, returned.meta["desc"], strict=True)
-    )
-    output_roles = tuple(
-        None
-        if role and role.kind is RoleKind.OUTPUT and role.index in forward.carried_outputs
-        else role
-        for role in output_roles
     )
     tangents = {role.index for _, role in inputs if role.kind is RoleKind.TANGENT}
     if tangents != set(forward.differentiable_outputs):

@@ -6,7 +6,7 @@ Its inputs and outputs, what a run saves, its time and workspace.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.func import functional_call
 from rockmate._torch.allocator import net_allocated
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.storage import storage_id, version_of
-from rockmate.capture.attribute_access import Place, attributes_kept
+from rockmate.capture.attribute_access import AttributeState, Place
 from rockmate.capture.attribute_values import traced_in
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.opaque_graph import (
@@ -31,8 +31,8 @@ from rockmate.capture.opaque_graph import (
 from rockmate.capture.opaque_inputs import ReleasableInputs, attach_input
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, UnsupportedModelError
-from rockmate.ops.rng import get_random_state
 from rockmate.state.call_state import undone
+from rockmate.state.random_state import RandomState, random_state_kept
 from rockmate.state.writes import Writes
 
 # Bytes for each tensor that is saved: to look at one takes some microseconds.
@@ -94,10 +94,11 @@ class OpaqueCall:
         """
         buffers = self.copied_buffers()
         before = {name: version_of(buffer) for name, buffer in buffers.items()}
-        kept = self.random_state_kept(), undone(self.module), attributes_kept(self.module)
-        with kept[0] as draws, kept[1] as self.writes, kept[2] as attributes:
+        attributes = AttributeState(self.module)
+        with self.random_state_kept() as random, undone(self.module) as self.writes:
             self.run(self.copied_inputs(), buffers=buffers)
-            self.draws = draws()
+            now = RandomState([self.outputs[0].device], of_pytorch_alone=True)
+            self.draws = bool(random.differences(now))
             changes = attributes.changes()
         self._refuse_assigned_gradients(changes)
         # A run whose ops are observed may save other tensors.
@@ -157,13 +158,9 @@ class OpaqueCall:
         left_bytes, values = net_allocated(lambda: run(self.copied_inputs(), buffers), device)
         return left_bytes - sum(value.untyped_storage().nbytes() for value in values[:-1])
 
-    @contextlib.contextmanager
-    def random_state_kept(self) -> Iterator[Callable[[], bool]]:
-        """Puts the random state back; yields what tells whether it has changed meanwhile."""
-        device = self.outputs[0].device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            state = get_random_state(device)
-            yield lambda: not torch.equal(state, get_random_state(device))
+    def random_state_kept(self) -> contextlib.AbstractContextManager[RandomState]:
+        """Puts PyTorch's random state back; yields how it was."""
+        return random_state_kept([self.outputs[0].device], of_pytorch_alone=True)
 
     def copied_inputs(self) -> list[Tensor]:
         """The sample's inputs: the parameters themselves, and copies of the others.

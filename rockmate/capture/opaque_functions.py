@@ -77,11 +77,6 @@ def is_registered(module: nn.Module) -> bool:
     return isinstance(module, tuple(_modules)) if _modules else False
 
 
-def caller_of(function: type) -> FunctionCaller | None:
-    """The stand-in of a registered function; None for any other."""
-    return _callers.get(function)
-
-
 @contextlib.contextmanager
 def calls_seen(
     see: Callable[[FunctionCaller, Callable[..., Any], tuple[Any, ...]], Any],

@@ -37,7 +37,6 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate.capture.attribute_access import attributes_kept
 from rockmate.capture.opaque_call import (
     OpaqueCall,
     by_place,
@@ -55,6 +54,7 @@ from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.tensor_parts import has_parts
 from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.state.call_state import objects_kept
 
 # Classes that keep their weights in the attributes of an object, and move them in each call.
 _NEVER_TRACED = {("bitsandbytes.nn.modules", "Linear8bitLt")}
@@ -82,7 +82,7 @@ def record_calls(
     if not modules and not with_functions:
         return {}
     try:
-        with attributes_kept(model):
+        with objects_kept(model):
             seen = _calls_seen(model, tensors, structure, modules, nothing_saved())
     except DifferentiatedError:  # by the forward itself
         seen = _calls_seen(model, tensors, structure, modules, contextlib.nullcontext())

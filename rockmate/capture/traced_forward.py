@@ -19,7 +19,6 @@ from rockmate.capture.attribute_values import ABSENT, copied, traced_in
 from rockmate.capture.loss import loss_of
 from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
-from rockmate.capture.recorded_containers import Recorded, unrecorded
 from rockmate.capture.structure import Structure, flatten, flatten_further
 from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import no_random_state_set
@@ -41,19 +40,6 @@ class ModuleReplacedError(UnsupportedModelError):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Addition:
-    """Items that a forward adds to a list or dict.
-
-    Attributes:
-        items: a list or dict of them.
-        replaces: whether it clears the list or dict first.
-    """
-
-    items: list[Any] | dict[Any, Any]
-    replaces: bool
-
-
 @dataclass(slots=True)
 class LeftBehind:
     """Attributes that one run of the forward has changed.
@@ -62,38 +48,21 @@ class LeftBehind:
         accesses: what it has read and assigned.
         assigned: what it has assigned without reading it first, with the values.
         carried: what it has read and then changed, with the values: the next run reads those.
-        added: lists and dicts to which it has added without looking at them, with what it added.
     """
 
     accesses: Accesses = field(default_factory=Accesses)
     assigned: list[tuple[Place, Any]] = field(default_factory=list)
     carried: list[tuple[Place, Any]] = field(default_factory=list)
-    added: list[tuple[Place, Addition]] = field(default_factory=list)
 
     @classmethod
-    def of(
-        cls,
-        accesses: Accesses,
-        before: AttributeState,
-        containers: Sequence[tuple[Place, Recorded]],
-    ) -> LeftBehind:
+    def of(cls, accesses: Accesses, before: AttributeState) -> LeftBehind:
         """What has changed since `before`.
 
         Args:
             accesses: what was read and assigned.
             before: the state.
-            containers: those that have recorded.
         """
-        added = []
-        for place, container in containers:
-            items = container.added()
-            if items is None or container.is_read or not (items or container.is_cleared):
-                continue
-            added.append((place, Addition(items, replaces=container.is_cleared)))
-            container.restore()
-        before.unrecord_containers()
-        changes = before.changes()
-        assigned = {place.key: (place, value) for place, value in changes}
+        assigned = {place.key: (place, value) for place, value in before.changes()}
         for place in accesses.assigned.values():
             value = getattr(place.owner, "__dict__", {}).get(place.name, ABSENT)
             if value is not ABSENT:  # an equal value may be another one in a call of other sizes
@@ -103,7 +72,6 @@ class LeftBehind:
             accesses,
             list(assigned.values()),
             [(place, copied(value)) for place, value in carried],
-            added,
         )
 
 
@@ -118,8 +86,7 @@ class TracedForward(nn.Module):
         formats: layouts of values.
         output_structure: rebuilds the model's output.
         assigned: attributes that the forward assigns without reading them first.
-        added: lists and dicts that it adds to, and whether it clears them first.
-        assigned_structure: rebuilds the values of the former and the items of the latter.
+        assigned_structure: rebuilds their values, then those that it carries over.
         fixed: attributes that it assigns objects without tensors to, and those objects.
         left: what the forward did to attributes.
         differentiable_outputs: indices of the outputs with a gradient.
@@ -153,7 +120,6 @@ class TracedForward(nn.Module):
         self.output_structure: Structure | None = None
         self.assigned_structure: Structure | None = None
         self.assigned: list[Place] = []
-        self.added: list[tuple[Place, bool]] = []
         self.fixed: list[tuple[Place, Any]] = []
         self.left = LeftBehind()
         self.differentiable_outputs: tuple[int, ...] = ()
@@ -173,18 +139,17 @@ class TracedForward(nn.Module):
         buffers = _buffers_by_place(self.model)
         before = AttributeState(self.model)
         try:
-            containers = before.record_containers()
             with (
                 self._reads_answered(tensors),
                 accesses_recorded(self.model, before) as accesses,
                 no_random_state_set(),
                 self.formats.applied(tensors),
             ):
-                output = unrecorded(self.model(*args, **kwargs))
+                output = self.model(*args, **kwargs)
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())
             _refuse_reassigned(buffers, _buffers_by_place(self.model))
-            self.left = LeftBehind.of(accesses, before, containers)
+            self.left = LeftBehind.of(accesses, before)
             flat = self._output_tensors(output, has_labels=kwargs.get("labels") is not None)
             if not any(tensor.requires_grad for tensor in flat):
                 msg = (
@@ -252,7 +217,6 @@ class TracedForward(nn.Module):
         """
         num_outputs = len(flat)
         values, self.fixed = [], []
-        self.added = [(place, addition.replaces) for place, addition in self.left.added]
         for place, value in self.left.assigned:
             try:
                 flatten(value, what="it")
@@ -263,24 +227,22 @@ class TracedForward(nn.Module):
             else:
                 values.append((place, value))
         self.assigned = [place for place, _ in values]
+        tables = [pair for pair in self.left.carried if traced_in(pair[1])]
+        for place, value in tables:
+            if not all(isinstance(each, torch.Tensor) for each in traced_in(value)):
+                raise _attribute_error(place, value)
         self.assigned_structure = flatten_further(
-            (
-                *(value for _, value in values),
-                *(addition.items for _, addition in self.left.added),
-            ),
-            flat,
-            what="an attribute",
+            tuple(value for _, value in (*values, *tables)), flat, what="an attribute"
         )
+        places = {id(tensor): index for index, tensor in enumerate(flat)}
+        self.carried_outputs = {
+            places[id(tensor)]: place for place, value in tables for tensor in traced_in(value)
+        }
         for index in range(num_outputs, len(flat)):
             if flat[index].requires_grad and id(flat[index]) in inputs:
                 flat[index] = flat[index].clone()
-        self.carried_outputs = {}
-        for place, value in self.left.carried:
-            for tensor in traced_in(value):
-                if not isinstance(tensor, torch.Tensor):
-                    raise _attribute_error(place, value)
-                self.carried_outputs[len(flat)] = place
-                flat.append(tensor.detach())
+        for index in self.carried_outputs:
+            flat[index] = flat[index].detach()
 
 
 def _attribute_error(place: Place, value: Any) -> UnsupportedModelError:

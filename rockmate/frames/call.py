@@ -19,13 +19,12 @@ from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.module_state import (
     Buffers,
-    Members,
-    RandomState,
     Watched,
     autocast_as,
 )
 from rockmate.frames.needs import FrameKey
 from rockmate.frames.object_state import ObjectState
+from rockmate.state.random_state import RandomState, random_state_kept
 from rockmate.state.tensors import PLAIN, parts_of, storages_of, tensors_in, with_changed
 
 
@@ -71,24 +70,24 @@ class Call:
         self._versions = versions_of(self._inputs)
         self._submodules = modules_within(module)
         others = [*arguments.args, *arguments.kwargs.values()]
-        self._objects = ObjectState(self._submodules, (e for e in others if type(e) not in PLAIN))
+        # Sharded parameters are others while they are gathered.
+        is_sharded = memory.agreement is not None
+        roots = (each for each in others if type(each) not in PLAIN)
+        self._objects = ObjectState(self._submodules, roots, has_members=not is_sharded)
         self._path_and_modes = key.path, tuple([each.training for each in self._submodules])
         changing = memory.changing_buffers.of(self._path_and_modes)
         self._kept_buffers = Buffers(self._submodules, changing)
-        # Sharded parameters are others while they are gathered.
-        is_sharded = memory.agreement is not None
-        self._members = Members([] if is_sharded else self._submodules)
-        self._watched = Watched([*self._members.parameters, *self._objects.tensors])
+        self._watched = Watched(self._objects.tensors)
         self._watched_buffers = Watched([])
-        self._random_state = RandomState(memory.device)
+        self._random_state = RandomState([memory.device], of_pytorch_alone=True)
         self._autocast = autocast_dtypes()
         self.cannot_repeat = False
 
     @property
     def num_bytes(self) -> int:
         """Of what it takes for a second run: arguments, and copies of state."""
-        copies = [*self._random_state.tensors, *self._kept_buffers.copies]
-        parts = [part for tensor in (*self._inputs, *copies) for part in parts_of(tensor)]
+        tensors = [*self._inputs, *self._kept_buffers.copies]
+        parts = [part for tensor in tensors for part in parts_of(tensor)]
         return sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
 
     def outside_storages(self) -> dict[int, torch.Tensor]:
@@ -99,12 +98,6 @@ class Call:
         """
         inputs = {key: tensor for tensor in self._inputs for key in storages_of(tensor)}
         return self._member_storages() | inputs
-
-    def constant_storages(self) -> set[int]:
-        """Storages of arguments and parameters, which are not to change before the backward."""
-        parameters = (p for module in self._submodules for p in tensor_tables(module)[0].values())
-        tensors = [*self._inputs, *(each for each in parameters if each is not None)]
-        return {key for tensor in tensors for key in storages_of(tensor)}
 
     def _member_storages(self) -> dict[int, torch.Tensor]:
         members = chain.from_iterable(
@@ -134,14 +127,6 @@ class Call:
         self._objects.restore()
         self._kept_buffers.restore()
         self._random_state.restore()
-
-    def as_given(self) -> Arguments:
-        """The arguments as they were when the call began, in containers of their own."""
-        return Arguments(self._forward, *self._rest)
-
-    def has_changed_objects(self) -> bool:
-        """Whether members, attributes, or what is reached from them or from arguments, changed."""
-        return self._objects.has_changed() or self._members.has_changed()
 
     def has_changed_inputs(self) -> bool:
         """Whether an argument was changed in place since the call began."""
@@ -175,10 +160,11 @@ class Call:
             stack.enter_context(self._memory.inside_frame())
             if self._memory.has_compiled_modules:
                 stack.enter_context(uncompiled_calls())
-            stack.enter_context(self._random_state.put_back())
+            kept = random_state_kept([self._memory.device], of_pytorch_alone=True)
+            stack.enter_context(kept)
+            self._random_state.restore()
             stack.enter_context(autocast_as(self._autocast))
             stack.enter_context(self._objects.put_back())
-            stack.enter_context(self._members.put_back())
             buffers = stack.enter_context(self._kept_buffers.put_back())
             copies = {key: each for each in buffers for key in storages_of(each)}
             changed = [*self._watched.changed(), *self._watched_buffers.changed()]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-import numpy as np
+from rockmate.state.random_state import ForeignState
 
 
 class ForeignRandom:
@@ -26,11 +24,11 @@ class ForeignRandom:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Around a call of the model."""
-        before = None if self.is_drawn else _state()
+        before = None if self.is_drawn else ForeignState.now()
         try:
             yield
         finally:
-            self.is_drawn = self.is_drawn or before != _state()
+            self.is_drawn = self.is_drawn or before != ForeignState.now()
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
@@ -38,15 +36,15 @@ class ForeignRandom:
 
         Each second run within is refused if it draws.
         """
-        before, was_drawn = _state(), self.is_drawn
+        before, was_drawn = ForeignState.now(), self.is_drawn
         self.is_drawn = True
         try:
             yield
         finally:
-            drawn = before != _state()
+            drawn = before != ForeignState.now()
             self.is_drawn = was_drawn or drawn
             if drawn:
-                _put(before)
+                before.restore()
 
     @contextmanager
     def refused(self, error: Callable[[], Exception]) -> Iterator[None]:
@@ -55,22 +53,7 @@ class ForeignRandom:
         Args:
             error: is raised if it draws.
         """
-        before = _state() if self.is_drawn else None
+        before = ForeignState.now() if self.is_drawn else None
         yield
-        if self.is_drawn and before != _state():
+        if self.is_drawn and before != ForeignState.now():
             raise error()
-
-
-def _put(state: tuple[Any, ...]) -> None:
-    of_python, *of_numpy = state
-    random.setstate(of_python)
-    name, keys, *others = of_numpy
-    state_of_numpy: Any = (name, np.frombuffer(keys, np.uint32), *others)
-    np.random.set_state(state_of_numpy)
-
-
-def _state() -> tuple[object, ...]:
-    of_numpy: Any = np.random.get_state(legacy=True)
-    return random.getstate(), *(
-        each.tobytes() if isinstance(each, np.ndarray) else each for each in of_numpy
-    )

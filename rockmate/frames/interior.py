@@ -61,7 +61,7 @@ class Interiors(Protocol):
         """
         ...
 
-    def watch(self, path: str, module: nn.Module) -> None:
+    def watch(self, module: nn.Module, arguments: Arguments) -> None:
         """A call begins whose inside is to be captured."""
         ...
 

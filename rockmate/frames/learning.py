@@ -123,9 +123,9 @@ class Learning:
         self._tied = frozenset(each for each, number in num_names.items() if number > 1)
         return True
 
-    def watch(self, path: str, module: nn.Module) -> None:
+    def watch(self, module: nn.Module, arguments: Arguments) -> None:
         """A call begins whose inside is to be captured."""
-        self._interiors.watch(path, module)
+        self._interiors.watch(module, arguments)
 
     def take(self, call: Call, module: nn.Module, arguments: Arguments, output: Any) -> None:
         """Captures the inside of a call.

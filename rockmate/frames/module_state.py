@@ -1,4 +1,4 @@
-"""Tensors of modules, random state and autocast, as a second run of a forward needs them.
+"""Tensors of modules and autocast, as a second run of a forward needs them.
 
 A forward may change buffers. When it runs again in the backward, it reads what it read the first
 time, and its changes are thrown away. Parameters and other buffers are not copied; one that was
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate._torch.members import member_tables_of, modules_within, tensor_tables
+from rockmate._torch.members import modules_within, tensor_tables
 from rockmate._torch.storage import version_of, versions_of
 from rockmate.state.tensors import PLAIN
 
@@ -134,13 +134,13 @@ class Buffers:
         before = [(table, dict(table)) for place in places if (table := self._table(place))]
         try:
             for position, held in self._tables.items():
-                _put(self._table(position), held)
+                self._table(position).update(held)
             for (position, name), value in self._copies.items():
                 _buffers_of(self._owners[position])[name] = value.clone()
             yield [_buffers_of(self._owners[place])[name] for place, name in self._copies]
         finally:
             for table, held in before:
-                _put(table, held)
+                table.update(held)
 
     def _table(self, position: int) -> dict[str, Any]:
         return _buffers_of(self._owners[position])
@@ -182,52 +182,6 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-class Members:
-    """Parameters and submodules by their names, and which parameters are trained."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        """Takes the present ones."""
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        found: list[Any] = []
-        for module in modules:
-            if isinstance(module, torch.jit.ScriptModule):  # never replaces its members
-                found += module.parameters(recurse=False)
-                continue
-            submodules, parameters, _ = member_tables_of(vars(module))
-            if submodules:
-                self._tables.append((submodules, submodules.copy()))
-            if parameters:
-                self._tables.append((parameters, parameters.copy()))
-                found += parameters.values()
-        self.parameters: list[torch.Tensor] = [each for each in found if each is not None]
-        self._are_trained = [each.requires_grad for each in self.parameters]
-
-    def has_changed(self) -> bool:
-        """Whether another one stands in the place of one of them."""
-        return any(
-            table.keys() != held.keys() or any(table[name] is not held[name] for name in held)
-            for table, held in self._tables
-        )
-
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Has them be what they were."""
-        before = [(table, dict(table)) for table, _ in self._tables]
-        flags = zip(self.parameters, self._are_trained, strict=True)
-        others = [each for each, is_trained in flags if each.requires_grad != is_trained]
-        try:
-            for table, held in self._tables:
-                table.update(held)
-            for each in others:
-                each.requires_grad_(not each.requires_grad)
-            yield
-        finally:
-            for table, held in before:
-                table.update(held)
-            for each in others:
-                each.requires_grad_(not each.requires_grad)
-
-
 def state_of(model: nn.Module) -> tuple[Hashable, ...]:
     """What decides, beside inputs, which tensors calls save.
 
@@ -238,37 +192,6 @@ def state_of(model: nn.Module) -> tuple[Hashable, ...]:
     modes = tuple([each.training for each in modules])
     trained = tuple([p is not None and p.requires_grad for p in parameters])
     return modes, trained, tuple(autocast_dtypes().items())
-
-
-class RandomState:
-    """Random state of the CPU and of the device that runs, at one time."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Takes the present one."""
-        self._device = device if device.type == "cuda" else None
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if self._device else None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """That hold the state."""
-        return [each for each in (self._cpu, self._cuda) if each is not None]
-
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Sets the state for what runs within."""
-        now = RandomState(self._device or torch.device("cpu"))
-        self.restore()
-        try:
-            yield
-        finally:
-            now.restore()
-
-    def restore(self) -> None:
-        """Sets the state."""
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None and self._device is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
 
 
 @contextmanager
@@ -284,8 +207,3 @@ def autocast_as(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
 
 def _buffers_of(module: nn.Module) -> dict[str, Any]:
     return tensor_tables(module)[1]
-
-
-def _put(table: dict[str, Any], held: Mapping[str, Any]) -> None:
-    for name, buffer in held.items():  # TorchScript's table has no `update`
-        table[name] = buffer

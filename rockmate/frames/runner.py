@@ -19,7 +19,7 @@ from rockmate._torch.members import module_at
 from rockmate._torch.transforms import records_plainly
 from rockmate.budget import Budget, OnInfeasible, parse_budget
 from rockmate.capture.compiled_model import has_compiled, uncompiled
-from rockmate.errors import InfeasibleBudgetError
+from rockmate.errors import InfeasibleBudgetError, TrialError
 from rockmate.frames import feasibility
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.ahead import decidable_bytes
@@ -156,6 +156,7 @@ class FrameRunner:
             InfeasibleBudgetError: the budget is below the smallest peak, which the first step has
                 shown.
             InfeasibleMemoryLimitError: parameters, gradients and optimizer state reach the limit.
+            TrialError: the step differs from eager, though no inside is planned. It is undone.
         """
         memory = self._memory
         self.end_recording()
@@ -182,7 +183,15 @@ class FrameRunner:
         memory.begin_step(state_of(self._model), size.held_bytes)
         self._num_calls.clear()
         step = partial(self._run_frames, args, kwargs)
-        return self._trials.run(self._model, (args, kwargs), step, memory)
+        try:
+            return self._trials.run(self._model, (args, kwargs), step, memory)
+        except TrialError as error:
+            if not memory.counts.num_planned:
+                raise
+            logger.warning("insides of frames are planned no longer, since %s", error)
+        self._learning = None
+        self._trials.repeat()
+        return self.run(args, kwargs)
 
     def _run_frames(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         memory = self._memory
@@ -199,9 +208,8 @@ class FrameRunner:
             memory.in_flight.end()
         if memory.recorder is not None and not memory.recorder.has_frames:
             end = self._end_if_alive
-            for each in tensors_in(output):
-                if each.grad_fn is not None:
-                    each.grad_fn.register_prehook(lambda _: after_backward(end))
+            for node in (each.grad_fn for each in tensors_in(output) if each.grad_fn is not None):
+                node.register_prehook(lambda _: after_backward(end))
         return output
 
     # --- measuring --------------------------------------------------------------------------------
@@ -224,17 +232,16 @@ class FrameRunner:
             self._num_forgotten += 1
             if self._num_forgotten <= _MOST_FORGOTTEN:
                 self._measured.forget()
-        known = self._measured.covering(size)
-        if known is not None:
+        if (known := self._measured.covering(size)) is not None:
             memory.needs, memory.is_unmeasured = known[1] or memory.needs, known[1] is None
         needs, memory.is_learning = memory.needs, False
         if needs is None:
             return known is not None
         scale = size.num_elements / max(1, needs.num_elements)
         scale = memory.scale = scale if known is not None else max(1.0, scale)
-        if memory.has_second_derivatives:  # a schedule has none
+        if memory.has_second_derivatives or self._learning is None:  # a schedule has none
             needs.take_ways(0, {})
-        elif self._learning is not None and known is not None:
+        elif known is not None:
             short = memory.available_bytes(self._asked_bytes) < self._asked_bytes
             memory.is_learning = self._learning.begin_step(shapes, needs, scale, is_short=short)
         if self._agreement is not None and needs.has_new_calls:
@@ -382,7 +389,8 @@ class FrameRunner:
                 kept.end_forward(output)
                 return output
         if capturing is not None:
-            capturing.watch(path, module)
+            with self._replaced.suspended():
+                capturing.watch(module, arguments)
         call = Call(key, module, arguments, memory)
         frame, output = self._run_with_hooks(call, module, arguments, order)
         frame.note_backward_of(output)

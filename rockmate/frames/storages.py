@@ -46,8 +46,3 @@ class HeldStorages:
                 del self._holders[key]
         self.num_bytes -= freed
         return freed
-
-    def bytes_if_held(self, key: int, count: int) -> int:
-        """Bytes of a storage that has so many holders, and no more; else 0."""
-        num_holders, num_bytes = self._holders[key]
-        return num_bytes if num_holders == count else 0

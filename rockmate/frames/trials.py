@@ -18,8 +18,9 @@ class FrameTrials:
     """Which steps of frames are trials, and what each keeps.
 
     A step that is measured is none, as its budget is not known yet, nor one that begins before the
-    backward of another. The next one is in its place. A call that goes on with the step of another
-    method is tried in a step that has room beside what the frames of the others hold.
+    backward of another. The next one is in its place. The first step in which captured insides run
+    is one, too. A call that goes on with the step of another method is tried in a step that has
+    room beside what the frames of the others hold.
 
     The plain forward, which saves nothing, holds less than the smallest peak of frames: that is
     outside of frames all that is saved, and of one frame forward and backward.
@@ -28,6 +29,11 @@ class FrameTrials:
     def __init__(self, option: TrialOption, *, is_joined: bool = False) -> None:
         """None has been made yet; `is_joined` ones are beside frames of the same step."""
         self._steps, self._is_joined = TrialSteps(option), is_joined
+        self._tried = {0}  # ways of steps
+
+    def repeat(self) -> None:
+        """Has the next ways be tried, those of no inside, too."""
+        self._tried.clear()
 
     def run(
         self,
@@ -48,19 +54,21 @@ class FrameTrials:
             TrialError: the step differs from eager.
         """
         budget_bytes, needs = memory.budget_bytes, memory.needs
-        room_bytes = most_bytes = own_bytes = 0
-        if memory.recorder is None and needs is not None and budget_bytes is not None:
-            most_bytes = budget_bytes
-            room_bytes = max(0, budget_bytes - needs.outside_bytes - memory.held_bytes)
-        can_run = most_bytes > 0 and memory.agreement is None
-        if self._is_joined and needs is not None:
+        if needs is None or budget_bytes is None or memory.recorder is not None:
+            self._steps.is_next(can_run=False, is_due=False)
+            return ours()
+        room_bytes = max(0, budget_bytes - needs.outside_bytes - memory.held_bytes)
+        most_bytes, own_bytes = budget_bytes, 0
+        can_run = memory.agreement is None
+        if self._is_joined:
             each = needs.by_key.values()
             own_bytes = max(of.forward_bytes - of.before_forward_bytes for of in each)
             most_bytes, can_run = room_bytes, can_run and room_bytes > own_bytes
         elif memory.held_bytes:
             can_run = False
-        if not self._steps.is_next(can_run=can_run):
+        if not self._steps.is_next(can_run=can_run, is_due=needs.ways_number not in self._tried):
             return ours()
+        self._tried.add(needs.ways_number)
         is_on_cpu = memory.device.type == "cpu"
         conditions = Conditions(
             most_bytes=most_bytes,

@@ -25,7 +25,6 @@ from rockmate.graph.passes import REWRITES, PassOptions, run_passes
 from rockmate.interiors.casts import cast_names, return_gradients_of_casts
 from rockmate.interiors.checks import (
     are_apart,
-    check_arguments,
     check_capture,
     check_effects,
     check_module,
@@ -33,11 +32,11 @@ from rockmate.interiors.checks import (
 )
 from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.interior import CapturedInterior
-from rockmate.interiors.outer_values import OuterValues
 from rockmate.interiors.outside import LeftOutside
 from rockmate.interiors.readers import one_gradient_per_reader
 from rockmate.interiors.trial import Trial, trained
 from rockmate.interiors.ways import PlannedWays, structure_of
+from rockmate.state.call_state import CallState
 from rockmate.step import CapturedStep, step_of
 
 logger = logging.getLogger(__name__)
@@ -61,7 +60,7 @@ class CapturedInteriors:
         self._clock = clock
         self._known: dict[str, dict[Hashable, CapturedInterior | None]] = {}
         self._has_told_of_cache = False
-        self._before: tuple[OuterValues, tuple[Any, ...]] | None = None
+        self._before: CallState | None = None
         self._costs: dict[Hashable, Cost] = {}
         self._layouts: dict[tuple[str, Hashable], GradientLayouts] = {}
         self._by_structure: dict[Hashable, PlannedWays] = {}
@@ -84,10 +83,9 @@ class CapturedInteriors:
             return None
         return interior, tensors
 
-    def watch(self, path: str, module: nn.Module) -> None:
+    def watch(self, module: nn.Module, arguments: Arguments) -> None:
         """See `rockmate.frames.interior.Interiors`."""
-        outer = OuterValues(module)
-        self._before = outer, outer.now()
+        self._before = CallState(module, arguments.args, arguments.kwargs)
 
     def learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
         """See `rockmate.frames.interior.Interiors`."""
@@ -102,7 +100,6 @@ class CapturedInteriors:
                 )  # fmt: skip
             return
         try:
-            check_arguments(call, arguments)
             tensors, signature = signature_of(arguments)
             layouts = self._layouts.setdefault((call.key.path, signature), GradientLayouts())
             if signature in known and not layouts.has_changed:
@@ -118,9 +115,8 @@ class CapturedInteriors:
         self, call: Call, module: nn.Module, arguments: Arguments, layouts: GradientLayouts
     ) -> CapturedInterior:
         assert self._before is not None
-        outer, outer_values = self._before
         check_module(module)
-        check_effects(call, is_outside=outer.now() != outer_values)
+        check_effects(call, self._before)
         run = partial(trained, call, module, clock=self._clock, layouts=layouts)
         outside = LeftOutside()
         eager = run(_watched(arguments.forward, outside))
@@ -134,7 +130,7 @@ class CapturedInteriors:
 
         step, planned = captured_in_kernel_layouts(planned_step)
         names = cast_names(module, step.capture)
-        interior = CapturedInterior(call.key.path, step, module, planned, outer, layouts, names)
+        interior = CapturedInterior(call.key.path, step, module, planned, layouts, names)
         if names:
             run = partial(run, cast_names=names)
             eager = run(arguments.forward)

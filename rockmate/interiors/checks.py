@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import is_dataclass
 
 import torch
 from torch import nn
@@ -14,7 +13,6 @@ from rockmate._torch.members import (
     has_global_hooks,
     has_tensor_hooks,
 )
-from rockmate._torch.pytree import tree_leaves
 from rockmate.capture.huggingface import is_recording
 from rockmate.capture.model_signature import acting_hooks
 from rockmate.capture.roles import Capture
@@ -22,6 +20,7 @@ from rockmate.capture.signature import flatten_call
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
 from rockmate.runtime.model_checks import check_model
+from rockmate.state.call_state import CallState
 
 
 def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
@@ -69,30 +68,18 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     )
 
 
-def check_effects(call: Call, *, is_outside: bool) -> None:
+def check_effects(call: Call, before: CallState) -> None:
     """Refuses a call that has changed what its module, or others, have.
 
     Args:
         call: which has run.
-        is_outside: whether a global variable has changed.
+        before: the state that it began in.
     """
-    if is_outside or call.has_changed_objects():
+    if before.objects.has_changed():
         msg = "it changes attributes, globals, or what it is given"
         raise UnsupportedModelError(msg)
     if call.cannot_repeat:
         msg = "it changes its input, or a buffer, in place"
-        raise UnsupportedModelError(msg)
-
-
-def check_arguments(call: Call, arguments: Arguments) -> None:
-    """Refuses a call whose arguments are changed, or may be."""
-    given, signature = signature_of(call.as_given())
-    present, signature_after = signature_of(arguments)
-    if signature != signature_after or list(map(id, given)) != list(map(id, present)):
-        msg = "it changes a list or dictionary that it is given"
-        raise UnsupportedModelError(msg)
-    if any(map(is_dataclass, tree_leaves(arguments[1:]))):
-        msg = "it is given a dataclass, which it may change"
         raise UnsupportedModelError(msg)
 
 

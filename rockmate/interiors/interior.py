@@ -19,7 +19,6 @@ from rockmate.frames.way import Surroundings, Way
 from rockmate.graph.parameters import Binding, owner_names
 from rockmate.interiors.checks import has_hooks
 from rockmate.interiors.gradient_layouts import GradientLayouts
-from rockmate.interiors.outer_values import OuterValues
 from rockmate.interiors.ways import PlannedWays
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
@@ -39,7 +38,6 @@ class CapturedInterior:
         step: CapturedStep,
         module: nn.Module,
         planned: PlannedWays,
-        outer: OuterValues,
         layouts: GradientLayouts,
         cast_names: Sequence[str],
     ) -> None:
@@ -50,13 +48,11 @@ class CapturedInterior:
             step: the captured inside; gradients are returned.
             module: the submodule.
             planned: its schedules.
-            outer: what its forward reads from outside.
             layouts: of the gradients of outputs in its trial.
             cast_names: parameters whose gradient is that of the cast that autocast keeps.
         """
         self.is_confirmed, self._is_wrong, self._layouts = False, False, layouts
         self._path, self._step, self._module, self._planned = path, step, module, planned
-        self._outer, self._outer_values = outer, outer.now()
         self._cast_names = frozenset(cast_names)
         self._runners: dict[int, Runner] = {}
         self._ways: Sequence[Way] = planned.ways
@@ -84,7 +80,7 @@ class CapturedInterior:
         return is_tried
 
     def is_present(self, forward: Callable[..., Any]) -> bool:
-        """Whether the submodule, its forwards, and what they read, are as they were.
+        """Whether the submodule, its forwards, and the attributes that they read, are as they were.
 
         Args:
             forward: of the present submodule.
@@ -94,8 +90,6 @@ class CapturedInterior:
         if any(getattr(owner, name, None) != value for owner, name, value in self._switches):
             return False
         if has_hooks(self._watched_modules):
-            return False
-        if self._outer and self._outer.now() != self._outer_values:
             return False
         if not self._watch.has_changed():
             return True

@@ -9,12 +9,12 @@ step: without hooks, outside a process group. Otherwise, and for parameters, it 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from rockmate._torch.engine import is_asked_for
 from rockmate.errors import BackwardError
-from rockmate.graph.ir import SlicedMatmul
 from rockmate.runtime.gradient_sink import GradientSink
 
 
@@ -25,34 +25,13 @@ class DroppingSink(GradientSink):
         """Of no parameters."""
         super().__init__({}, fires_hooks=False)
 
-    def accumulate(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
-        """Drops a partial gradient."""
-
-    def accumulate_matmul(
-        self,
-        name: str,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        form: SlicedMatmul,
-        *,
-        is_final: bool,
-    ) -> None:
+    def _drop(self, *_: Any, **__: Any) -> None:
         """Computes nothing."""
 
-    def accumulate_embedding(
-        self,
-        name: str,
-        gradient: torch.Tensor,
-        indices: torch.Tensor,
-        num_weights: int,
-        padding_idx: int,
-        *,
-        is_final: bool,
-    ) -> None:
-        """Computes nothing."""
-
-    def fire_hooks(self, name: str) -> None:
-        """Fires none."""
+    accumulate: Any = _drop
+    accumulate_matmul: Any = _drop
+    accumulate_embedding: Any = _drop
+    fire_hooks: Any = _drop
 
 
 def refuse_parameters(visited: Iterable[torch.Tensor], *, has_others: bool) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from rockmate._torch.subclasses import is_wrapper
-from rockmate.state.tensors import PLAIN, parts_of
+from rockmate.state.tensors import parts_of
 
 _NUM_SAMPLES = 4096
 _NUM_COLUMNS = 1024
@@ -22,45 +22,6 @@ _OF_NUMPY = frozenset((
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def fills_storage(tensor: torch.Tensor) -> bool:
-    """Whether a plain real tensor has all of its storage's elements, each once."""
-    return (
-        type(tensor) in PLAIN
-        and tensor.layout == torch.strided
-        and not (tensor.is_conj() or tensor.is_neg())
-        and tensor.numel() > 0
-        and tensor.nbytes == tensor.untyped_storage().nbytes()
-        and _is_dense(tensor)
-    )
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether elements follow each other, in some order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size if size != 1 else 1
-    return True
-
-
-def digest_of(tensor: torch.Tensor) -> int | None:
-    """Of a tensor on the CPU; None of others, whose kernels may differ in the last bit.
-
-    Bytes are left out: workspaces of kernels consist of them, and not all of a workspace is
-    written.
-    """
-    is_plain = type(tensor) in PLAIN and tensor.layout == torch.strided
-    if tensor.device.type != "cpu" or not is_plain or tensor.dtype == torch.uint8:
-        return None
-    if tensor.is_conj() or tensor.is_neg() or not tensor.numel():
-        return None
-    tensor = tensor.detach()
-    if fills_storage(tensor):
-        tensor = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return _crc(_array_of(tensor), 0)
-
-
 def bits_of(tensor: torch.Tensor) -> int:
     """A number for shape and bits, equal for tensors of equal values in any layout.
 
@@ -71,7 +32,7 @@ def bits_of(tensor: torch.Tensor) -> int:
         return hash(tuple(map(bits_of, _inner(tensor))))
     tensor = tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     if tensor.device.type == "cpu":
-        found = _crc(_array_of(tensor), 0)
+        found = _crc(_array_of(tensor))
     else:
         found = hash(tuple(number for piece in _pieces(tensor) for number in _sums(piece)))
     return hash((tuple(tensor.shape), found))
@@ -93,7 +54,7 @@ def _array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
     return tensor.view(_INTEGERS[tensor.element_size()]).numpy()
 
 
-def _crc(array: np.ndarray[Any, Any], before: int) -> int:
+def _crc(array: np.ndarray[Any, Any], before: int = 0) -> int:
     if array.flags.c_contiguous:
         return zlib.crc32(array.reshape(-1).view(np.uint8).data, before)
     if array.size <= _MOST_CONVERTED:

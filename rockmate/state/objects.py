@@ -218,10 +218,6 @@ def _put_set(value: set[Any], content: frozenset[Any]) -> None:
         set.update(value, content)
 
 
-def _nothing(_: Any) -> tuple[()]:
-    return ()
-
-
 def keep(_: Any, __: Any) -> None:
     """Nothing can have changed."""
 
@@ -254,7 +250,9 @@ def _put_array(value: np.ndarray[Any, Any], content: bytes | None) -> None:
         value[...] = np.frombuffer(content, value.dtype).reshape(value.shape)
 
 
+OF_ATTRIBUTES = Handler(_attributes, _put_attributes, is_named=True)
 _HANDLERS: Sequence[tuple[Any, Handler]] = (
+    (types.SimpleNamespace, OF_ATTRIBUTES),
     (dict, Handler(_dict_of, put_dict)),
     ((list, deque), Handler(_list_of, _put_list)),
     (set, Handler(lambda value: frozenset(set.__iter__(value)), _put_set)),
@@ -274,4 +272,3 @@ _HANDLERS: Sequence[tuple[Any, Handler]] = (
     (np.random.RandomState, Handler(np.random.RandomState.get_state,
                                     np.random.RandomState.set_state)),
 )  # fmt: skip
-OF_ATTRIBUTES = Handler(_attributes, _put_attributes, is_named=True)

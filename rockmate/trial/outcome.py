@@ -13,7 +13,7 @@ from torch import nn
 from rockmate.capture.loss import loss_of
 from rockmate.capture.structure import flatten
 from rockmate.errors import UnsupportedModelError
-from rockmate.state.call_state import CallState
+from rockmate.state.call_state import CallState, steps_of
 from rockmate.state.contents import ATOMS, Both, TensorState, is_same_content
 from rockmate.state.digest import Fingerprint
 from rockmate.state.members import objects_and_members
@@ -238,40 +238,35 @@ class Comparison:
     def _contents(self, one: Any, two: Any, path: str, *, is_named: bool) -> Iterator[str]:
         if isinstance(one, Both) and isinstance(two, Both):
             yield from self._contents(one.items, two.items, path, is_named=False)
-            yield from self._contents(one.attributes, two.attributes, path, is_named=True)
-        elif isinstance(one, dict) and isinstance(two, dict):
-            for key in dict.fromkeys([*one, *two]):
-                step = f"{path}.{key}" if is_named and isinstance(key, str) else f"{path}[{key!r}]"
-                if key not in two:
-                    yield f"{step} is absent, and {_text(one[key])} in eager"
-                elif key not in one:
-                    yield f"{step} is {_text(two[key])}, and absent in eager"
-                else:
-                    yield from self._items(one[key], two[key], step)
-        elif isinstance(one, list) and isinstance(two, list):
-            if len(one) != len(two):
-                yield f"{path} has {len(two)} items, and {len(one)} in eager"
-            for at, (mine, theirs) in enumerate(zip(one, two, strict=False)):
-                yield from self._items(mine, theirs, f"{path}[{at}]")
-        elif not is_same_content(one, two):
-            yield f"{path} is in another state than in eager"
+            one, two, is_named = one.attributes, two.attributes, True
+        if type(one) is not type(two) or not isinstance(one, dict | list):
+            if not is_same_content(one, two):
+                yield f"{path} is in another state than in eager"
+            return
+        eager, ours = dict(steps_of(one)), dict(steps_of(two))
+        for key in dict.fromkeys([*eager, *ours]):
+            step = f"{path}.{key}" if is_named and isinstance(key, str) else f"{path}[{key!r}]"
+            if key in eager and key in ours:
+                yield from self._items(eager[key], ours[key], step)
+            else:
+                texts = [_text(each[key]) if key in each else "absent" for each in (ours, eager)]
+                yield f"{step} is {texts[0]}, and {texts[1]} in eager"
 
     def _items(self, one: Any, two: Any, path: str) -> Iterator[str]:
-        if isinstance(one, Mark) and isinstance(two, Mark):
-            found = one.numbers.difference(two.numbers, self._tolerance)
+        if type(one) is not type(two):
+            yield f"{path} is {_text(two)}, and {_text(one)} in eager"
+        elif isinstance(one, Mark | Fingerprint):
+            numbers = [each.numbers if isinstance(each, Mark) else each for each in (one, two)]
+            found = numbers[0].difference(numbers[1], self._tolerance)
             if found:
                 yield f"{path} {found}"
-            elif one.parameter != two.parameter:
+            elif isinstance(one, Mark) and one.parameter != two.parameter:
                 yield f"{path} is another parameter than in eager"
-        elif isinstance(one, Fingerprint) and isinstance(two, Fingerprint):
-            found = one.difference(two, self._tolerance)
-            if found:
-                yield f"{path} {found}"
-        elif isinstance(one, Reference) and isinstance(two, Reference):
+        elif isinstance(one, Reference):
             yield from self._references(one, two, path)
-        elif isinstance(one, tuple) and isinstance(two, tuple) and type(one) is type(two):
+        elif isinstance(one, tuple):
             yield from self._contents(list(one), list(two), path, is_named=False)
-        elif type(one) is not type(two) or repr(one) != repr(two):
+        elif repr(one) != repr(two):
             yield f"{path} is {_text(two)}, and {_text(one)} in eager"
 
     def _references(self, one: Reference, two: Reference, path: str) -> Iterator[str]:

@@ -87,7 +87,7 @@ def run_beside_eager(
     before.put_back(writes, random)
     tables = {id(each) for part in modules_within(model) for each in module_hooks_of(vars(part))}
     sets_up = not tables.isdisjoint(eager.contents)
-    raise TrialError(_text(found, conditions.what, sets_up=sets_up), sets_up=sets_up)
+    raise TrialError(_text(found, conditions, sets_up=sets_up), sets_up=sets_up)
 
 
 def _of_plain(
@@ -147,12 +147,18 @@ def _rounding(before: CallState) -> float:
     return _ROUNDING_ULPS * single if ulp <= single else _COARSE_ULPS * ulp
 
 
-def _text(found: str, what: str, *, sets_up: bool) -> str:
+def _text(found: str, conditions: Conditions, *, sets_up: bool) -> str:
+    what = conditions.what
     text = f"{what} is not what the plain model does: {found}. The call has been undone. "
     if sets_up:
         return (
             f"{text}The plain forward adds or removes hooks, as a first call may. Run the plain "
             "model once before it is wrapped."
+        )
+    if not conditions.is_captured:
+        return (
+            f'{text}Leave the submodule that does it whole, keep=["its.path"]. trial="never" looks '
+            "away: the step is then as frames run it."
         )
     return (
         f"{text}"

@@ -23,15 +23,16 @@ class TrialSteps:
             msg = f"trial is {self.option!r}; choose 'log', 'always' or 'never'"
             raise ValueError(msg)
 
-    def is_next(self, *, can_run: bool) -> bool:
+    def is_next(self, *, can_run: bool, is_due: bool = False) -> bool:
         """Counts one more step; whether it is a trial.
 
         Args:
             can_run: whether it can be one; else the next step is one in its place.
+            is_due: whether it is to be one whatever its number, unless none is.
         """
         self.num_steps += 1
         is_power = self.num_steps & (self.num_steps - 1) == 0
-        self._is_due |= self.option == "always" or (self.option == "log" and is_power)
+        self._is_due |= self.option == "always" or (self.option == "log" and (is_due or is_power))
         is_trial = self._is_due and can_run
         self._is_due &= not is_trial
         return is_trial

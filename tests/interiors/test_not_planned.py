@@ -67,11 +67,13 @@ def trained(module: nn.Module, chain: Chain, step: Step) -> list[Any]:
     return found
 
 
-def check(chain: Chain, step: Step = plain_step, *, is_planned: bool = False) -> None:
+def check(
+    chain: Chain, step: Step = plain_step, *, is_planned: bool = False, **options: Any
+) -> None:
     """All numbers are eager's, and frames are planned in the end or not."""
     other = copy.deepcopy(chain)
     expected = trained(chain, chain, step)
-    module = RockmateModule(other, None, 0.5, mode="frames", on_infeasible="least")
+    module = RockmateModule(other, None, 0.5, mode="frames", on_infeasible="least", **options)
     found = trained(module, other, step)
     assert module.frames is not None
     assert (module.frames.counts.num_planned > 0) == is_planned
@@ -270,7 +272,8 @@ def test_switches_that_a_capture_turns_off(name: str) -> None:
     check(Chain(Switched), step)
 
 
-def test_what_a_function_in_an_attribute_reads() -> None:
+def test_what_a_function_in_an_attribute_reads(caplog: pytest.LogCaptureFixture) -> None:
+    """A trial finds it, and frames are no longer planned."""
     factors = [1.0]
 
     class Scaled(Block):
@@ -282,10 +285,27 @@ def test_what_a_function_in_an_attribute_reads() -> None:
             return x + self.body(self.norm(x)) * self.factor()
 
     def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
-        factors[0] = 2.0 if number > 4 else 1.0
+        factors[0] = 2.0 if number > 5 else 1.0  # step 5 is one whose peak is measured
         return plain_step(module, chain, number)
 
-    check(Chain(Scaled), step)
+    check(Chain(Scaled), step, trial="always")
+    assert "insides of frames are planned no longer, since the step in frames is not" in caplog.text
+
+
+NUM_CALLS = [0]
+
+
+def test_a_global_that_is_changed() -> None:
+    class Counting(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            NUM_CALLS[0] += 1
+            return x + self.body(self.norm(x))
+
+    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+        before = NUM_CALLS[0]
+        return [*plain_step(module, chain, number), NUM_CALLS[0] > before]
+
+    check(Chain(Counting), step)
 
 
 def test_blocks_and_layers_within_a_transform() -> None:

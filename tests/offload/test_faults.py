@@ -6,7 +6,6 @@ import contextlib
 import copy
 import errno
 import fcntl
-import fcntl
 import gc
 import os
 import shutil
@@ -204,9 +203,7 @@ def test_an_interrupt_in_mid_copy(
         os_pwritev = os.pwritev
         patch.setattr(os, "pwritev", slow)
         number = 1 if half == "forward" else len(module.plan.schedule.moves) + 2
-        patch.setattr(
-            disk_tier.FileCopy, "wait", failing_after(number, wait, KeyboardInterrupt())
-        )
+        patch.setattr(disk_tier.FileCopy, "wait", failing_after(number, wait, KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             step(module)
     check_usable(module, tmp_path)

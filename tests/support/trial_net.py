@@ -18,7 +18,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Six blocks with dropout, a buffer, an attribute, a counter and a constant of its own."""
+    """Six blocks with dropout, a buffer, attributes and a constant of its own."""
 
     factor = 1.0
 
@@ -28,12 +28,11 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(6))
         self.norm = nn.BatchNorm1d(32)
         self.register_buffer("count", torch.zeros(()))
-        self.scale, self.calls, self.last = 1.0, 0, None
+        self.scale, self.last = 1.0, None
         self.dropout = nn.Dropout(0.1)
         self.seen: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
-        self.calls += 1
         self.count += 1
         for block in self.blocks:
             x = block(x)

@@ -103,10 +103,10 @@ def options_of(mode: str) -> dict[str, Any]:
 
 
 def compare(
-    model: nn.Module, mode: str, loss: Any, batches: Any, methods: Any, budget: Any = 0.6
+    model: Any, mode: str, loss: Any, batches: Any, methods: Any, budget: Any = 0.6
 ) -> RockmateModule:
     plain = copy.deepcopy(model)
-    module = RockmateModule(model, budget=budget, methods=methods, **options_of(mode))
+    module: Any = RockmateModule(model, budget=budget, methods=methods, **options_of(mode))
     pairs = zip(
         train(module, model, loss, batches), train(plain, plain, loss, batches), strict=True
     )
@@ -162,7 +162,7 @@ def test_forward_and_one_method_in_turns() -> None:
     def loss(model: Any, x: Tensor, y: Tensor) -> Tensor:
         if int(y[0, 0] * 100) % 2:
             return model.encode_image(x).square().mean() + model.scale
-        return contrast(*model(x, y), model.scale)
+        return contrast(*model(x, y), scale=model.scale)
 
     module = compare(
         Towers(), "plan", loss, [batch(step) for step in range(4)], ["forward", "encode_image"]
@@ -174,7 +174,7 @@ def test_forward_and_one_method_in_turns() -> None:
 
 def test_a_method_that_calls_the_model_runs_forward_within() -> None:
     def loss(module: Any, x: Tensor, y: Tensor) -> Tensor:
-        return contrast(*module.encode_both(x, y), module.scale)
+        return contrast(*module.encode_both(x, y), scale=module.scale)
 
     compare(Towers(), "plan", loss, [batch(step) for step in range(3)], ["encode_both"])
 
@@ -182,20 +182,20 @@ def test_a_method_that_calls_the_model_runs_forward_within() -> None:
 def test_a_method_runs_no_hook_of_the_model_as_in_eager() -> None:
     model, seen = Towers(), []
     model.register_forward_hook(lambda *_: seen.append(1))
-    module = RockmateModule(model, budget=0.6, methods=BOTH)
+    module: Any = RockmateModule(model, budget=0.6, methods=BOTH)
     loss_of(module, *batch(0)).backward()
     assert not seen
 
 
 @pytest.mark.parametrize("mode", ["plan", "frames"])
 def test_hooks_of_a_parameter_that_two_methods_share_fire_once_a_backward(mode: str) -> None:
-    model = Towers()
+    model: Any = Towers()
     model.text = model.image
     model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
     sizes: list[float] = []
     weight = model.image[0].up.weight
     weight.register_post_accumulate_grad_hook(lambda p: sizes.append(float(p.grad.abs().sum())))
-    module = RockmateModule(model, budget=0.9, methods=BOTH, **options_of(mode))
+    module: Any = RockmateModule(model, budget=0.9, methods=BOTH, **options_of(mode))
     for step in range(3):
         module.zero_grad()
         loss_of(module, *batch(step)).backward()
@@ -225,7 +225,7 @@ def test_an_infeasible_budget_names_the_least_for_all_methods() -> None:
 
 
 def test_eval_calls_and_calls_without_gradients_run_the_plain_method() -> None:
-    module = RockmateModule(Towers(), budget=0.5, methods=BOTH)
+    module: Any = RockmateModule(Towers(), budget=0.5, methods=BOTH)
     x, y = batch(0)
     with torch.no_grad():
         module.encode_image(x)
@@ -236,7 +236,7 @@ def test_eval_calls_and_calls_without_gradients_run_the_plain_method() -> None:
 
 @pytest.mark.parametrize("mode", ["plan", "frames"])
 def test_a_copy_plans_methods_of_its_own(mode: str) -> None:
-    module = RockmateModule(Towers(), budget=0.9, methods=BOTH, **options_of(mode))
+    module: Any = RockmateModule(Towers(), budget=0.9, methods=BOTH, **options_of(mode))
     loss_of(module, *batch(0)).backward()
     copied = copy.deepcopy(module)
     copied.zero_grad(set_to_none=True)
@@ -319,7 +319,7 @@ def test_a_method_that_trains_without_a_budget_is_warned_of_once(
 
 def test_what_does_not_train_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "rockmate")
-    module = RockmateModule(Towers(), budget=0.5, methods=["encode_text"])
+    module: Any = RockmateModule(Towers(), budget=0.5, methods=["encode_text"])
     x, _ = batch(0)
     module.frozen(x)
     with torch.no_grad():
@@ -354,6 +354,6 @@ def test_a_method_is_that_of_the_model(methods: Any) -> None:
 def test_a_function_that_was_assigned_is_planned_as_a_method() -> None:
     model: Any = Towers()
     model.encode_image = lambda x: model.image[0](x).sigmoid()
-    module = RockmateModule(model, budget=0.9, methods=["encode_image"])
+    module: Any = RockmateModule(model, budget=0.9, methods=["encode_image"])
     module.encode_image(batch(0)[0]).sum().backward()
     assert module.planned_methods["encode_image"].is_planned

@@ -35,6 +35,7 @@ UNIT = (
     "tests/test_names_in_text.py",
     "tests/test_private_names.py",
 )
+QUICK_BENCH = ("tests/bench/test_frames_page.py", "tests/bench/test_zoo.py")
 BENCH = ("tests/bench/",)
 CUDA = ("tests/cuda/",)
 TIERS = ("unit", "slow", "bench", "cuda")
@@ -88,13 +89,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def tier_of(item: pytest.Item, slow: frozenset[str]) -> str:
+    if item.nodeid in slow:
+        return "slow"
     for tier in TIERS:
         if item.get_closest_marker(tier):
             return tier
-    for tier, places in (("unit", UNIT), ("bench", BENCH), ("cuda", CUDA)):
-        if item.nodeid.startswith(places):
-            return tier
-    return "slow" if item.nodeid in slow else "model"
+    places = {"unit": UNIT, "model": QUICK_BENCH, "bench": BENCH, "cuda": CUDA}
+    found = (tier for tier, place in places.items() if item.nodeid.startswith(place))
+    return next(found, "model")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -102,6 +104,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = frozenset(SLOW)
     for item in items:
         item.add_marker(tier_of(item, slow))
+        if item.nodeid in slow and item.get_closest_marker("model"):
+            msg = f"{item.nodeid} is in tests/slow.txt and marked as quick"
+            raise pytest.UsageError(msg)
     files = {item.nodeid.split("::")[0] for item in items}
     is_whole = not config.option.keyword and all("::" not in str(arg) for arg in config.args)
     known = {item.nodeid for item in items}

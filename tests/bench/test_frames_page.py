@@ -11,8 +11,6 @@ import torch
 from bench import frames
 from bench.models import dynamic
 
-pytestmark = pytest.mark.model
-
 
 @pytest.mark.parametrize("name", dynamic.NAMES)
 def test_a_seed_repeats_a_step_and_another_differs(name: str) -> None:

@@ -18,8 +18,6 @@ from bench.registries.page import page
 from bench.registries.tiny import builders, names_of
 from bench.registries.trial import trial
 
-pytestmark = pytest.mark.model
-
 
 def test_llama_is_bitwise() -> None:
     found = trial(list(builders("causal-lm", "llama")), partial(make_batch, "causal-lm"))

@@ -15,7 +15,6 @@ from rockmate import Planner, RockmateModule
 from rockmate.errors import KernelLayoutError
 from rockmate.ops import observed_layouts
 
-pytestmark = pytest.mark.model
 PLAIN = torch.contiguous_format
 
 

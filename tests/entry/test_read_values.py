@@ -15,8 +15,6 @@ from rockmate.costs.machine import load_machine
 from rockmate.errors import SignatureMismatchError, UnsupportedModelError
 from rockmate.step import capture_step
 
-pytestmark = pytest.mark.model
-
 
 class Branches(nn.Module):
     """Runs one of two layers, as a flag among the inputs says."""

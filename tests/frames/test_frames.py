@@ -21,8 +21,6 @@ from rockmate._torch.allocator import timeline
 from rockmate._torch.engine import is_profiling
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
 
-pytestmark = pytest.mark.model
-
 WIDTH = 64
 
 

@@ -16,8 +16,6 @@ from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
 from tests.frames.test_frames import Block, Chain, batch, check, framed, loss_of
 
-pytestmark = pytest.mark.model
-
 ROWS = 512
 
 

@@ -21,8 +21,6 @@ from rockmate.frames.step_size import MeasuredSteps, StepSize
 from rockmate.frames.way import Surroundings, Way
 from tests.frames.test_frames import Chain, batch, check, framed
 
-pytestmark = pytest.mark.model
-
 WIDTH = 32
 WAY = Way(
     held_bytes=10, read_output_bytes=4, forward_bytes=20, backward_bytes=30, added_bytes=37,

@@ -13,8 +13,6 @@ from rockmate import RockmateModule
 from rockmate.errors import InfeasibleMemoryLimitError
 from tests.frames.test_frames import Chain, loss_of
 
-pytestmark = pytest.mark.model
-
 
 def test_a_memory_limit_becomes_a_budget_at_the_first_call() -> None:
     model = Chain()

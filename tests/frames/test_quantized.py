@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from rockmate import RockmateModule
 
-pytestmark = pytest.mark.model
-
 WIDTH = 64
 
 

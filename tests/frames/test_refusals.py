@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from rockmate import Planner, RockmateModule
 from rockmate.errors import FRAMES_ADVICE, RockmateError, UnsupportedModelError, advise_frames
 
-pytestmark = pytest.mark.model
-
 
 class Block(nn.Module):
     """A block of layers, with something that has no static graph."""

@@ -13,8 +13,6 @@ from rockmate._torch.allocator import timeline
 from rockmate.cli.main import main
 from tests.frames.test_frames import Chain, batch, framed, loss_of
 
-pytestmark = pytest.mark.model
-
 
 def trained(budget: float, num_steps: int = 6) -> RockmateModule:
     module = framed(Chain(num_blocks=8), budget)

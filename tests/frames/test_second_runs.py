@@ -19,8 +19,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rockmate.errors import BackwardError, RockmateError, UnsupportedModelError
 from tests.frames.test_frames import framed
 
-pytestmark = pytest.mark.model
-
 WIDTH = 32
 
 

@@ -7,7 +7,6 @@ import tempfile
 from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
 from ranks import run_processes
 from torch import Tensor, nn
@@ -18,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rockmate import RockmateModule
 from rockmate.frames.agreement import Agreement
-
-pytestmark = pytest.mark.model
 
 NUM_RANKS = 2
 

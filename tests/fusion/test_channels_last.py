@@ -24,8 +24,6 @@ from rockmate.planning import checked_forms
 from rockmate.planning.session import PlanningSession
 from rockmate.step import CapturedStep, capture_step, checked_step
 
-pytestmark = pytest.mark.model
-
 
 class Squared(nn.Module):
     """The mean square of what layers make of a tensor."""

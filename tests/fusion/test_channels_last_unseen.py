@@ -15,8 +15,6 @@ from torch import Tensor, nn
 from rockmate import Plan, Planner, RockmateModule
 from rockmate.planning import checked_forms
 
-pytestmark = pytest.mark.model
-
 
 @pytest.fixture(autouse=True)
 def channels_last(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,6 @@ from rockmate.errors import UnsupportedModelError
 from rockmate.ops.kernels import as_strided
 from rockmate.step import capture_step
 
-pytestmark = pytest.mark.model
-
 
 class Transposed(nn.Module):
     """Dropout whose gradient comes transposed, as that of attention in windows."""

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from rockmate import RockmateModule
 from rockmate.errors import BackwardError
 
-pytestmark = pytest.mark.model
-
 WIDTH, ROWS, STEPS = 13, 7, 8
 Loss = Callable[[Tensor], Tensor]
 LOSSES: dict[str, Loss] = {

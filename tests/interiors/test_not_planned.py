@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from rockmate import RockmateModule
 
-pytestmark = pytest.mark.model
-
 WIDTH, ROWS, STEPS = 16, 64, 8
 Step = Callable[[nn.Module, "Chain", int], list[Any]]
 

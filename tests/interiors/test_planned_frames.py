@@ -17,8 +17,6 @@ from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
 from rockmate.errors import BackwardError
 
-pytestmark = pytest.mark.model
-
 WIDTH = 32
 ROWS = 96
 

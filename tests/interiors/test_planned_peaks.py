@@ -14,8 +14,6 @@ from rockmate._torch.allocator import Recording
 from rockmate.frames.memory import Memory
 from rockmate.frames.peak_check import PeakCheck
 
-pytestmark = pytest.mark.model
-
 WIDTH, ROWS = 48, 64
 
 

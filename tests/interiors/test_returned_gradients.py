@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from rockmate import RockmateModule
 from rockmate.errors import BackwardError
 
-pytestmark = pytest.mark.model
-
 WIDTH, ROWS, STEPS = 16, 8, 6
 
 

@@ -108,7 +108,7 @@ class AttributeState:
     def __init__(self, model: nn.Module) -> None:
         """Takes the present state of `model`."""
         self._model = model
-        self._modules = set(map(id, model.modules()))
+        self._submodules = set(map(id, model.modules()))
         self._saved: dict[int, tuple[Any, dict[str, Any]]] = {}  # owner, and snapshots
         for module in model.modules():
             self.save(module)
@@ -133,7 +133,7 @@ class AttributeState:
     def replaced_module(self) -> str:
         """Path of a submodule that is not the one that it was; empty if there is none."""
         return next(
-            (path for path, each in self._model.named_modules() if id(each) not in self._modules),
+            (path for path, each in self._model.named_modules() if id(each) not in self._submodules),
             "",
         )
 

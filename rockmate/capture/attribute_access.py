@@ -132,10 +132,8 @@ class AttributeState:
 
     def replaced_module(self) -> str:
         """Path of a submodule that is not the one that it was; empty if there is none."""
-        return next(
-            (path for path, each in self._model.named_modules() if id(each) not in self._submodules),
-            "",
-        )
+        present = self._model.named_modules()
+        return next((path for path, each in present if id(each) not in self._submodules), "")
 
     def restore(self) -> None:
         """Puts all attributes and submodules back."""

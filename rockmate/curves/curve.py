@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from rockmate.curves.figures import svg
 from rockmate.curves.measure import Measurement
 from rockmate.curves.table import Column, table_html, table_text
 from rockmate.extras import MissingExtraError
@@ -73,8 +74,6 @@ class Curve(Sequence[Row], ABC):
 
     def _repr_html_(self) -> str:
         """The table, and the picture where matplotlib is installed."""
-        from rockmate.curves.picture import svg
-
         try:
             picture = svg(self.figure(), self.title)
         except MissingExtraError:

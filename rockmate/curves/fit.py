@@ -8,6 +8,7 @@ from typing import Any, Literal
 from rockmate.budget import size_text
 from rockmate.curves.curve import Curve
 from rockmate.curves.fit_row import PARTS, FitRow
+from rockmate.curves.picture import fit_figure
 from rockmate.curves.table import Column
 
 
@@ -123,9 +124,9 @@ class Fit(Curve[FitRow]):
 
     def figure(self) -> Any:
         """See `Curve`."""
-        from rockmate.curves.picture import fit_figure
-
-        return fit_figure(self)
+        return fit_figure(
+            self.rows, title=self.title, memory_bytes=self.memory_bytes, axis=self.axis
+        )
 
 
 def _short(num_bytes: int) -> str:

@@ -14,7 +14,8 @@ from importlib import resources
 from string import Template
 
 from rockmate.budget import size_text
-from rockmate.curves.picture import memory_figure, row_address, svg
+from rockmate.curves.figures import svg
+from rockmate.curves.picture import memory_figure
 from rockmate.curves.sweep import Sweep
 from rockmate.curves.sweep_row import SweepRow
 from rockmate.curves.table import Column, number, table_html
@@ -98,7 +99,7 @@ def _note(sweep: Sweep, row: SweepRow) -> str:
 
 
 def _link(row: SweepRow) -> str:
-    return f"#{row_address(row.key)}" if row.is_feasible else ""
+    return f"#{row.address}" if row.is_feasible else ""
 
 
 def _panel(sweep: Sweep, row: SweepRow, *, is_open: bool) -> str:
@@ -109,7 +110,7 @@ def _panel(sweep: Sweep, row: SweepRow, *, is_open: bool) -> str:
     picture = svg(figure, f"Activation memory over one training step: {name}")
     return (
         f'<details name="budget"{" open" if is_open else ""}><summary>{escape(name)}</summary>'
-        f'<section id="{row_address(row.key)}">{picture}'
+        f'<section id="{row.address}">{picture}'
         f"<h3>The plan</h3><pre>{escape(plan.summary())}</pre>"
         f"<h3>In memory at the peak</h3><pre>{escape(_live_text(plan))}</pre>"
         f"<h3>Block by block</h3><pre>{escape(plan.block_table())}</pre>"

@@ -1,77 +1,60 @@
 """The pictures of curves: time against peak, memory over a step, memory by part at each size.
 
-Needs matplotlib. Draws on figures of their own and leaves matplotlib's global state alone. A figure
-is as wide as a phone shows it, so that its text can be read there.
+Needs matplotlib; see `rockmate.curves.figures`.
 """
 
 from __future__ import annotations
 
-import io
-import re
-import zlib
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
-from html import escape
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from rockmate.budget import size_text
 from rockmate.costs.cost import Costs
-from rockmate.curves.fit_row import PARTS
-from rockmate.extras import require
+from rockmate.curves.figures import add_legend, new_figure, style, unit_of
+from rockmate.curves.fit_row import PARTS, FitRow
+from rockmate.curves.sweep_row import SweepRow
 from rockmate.plan.plan import Plan
 from rockmate.schedule.schedule import Schedule
-
-if TYPE_CHECKING:
-    from rockmate.curves.fit import Fit
-    from rockmate.curves.sweep import Sweep
 
 _COLOURS = ("#1f6fb4", "#c2701c", "#2f8a57", "#8a56b8", "#b8475f")
 _PART_COLOURS = ("#bbbbbb", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
 _GREY, _RED = "#8a8f98", "#c8322b"
-_WIDTH = 5.6  # inches
-_STYLE = {
-    "font.size": 11,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": "#e4e6ea",
-    "legend.frameon": False,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "rockmate",
-}
 # Number of points above which only the highest of each stretch is drawn.
 _MAX_POINTS = 500
 
 Point = tuple[float, float]
 
 
-def row_address(key: tuple[str, int]) -> str:
-    """The id of what a page says of a row; marks of the picture lead to it."""
-    return f"budget-{key[0]}-{key[1]}"
-
-
 # --- a sweep --------------------------------------------------------------------------------------
 
 
-def sweep_figure(sweep: Sweep) -> Any:
-    """Time over peak, a curve for each strategy: predicted, and below it measured."""
-    has_measured = any(row.measured_ratio is not None for row in sweep)
-    with _style():
-        figure = _figure(6.4 if has_measured else 4.2)
+def sweep_figure(
+    rows: Sequence[SweepRow], knee: SweepRow | None, *, baseline_peak_bytes: int
+) -> Any:
+    """Time over peak, a curve for each strategy: predicted, and below it measured.
+
+    Args:
+        rows: by strategy and budget.
+        knee: the row to name; several names would cover each other.
+        baseline_peak_bytes: the predicted peak without recomputation.
+    """
+    has_measured = any(row.measured_ratio is not None for row in rows)
+    most = max(baseline_peak_bytes, *(row.eager_peak_bytes or 0 for row in rows), 1)
+    num_bytes, unit = unit_of(most)
+    with style():
+        figure = new_figure(6.4 if has_measured else 4.2)
         axes = figure.subplots(2 if has_measured else 1, 1, squeeze=False)[:, 0]
-        most = max(
-            sweep.baseline.baseline_peak_bytes, *(row.eager_peak_bytes or 0 for row in sweep), 1
-        )
-        num_bytes, unit = _unit(most)
-        _draw_predicted(axes[0], sweep, num_bytes)
+        _draw_predicted(axes[0], rows, num_bytes)
+        peak = baseline_peak_bytes / num_bytes
+        axes[0].axvline(peak, color=_GREY, ls="--", lw=1, label="without recomputation")
         axes[0].set_title("Predicted time of a step,\ntimes that without recomputation")
         axes[0].set_xlabel(f"predicted activation peak ({unit})")
+        if knee is not None:
+            text = f"{size_text(knee.budget_bytes)}, {knee.predicted_ratio:.2f}x"
+            place = knee.point[0] / num_bytes, knee.point[1]
+            axes[0].annotate(text, place, (8, 10), textcoords="offset points", color=_RED)
         if has_measured:
-            _draw_measured(axes[1], sweep, num_bytes)
+            _draw_measured(axes[1], rows, num_bytes)
             axes[1].set_ylim(bottom=max(0.0, axes[1].get_ylim()[0]))
             axes[1].set_title("Measured time of a step, times eager's")
             axes[1].set_xlabel(f"measured activation peak ({unit})")
@@ -79,58 +62,54 @@ def sweep_figure(sweep: Sweep) -> Any:
             each.set_xlim(0, 1.06 * most / num_bytes)
             low, high = each.get_ylim()
             each.yaxis.set_major_formatter("{x:.2f}x" if high - low > 0.04 else "{x:.3f}x")
-        _legend(figure, axes)
+        add_legend(figure, axes)
     return figure
 
 
-def _draw_predicted(axes: Any, sweep: Sweep, num_bytes: int) -> None:
-    for strategy, colour in _strategies(sweep):
-        rows = [row for row in sweep.feasible if row.strategy == strategy]
-        peaks, ratios = [row.point[0] / num_bytes for row in rows], [row.point[1] for row in rows]
+def _draw_predicted(axes: Any, rows: Sequence[SweepRow], num_bytes: int) -> None:
+    curves = _curves(rows)
+    for (strategy, curve), colour in zip(curves.items(), _COLOURS * len(curves), strict=False):
+        feasible = [row for row in curve if row.is_feasible]
+        peaks = [row.point[0] / num_bytes for row in feasible]
+        ratios = [row.point[1] for row in feasible]
         axes.plot(peaks, ratios, color=colour, label=strategy)
         dots = axes.scatter(peaks, ratios, color=colour, s=28, zorder=3)
-        dots.set_urls([f"#{row_address(row.key)}" for row in rows])
-    first = [row for row in sweep.feasible if row.strategy == sweep.strategies[0]]
-    bounds = [(row.budget_bytes / num_bytes, row.lower_bound_ratio) for row in first]
-    bounds = [point for point in bounds if point[1]]
-    if bounds:
-        axes.plot(*zip(*bounds, strict=True), color=_GREY, ls=":", label="no schedule is faster")
-    knees = [(row.point[0] / num_bytes, row.point[1]) for row in sweep.recommended]
+        dots.set_urls([f"#{row.address}" for row in feasible])
+    bounded = [row for row in next(iter(curves.values()), []) if row.lower_bound_ratio]
+    if bounded:
+        axes.plot(
+            [row.budget_bytes / num_bytes for row in bounded],
+            [row.lower_bound_ratio for row in bounded],
+            color=_GREY, ls=":", label="no schedule is faster",
+        )  # fmt: skip
+    knees = [row.point for row in rows if row.is_recommended]
     if knees:
         axes.scatter(
-            *zip(*knees, strict=True), s=90, facecolors="none", edgecolors=_RED, lw=2, zorder=4,
-            label="knee",
+            [peak / num_bytes for peak, _ in knees], [ratio for _, ratio in knees],
+            s=90, facecolors="none", edgecolors=_RED, lw=2, zorder=4, label="knee",
         )  # fmt: skip
-    peak = sweep.baseline.baseline_peak_bytes
-    axes.axvline(peak / num_bytes, color=_GREY, ls="--", lw=1, label="without recomputation")
-    knee = sweep.knee
-    if knee is not None:  # one of several, whose notes would cover each other
-        axes.annotate(
-            f"{size_text(knee.budget_bytes)}, {knee.predicted_ratio:.2f}x",
-            (knee.point[0] / num_bytes, knee.point[1]),
-            xytext=(8, 10),
-            textcoords="offset points",
-            color=_RED,
-        )
 
 
-def _draw_measured(axes: Any, sweep: Sweep, num_bytes: int) -> None:
-    for strategy, colour in _strategies(sweep):
-        rows = [row for row in sweep if row.strategy == strategy and row.measured_ratio is not None]
-        if rows:
-            axes.errorbar(
-                [(row.measured_peak_bytes or 0) / num_bytes for row in rows],
-                [row.measured_ratio for row in rows],
-                yerr=[(row.measured_ratio_spread or 0.0) / 2 for row in rows],
-                color=colour, marker="D", markerfacecolor="white", capsize=3,
-            )  # fmt: skip
-    peak = next(row.eager_peak_bytes for row in sweep if row.eager_peak_bytes)
+def _draw_measured(axes: Any, rows: Sequence[SweepRow], num_bytes: int) -> None:
+    curves = _curves(rows)
+    for curve, colour in zip(curves.values(), _COLOURS * len(curves), strict=False):
+        measured = [row for row in curve if row.measured_ratio is not None]
+        axes.errorbar(
+            [(row.measured_peak_bytes or 0) / num_bytes for row in measured],
+            [row.measured_ratio for row in measured],
+            yerr=[(row.measured_ratio_spread or 0.0) / 2 for row in measured],
+            color=colour, marker="D", markerfacecolor="white", capsize=3,
+        )  # fmt: skip
+    peak = next(row.eager_peak_bytes for row in rows if row.eager_peak_bytes)
     axes.axvline(peak / num_bytes, color="black", ls="-.", lw=1, label="eager")
 
 
-def _strategies(sweep: Sweep) -> Iterable[tuple[str, str]]:
-    for index, strategy in enumerate(sweep.strategies):
-        yield strategy, _COLOURS[index % len(_COLOURS)]
+def _curves(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
+    """The rows of each strategy."""
+    curves: dict[str, list[SweepRow]] = {}
+    for row in rows:
+        curves.setdefault(row.strategy, []).append(row)
+    return curves
 
 
 # --- a step ---------------------------------------------------------------------------------------
@@ -139,11 +118,11 @@ def _strategies(sweep: Sweep) -> Iterable[tuple[str, str]]:
 def memory_figure(baseline: Plan, plan: Plan) -> Any:
     """Memory over the time of one step, of a plan and of the baseline."""
     top = max(baseline.predicted_peak_bytes, plan.budget_bytes)
-    num_bytes, unit = _unit(top)
+    num_bytes, unit = unit_of(top)
     # Both with the plan's op times: a plan of an earlier run has those of that run.
     begins = times_ms(plan.schedule, plan.costs)
-    with _style():
-        figure = _figure(3.8)
+    with style():
+        figure = new_figure(3.8)
         axes = figure.subplots()
         for each, colour, label in (
             (baseline, _GREY, "without recomputation"),
@@ -167,7 +146,7 @@ def memory_figure(baseline: Plan, plan: Plan) -> Any:
         axes.set_xlim(left=0)
         axes.set_title(f"Activation memory ({unit})")
         axes.set_xlabel("predicted time since the forward was called (ms)")
-        _legend(figure, [axes])
+        add_legend(figure, [axes])
     return figure
 
 
@@ -198,72 +177,34 @@ def times_ms(schedule: Schedule, costs: Costs) -> list[float]:
 # --- a fit ----------------------------------------------------------------------------------------
 
 
-def fit_figure(fit: Fit) -> Any:
-    """The speed, and below it memory by part, at each size."""
-    num_bytes, unit = _unit(fit.memory_bytes)
-    places, below = range(len(fit)), [0.0] * len(fit)
-    with _style():
-        figure = _figure(6.2)
+def fit_figure(rows: Sequence[FitRow], *, title: str, memory_bytes: int, axis: str) -> Any:
+    """The speed, and below it memory by part, at each size.
+
+    Args:
+        rows: by size.
+        title: the model.
+        memory_bytes: the memory.
+        axis: "batch" or "tokens".
+    """
+    num_bytes, unit = unit_of(memory_bytes)
+    places, below = range(len(rows)), [0.0] * len(rows)
+    with style():
+        figure = new_figure(6.2)
         speeds, axes = figure.subplots(2, 1, sharex=True, height_ratios=(1, 2))
-        speed = [row.speed(fit.axis) for row in fit]
+        speed = [row.speed(axis) for row in rows]
         speeds.plot(places, speed, color="black", marker="o")
         speeds.set_ylim(0, 1.1 * max(speed))
-        speeds.set_title(f"{fit.unit.capitalize()} a second")
+        speeds.set_title("Samples a second" if axis == "batch" else "Tokens a second")
         for (name, part), colour in zip(PARTS.items(), _PART_COLOURS, strict=True):
-            heights = [getattr(row, name) / num_bytes for row in fit]
+            heights = [getattr(row, name) / num_bytes for row in rows]
             axes.bar(places, heights, bottom=below, label=part, color=colour, width=0.7)
             below = [low + height for low, height in zip(below, heights, strict=True)]
-        memory = fit.memory_bytes / num_bytes
+        memory = memory_bytes / num_bytes
         axes.axhline(memory, color="black", ls="--", lw=1, label="memory")
         axes.set_ylim(top=1.05 * memory)
-        axes.set_xticks(places, [f"{row.size(fit.axis):,}" for row in fit])
+        axes.set_xticks(places, [f"{row.size(axis):,}" for row in rows])
         axes.set_title(f"{unit} at the peak of a step")
-        axes.set_xlabel("rows in a batch" if fit.axis == "batch" else "tokens in a sequence")
-        _legend(figure, [axes])
-        figure.suptitle(fit.title, fontsize="small", wrap=True)
+        axes.set_xlabel("rows in a batch" if axis == "batch" else "tokens in a sequence")
+        add_legend(figure, [axes])
+        figure.suptitle(title, fontsize="small", wrap=True)
     return figure
-
-
-# --- figures --------------------------------------------------------------------------------------
-
-
-def svg(figure: Any, title: str) -> str:
-    """A figure as SVG that can stand in an HTML page, with names of its own.
-
-    `title` tells what it shows to those who do not see it. The names are of it, too.
-    """
-    file = io.StringIO()
-    with _style():
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Type")))
-    text = file.getvalue()
-    own = f"p{zlib.crc32((title + text).encode()):x}-"
-    out = r"<metadata>.*?</metadata>|\sxmlns(:\w+)?=\"[^\"]*\"|\starget=\"_blank\""
-    text = re.sub(out, "", text, flags=re.DOTALL)
-    text = re.sub(r"(\sid=\"|href=\"#|url\(#)(?!budget-)", rf"\g<1>{own}", text)
-    return text[text.index("<svg") :].replace(
-        "<svg", f'<svg role="img" aria-label="{escape(title)}"', 1
-    )
-
-
-def _style() -> AbstractContextManager[None]:
-    matplotlib = require("matplotlib", extra="plot", purpose="the picture of a curve")
-    return matplotlib.rc_context(_STYLE)
-
-
-def _figure(height: float) -> Any:
-    figures = require("matplotlib.figure", extra="plot", purpose="the picture of a curve")
-    return figures.Figure(figsize=(_WIDTH, height), layout="constrained", facecolor="white")
-
-
-def _legend(figure: Any, axes: Sequence[Any]) -> None:
-    """One legend below all axes."""
-    handles = [handle for each in axes for handle in each.get_legend_handles_labels()[0]]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize="small")
-
-
-def _unit(most_bytes: int) -> tuple[int, str]:
-    """Bytes and name of the unit for an axis that reaches so far."""
-    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if most_bytes >= 1024**power:
-            return 1024**power, name
-    return 1, "bytes"

@@ -9,6 +9,7 @@ from rockmate.budget import size_text
 from rockmate.curves.curve import Curve
 from rockmate.curves.errors import SweepError
 from rockmate.curves.knees import knees
+from rockmate.curves.picture import sweep_figure
 from rockmate.curves.sweep_row import SweepRow, compared
 from rockmate.curves.table import Column, number, sized
 from rockmate.plan.plan import Plan
@@ -177,9 +178,8 @@ class Sweep(Curve[SweepRow]):
 
     def figure(self) -> Any:
         """See `Curve`."""
-        from rockmate.curves.picture import sweep_figure
-
-        return sweep_figure(self)
+        peak_bytes = self.baseline.baseline_peak_bytes
+        return sweep_figure(self.rows, self.knee, baseline_peak_bytes=peak_bytes)
 
 
 def _gradients(row: SweepRow) -> str:

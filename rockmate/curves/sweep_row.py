@@ -62,6 +62,11 @@ class SweepRow(CurveRow):
         return self.strategy, self.budget_bytes
 
     @property
+    def address(self) -> str:
+        """The id of what a page says of the row; marks of the picture lead to it."""
+        return f"budget-{self.strategy}-{self.budget_bytes}"
+
+    @property
     def point(self) -> tuple[int, float]:
         """Predicted peak and time ratio of a feasible row.
 

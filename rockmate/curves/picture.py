@@ -76,9 +76,9 @@ def _draw_predicted(axes: Any, rows: Sequence[SweepRow], num_bytes: int) -> None
         dots = axes.scatter(peaks, ratios, color=colour, s=28, zorder=3)
         dots.set_urls([f"#{row.address}" for row in feasible])
     bounded = [row for row in next(iter(curves.values()), []) if row.lower_bound_ratio]
-    if bounded:
+    if bounded:  # within a budget no schedule is faster, so none is within the plan's peak
         axes.plot(
-            [row.budget_bytes / num_bytes for row in bounded],
+            [row.point[0] / num_bytes for row in bounded],
             [row.lower_bound_ratio for row in bounded],
             color=_GREY, ls=":", label="no schedule is faster",
         )  # fmt: skip

@@ -327,6 +327,15 @@ def test_page_has_a_panel_a_link_and_a_mark_for_each_feasible_budget(found: Swee
     assert len(read.all("tr")) == 1 + len(found.rows)
 
 
+def test_no_curve_crosses_its_lower_bound(found: Sweep) -> None:
+    lines = {line.get_label(): line.get_xydata() for line in found.figure().axes[0].lines}
+    bound, curve = lines["no schedule is faster"], lines["rockmate"]
+    assert len(bound) == len(curve) > 1
+    for (peak, least), (same, ratio) in zip(bound, curve, strict=True):
+        assert peak == same
+        assert least <= ratio
+
+
 def test_predicted_and_measured_times_have_axes_of_their_own(found: Sweep) -> None:
     titles = [each.get_title(loc="left") for each in found.figure().axes]
     assert titles == [

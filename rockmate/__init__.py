@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from rockmate.curves.fit_options import FitOptions
     from rockmate.curves.fit_row import FitRow
     from rockmate.curves.fit_run import fit
+    from rockmate.curves.measure import Measurement
     from rockmate.curves.sweep import Sweep
     from rockmate.curves.sweep_row import SweepRow
     from rockmate.curves.sweep_run import sweep
@@ -77,6 +78,7 @@ __all__ = [
     "MachineError",
     "MarkError",
     "MarkPrice",
+    "Measurement",
     "MissingCompilerError",
     "NothingFitsError",
     "OffloadError",
@@ -122,6 +124,7 @@ _LAZY_NAMES = {
     "FrontierPoint": "rockmate.planning.frontier_point",
     "MarkPrice": "rockmate.planning.mark_prices",
     "Planner": "rockmate.planner",
+    "Measurement": "rockmate.curves.measure",
     "Sweep": "rockmate.curves.sweep",
     "SweepRow": "rockmate.curves.sweep_row",
     "planned_graphs": "rockmate.dynamo.backend",

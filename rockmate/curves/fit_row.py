@@ -14,7 +14,7 @@ class FitRow(CurveRow):
     """Training at one size within the memory.
 
     All bytes are predicted but those whose name says measured, which stand in the attributes of
-    `rockmate.curves.measure.Measurement`. `total_bytes` is the sum of the parts, at the peak of the
+    `rockmate.Measurement`. `total_bytes` is the sum of the parts, at the peak of the
     step.
 
     Attributes:

@@ -19,7 +19,7 @@ class SweepRow(CurveRow):
 
     All peaks are activation peaks: what is allocated, during a forward and a backward, beyond what
     was there before, `.grad` in place. Predicted figures are None where the budget is not feasible.
-    What was measured stands in the attributes of `rockmate.curves.measure.Measurement`.
+    What was measured stands in the attributes of `rockmate.Measurement`.
 
     Attributes:
         strategy: what planned; see `rockmate.STRATEGIES`.

@@ -21,6 +21,7 @@ from rockmate import Plan, Planner, UnknownNameError
 from rockmate.capture.provenance import source_lines
 from rockmate.graph.ir import Graph, Storage
 from rockmate.ops.rng import CPU_STATE_BYTES
+from rockmate.plan.live_memory import live_at
 from rockmate.schedule.schedule import Schedule
 
 FEW = ("gpt2", "hf-resnet", "mlp")
@@ -259,7 +260,7 @@ def test_what_is_live_adds_up_to_the_simulated_bytes(name: str) -> None:
         )  # at every step, not the peak alone
         step = len(plan.schedule.forward) // 2
         assert (
-            sum(occupant.num_bytes for occupant in plan.residency.live_items_at(step, plan.costs))
+            sum(num_bytes for _, num_bytes in live_at(plan, step))
             == plan.simulation.live_bytes[step]
         )
 

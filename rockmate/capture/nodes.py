@@ -6,7 +6,7 @@ tensors that share memory share a storage, whose identity is stable as long as o
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import torch
 from torch import fx
@@ -41,3 +41,15 @@ def layout_of(tensor: torch.Tensor) -> Hashable:
     shape, strides = tuple(tensor.shape), tensor.stride()
     offset = tensor.storage_offset()
     return tensor.dtype, tensor.device, tensor.layout, shape, strides, offset, lazy_bits
+
+
+def ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes themselves and all nodes that they depend on."""
+    found: set[fx.Node] = set()
+    pending = list(ends)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.all_input_nodes
+    return found

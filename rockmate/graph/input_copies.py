@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from rockmate.capture.nodes import storage_ids
+from rockmate.capture.nodes import ancestors, storage_ids
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD
 from rockmate.graph.node_marks import is_saved
@@ -56,16 +56,10 @@ def _readers(node: fx.Node) -> set[fx.Node]:
 
 def _forward_nodes(capture: Capture) -> set[fx.Node]:
     """The nodes that run in the forward; see `Phase`."""
-    pending = [node for node, role in capture.outputs if role.kind in FORWARD_ENDS]
-    pending += [
+    ends = [node for node, role in capture.outputs if role.kind in FORWARD_ENDS]
+    ends += [
         node
         for node in capture.joint.graph.nodes
         if is_random(node.target) or node.meta.get(IN_FORWARD) or is_saved(node)
     ]
-    found: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending += node.all_input_nodes
-    return found
+    return ancestors(ends)

@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from rockmate._torch.ops import is_op, schema_of
-from rockmate.capture.nodes import layout_of, storage_ids, tensors_of
+from rockmate.capture.nodes import ancestors, layout_of, storage_ids, tensors_of
 from rockmate.graph.fake_values import refresh
 from rockmate.graph.node_marks import are_at_odds, joined_marks
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
@@ -222,14 +222,8 @@ def _late_calls(graph: fx.Graph) -> set[fx.Node]:
         if is_tangent or not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
     ends = [node for node in graph.output_node().all_input_nodes if node not in backward]
-    pending = ends + [node for node in graph.nodes if is_random(node.target)]
-    forward: set[fx.Node] = set()
-    while pending:
-        node = pending.pop()
-        if node not in forward:
-            forward.add(node)
-            pending += node.all_input_nodes
-    return set(graph.nodes) - backward - forward
+    draws = [node for node in graph.nodes if is_random(node.target)]
+    return set(graph.nodes) - backward - ancestors([*ends, *draws])
 
 
 def _parent_of(node: fx.Node) -> fx.Node | None:

@@ -1,17 +1,22 @@
-"""What each block of a plan makes, saves and recomputes, as rows and as a table."""
+"""What the blocks of a plan and their parts make, save and recompute: rows, and one table."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rockmate.budget import size_text
+from rockmate.plan.block_tree import BlockNode
+from rockmate.plan.explain import explain_storage
 from rockmate.plan.record import PlanRecord
+
+# Number of pass-through values that are named, largest first.
+_NUM_NAMED_VALUES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockRow:
-    """One block of a plan.
+    """A block of a plan, or another part of its tree.
 
     Attributes:
         name: the submodules that its ops come from.
@@ -22,7 +27,7 @@ class BlockRow:
         num_recomputed: number of recomputations of its ops.
         recompute_ms: time of these recomputations.
         peak_bytes: most bytes in memory, of the whole step, while one of its ops runs.
-        is_peak: whether the step's peak is in the block.
+        is_peak: whether the step's peak is in it.
     """
 
     name: str
@@ -38,78 +43,88 @@ class BlockRow:
 
 def block_rows(plan: PlanRecord) -> tuple[BlockRow, ...]:
     """One row for each block, in forward order."""
-    return tuple(row_of(plan, block.name, block.ops) for block in plan.chain.blocks)
+    return tuple(_row_of(plan, part) for part in _blocks(plan))
 
 
-def row_of(plan: PlanRecord, name: str, ops: Sequence[int]) -> BlockRow:
-    """The row of some ops of the step.
+def _blocks(plan: PlanRecord) -> list[BlockNode]:
+    return [plan.block_tree.block(number) for number in range(len(plan.chain.blocks))]
 
-    Args:
-        plan: the plan.
-        name: the name in the row.
-        ops: indices of the ops.
-    """
-    made = made_by_forward(plan, ops)
+
+def _row_of(plan: PlanRecord, part: BlockNode) -> BlockRow:
+    made = plan.made_by(part.ops)
     saved = [storage for storage in made if plan.residency.is_saved(storage)]
     moved = {move.storage for move in plan.schedule.moves}
     recompute, highest = plan.recompute_counts, plan.highest_bytes
     return BlockRow(
-        name=name,
-        num_ops=len(ops),
-        made_bytes=bytes_of(plan, made),
-        kept_bytes=bytes_of(plan, saved),
-        num_recomputed=sum(recompute[index] for index in ops),
-        recompute_ms=sum(recompute[index] * plan.costs.recompute[index].time_ms for index in ops),
-        peak_bytes=max((highest.get(index, 0) for index in ops), default=0),
-        is_peak=plan.schedule.steps[plan.simulation.peak_position] in ops,
-        moved_bytes=bytes_of(plan, [each for each in made if each in moved]),
+        name=part.name,
+        num_ops=len(part.ops),
+        made_bytes=plan.bytes_of(made),
+        kept_bytes=plan.bytes_of(saved),
+        num_recomputed=sum(recompute[index] for index in part.ops),
+        recompute_ms=sum(recompute[op] * plan.costs.recompute[op].time_ms for op in part.ops),
+        peak_bytes=max((highest.get(index, 0) for index in part.ops), default=0),
+        is_peak=plan.schedule.steps[plan.simulation.peak_position] in part.ops,
+        moved_bytes=plan.bytes_of(storage for storage in made if storage in moved),
     )
 
 
-def block_table(plan: PlanRecord) -> str:
-    """`block_rows` as text, with a row of sums below."""
-    rows = block_rows(plan)
-    width = max(len("block"), *(len(row.name) for row in rows))
-    lines = [f"{'':>4} {'block':<{width}} {'ops':>5} {heads(plan)}"]
-    for number, row in enumerate(rows):
-        lines.append(f"{number:>4} {row.name:<{width}} {row.num_ops:>5} {row_text(plan, row)}")
-    total = BlockRow(
-        name="all",
-        num_ops=sum(row.num_ops for row in rows),
-        made_bytes=sum(row.made_bytes for row in rows),
-        kept_bytes=sum(row.kept_bytes for row in rows),
-        num_recomputed=sum(row.num_recomputed for row in rows),
-        recompute_ms=sum(row.recompute_ms for row in rows),
-        peak_bytes=plan.simulation.peak_bytes,
-        is_peak=False,
-        moved_bytes=sum(row.moved_bytes for row in rows),
-    )
-    lines.append(f"{'':>4} {total.name:<{width}} {total.num_ops:>5} {row_text(plan, total)}")
-    return "\n".join(lines)
+def table_text(plan: PlanRecord, *, is_tree: bool) -> str:
+    """The rows of the whole model and of its blocks, or of all parts of its tree.
+
+    Values that cross blocks unused are listed below a tree. What moves has a column if anything
+    does.
+    """
+    whole = plan.block_tree
+    parts = [*whole.walk()][1:] if is_tree else [("", part) for part in _blocks(plan)]
+    heads = ("blocks", "ops", "forward", "made", "saved", "moved", "recomputed", "in ms", "peak")
+    table = [("", *heads, "")]
+    for label, part in [("", whole), *parts]:
+        row = _row_of(plan, part)
+        numbers = f"{part.first_block} to {part.last_block}"
+        cells = (
+            f"{label}{part.name}",
+            numbers if part.first_block != part.last_block else str(part.first_block),
+            str(row.num_ops),
+            str(len(part.forward)),
+            *map(size_text, (row.made_bytes, row.kept_bytes, row.moved_bytes)),
+            str(row.num_recomputed),
+            f"{row.recompute_ms:.3f}",
+            size_text(row.peak_bytes),
+            "<- peak" if row.is_peak and len(table) > 1 else "",
+        )
+        table.append(cells)
+    columns = [
+        (max(map(len, cells)), cells)
+        for cells in zip(*table, strict=True)
+        if cells[0] != "moved" or plan.schedule.moves
+    ]
+    (width, names), *others = columns
+    lines = [
+        " ".join([name.ljust(width), *(cells[number].rjust(size) for size, cells in others)])
+        for number, name in enumerate(names)
+    ]
+    lines += _passing_lines(plan) if is_tree else []
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def heads(plan: PlanRecord) -> str:
-    """Titles of the columns that `row_text` writes; what moves has one if anything does."""
-    moved = f" {'moved':>10}" if plan.schedule.moves else ""
-    return f"{'made':>10} {'saved':>10}{moved} {'recomputed':>10} {'in ms':>9} {'peak':>10}"
+def passing_text(plan: PlanRecord) -> str:
+    """How many values cross blocks unused, their bytes, and how many of these are saved."""
+    passing = [value.storage for value in plan.pass_through_values]
+    return f"{len(passing)} values cross blocks unused, {_saved_text(plan, passing)}"
 
 
-def row_text(plan: PlanRecord, row: BlockRow) -> str:
-    """The figures of a row in columns."""
-    moved = f" {size_text(row.moved_bytes):>10}" if plan.schedule.moves else ""
-    return (
-        f"{size_text(row.made_bytes):>10} {size_text(row.kept_bytes):>10}{moved} "
-        f"{row.num_recomputed:>10} {row.recompute_ms:>9.3f} {size_text(row.peak_bytes):>10}"
-        + (" <- peak" if row.is_peak else "")
-    )
+def _passing_lines(plan: PlanRecord) -> Iterator[str]:
+    yield passing_text(plan)
+    values = plan.pass_through_values
+    for value in values[:_NUM_NAMED_VALUES]:
+        told = explain_storage(plan, value.storage)
+        begin, end = map(plan.block_text, (value.made_in, value.read_in))
+        yield f"  {told.name}, {size_text(told.num_bytes)}: {begin} to {end}, {told.fate}"
+    rest = [value.storage for value in values[_NUM_NAMED_VALUES:]]
+    if rest:
+        yield f"  {len(rest)} more, {_saved_text(plan, rest)}"
 
 
-def made_by_forward(plan: PlanRecord, ops: Sequence[int]) -> list[int]:
-    """Indices of the storages that the forward ops among `ops` make."""
-    described = (plan.snapshot.ops[index] for index in ops)
-    return [storage for op in described if op.phase == "forward" for storage in op.writes]
-
-
-def bytes_of(plan: PlanRecord, storages: Sequence[int]) -> int:
-    """Bytes of some storages."""
-    return sum(plan.snapshot.storages[storage].num_bytes for storage in storages)
+def _saved_text(plan: PlanRecord, storages: list[int]) -> str:
+    saved = filter(plan.residency.is_saved, storages)
+    return f"{size_text(plan.bytes_of(saved))} of {size_text(plan.bytes_of(storages))} saved"

@@ -6,17 +6,18 @@ plan has it too.
 
 A run of blocks within one submodule is a part, down to the single block. A block of more than
 `LARGEST_BLOCK` forward ops is one without a single storage that divides it, for example one with
-parallel streams. It is divided between submodules, else halved where the fewest bytes cross, until
-no part is larger. Several storages may cross such a division.
+parallel streams. It is divided between submodules, else halved, until no part is larger. Several
+storages may cross such a division.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from rockmate.graph.snapshot import SnapshotBlock, SnapshotChain, StepSnapshot
+from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
 
 # Largest number of forward ops in a part that is not divided further.
 LARGEST_BLOCK = 40
@@ -35,7 +36,7 @@ class BlockNode:
         first_block: index of its first block.
         last_block: index of its last block.
         forward: indices of its forward ops, in order.
-        ops: indices of all its ops, forward ones first.
+        ops: indices of all its ops.
         parts: the parts that it consists of; empty for a leaf.
     """
 
@@ -46,35 +47,25 @@ class BlockNode:
     ops: tuple[int, ...]
     parts: tuple[BlockNode, ...] = ()
 
-    def walk(self, depth: int = 0) -> Iterator[tuple[int, BlockNode]]:
-        """The part and all parts below it, each with its depth, in forward order."""
-        yield depth, self
+    def walk(self, label: str = "", indent: str = "") -> Iterator[tuple[str, BlockNode]]:
+        """The part and all parts below it, each with the tree's lines that lead to its name."""
+        yield label, self
         for part in self.parts:
-            yield from part.walk(depth + 1)
+            turn, below = ("└─ ", "   ") if part is self.parts[-1] else ("├─ ", "│  ")
+            yield from part.walk(indent + turn, indent + below)
 
     def leaves(self) -> list[BlockNode]:
         """The parts below it without parts of their own."""
         return [part for _, part in self.walk() if not part.parts]
 
     def block(self, number: int) -> BlockNode:
-        """The part that is exactly one block.
+        """The part below it that is exactly one block.
 
         Args:
             number: index of the block.
         """
-        return next(
-            part for _, part in self.walk() if part.first_block == part.last_block == number
-        )
-
-    def path_to(self, op: int) -> list[BlockNode]:
-        """The parts that contain an op, from this one down; empty if it does not contain it.
-
-        Args:
-            op: index of the op.
-        """
-        if op not in self.ops:
-            return []
-        return [self, *next((path for part in self.parts if (path := part.path_to(op))), [])]
+        below = (part for _, part in self.walk() if part is not self)
+        return next(part for part in below if part.first_block == part.last_block == number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,17 +85,11 @@ class PassThrough:
 
 def block_tree(snapshot: StepSnapshot, chain: SnapshotChain) -> BlockNode:
     """The tree of a plan's blocks."""
-    blocks = [_whole_block(snapshot, block, index) for index, block in enumerate(chain.blocks)]
+    blocks = [
+        _piece(snapshot, block.name, index, block.ops) for index, block in enumerate(chain.blocks)
+    ]
     parts = _by_path(snapshot, blocks, length=0)
-    return _joined(_WHOLE, parts[0].parts if len(parts) == 1 and parts[0].parts else parts)
-
-
-def _whole_block(snapshot: StepSnapshot, block: SnapshotBlock, index: int) -> BlockNode:
-    forward = tuple(op for op in block.ops if snapshot.ops[op].phase == "forward")
-    piece = BlockNode(
-        name=block.name, first_block=index, last_block=index, forward=forward, ops=block.ops
-    )
-    return _divided(snapshot, piece)
+    return _joined(_WHOLE, parts[0].parts if len(parts) == 1 < len(blocks) else parts)
 
 
 def _joined(name: str, parts: Sequence[BlockNode]) -> BlockNode:
@@ -118,15 +103,15 @@ def _joined(name: str, parts: Sequence[BlockNode]) -> BlockNode:
     )
 
 
+def _modules(snapshot: StepSnapshot, ops: Sequence[int]) -> list[str]:
+    """The module paths of all ops that have one."""
+    return [snapshot.ops[op].module for op in ops if snapshot.ops[op].module]
+
+
 def _path(snapshot: StepSnapshot, ops: Sequence[int]) -> tuple[str, ...]:
-    """The common prefix of the module paths of all ops that have one."""
-    paths = [snapshot.ops[op].module.split(".") for op in ops if snapshot.ops[op].module]
-    shared = []
-    for level in zip(*paths, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return tuple(shared)
+    """The common prefix of the ops' module paths."""
+    paths = [module.split(".") for module in _modules(snapshot, ops)]
+    return tuple(os.path.commonprefix(paths))  # noqa: RUF071, of lists it compares names
 
 
 def _by_path(
@@ -149,41 +134,46 @@ def _by_path(
 
 def _named_by_ends(snapshot: StepSnapshot, block: BlockNode) -> BlockNode:
     """A block within no submodule below its part's, named by its first and last submodule."""
-    modules = [snapshot.ops[op].module for op in block.forward if snapshot.ops[op].module]
-    return (
-        replace(block, name=f"{modules[0]} to {modules[-1]}")
-        if modules and modules[0] != modules[-1]
-        else block
-    )
+    modules = _modules(snapshot, block.forward)
+    if len({*modules[:1], *modules[-1:]}) < 2:
+        return block
+    return replace(block, name=f"{modules[0]} to {modules[-1]}")
 
 
 # --- parts of a block -------------------------------------------------------------------------
 
 
-def _divided(snapshot: StepSnapshot, piece: BlockNode) -> BlockNode:
-    """The part with leaves of at most `LARGEST_BLOCK` forward ops."""
-    if len(piece.forward) <= LARGEST_BLOCK:
-        return piece
-    runs = _runs_by_module(snapshot, piece.forward)
-    if len(runs) < 2 or len(piece.forward) < _MIN_MEAN_OPS * len(runs):
-        cut = _best_cut(snapshot, piece.forward)
-        runs = [piece.forward[:cut], piece.forward[cut:]]
+def _piece(snapshot: StepSnapshot, name: str, number: int, ops: Sequence[int]) -> BlockNode:
+    """A block or a part of one, with leaves of at most `LARGEST_BLOCK` forward ops."""
+    forward = tuple(op for op in ops if snapshot.ops[op].phase == "forward")
+    if len(forward) > LARGEST_BLOCK:
+        pieces = [
+            _piece(snapshot, ".".join(_path(snapshot, own)) or name, number, own)
+            for own in _divided(snapshot, ops, forward)
+        ]
+        return _joined(name, pieces)
+    return BlockNode(
+        name=name, first_block=number, last_block=number, forward=forward, ops=tuple(ops)
+    )
+
+
+def _divided(snapshot: StepSnapshot, ops: Sequence[int], forward: Sequence[int]) -> list[list[int]]:
+    """The ops of several parts, in the order of their forward ops."""
+    runs = _runs_by_module(snapshot, forward)
+    if len(runs) < 2 or len(forward) < _MIN_MEAN_OPS * len(runs):
+        middle = len(forward) // 2
+        runs = [forward[:middle], forward[middle:]]
     number = {op: index for index, run in enumerate(runs) for op in run}
-    modules = [{snapshot.ops[op].module for op in run} for run in runs]
-    maker = {storage: op for op in piece.ops for storage in snapshot.ops[op].writes}
-    for op in piece.ops[len(piece.forward) :]:
-        # Autograd gives a backward op the module of the forward op that it differentiates.
-        own = [index for index, names in enumerate(modules) if snapshot.ops[op].module in names]
-        if len(own) == 1:
-            number[op] = own[0]
-            continue
-        # Else it belongs to the latest forward value that it reads, or to the gradient.
-        makers = [maker[storage] for storage in snapshot.ops[op].reads if storage in maker]
-        ahead = [number[other] for other in makers if snapshot.ops[other].phase == "forward"]
-        gradients = [number[other] for other in makers if other in number]
-        number[op] = max(ahead) if ahead else min(gradients, default=len(runs) - 1)
-    pieces = [[op for op in piece.ops if number[op] == index] for index in range(len(runs))]
-    return _joined(piece.name, [_divided(snapshot, _piece(snapshot, piece, ops)) for ops in pieces])
+    made_in = {storage: number[op] for op in forward for storage in snapshot.ops[op].writes}
+    # Autograd gives a backward op the module of the forward op that it differentiates.
+    of_module = {snapshot.ops[op].module: number[op] for op in forward if snapshot.ops[op].module}
+    for op in ops:
+        if op not in number:
+            # Else it belongs to the latest forward value that it reads.
+            read = [made_in[storage] for storage in snapshot.ops[op].reads if storage in made_in]
+            latest = max(read, default=len(runs) - 1)
+            number[op] = of_module.get(snapshot.ops[op].module, latest)
+    return [[op for op in ops if number[op] == index] for index in range(len(runs))]
 
 
 def _runs_by_module(snapshot: StepSnapshot, forward: Sequence[int]) -> list[Sequence[int]]:
@@ -192,47 +182,16 @@ def _runs_by_module(snapshot: StepSnapshot, forward: Sequence[int]) -> list[Sequ
     An op outside of these submodules joins the run before it.
     """
     length = len(_path(snapshot, forward)) + 1
-    runs: list[tuple[tuple[str, ...], list[int]]] = []
+    runs: list[list[int]] = [[]]
+    last: list[str] = []
     for op in forward:
-        name = tuple(snapshot.ops[op].module.split("."))[:length] if snapshot.ops[op].module else ()
-        if runs and (len(name) < length or name == runs[-1][0] or not runs[-1][0]):
-            runs[-1][1].append(op)
-            runs[-1] = (runs[-1][0] or (name if len(name) == length else ()), runs[-1][1])
-        else:
-            runs.append((name if len(name) == length else (), [op]))
-    return [ops for _, ops in runs]
-
-
-def _piece(snapshot: StepSnapshot, whole: BlockNode, ops: Sequence[int]) -> BlockNode:
-    forward = tuple(op for op in ops if snapshot.ops[op].phase == "forward")
-    name = ".".join(_path(snapshot, forward)) or whole.name
-    return BlockNode(
-        name=name,
-        first_block=whole.first_block,
-        last_block=whole.last_block,
-        forward=forward,
-        ops=tuple(ops),
-    )
-
-
-def _best_cut(snapshot: StepSnapshot, forward: Sequence[int]) -> int:
-    """Number of ops before the best cut, which is in the middle half.
-
-    The best cut is crossed by the fewest bytes; of equal ones it is the most even.
-    """
-    last_read: dict[int, int] = {}
-    for position, op in enumerate(forward):
-        last_read.update(dict.fromkeys(snapshot.ops[op].reads, position))
-    crossing = [0] * (len(forward) + 1)
-    for position, op in enumerate(forward):
-        for storage in snapshot.ops[op].writes:
-            for cut in range(position + 1, last_read.get(storage, position) + 1):
-                crossing[cut] += snapshot.storages[storage].num_bytes
-    quarter, middle = len(forward) // 4, len(forward) / 2
-    return min(
-        range(quarter, len(forward) - quarter + 1),
-        key=lambda cut: (crossing[cut], abs(cut - middle)),
-    )
+        names = snapshot.ops[op].module.split(".")[:length] if snapshot.ops[op].module else []
+        own = names if len(names) == length else last
+        if last and own != last:
+            runs.append([])
+        runs[-1].append(op)
+        last = own
+    return [*runs]
 
 
 # --- pass-through values ----------------------------------------------------------------------
@@ -245,15 +204,11 @@ def pass_through_values(snapshot: StepSnapshot, chain: SnapshotChain) -> list[Pa
     """
     block_of = {op: number for number, block in enumerate(chain.blocks) for op in block.ops}
     boundaries = {block.output for block in chain.blocks}
-    made_in = {
-        storage: block_of[index]
-        for index, op in enumerate(snapshot.ops)
-        if op.phase == "forward"
-        for storage in op.writes
-    }
+    made_in: dict[int, int] = {}
     read_in: dict[int, int] = {}
     for index, op in enumerate(snapshot.ops):
         if op.phase == "forward":
+            made_in.update(dict.fromkeys(op.writes, block_of[index]))
             for storage in op.reads:
                 if storage in made_in:
                     read_in[storage] = max(read_in.get(storage, 0), block_of[index])

@@ -7,13 +7,12 @@ plan. The dataclasses are for programs, their `str` for people.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from rockmate.budget import size_text
 from rockmate.errors import UnknownNameError
 from rockmate.graph.snapshot import SnapshotOp, StorageKind
-from rockmate.plan.block_table import bytes_of, made_by_forward
 from rockmate.plan.moved_values import move_texts
 from rockmate.plan.record import PlanRecord
 from rockmate.plan.residency import LiveInterval
@@ -142,7 +141,7 @@ class Explanation:
 
 def explain(plan: PlanRecord, name: str) -> Explanation:
     """What the plan does with a value or a submodule; see `Plan.explain`."""
-    storages = tuple(_explain_storage(plan, index) for index in _storages_of(plan, name))
+    storages = tuple(explain_storage(plan, index) for index in _storages_of(plan, name))
     modules = {name, *(storage.module for storage in storages)} - {""}
     return Explanation(
         name=name,
@@ -185,8 +184,9 @@ def _storages_of(plan: PlanRecord, name: str) -> list[int]:
 
 
 def _unknown_name_text(plan: PlanRecord, name: str) -> str:
-    known = {path for op in plan.snapshot.ops if op.module for path in _prefixes(op.module)}
-    known.update(op.name for op in plan.snapshot.ops)
+    known = {op.name for op in plan.snapshot.ops}
+    for module in {op.module for op in plan.snapshot.ops} - {""}:
+        known.update(accumulate(module.split("."), "{}.{}".format))
     for storage in plan.snapshot.storages:
         known.update((storage.name, *storage.aliases))
     # By their lower case, because a mistyped name may have a mistyped case as well.
@@ -208,15 +208,16 @@ def _unknown_name_text(plan: PlanRecord, name: str) -> str:
     )
 
 
-def _prefixes(path: str) -> Iterable[str]:
-    parts = path.split(".")
-    return (".".join(parts[:length]) for length in range(1, len(parts) + 1))
-
-
 # --- one storage ------------------------------------------------------------------------------
 
 
-def _explain_storage(plan: PlanRecord, index: int) -> StorageExplanation:
+def explain_storage(plan: PlanRecord, index: int) -> StorageExplanation:
+    """What the plan does with one storage.
+
+    Args:
+        plan: the plan.
+        index: index of the storage.
+    """
     storage, ops = plan.snapshot.storages[index], plan.snapshot.ops
     producer = next((number for number, op in enumerate(ops) if index in op.writes), None)
     op = None if producer is None else ops[producer]
@@ -239,7 +240,7 @@ def _explain_storage(plan: PlanRecord, index: int) -> StorageExplanation:
         num_recomputations=num_recomputations,
         recompute_ms=recompute_ms,
         rule=_rule(plan, index, op, num_recomputations),
-        mark=mark_text(storage.mark, storage.mark_sources),
+        mark=storage.mark and f"{storage.mark}, by {', '.join(map(repr, storage.mark_sources))}",
         option=option,
         backward_readers=tuple(dict.fromkeys(readers)),
         residency=tuple(_interval_text(plan, interval) for interval in intervals),
@@ -279,11 +280,6 @@ def _rule(plan: PlanRecord, index: int, op: SnapshotOp | None, num_recomputation
     return "this plan does not save it, and the backward needs it or a value made from it"
 
 
-def mark_text(mark: str, sources: Iterable[str]) -> str:
-    """A mark and what asked for it; empty without a mark."""
-    return f"{mark}, by {', '.join(map(repr, sources))}" if mark else ""
-
-
 def _rule_of_saved(plan: PlanRecord, index: int, op: SnapshotOp) -> str:
     if plan.snapshot.storages[index].mark == "save":
         return "it is marked to be saved"
@@ -306,10 +302,7 @@ def _pass_through_text(plan: PlanRecord, index: int) -> str:
     found = next((value for value in plan.pass_through_values if value.storage == index), None)
     if found is None:
         return ""
-    begin, end = (
-        f"block {number} ({plan.block_tree.block(number).name})"
-        for number in (found.made_in, found.read_in)
-    )
+    begin, end = map(plan.block_text, (found.made_in, found.read_in))
     return f"it is carried from {begin} to {end}"
 
 
@@ -317,20 +310,17 @@ def _option(plan: PlanRecord, producer: int) -> str:
     """What the plan saves of the block of an op, and where in the tree the op is."""
     blocks = enumerate(plan.chain.blocks)
     number, block = next((i, block) for i, block in blocks if producer in block.ops)
-    path = plan.block_tree.path_to(producer)[1:]
-    own = plan.block_tree.block(number).name
-    around = [part.name for part in reversed(path) if part.first_block != part.last_block]
-    inside = [
-        part.name for part in path if part.first_block == part.last_block and part.name != own
-    ]
-    made = made_by_forward(plan, block.ops)
+    _, *path = [part for _, part in plan.block_tree.walk() if producer in part.ops]
+    around = [part.name for part in path if part.first_block != part.last_block]
+    own, *inside = [part.name for part in path if part.first_block == part.last_block]
+    made = plan.made_by(block.ops)
     saved = [storage for storage in made if plan.residency.is_saved(storage)]
-    place = f"block {number} ({own}){''.join(f' in {name}' for name in around)}"
-    sizes = f"{size_text(bytes_of(plan, saved))} of {size_text(bytes_of(plan, made))}"
+    place = f"block {number} ({own}){''.join(f' in {name}' for name in reversed(around))}"
+    sizes = f"{size_text(plan.bytes_of(saved))} of {size_text(plan.bytes_of(made))}"
     text = (
         f"strategy {plan.strategy!r}, {place}: saves {len(saved)} of {len(made)} storages, {sizes}"
     )
-    return f"{text}; made in its part {inside[-1]}" if inside else text
+    return f"{text}; made in its part {inside[-1]}" if inside and inside[-1] != own else text
 
 
 def _interval_text(plan: PlanRecord, interval: LiveInterval) -> str:

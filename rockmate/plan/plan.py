@@ -10,13 +10,12 @@ from rockmate.budget import size_text
 from rockmate.errors import PlanFileError
 from rockmate.plan import block_table as block_tables
 from rockmate.plan import explain as explanations
-from rockmate.plan.block_table import BlockRow
+from rockmate.plan.block_table import BlockRow, table_text
 from rockmate.plan.explain import Explanation
 from rockmate.plan.live_memory import LiveBytes, live_at
 from rockmate.plan.record import PlanRecord
 from rockmate.plan.serialize import plan_text, read_plan
 from rockmate.plan.summary import summary_text
-from rockmate.plan.tree_text import tree_text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -63,15 +62,15 @@ class Plan(PlanRecord):
         return block_tables.block_rows(self)
 
     def block_table(self) -> str:
-        """`block_rows` as a table."""
-        return block_tables.block_table(self)
+        """`block_rows` as a table, below a row of the whole model."""
+        return table_text(self, is_tree=False)
 
     def tree(self) -> str:
-        """The blocks as a tree by module path, each part with a row as in `block_table`.
+        """The blocks as a tree by module path, each part with its row of that table.
 
         Values that cross blocks unused, such as skips and encoder outputs, are listed below it.
         """
-        return tree_text(self)
+        return table_text(self, is_tree=True)
 
     def live_at_peak(self) -> list[LiveBytes]:
         """Everything in memory at the peak, as (description, bytes), largest first.

@@ -7,7 +7,7 @@ Nothing here needs a model, a graph or a solver.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -228,9 +228,18 @@ class PlanRecord:
         steps = self.schedule.steps
         return Counter(steps[position] for position in self.schedule.recomputed_positions())
 
-    def is_recomputed(self, storage: int) -> bool:
-        """Whether the op that makes a storage runs more than once."""
-        return any(storage in self.snapshot.ops[index].writes for index in self.recompute_counts)
+    def made_by(self, ops: Iterable[int]) -> list[int]:
+        """Indices of the storages that the forward ops among `ops` make."""
+        described = (self.snapshot.ops[index] for index in ops)
+        return [storage for op in described if op.phase == "forward" for storage in op.writes]
+
+    def bytes_of(self, storages: Iterable[int]) -> int:
+        """Bytes of some storages."""
+        return sum(self.snapshot.storages[storage].num_bytes for storage in storages)
+
+    def block_text(self, number: int) -> str:
+        """A block's number and name."""
+        return f"block {number} ({self.block_tree.block(number).name})"
 
     # --- the peak -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Residency: the live intervals of a plan's values, and the bytes in memory at each of its runs.
+"""Residency: the live intervals of a plan's values.
 
 Derived from `schedule.liveness` on a `StepSnapshot`, because a saved plan has no graph.
 Outputs and returned gradients are live to the end of the step, tangents from the start of the
@@ -51,24 +51,6 @@ class LiveInterval:
     is_sent: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class LiveItem:
-    """One item that takes memory during a run: a storage, the state of an op, or a workspace.
-
-    Attributes:
-        num_bytes: its size; a workspace is negative where the op releases an input early.
-        storage: index of the storage; None for a state and a workspace.
-        op: index of the op whose state or workspace it is; None for a storage.
-        what: "storage", "workspace", the name of the state as in `SnapshotOp.state_name`, or
-            "in flight" for the saved values of other forwards.
-    """
-
-    num_bytes: int
-    storage: int | None = None
-    op: int | None = None
-    what: str = "storage"
-
-
 class Residency:
     """The live intervals of a schedule.
 
@@ -76,6 +58,8 @@ class Residency:
         snapshot: the step.
         schedule: the runs.
         intervals: for each counted storage its live intervals in order.
+        first_run: for each op that runs, the position of its first run.
+        last_run: the same of its last run.
     """
 
     def __init__(self, snapshot: StepSnapshot, schedule: Schedule) -> None:
@@ -92,11 +76,11 @@ class Residency:
         self.schedule = schedule
         ops = _op_def_use(snapshot)
         self._def_use = DefUse.of(ops, *schedule.order)
-        self._first_run: dict[int, int] = {}
-        self._last_run: dict[int, int] = {}
+        self.first_run: dict[int, int] = {}
+        self.last_run: dict[int, int] = {}
         for position, index in enumerate(schedule.steps):
-            self._first_run.setdefault(index, position)
-            self._last_run[index] = position
+            self.first_run.setdefault(index, position)
+            self.last_run[index] = position
         self._check_reads()
         self.intervals = self._defined_intervals()
         self._add_tangents()
@@ -169,7 +153,7 @@ class Residency:
         """
         steps, storages = self.schedule.steps, self.snapshot.storages
         for position, index in enumerate(steps):
-            if self._first_run[index] != position:
+            if self.first_run[index] != position:
                 for storage in self.snapshot.ops[index].writes:
                     if storages[storage].kind.is_result:
                         interval = LiveInterval(storage, position, position, is_repeated=True)
@@ -186,34 +170,6 @@ class Residency:
         """Whether the storage is live from the forward into the backward."""
         num_forward = len(self.schedule.forward)
         return any(i.first < num_forward <= i.last for i in self.intervals.get(storage, ()))
-
-    def live_items_at(self, position: int, costs: Costs) -> list[LiveItem]:
-        """Everything that takes memory during the run at `position`; the sizes add up to its bytes.
-
-        The result of a run in place is left out: the operand stands for both.
-        """
-        index = self.schedule.steps[position]
-        ops, storages = self.snapshot.ops, self.snapshot.storages
-        taken = ops[index].writes[0] if position in self.schedule.in_place else None
-        items = [
-            LiveItem(storages[interval.storage].num_bytes, storage=interval.storage)
-            for interval in self.all()
-            if interval.first <= position <= interval.last
-            and not (interval.storage == taken and interval.first == position)
-        ]
-        for other, first in self._first_run.items():
-            op = ops[other]
-            if op.state_bytes and first <= position <= self._last_run[other] != first:
-                items.append(LiveItem(op.state_bytes, op=other, what=op.state_name))
-        table = costs.first if self._first_run[index] == position else costs.recompute
-        overhead_bytes = table[index].overhead_bytes
-        if overhead_bytes:
-            items.append(LiveItem(overhead_bytes, op=index, what="workspace"))
-        num_others = self.snapshot.num_in_flight - 1
-        if num_others:
-            saved_bytes = self.simulation(costs).saved_bytes
-            items.append(LiveItem(num_others * saved_bytes, what="in flight"))
-        return items
 
     def simulation(self, costs: Costs) -> Simulation:
         """Memory and time of the schedule, as `simulate` gives them for a graph."""

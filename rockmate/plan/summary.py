@@ -8,6 +8,7 @@ from math import inf
 
 from rockmate.budget import size_text
 from rockmate.graph.mark_request import MarkRequest
+from rockmate.plan.block_table import passing_text
 from rockmate.plan.moved_values import moved_text
 from rockmate.plan.record import PlanRecord
 
@@ -53,7 +54,7 @@ def _content_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     yield (
         "blocks",
         f"{len(plan.chain.blocks)}, the largest part of {largest} forward ops; "
-        f"{_pass_through_text(plan)}",
+        f"{passing_text(plan)}",
     )
 
 
@@ -128,19 +129,6 @@ def _fusion_text(plan: PlanRecord) -> str:
         return plan.fusion.summary()
     num_fused = sum(op.short_call.startswith("fused_") for op in plan.snapshot.ops)
     return f"{num_fused} of {len(plan.snapshot.ops)} ops are groups that run as one kernel each"
-
-
-def _pass_through_text(plan: PlanRecord) -> str:
-    passing = [value.storage for value in plan.pass_through_values]
-    saved = [storage for storage in passing if plan.residency.is_saved(storage)]
-    return (
-        f"{len(passing)} values cross blocks unused, {size_text(_bytes(plan, saved))} of "
-        f"{size_text(_bytes(plan, passing))} saved"
-    )
-
-
-def _bytes(plan: PlanRecord, storages: list[int]) -> int:
-    return sum(plan.snapshot.storages[storage].num_bytes for storage in storages)
 
 
 def _most_recomputed(plan: PlanRecord) -> str:

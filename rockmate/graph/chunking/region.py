@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.capture.nodes import storage_ids
+from rockmate.capture.nodes import ancestors, storage_ids
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.chunking.forms import (
     ChunkedCall,
@@ -34,10 +34,10 @@ from rockmate.graph.chunking.forms import (
     shape_of,
 )
 from rockmate.graph.chunking.separate import add_chunked_call, is_elementwise, separate
+from rockmate.graph.ir import FORWARD_ENDS
 from rockmate.ops.rng import is_random
 
 _aten = torch.ops.aten
-_FORWARD_ENDS = {RoleKind.OUTPUT, RoleKind.BUFFER_UPDATE, RoleKind.INPUT_UPDATE}
 # Matrix products -> the position of the left operand. The result has its rows.
 PRODUCTS: dict[Any, int] = {
     _aten.mm.default: 0,
@@ -113,7 +113,7 @@ def find_loss_block(capture: Capture, *, at_once: bool = False) -> Region | Refu
     if numel(losses[0]) != 1:
         reason = "the step's output is no scalar, so the loss is computed outside the step"
         return Refusal(call="", module="", reason=reason)
-    before_loss = _ancestors(losses, capture)
+    before_loss = ancestors(losses)
     products = [
         node
         for node in capture.joint.graph.nodes
@@ -297,9 +297,9 @@ class Halves:
 
     def __init__(self, capture: Capture) -> None:
         nodes = list(capture.joint.graph.nodes)
-        ends = [node for node, role in capture.outputs if role.kind in _FORWARD_ENDS]
+        ends = [node for node, role in capture.outputs if role.kind in FORWARD_ENDS]
         ends += [node for node in nodes if is_random(node.target)]
-        forward = _ancestors(ends, capture)
+        forward = ancestors(ends)
         calls = [node for node in nodes if node.op == "call_function"]
         self.forward = frozenset(node for node in calls if node in forward)
         self.backward = frozenset(node for node in calls if node not in forward)
@@ -313,10 +313,6 @@ def _losses(capture: Capture) -> list[fx.Node]:
         for node, role in capture.outputs
         if role.kind is RoleKind.OUTPUT and role.index in differentiable
     ]
-
-
-def _ancestors(ends: Iterable[fx.Node], capture: Capture) -> set[fx.Node]:
-    return _reached(ends, set(capture.joint.graph.nodes), lambda node: node.all_input_nodes)
 
 
 def _calls_of_region(

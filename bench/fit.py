@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 from bench.fit_page import is_held, page
 from bench.machine import machine_record
-from rockmate.planning.numerics import Numerics
+from rockmate.capture.options import Numerics
 
 _MIB = 1 << 20
 _RESERVE_BYTES = 2 * _MIB  # see above

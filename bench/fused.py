@@ -153,7 +153,7 @@ def measured(
     steps |= {method: case.step_of(module) for method, module in modules.items()}
     times = time_in_turn(steps, rounds, before=partial(model.zero_grad, set_to_none=False))
     # Chunks add the same numbers in another order.
-    is_chunked = {method: "loss_chunks" in each.plan.options for method, each in modules.items()}
+    is_chunked = {method: each.plan.options.loss_chunks for method, each in modules.items()}
     whole = (found[m] for m in modules if "fused" in m and not is_chunked[m])
     first_fused = next(whole, expected)
     common = {
@@ -180,7 +180,7 @@ def measured(
             "ratio": times[method].ratio,
             "ratio_spread": times[method].ratio_spread,
             "error": error_of(found[method], expected),
-            "chunks": plan.options.get("loss_chunks", ""),
+            "chunks": str(plan.options.loss_chunks or ""),
             "is_bitwise": _same(found[method], first_fused if is_fused else expected),
             "num_recomputed": plan.schedule.num_recomputations(),
         }

@@ -134,7 +134,7 @@ def _point(
         _distance(tensor, reference[name]) for name, tensor in measure.gradients_of(model).items()
     )
     return {
-        "plan": plan.options.get("loss_chunks", "whole"),
+        "plan": str(plan.options.loss_chunks or "whole"),
         "plan_s": plan_s,
         "predicted_mb": plan.predicted_peak_bytes / 1e6,
         "measured_mb": measured / 1e6,

@@ -32,6 +32,7 @@ from rockmate.errors import (
     SolverLimitError,
     TrialError,
     UnknownNameError,
+    UnknownOptionError,
     UnsupportedModelError,
     UntestedVersionError,
 )
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from rockmate.planner import Planner
     from rockmate.planning.frontier_point import FrontierPoint
     from rockmate.planning.mark_prices import MarkPrice
+    from rockmate.planning.options import PlanOptions
     from rockmate.planning.strategies import STRATEGIES
     from rockmate.sharding.fully_shard import fully_shard
     from rockmate.sharding.simulated import simulated_ranks
@@ -86,6 +88,7 @@ __all__ = [
     "Plan",
     "PlanFileError",
     "PlanMismatchError",
+    "PlanOptions",
     "Planner",
     "RockmateError",
     "RockmateModule",
@@ -96,6 +99,7 @@ __all__ = [
     "Timeline",
     "TrialError",
     "UnknownNameError",
+    "UnknownOptionError",
     "UnsupportedModelError",
     "UntestedVersionError",
     "fit",
@@ -123,6 +127,7 @@ _LAZY_NAMES = {
     "STRATEGIES": "rockmate.planning.strategies",
     "FrontierPoint": "rockmate.planning.frontier_point",
     "MarkPrice": "rockmate.planning.mark_prices",
+    "PlanOptions": "rockmate.planning.options",
     "Planner": "rockmate.planner",
     "Measurement": "rockmate.curves.measure",
     "Sweep": "rockmate.curves.sweep",

@@ -210,6 +210,10 @@ class PlanMismatchError(RockmateError, ValueError):
     """A plan was made for another model, another sample or other options."""
 
 
+class UnknownOptionError(RockmateError, TypeError):
+    """There is no option of this name. The text says the nearest one."""
+
+
 class MarkError(RockmateError, ValueError):
     """A mark that cannot be read or kept.
 

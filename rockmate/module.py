@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import share_members
-from rockmate.budget import Budget, OnInfeasible, check_on_infeasible
+from rockmate.budget import Budget, OnInfeasible
 from rockmate.capture.compiled_model import innermost, plain_model
 from rockmate.capture.signature import CallSignature
 from rockmate.errors import (
@@ -36,10 +36,11 @@ from rockmate.memory_limit import Optimizer
 from rockmate.plan.plan import Plan
 from rockmate.plan.summary import line_of
 from rockmate.plan_cache import PlanCache
+from rockmate.planning.options import PlanOptions
 from rockmate.request import (
     PlanRequest,
     check_arguments,
-    check_larger,
+    check_choices,
     check_mode,
     checked_plan,
     memory_limit_of,
@@ -121,7 +122,8 @@ class RockmateModule(Wrapper):
             whose calls are planned, too. Their forwards are in memory together: a budget in bytes
             holds for the sum, of which the plan of each method has an equal part; a fraction is one
             of the peak of each. Without it, they run as in eager, with a warning.
-        **planner_options: as for `Planner`. A `plan` brings the options that it was made with.
+        options: of planning, all at once; `rockmate.PlanOptions` documents them. A `plan` has its.
+        **keywords: single options of planning, as numerics="bitwise" or untraced=["router"].
 
     Raises:
         InvalidBudgetError: the budget cannot be read, or neither budget, limit nor plan is given.
@@ -130,6 +132,7 @@ class RockmateModule(Wrapper):
         InvalidSampleError: the sample does not fit the model, or nothing requires a gradient.
         UnsupportedModelError: the model cannot be captured as one static graph.
         PlanMismatchError: the plan was made for another model or sample.
+        UnknownOptionError: there is no option of a name; the text says the nearest one.
         TypeError: more than one of budget, limit and plan is given; a plan is given with options or
             without a sample; or `plan` is not a `Plan`.
         ValueError: `larger`, `on_infeasible`, `strategy` or `trial` is not one of its values; or
@@ -155,27 +158,28 @@ class RockmateModule(Wrapper):
         plan_frames: bool = True,
         trial: TrialOption = "log",
         methods: Collection[str] = (),
-        **planner_options: Any,
+        options: PlanOptions | None = None,
+        **keywords: Any,
     ) -> None:
+        options = PlanOptions.of(options, keywords, known=RockmateModule.__init__.__kwdefaults__)
         check_arguments(model, sample_input, budget, memory_limit, plan)
-        check_mode(mode, keep, plan, strategy, planner_options)
-        check_on_infeasible(on_infeasible)
-        check_larger(larger)
+        check_mode(mode, keep, plan, strategy, {**options.changed, **keywords})
+        check_choices(larger, on_infeasible)
         self._wrap(model, trial)
         plain = plain_model(model)
         names = names_of_methods(plain, methods, has_plan=plan is not None)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
-            options: Any = {"on_infeasible": on_infeasible, "keep": keep, "trial": trial}
-            options |= {"interiors": captured_interiors if plan_frames else None}
-            options["is_fallback"] = self._ends_in_eager = mode == "auto"
-            self._make_frames = partial(FrameRunner, plain, limit or budget, **options)  # pyright: ignore
+            frames: Any = {"on_infeasible": on_infeasible, "keep": keep, "trial": trial}
+            frames |= {"interiors": captured_interiors if plan_frames else None}
+            frames["is_fallback"] = self._ends_in_eager = mode == "auto"
+            self._make_frames = partial(FrameRunner, plain, limit or budget, **frames)  # pyright: ignore
         if mode == "frames" and self._make_frames is not None:
             self._frames = self._make_frames()
             self._take_methods(names, self._plans)
             return
         if plan is not None:
-            plan = checked_plan(plan, sample_input, strategy, planner_options)
+            plan = checked_plan(plan, sample_input, strategy, {**options.changed, **keywords})
             self._plans.adopt(planned_call_of(plan, plain, sample_input))
             self._plans.runnables[0].warn_of_hooks(plain)
             return
@@ -184,7 +188,7 @@ class RockmateModule(Wrapper):
             memory_limit=limit,
             strategy=strategy or "rockmate",
             on_infeasible=on_infeasible,
-            options=planner_options,
+            options=options,
         )
         refuses: Any = {"replans": replan, "refuses_larger": larger == "refuse"}
         self._plans = PlanCache(plain, request, trial=trial, **refuses)
@@ -379,11 +383,8 @@ class RockmateModule(Wrapper):
         module = RockmateModule.__new__(RockmateModule)
         module._wrap(model)
         module._plans = plans
-        if self._make_frames is not None:
-            make, *rest = self._make_frames.func, *self._make_frames.args[1:]
-            module._make_frames = partial(
-                make, innermost(model), *rest, **self._make_frames.keywords
-            )
+        if (own := self._make_frames) is not None:
+            module._make_frames = partial(own.func, innermost(model), *own.args[1:], **own.keywords)
             module._frames = None if self._frames is None else module._make_frames()
             module._ends_in_eager, module._is_eager = self._ends_in_eager, self._is_eager
         for each in self._methods.planned.values():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rockmate.budget import size_text
 from rockmate.capture.model_signature import ModelSignature
-from rockmate.capture.opaque_module import opaque_modules, opaque_names
+from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.signature import (
     CallSignature,
     SampleCall,
@@ -34,7 +34,7 @@ from rockmate.capture.signature import (
     resized_call,
 )
 from rockmate.errors import InfeasibleBudgetError, SignatureMismatchError
-from rockmate.fusion.rewrite import COMPILE_LIMIT_S
+from rockmate.planning.options import PlanOptions
 from rockmate.request import PlanRequest
 from rockmate.runtime.model_checks import refuse_uninitialized
 from rockmate.runtime.new_plans import NewPlans
@@ -138,9 +138,8 @@ class PlanCache:
             del self.runnables[adapted[-1] if adapted else MAX_PLANS]
 
     def _new_family(self, call: PlannedCall) -> StepFamily:
-        options = self.request.options if self.request else {}
-        limit_s = options.get("compile_limit_s", COMPILE_LIMIT_S)
-        return StepFamily(self._model, call, compile_limit_s=limit_s)
+        options = self.request.options if self.request else PlanOptions()
+        return StepFamily(self._model, call, compile_limit_s=options.compile_limit_s)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output for a training call; errors as for `RockmateModule.forward`."""
@@ -180,7 +179,7 @@ class PlanCache:
         planned = next((each.planned for each in self.runnables if not each.is_adapted), None)
         if planned is None:
             return copied
-        if not opaque_modules(self._model, opaque_names(planned.plan.options)):
+        if not opaque_modules(self._model, planned.plan.options.untraced):
             copied.adopt(
                 replace(
                     planned,
@@ -282,7 +281,7 @@ class PlanCache:
             if family.num_separate > num_before:
                 reads_values = any(each.planned.read_values.check for each in known)
                 self.new_plans.add("tensors have other sizes", is_value=reads_values)
-            shaped = step.in_form_of(larger[-1].plan) if larger else step
+            shaped = step.with_chunks_of(larger[-1].plan.options) if larger else step
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:
                 # A plan whose budget was infeasible has more bytes. Adapted plans have the budget

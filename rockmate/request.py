@@ -6,20 +6,19 @@ when the module or the shapes of its calls have changed.
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import reprlib
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget
+from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, is_share, parse_budget
 from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.plan import Plan
+from rockmate.planning.options import PlanOptions
 from rockmate.runtime.plan_agreement import broadcast_plan
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step, checked_step
@@ -27,12 +26,7 @@ from rockmate.step import CapturedStep, capture_step, checked_step
 if TYPE_CHECKING:
     from rockmate.planning.session import PlanningSession
 
-
-# Options of a capture that a step names only where they are given.
-_CAPTURE_OPTIONS = (
-    "untraced", "marks", "policy", "existing_checkpoints", "in_flight", "kernels",
-    "compile_limit_s",
-)  # fmt: skip
+_DEFAULTS = PlanOptions()
 
 
 def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedCall:
@@ -41,8 +35,8 @@ def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedC
     Raises:
         PlanMismatchError: the plan was made for another model or sample.
     """
-    options: dict[str, Any] = {"hooked": "", **plan.options}
-    return checked_step(lambda: capture_step(model, sample_input, **options)).planned_call(plan)
+    step = checked_step(lambda: capture_step(model, sample_input, plan.options))
+    return step.planned_call(plan)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +48,7 @@ class PlanRequest:
         memory_limit: the bound on the whole device.
         strategy: the planning strategy; see `Planner.plan`.
         on_infeasible: "least" plans the smallest peak where no schedule fits.
-        options: the keyword options of `Planner`.
+        options: of planning.
         num_methods: how many methods of a model share the bytes of the bound in equal parts. A
             fraction is one of the peak of each.
     """
@@ -63,22 +57,13 @@ class PlanRequest:
     memory_limit: MemoryLimit | None = None
     strategy: str = "rockmate"
     on_infeasible: OnInfeasible = "error"
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: PlanOptions = _DEFAULTS
     num_methods: int = 1
-
-    def __post_init__(self) -> None:
-        """Refuses an option that there is not, before there is a sample."""
-        from rockmate.planning.session import PlanningSession  # loads the solvers
-
-        parameters = inspect.signature(PlanningSession.__init__).parameters.values()
-        known = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
-        check_options(self.options, known)
 
     @property
     def left_out_by_frames(self) -> list[str]:
         """Names of the options that frames do not keep."""
-        names = [name for name in ("marks", "policy") if self.options.get(name) is not None]
-        return [*names, "in_flight"] if self.options.get("in_flight", 1) > 1 else names
+        return [name for name in ("marks", "policy", "in_flight") if name in self.options.changed]
 
     def planned_call(
         self, model: nn.Module, sample_input: Any, *, share_bytes: int | None = None
@@ -97,7 +82,7 @@ class PlanRequest:
         """
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
-        session = PlanningSession(model, sample_input, **self.options)
+        session = PlanningSession(model, sample_input, self.options)
         if is_share(self.budget):
             budget = self.budget if share_bytes is None else share_bytes
         elif self.budget is not None:
@@ -121,13 +106,8 @@ class PlanRequest:
         """
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
-        settings = {
-            name: value
-            for name, value in self.options.items()
-            if name not in {*step.options, *_CAPTURE_OPTIONS}
-        }
         asked_for = budget_bytes if self.memory_limit is None else None
-        session = PlanningSession.of(step, **settings)
+        session = PlanningSession.of(step, self.options)
         return self._broadcast_call(session, budget_bytes, asked_for=asked_for)
 
     def _broadcast_call(
@@ -135,7 +115,7 @@ class PlanRequest:
     ) -> PlannedCall:
         """The planned call; all ranks of a process group run the plan of the first."""
         call = self._call_within(session, budget)
-        request = (asked_for, self.strategy, self.options.get("machine"))
+        request = (asked_for, self.strategy, self.options.machine)
         plan = broadcast_plan(call.plan, step=session.step_text, request=request)
         return call if plan is call.plan else session.planned_call_of(plan)
 
@@ -152,15 +132,6 @@ class PlanRequest:
             raise whole.advised(
                 f"Each of the {self.num_methods} methods that are planned has an equal part of it."
             ) from None
-
-
-def check_options(options: Collection[str], known: Collection[str]) -> None:
-    """Raises `TypeError` for an option that there is not, with the nearest one."""
-    for name in options:
-        if name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {nearest[0]}?" if nearest else ""
-            raise TypeError(f"there is no option {name!r}.{hint}")
 
 
 def check_arguments(
@@ -209,8 +180,9 @@ def check_arguments(
         parse_budget(budget, 1 << 62)
 
 
-def check_larger(larger: str) -> None:
-    """Raises `ValueError` unless it is a value of that argument of `RockmateModule`."""
+def check_choices(larger: str, on_infeasible: str) -> None:
+    """Raises `ValueError` unless they are values of these arguments of `RockmateModule`."""
+    check_on_infeasible(on_infeasible)
     if larger not in ("plan", "refuse"):
         msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
         raise ValueError(msg)
@@ -252,7 +224,7 @@ def checked_plan(
     given = [*options, *(["strategy"] if strategy else [])]
     if not given and sample_input is not None:
         return plan
-    made_with = {"strategy": plan.strategy, **plan.options}
+    made_with = {"strategy": plan.strategy, **plan.options.to_json()}
     settings = ", ".join(f"{name}={value!r}" for name, value in made_with.items())
     if given:
         what = f"{', '.join(given)} cannot be given"

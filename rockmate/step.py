@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
 from rockmate.bound.protocol import StoredBound
 from rockmate.capture.compiled_model import innermost
-from rockmate.capture.memory_format import Formats, MemoryFormat
 from rockmate.capture.model_signature import ModelSignature
-from rockmate.capture.options import check_choices, num_in_flight_of
 from rockmate.capture.roles import Capture
-from rockmate.capture.sample import Sample, read_sample, trace_sample
+from rockmate.capture.sample import read_sample, trace_sample
 from rockmate.capture.signature import CallSignature
 from rockmate.costs.convolution_formats import in_fastest_formats
 from rockmate.costs.layout_check import captured_in_kernel_layouts, check_traced
 from rockmate.costs.machine import Machine
 from rockmate.errors import PlanMismatchError
-from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
+from rockmate.fusion.report import COMPILE_LIMIT_S
+from rockmate.fusion.rewrite import Fusion
 from rockmate.graph.build import build_graph
 from rockmate.graph.chunking.chunks import (
     Chunks,
@@ -30,10 +29,8 @@ from rockmate.graph.chunking.chunks import (
     separable_blocks,
 )
 from rockmate.graph.chunking.region import Refusal
-from rockmate.graph.convolution_formats import format_options, kinds_of_options
-from rockmate.graph.hooked_gradients import hooked_names, shared_names
+from rockmate.graph.hooked_gradients import shared_names
 from rockmate.graph.ir import Graph
-from rockmate.graph.mark_request import MarkRequest, Policy
 from rockmate.graph.node_marks import decided_request, without_source
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import (
@@ -44,6 +41,7 @@ from rockmate.graph.passes import (
     run_passes,
 )
 from rockmate.graph.snapshot_capture import snapshot_of
+from rockmate.graph.step_options import StepOptions
 from rockmate.plan.plan import Plan
 from rockmate.plan.renumbering import renumbered
 from rockmate.runtime.emit import emit
@@ -53,6 +51,8 @@ from rockmate.schedule.schedule import baseline_schedule, find_in_place, moved_l
 from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger(__name__)
+
+_DEFAULTS = StepOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,7 +65,7 @@ class CapturedStep:
         graph: the joint graph as ops on storages.
         call: signature of the calls that the step serves.
         state: signature of the model at the capture.
-        options: options of the capture; see `capture_step`.
+        options: of the capture, with what it has decided.
         absence: why there is nothing here to train the step with; empty if there is.
         allocation_bytes: storages take multiples of it. None: as the allocator of their device
             rounds.
@@ -78,7 +78,7 @@ class CapturedStep:
     graph: Graph
     call: CallSignature
     state: ModelSignature
-    options: Mapping[str, str]
+    options: StepOptions
     absence: str = ""
     allocation_bytes: int | None = None
     fusion: Fusion | None = None
@@ -92,72 +92,54 @@ class CapturedStep:
 
     def in_chunks(self, chunks: Chunks) -> CapturedStep | Refusal:
         """The step with its loss block or feed-forward blocks in chunks, or why not."""
-        returned = self.options["gradients"] == "returned"
+        returned = self.options.gradients == "returned"
         capture = chunk_loss_block(self.capture, chunks, returned_gradients=returned)
         if isinstance(capture, Refusal):
             return capture
-        options = {**self.options, "loss_chunks": str(chunks)}
-        step = step_of(
-            capture,
-            self.model,
-            self.call,
-            self.state,
-            options,
-            allocation_bytes=self.allocation_bytes,
-            fusion=self.fusion,
-        )
-        return replace(step, absence=self.absence)
+        return self._of(capture, replace(self.options, loss_chunks=chunks), self.fusion)
 
     def fused(
         self,
         *,
-        unfused: str | None = None,
+        unfused: tuple[str, ...] | None = None,
         progress: bool = False,
         compile_limit_s: float = COMPILE_LIMIT_S,
     ) -> CapturedStep:
         """The step with its groups of ops fused.
 
         Args:
-            unfused: see `capture_step`.
+            unfused: see `StepOptions`.
             progress: as for `Planner`.
             compile_limit_s: as for `Planner`.
         """
-        if self.fusion is not None and self.options["unfused"] == unfused:
+        if self.fusion is not None and self.options.unfused == unfused:
             return self
-        step = step_of(
-            self.capture,
-            self.model,
-            self.call,
-            self.state,
-            {**self.options, "kernels": "fused"},
-            allocation_bytes=self.allocation_bytes,
-            fusion=Fusion.of(
-                unfused,
-                progress=progress,
-                is_run=not self.absence,
-                compile_limit_s=compile_limit_s,
-            ),
+        fusion = Fusion(
+            refused=unfused,
+            progress=progress,
+            is_run=not self.absence,
+            compile_limit_s=compile_limit_s,
         )
-        return replace(step, absence=self.absence)
+        return self._of(self.capture, self.options, fusion)
 
     def without_marks(self, source: str) -> CapturedStep:
         """The same step without the marks of one source; its ops have the same indices."""
-        capture = without_source(self.capture, source)
+        return self._of(without_source(self.capture, source), self.options)
+
+    def _of(
+        self, capture: Capture, options: StepOptions, fusion: Fusion | None = None
+    ) -> CapturedStep:
+        """The step of another form of the same capture."""
+        size = self.allocation_bytes
         step = step_of(
-            capture,
-            self.model,
-            self.call,
-            self.state,
-            self.options,
-            allocation_bytes=self.allocation_bytes,
-        )
+            capture, self.model, self.call, self.state, options, allocation_bytes=size,
+            fusion=fusion,
+        )  # fmt: skip
         return replace(step, absence=self.absence)
 
-    def in_form_of(self, plan: Plan) -> CapturedStep:
-        """The step in the chunks of `plan` where those are possible, else itself."""
-        if "loss_chunks" not in plan.options:
-            return self
-        chunked = self.in_chunks(Chunks.parse(plan.options["loss_chunks"]))
+    def with_chunks_of(self, options: StepOptions) -> CapturedStep:
+        """The step in the chunks of `options` where those are possible, else itself."""
+        chunked = self.in_chunks(options.loss_chunks) if options.loss_chunks else self
         return self if isinstance(chunked, Refusal) else chunked
 
     def planned_call(self, plan: Plan) -> PlannedCall:
@@ -196,7 +178,7 @@ class CapturedStep:
             in_place: positions of the runs in place. None takes every run that can be in place.
         """
         snapshot = snapshot_of(self.graph, self.call)
-        if dict(plan.options) != dict(self.options) or not plan.snapshot.serves_smaller(snapshot):
+        if plan.options != self.options or not plan.snapshot.serves_smaller(snapshot):
             return None
         if (schedule := moved_like(plan.schedule, self.graph)) is None:
             return None
@@ -230,10 +212,10 @@ class CapturedStep:
         """The plan with this step's graph, replayed on it."""
         snapshot = snapshot_of(self.graph, self.call)
         difference = plan.snapshot.difference(snapshot)
-        if not difference and dict(plan.options) != dict(self.options):
+        if not difference and plan.options != self.options:
             difference = (
-                f"it was made with {dict(plan.options)}, and the step was captured with "
-                f"{dict(self.options)}"
+                f"it was made with {plan.options.to_json()}, and the step was captured with "
+                f"{self.options.to_json()}"
             )
         if difference:
             msg = (
@@ -266,63 +248,69 @@ class CapturedStep:
 def capture_step(
     model: nn.Module,
     sample_input: Any,
+    options: StepOptions = _DEFAULTS,
     *,
-    differentiable: Literal["loss", "all"] = "loss",
-    outputs: Literal["all", "loss"] = "all",
-    gradients: Literal["accumulated", "returned"] = "accumulated",
-    untraced: str | Sequence[str] = (),
     machine: Machine | None = None,
-    loss_chunks: str = "",
-    hooked: str | None = None,
-    whole_shared: bool = False,
-    kernels: Literal["eager", "fused"] = "eager",
-    memory_format: MemoryFormat = "as_given",
-    output_layouts: str = "",
-    contiguous_convolutions: str | None = None,
-    unfused: str | None = None,
     progress: bool = False,
     compile_limit_s: float = COMPILE_LIMIT_S,
-    marks: Mapping[Any, str] | str | None = None,
-    policy: Policy | str | None = None,
-    existing_checkpoints: str = "lift",
-    in_flight: int | str = 1,
 ) -> CapturedStep:
     """Captures the joint graph of a model for a sample.
 
-    Arguments and errors are those of `Planner`. Marks, a policy, `in_flight`, and three more are
-    texts as in `CapturedStep.options`. `hooked`: parameters with whole gradients; None takes those
-    with a tensor hook, and with `whole_shared` those to which several gradients flow.
-    `memory_format`: "channels_last" gives convolutions their inputs so; `output_layouts` are as of
-    the function, "" leaves them. `contiguous_convolutions` are kinds of those that compute on
-    contiguous values, `unfused` groups that stay; None measures. `loss_chunks`: see `Chunks`.
+    Args:
+        model: as for `Planner`, as are `sample_input`, `progress` and `compile_limit_s`.
+        sample_input: the sample.
+        options: how it is captured. The step has them with what the capture has decided.
+        machine: that the step is captured for; None for the device of the model.
+        progress: whether bars are shown.
+        compile_limit_s: seconds that compiling may take.
 
     Raises:
-        PlanMismatchError: the loss block cannot run in the chunks of `loss_chunks`.
+        RockmateError: as for `Planner`.
+        PlanMismatchError: the blocks of the step cannot run in `options.loss_chunks`.
     """
-    options = {"differentiable": differentiable, "outputs": outputs, "gradients": gradients}
-    check_choices(**options, kernels=kernels, memory_format=memory_format)
-    model, request = innermost(model), MarkRequest.of(marks, policy, existing_checkpoints)
-    names = tuple(untraced.split(",")) if isinstance(untraced, str) else tuple(untraced)
-    options |= {"untraced": ",".join(names)} if names else {}
-    options |= {"in_flight": str(in_flight)} if num_in_flight_of(in_flight) > 1 else {}
-    check_model(model, names, machine)
+    model = innermost(model)
+    check_model(model, options.untraced, machine)
     sample = read_sample(model, sample_input, machine.torch_device if machine else None)
-    formats = Formats(memory_format, output_layouts)
-    traced: Any = {"differentiable": differentiable, "outputs": outputs, "untraced": names}
-    traced |= {"formats": formats, "keeps_checkpoints": request.honours_checkpoints}
-    capture = trace_sample(model, sample, **traced)
-    state = _state_of(model, hooked, capture if whole_shared else None, options)
-    options |= format_options(formats, contiguous_convolutions)
-    capture = _rewritten(capture, request, options)
-    if "memory_format" in options and contiguous_convolutions is None:
-        options["contiguous_convolutions"] = in_fastest_formats(capture, progress=progress)
-    limits: Any = {"progress": progress, "compile_limit_s": compile_limit_s}
-    fusion = _fusion_of(unfused, sample, machine, limits) if kernels == "fused" else None
-    options |= {"kernels": kernels} if fusion else {}
-    further: Any = {"allocation_bytes": machine and machine.allocation_bytes, "fusion": fusion}
-    step = step_of(capture, model, sample.call, state, options, **further)
-    step = _chunked(step, loss_chunks) if loss_chunks else step
+    capture = trace_sample(model, sample, **options.traced)
+    # A capture may change the model, so its state is read after it.
+    state, owners = ModelSignature.of(model), owner_names(model)
+    if options.hooked is not None:
+        state = replace(state, hooked=frozenset(options.hooked))
+    elif options.sums_shared:
+        state = replace(state, hooked=state.hooked | shared_names(capture, owners))
+    marks, hooked = decided_request(capture, options.marks), hooked_of(state, options)
+    options = replace(options, marks=marks, hooked=hooked, sums_shared=False)
+    capture = run_passes(REWRITES, capture, PassOptions.of(options, owners))
+    if options.formats.are_changed and options.contiguous_convolutions is None:
+        kinds = in_fastest_formats(capture, progress=progress)
+        options = replace(options, contiguous_convolutions=kinds)
+    step = step_of(
+        capture,
+        model,
+        sample.call,
+        state,
+        replace(options, loss_chunks=None),
+        allocation_bytes=machine.allocation_bytes if machine else None,
+        fusion=None
+        if options.kernels == "eager"
+        else Fusion(
+            # Times here say nothing of a machine that is described: all groups are taken.
+            refused=() if machine and options.unfused is None else options.unfused,
+            is_run=sample.device is None,
+            progress=progress,
+            compile_limit_s=compile_limit_s,
+        ),
+    )
+    step = _chunked(step, options.loss_chunks) if options.loss_chunks else step
     return replace(step, absence=sample.absence)
+
+
+def hooked_of(state: ModelSignature, options: StepOptions) -> tuple[str, ...]:
+    """Names of the parameters with whole gradients, for a step whose backward does not return them.
+
+    One that does has the gradients whole in any case.
+    """
+    return tuple(sorted(state.hooked)) if options.gradients == "accumulated" else ()
 
 
 def checked_step(capture: Callable[[], CapturedStep]) -> CapturedStep:
@@ -336,51 +324,16 @@ def checked_step(capture: Callable[[], CapturedStep]) -> CapturedStep:
     return captured_in_kernel_layouts(checked)
 
 
-def _rewritten(capture: Capture, request: MarkRequest, options: dict[str, str]) -> Capture:
-    """The capture after `REWRITES`, and in `options` what the marks have decided."""
-    request = decided_request(capture, request)
-    options |= request.options
-    passes = PassOptions(marks=request, contiguous=kinds_of_options(options))
-    return run_passes(REWRITES, capture, passes)
-
-
-def _fusion_of(
-    unfused: str | None, sample: Sample, machine: Machine | None, limits: Mapping[str, Any]
-) -> Fusion:
-    """How groups will be fused."""
-    is_run, is_timed = sample.device is None, machine is None
-    return Fusion.of(unfused, is_run=is_run, is_timed=is_timed, **limits)
-
-
-def _state_of(
-    model: nn.Module, hooked: str | None, capture: Capture | None, options: dict[str, str]
-) -> ModelSignature:
-    """The model's state after its capture, for which it may change itself.
-
-    Names of parameters with whole gradients, as given or as found, go to `options`: those with a
-    tensor hook, and those to which several gradients flow in `capture`.
-    """
-    state = ModelSignature.of(model)
-    if hooked is not None:
-        state = replace(state, hooked=frozenset(hooked_names({"hooked": hooked})))
-    if capture is not None:
-        shared = shared_names(capture, owner_names(model))
-        state = replace(state, hooked=state.hooked | shared)
-    if state.hooked and options["gradients"] == "accumulated":
-        options["hooked"] = ",".join(sorted(state.hooked))
-    return state
-
-
-def _chunked(step: CapturedStep, loss_chunks: str) -> CapturedStep:
+def _chunked(step: CapturedStep, chunks: Chunks) -> CapturedStep:
     """The step with its loss block in chunks, which a plan asks for.
 
     Raises:
         PlanMismatchError: the loss block cannot be chunked.
     """
-    chunked = step.in_chunks(Chunks.parse(loss_chunks))
+    chunked = step.in_chunks(chunks)
     if isinstance(chunked, Refusal):
         msg = (
-            f"the plan takes the loss block in chunks ({loss_chunks}), and this model's cannot be: "
+            f"the plan takes the loss block in chunks ({chunks}), and this model's cannot be: "
             f"{chunked}. Plan again."
         )
         raise PlanMismatchError(msg)
@@ -392,7 +345,7 @@ def step_of(
     model: nn.Module,
     call: CallSignature,
     state: ModelSignature,
-    options: Mapping[str, str],
+    options: StepOptions,
     *,
     allocation_bytes: int | None = None,
     like: Graph | None = None,
@@ -405,32 +358,27 @@ def step_of(
         model: the model of the step.
         call: signature of the calls that the step serves.
         state: signature of the model at the capture.
-        options: see `capture_step`.
+        options: of the step, decided.
         allocation_bytes: see `build_graph`.
         like: see `PassOptions`.
         fusion: how groups of ops are fused; None leaves every op by itself.
     """
-    returned = options["gradients"] == "returned"
-    passes = PassOptions(
-        hooked=hooked_names(options),
-        owner_of=owner_names(model),
-        like=like,
-        contiguous=kinds_of_options(options),
-        returned=returned,
-    )
+    passes = PassOptions.of(options, owner_names(model), like=like)
     capture = run_passes(JOINT_PASSES, capture, passes)
 
     def build(joint: Capture) -> Graph:
-        return build_graph(joint, returned_gradients=returned, allocation_bytes=allocation_bytes)
+        return build_graph(
+            joint, returned_gradients=passes.returned, allocation_bytes=allocation_bytes
+        )
 
     if fusion is None:
         built = build(capture)
     else:
         fusion, fused = fusion.run(capture, build)
-        options = {**options, "unfused": fusion.refused_text}
+        options = replace(options, kernels="fused", unfused=fusion.refused)
         built = build(fused)
     graph = run_passes(GRAPH_PASSES, built, passes)
-    graph = replace(graph, num_in_flight=int(options.get("in_flight", "1")))
+    graph = replace(graph, num_in_flight=options.in_flight)
     graph.verify()
     return CapturedStep(
         model=model,

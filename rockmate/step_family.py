@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
-from rockmate.capture.opaque_module import opaque_modules, opaque_names
+from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.provenance import source_lines
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, SampleCall
@@ -29,14 +29,13 @@ from rockmate.errors import (
     MarkError,
     UnsupportedModelError,
 )
-from rockmate.fusion.rewrite import COMPILE_LIMIT_S, Fusion
-from rockmate.graph.convolution_formats import formats_of, kinds_of_options
-from rockmate.graph.hooked_gradients import hooked_names
+from rockmate.fusion.report import COMPILE_LIMIT_S
+from rockmate.fusion.rewrite import Fusion
 from rockmate.graph.ir import Graph
-from rockmate.graph.mark_request import MarkRequest
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import JOINT_PASSES, REWRITES, PassOptions, run_passes
 from rockmate.graph.snapshot_capture import snapshot_of
+from rockmate.graph.step_options import StepOptions
 from rockmate.plan.plan import Plan
 from rockmate.runtime.emit import emit
 from rockmate.runtime.planned_call import PlannedCall
@@ -80,9 +79,7 @@ class StepFamily:
         self._compile_limit_s = compile_limit_s
         self._fused_calls: list[CallSignature] = []  # of other sizes, in order of their coming
         self._is_warned_of_kernels = False
-        self._options = {
-            name: value for name, value in planned.plan.options.items() if name != "loss_chunks"
-        }  # of the capture
+        self._options = replace(planned.plan.options, loss_chunks=None)  # of the capture
         self._groups = SizeGroups.of(planned.call)
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
@@ -111,9 +108,9 @@ class StepFamily:
             call: signature of the smaller one.
         """
         options = planned.plan.options
-        if "loss_chunks" in options:  # whose sizes are no expressions of the call's
+        if options.loss_chunks:  # whose sizes are no expressions of the call's
             return None
-        if "kernels" in options:  # kernels are compiled for the sizes of a call
+        if options.kernels == "fused":  # kernels are compiled for the sizes of a call
             return None
         try:
             with gc_paused():
@@ -183,9 +180,10 @@ class StepFamily:
                 self.num_separate += 1
                 logger.info("captured for these sizes alone, since %s: %s", reason, call)
                 self._warn_of_lengths(call, str(reason))
-            options: dict[str, Any] = {"hooked": "", **self._options_for(call)}
-            options |= {"compile_limit_s": self._compile_limit_s}
-            return checked_step(lambda: capture_step(self._model, sample, **options))
+            options, limit_s = self._options_for(call), self._compile_limit_s
+            return checked_step(
+                lambda: capture_step(self._model, sample, options, compile_limit_s=limit_s)
+            )
 
     def _warn_of_lengths(self, call: CallSignature, reason: str) -> None:
         """Warns once of many lengths that were captured one by one."""
@@ -232,13 +230,7 @@ class StepFamily:
 
     @property
     def _pass_options(self) -> PassOptions:
-        options = self._planned.plan.options
-        return PassOptions(
-            hooked=hooked_names(options),
-            owner_of=owner_names(self._model),
-            marks=MarkRequest.of_options(options),
-            contiguous=kinds_of_options(options),
-        )
+        return PassOptions.of(self._planned.plan.options, owner_names(self._model))
 
     def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
         """What `make` makes; where it cannot be made, that is not tried again, and said once."""
@@ -256,25 +248,17 @@ class StepFamily:
         planned, options = self._planned, self._options
         if planned.read_values.check is not None:
             raise SizesNotCoveredError("the forward reads values of its inputs or buffers")
-        apart = list(opaque_modules(self._model, opaque_names(options)))
+        apart = list(opaque_modules(self._model, options.untraced))
         if apart:
             raise SizesNotCoveredError(
                 f"the submodule {apart[0]} is not traced, so that its sizes are known from runs "
                 "alone"
             )
         with source_lines():
-            symbolic = SymbolicCapture(
-                self._model,
-                planned.call,
-                self._groups,
-                differentiable=options["differentiable"],
-                outputs=options["outputs"],
-                keeps_checkpoints=MarkRequest.of_options(options).honours_checkpoints,
-                formats=formats_of(options),
-            )
+            symbolic = SymbolicCapture(self._model, planned.call, self._groups, **options.traced)
         capture = symbolic.instance(planned.call)
         capture = run_passes(REWRITES, capture, self._pass_options)
-        step = self._step_of(capture, planned.call).in_form_of(planned.plan)
+        step = self._step_of(capture, planned.call).with_chunks_of(planned.plan.options)
         found = planned.plan.snapshot.difference(snapshot_of(step.graph, planned.call))
         if found:
             raise SizesNotCoveredError(f"at the sample's sizes the graph is another: {found}")
@@ -290,9 +274,12 @@ class StepFamily:
         self, capture: Capture, call: CallSignature, *, like: Graph | None = None
     ) -> CapturedStep:
         fusion, options = None, self._options_for(call)
-        if "kernels" in options:
-            fusion = Fusion.of(options["unfused"], compile_limit_s=self._compile_limit_s)
-            fusion = replace(fusion, is_for_other_sizes=call != self._planned.call)
+        if options.kernels == "fused":
+            fusion = Fusion(
+                refused=options.unfused,
+                is_for_other_sizes=call != self._planned.call,
+                compile_limit_s=self._compile_limit_s,
+            )
         return step_of(
             capture,
             self._model,
@@ -305,7 +292,7 @@ class StepFamily:
 
     def has_kernels_alike(self, call: CallSignature, planned: CallSignature) -> bool:
         """Whether a call will run the same kind of kernels as one that was planned."""
-        return "kernels" not in self._options or self._is_fused(call) == (
+        return self._options.kernels == "eager" or self._is_fused(call) == (
             planned == self._planned.call or planned in self._fused_calls
         )
 
@@ -314,10 +301,10 @@ class StepFamily:
         is_known = call in (self._planned.call, *self._fused_calls)
         return is_known or len(self._fused_calls) < MAX_FUSED_SIZES
 
-    def _options_for(self, call: CallSignature) -> dict[str, str]:
+    def _options_for(self, call: CallSignature) -> StepOptions:
         """The options of the capture."""
-        options = dict(self._options)
-        if "kernels" not in options:
+        options = self._options
+        if options.kernels == "eager":
             return options
         if self._is_fused(call):
             if call not in (self._planned.call, *self._fused_calls):
@@ -331,7 +318,7 @@ class StepFamily:
                 1 + MAX_FUSED_SIZES,
                 _advice_on_sizes([self._planned.call, *self._fused_calls, call]),
             )
-        return {name: options[name] for name in options if name not in ("kernels", "unfused")}
+        return replace(options, kernels="eager", unfused=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,7 +105,7 @@ class ModelMeasurement:
                 continue
             begin = time.perf_counter()
             plan = Plan.load(self.options.plans / record["file"])
-            call = step.in_form_of(plan).planned_call(plan)
+            call = step.with_chunks_of(plan.options).planned_call(plan)
             module = RockmateModule.of(self.workload.model, call, trial="never")
             prepare_s = record["plan_s"] + time.perf_counter() - begin
             peer = partial(_lend, module)

@@ -183,7 +183,7 @@ class _ModelPlans:
                 "peak_bytes": simulate(plan.graph, plan.schedule, plan.costs).peak_bytes,
                 "ratio": plan.predicted_ms / planner.baseline_ms,
                 "lower_bound_ratio": plan.lower_bound_ms / planner.baseline_ms,
-                "chunks": plan.options.get("loss_chunks", ""),
+                "chunks": str(plan.options.loss_chunks or ""),
             }
 
     @property
@@ -258,7 +258,7 @@ class _ModelPlans:
             "lower_bound_ms": plan.lower_bound_ms,
             "gap": (simulation.time_ms - plan.lower_bound_ms) / self.planner.baseline_ms,
             "is_proved": plan.num_unproved_blocks == 0,
-            "chunks": plan.options.get("loss_chunks", ""),
+            "chunks": str(plan.options.loss_chunks or ""),
         }
 
     def yardsticks(self) -> Iterator[Record]:

@@ -15,18 +15,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rockmate._torch.storage import version_of
+from rockmate.capture.options import MemoryFormat
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.errors import UnsupportedModelError
 from rockmate.ops.kernel_layouts import CHANNELS_LAST
-
-MemoryFormat = Literal["as_given", "channels_last"]
 
 _CONVOLUTIONS = {
     functional.conv2d, functional.conv3d, functional.conv_transpose2d, functional.conv_transpose3d
@@ -60,7 +59,12 @@ class Formats:
     """
 
     convolutions: MemoryFormat = "as_given"
-    outputs: str = ""
+    outputs: tuple[str, ...] = ()
+
+    @property
+    def are_changed(self) -> bool:
+        """Whether some convolution may read another format than the model gives it."""
+        return self.convolutions != "as_given"
 
     @contextmanager
     def applied(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -69,7 +73,7 @@ class Formats:
         Raises:
             UnsupportedModelError: the layout shows beyond rounding.
         """
-        if self.convolutions == "as_given":
+        if not self.are_changed:
             yield
             return
         for tensor in inputs:
@@ -82,25 +86,24 @@ class Formats:
 
     def laid_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The tensors that a forward gives away, copied where they are in another layout."""
-        layouts = self.outputs.split(",")
-        layouts += [""] * (len(tensors) - len(layouts))
+        layouts = [*self.outputs, *[""] * (len(tensors) - len(self.outputs))]
         return list(map(_in_layout, tensors, layouts))
 
 
 AS_GIVEN = Formats()
 
 
-def output_layouts(capture: Capture) -> str:
+def output_layouts(capture: Capture) -> tuple[str, ...]:
     """For each tensor that the forward gives away its dimensions, that of the largest step first.
 
-    They are texts such as "0231" between commas, empty for those that have one layout.
+    They are texts such as "0231", empty for those that have one layout.
     """
     outputs: Any = capture.joint.graph.output_node().args[0]
     layouts = dict[int, str]()
     for node, role in zip(outputs, capture.output_roles, strict=True):
         if role is not None and role.kind is RoleKind.OUTPUT:
             layouts[role.index] = _layout(node.meta["val"])
-    return ",".join(layouts.get(index, "") for index in range(max(layouts, default=-1) + 1))
+    return tuple(layouts.get(index, "") for index in range(max(layouts, default=-1) + 1))
 
 
 def _layout(tensor: torch.Tensor) -> str:

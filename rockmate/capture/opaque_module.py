@@ -191,11 +191,6 @@ def _watch_calls(
     ]
 
 
-def opaque_names(options: Mapping[str, str]) -> tuple[str, ...]:
-    """The names that were given, among the options of a captured step."""
-    return tuple(name for name in options.get("untraced", "").split(",") if name)
-
-
 def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
     """Paths and submodules that are not traced.
 

@@ -1,34 +1,58 @@
-"""The options of a captured step that are checked before anything is captured."""
+"""Options of a capture, and the values that options of a plan may have. Nothing here needs torch.
+
+`PlanOptions` has all options of a plan and says what they mean.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections import ChainMap
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, get_args, get_origin
 
-def num_in_flight_of(given: int | str) -> int:
-    """The number of forwards before their backwards, which `options` has as a text.
+Differentiable = Literal["loss", "all"]
+Outputs = Literal["all", "loss"]
+Gradients = Literal["accumulated", "returned"]
+Numerics = Literal["any_order", "bitwise"]
+Kernels = Literal["eager", "fused", "auto"]
+ExistingCheckpoints = Literal["lift", "honour"]
+MemoryFormat = Literal["as_given", "channels_last"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureOptions:
+    """Options that `PlanOptions`, which explains them, and the options of a step share.
 
     Raises:
-        ValueError: it is no whole number of at least 1.
+        ValueError: an option has none of its values, or `in_flight` is no whole number from 1 on.
     """
-    number = int(given) if isinstance(given, str) and given.isdecimal() else given
-    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        msg = f"in_flight is {given!r}; give the number of forwards before a backward, at least 1"
-        raise ValueError(msg)
-    return number
 
+    differentiable: Differentiable = "loss"
+    outputs: Outputs = "all"
+    gradients: Gradients = "accumulated"
+    untraced: Sequence[str] = ()
+    in_flight: int = 1
 
-# The values of an option, the default first.
-_CHOICES = {
-    "differentiable": ("loss", "all"),
-    "outputs": ("all", "loss"),
-    "gradients": ("accumulated", "returned"),
-    "kernels": ("eager", "fused"),
-    "memory_format": ("as_given", "channels_last"),
-}
-
-
-def check_choices(**options: str) -> None:
-    """Raises `ValueError` for an option that has none of its values."""
-    for name, value in options.items():
-        if value not in _CHOICES[name]:
-            msg = f"{name} is {value!r}; choose one of {', '.join(map(repr, _CHOICES[name]))}"
+    def __post_init__(self) -> None:
+        for name, values in choices_of(type(self)).items():
+            if (value := getattr(self, name)) not in values:
+                *first, last = map(repr, values)
+                msg = f"{name} is {value!r}; choose {', '.join(first)} or {last}"
+                raise ValueError(msg)
+        number = self.in_flight
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            msg = (
+                f"in_flight is {number!r}; give the number of forwards before a backward, at "
+                "least 1"
+            )
             raise ValueError(msg)
+        given = self.untraced.split(",") if isinstance(self.untraced, str) else self.untraced
+        object.__setattr__(self, "untraced", tuple(name for name in given if name))
+
+
+def choices_of(options: type) -> dict[str, tuple[str, ...]]:
+    """The values of the options that have a few, by name."""
+    known = ChainMap(*(vars(sys.modules[each.__module__]) for each in options.__mro__))
+    types = {each.name: known.get(str(each.type)) for each in fields(options)}
+    return {name: get_args(kind) for name, kind in types.items() if get_origin(kind) is Literal}

@@ -5,6 +5,7 @@ A model that is planned for a device that is not here is traced with fake tensor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -102,7 +103,7 @@ def trace_sample(
     *,
     differentiable: Literal["loss", "all"],
     outputs: Literal["all", "loss"],
-    untraced: tuple[str, ...],
+    untraced: Sequence[str],
     keeps_checkpoints: bool = False,
     formats: Formats = AS_GIVEN,
     keeps_strides: bool = False,

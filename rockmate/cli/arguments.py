@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
+
+from rockmate.capture.options import choices_of
+from rockmate.errors import MarkError
+from rockmate.planning.options import PlanOptions
 
 # As in `rockmate.hf.model_source`, which imports torch.
 DTYPES = ("float32", "bfloat16", "float16")
-# As in `rockmate.planning.stopping_rule`, which imports more than an argument needs.
-GAP_TOLERANCE = 1e-3
 MODEL_HELP = (
     "a Hugging Face config.json, a folder with one, or a model's name (random weights; only a "
     "configuration is ever fetched); or "
@@ -42,46 +46,26 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
         default="cpu",
         help="where a configuration's model is built and measured (default: cpu)",
     )
-    _add_planning_arguments(command)
+    for name in ("numerics", "kernels", "untraced", "machine", "in_flight"):
+        add_option(command, name)
+    add_mark_arguments(command)
     command.add_argument(
         "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
     )
 
 
-def _add_planning_arguments(command: argparse.ArgumentParser) -> None:
-    """How the step is captured, and what every plan of it keeps."""
+def add_option(command: argparse.ArgumentParser, name: str) -> None:
+    """Adds an option of `PlanOptions`, with its values and its default there."""
+    default = next(each.default for each in fields(PlanOptions) if each.name == name)
+    text, metavar, read = _OPTIONS[name]
     command.add_argument(
-        "--numerics",
-        choices=("any_order", "bitwise"),
-        default="any_order",
-        help="whether plans may run in chunks, which add the same numbers in another order, where "
-        "that is faster; bitwise keeps the bits of every gradient (default: any_order)",
-    )
-    command.add_argument(
-        "--kernels",
-        choices=("eager", "fused", "auto"),
-        default="eager",
-        help="fuse groups of ops into compiled kernels, or where that is faster (default: eager)",
-    )
-    command.add_argument(
-        "--untraced",
-        type=names,
-        default=(),
-        metavar="PATH,PATH",
-        help="submodules that run as they are, since they cannot be captured",
-    )
-    command.add_argument(
-        "--machine",
-        help="estimate times for it instead of measuring them here: h100, l4, ..., or the path "
-        "of a .toml",
-    )
-    add_mark_arguments(command)
-    command.add_argument(
-        "--in-flight",
-        type=positive,
-        default=1,
-        metavar="K",
-        help="forwards that run before the backward of the first (default: 1)",
+        f"--{name.removesuffix('_s').replace('_', '-')}",
+        dest=name,
+        default=default,
+        choices=choices_of(PlanOptions).get(name),
+        help=f"{text} (default: {default})" if default else text,
+        metavar=metavar,
+        type=read,
     )
 
 
@@ -97,67 +81,29 @@ def add_mark_arguments(command: argparse.ArgumentParser) -> None:
             help=f"what every plan {what}: paths of submodules as encoder.*.mlp, ops as aten.mm, "
             "or names that rockmate.name gave",
         )
-    command.add_argument(
-        "--existing-checkpoints",
-        choices=("lift", "honour"),
-        default="lift",
-        help="undo checkpointed calls in the model's code, or keep them as marks (default: lift)",
-    )
+    add_option(command, "existing_checkpoints")
 
 
-def add_mesh_argument(command: argparse.ArgumentParser) -> None:
-    """Adds the ranks of a cluster that need not be there."""
-    command.add_argument(
-        "--mesh",
-        type=mesh_sizes,
-        metavar="N",
-        help="plan one rank of a cluster of --machine, with parameters sharded over N ranks, or "
-        "over N ranks in each of M replicas as MxN",
-    )
+def add_budget_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds what plans for a budget take: when a search ends, where values may move, ranks."""
+    for name in ("gap_tolerance", "time_limit_s", "offload", "host_budget", "mesh"):
+        add_option(command, name)
 
 
-def mesh_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The mesh that was given, as an option of `Planner`."""
-    return {} if arguments.mesh is None else {"mesh": arguments.mesh}
-
-
-def add_offload_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds where values may move."""
-    command.add_argument(
-        "--offload",
-        metavar="TIER",
-        help="let values move to another memory tier and back: host, or disk:FOLDER",
-    )
-    command.add_argument(
-        "--host-budget",
-        metavar="SIZE",
-        help="most that they take there, as 32GiB (default: no limit)",
-    )
-
-
-def offload_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Where values may move, as options of `Planner`."""
-    given = {"offload": arguments.offload, "host_budget": arguments.host_budget}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def mark_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The marks that were given, as options of `Planner`.
+def planning_options(arguments: argparse.Namespace) -> PlanOptions:
+    """The options of planning that were given.
 
     Raises:
         MarkError: a pattern is to be saved and to be recomputed.
     """
-    from rockmate.errors import MarkError
-
     both = [pattern for pattern in arguments.save if pattern in arguments.recompute]
     if both:
         raise MarkError(f"--save and --recompute both name {both[0]!r}. Leave one of them out.")
     words = {"save": arguments.save, "recompute": arguments.recompute}
     marks = {pattern: word for word, patterns in words.items() for pattern in patterns}
-    options: dict[str, Any] = {"marks": marks} if marks else {}
-    if arguments.existing_checkpoints != "lift":
-        options["existing_checkpoints"] = arguments.existing_checkpoints
-    return options
+    names = [each.name for each in fields(PlanOptions)]
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return PlanOptions(**given, marks=marks or None)
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -174,25 +120,6 @@ def fraction(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not in (0, 1]")
     return value
-
-
-def add_search_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds what tells when the search for a plan ends."""
-    command.add_argument(
-        "--gap-tolerance",
-        type=above_zero,
-        default=GAP_TOLERANCE,
-        metavar="FRACTION",
-        help="end a search this near to the lower bound, as a fraction of the time without "
-        "recomputation (default: %(default)s)",
-    )
-    command.add_argument(
-        "--time-limit",
-        type=above_zero,
-        default=30.0,
-        metavar="SECONDS",
-        help="end the search for one plan after so many seconds (default: %(default)s)",
-    )
 
 
 def above_zero(text: str) -> float:
@@ -227,3 +154,45 @@ def at_least(text: str, smallest: int) -> int:
     if value < smallest:
         raise argparse.ArgumentTypeError(f"{text} is below {smallest}")
     return value
+
+
+# Of options of `PlanOptions`: what they do, what stands for their value, and how it is read.
+_OPTIONS: dict[str, tuple[str, str | None, Callable[[str], Any]]] = {
+    "numerics": (
+        "whether plans may run in chunks, which add the same numbers in another order, where that "
+        "is faster; bitwise keeps the bits of every gradient",
+        None,
+        str,
+    ),
+    "kernels": ("fuse groups of ops into compiled kernels, or where that is faster", None, str),
+    "untraced": (
+        "submodules that run as they are, since they cannot be captured", "PATH,PATH", names
+    ),
+    "machine": (
+        "estimate times for it instead of measuring them here: h100, l4, ..., or the path of a "
+        ".toml",
+        "MACHINE",
+        str,
+    ),
+    "in_flight": ("forwards that run before the backward of the first", "K", positive),
+    "existing_checkpoints": (
+        "undo checkpointed calls in the model's code, or keep them as marks", None, str
+    ),
+    "gap_tolerance": (
+        "end a search this near to the lower bound, as a fraction of the time without "
+        "recomputation",
+        "FRACTION",
+        above_zero,
+    ),
+    "time_limit_s": ("end the search for one plan after so many seconds", "SECONDS", above_zero),
+    "offload": (
+        "let values move to another memory tier and back: host, or disk:FOLDER", "TIER", str
+    ),
+    "host_budget": ("most that they take there, as 32GiB (default: no limit)", "SIZE", str),
+    "mesh": (
+        "plan one rank of a cluster of --machine, with parameters sharded over N ranks, or over N "
+        "ranks in each of M replicas as MxN",
+        "N",
+        mesh_sizes,
+    ),
+}  # fmt: skip

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rockmate.cli.arguments import (
     add_model_arguments,
-    add_offload_arguments,
-    mark_options,
+    add_option,
     names,
-    offload_options,
+    planning_options,
     positive,
 )
 
@@ -36,7 +36,8 @@ def add_to(commands: Any) -> None:
     add_model_arguments(fit)
     _add_training(fit)
     _add_search(fit)
-    add_offload_arguments(fit)
+    add_option(fit, "offload")
+    add_option(fit, "host_budget")
     fit.add_argument("--json", type=Path, metavar="FILE", help="where the rows go, as JSON")
     fit.add_argument("--plot", type=Path, metavar="FILE", help="where the picture goes")
     fit.add_argument("--quiet", action="store_true", help="no progress, only the table")
@@ -123,13 +124,11 @@ def run(arguments: argparse.Namespace) -> int:
         batch_axis=arguments.batch_axis,
         token_axis=arguments.token_axis,
         reserve=arguments.reserve,
-        machine=arguments.machine,
         measure=arguments.measure,
         num_steps=arguments.steps,
-        numerics=arguments.numerics,
-        progress=not arguments.quiet and is_terminal(),
-        capture=_capture_options(arguments),
-        **offload_options(arguments),
+        planning=replace(
+            planning_options(arguments), progress=not arguments.quiet and is_terminal()
+        ),
     )
     _check(arguments, options)
     if arguments.plot is not None:  # now rather than after the search
@@ -139,15 +138,6 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.write(f"{found}\n({found.seconds_text})\n")
     _write(arguments, found)
     return 0
-
-
-def _capture_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    options = mark_options(arguments)
-    if arguments.untraced:
-        options["untraced"] = arguments.untraced
-    if arguments.in_flight > 1:
-        options["in_flight"] = arguments.in_flight
-    return options
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -19,23 +19,20 @@ from typing import TYPE_CHECKING
 
 from rockmate.cli import check_command, fit_command
 from rockmate.cli.arguments import (
+    add_budget_arguments,
     add_mark_arguments,
-    add_mesh_argument,
     add_model_arguments,
-    add_offload_arguments,
-    add_search_arguments,
     at_least_two,
     fraction,
-    mark_options,
-    mesh_options,
     names,
-    offload_options,
+    planning_options,
     positive,
 )
 
 if TYPE_CHECKING:
     from rockmate.cli.demo import DemoOptions
     from rockmate.hf.model_source import SourcedModel
+    from rockmate.planning.options import PlanOptions
 
 _PLOT_NAME = "memory.png"
 
@@ -145,9 +142,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         ),
     )
     add_model_arguments(sweep)
-    add_search_arguments(sweep)
-    add_offload_arguments(sweep)
-    add_mesh_argument(sweep)
+    add_budget_arguments(sweep)
     sweep.add_argument(
         "--budgets",
         metavar="B",
@@ -186,9 +181,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "write the plan to a file.",
     )
     add_model_arguments(plan)
-    add_search_arguments(plan)
-    add_offload_arguments(plan)
-    add_mesh_argument(plan)
+    add_budget_arguments(plan)
     plan.add_argument(
         "--budget",
         required=True,
@@ -246,7 +239,7 @@ def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
             "--layers and --width are for the GPT-2 that is built without --model. Leave them out."
         )
         raise DemoError(msg)
-    marks = mark_options(arguments)
+    marks = planning_options(arguments).changed
     if marks and arguments.mode == "frames":
         raise DemoError("marks belong to plans, and --mode frames has none. Leave one of them out.")
     return DemoOptions(
@@ -286,26 +279,19 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
         num_steps=arguments.steps,
         progress=not arguments.quiet,
     )
-    options.check(arguments.machine)  # all that can be told before the model is built
-    further = mark_options(arguments) | offload_options(arguments) | mesh_options(arguments)
+    planning = planning_options(arguments)
+    options.check(planning.machine)  # all that can be told before the model is built
     if arguments.out is not None:
         SweepFolder(arguments.out)
-    source = _source(arguments)
+    source = _source(arguments, planning)
     try:
         found = run_sweep(
             source.model,
             source.sample_input,
             options,
+            planning,
             title=source.title,
             out=arguments.out,
-            machine=arguments.machine,
-            numerics=arguments.numerics,
-            gap_tolerance=arguments.gap_tolerance,
-            time_limit_s=arguments.time_limit,
-            untraced=arguments.untraced,
-            kernels=arguments.kernels,
-            in_flight=arguments.in_flight,
-            **further,
         )
     except KeyboardInterrupt:
         if arguments.out is not None:
@@ -338,21 +324,10 @@ def _run_plan(arguments: argparse.Namespace) -> int:
             f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or "
             "give another --out."
         )
-    further = mark_options(arguments) | offload_options(arguments) | mesh_options(arguments)
-    source = _source(arguments)
-    planner = Planner(
-        source.model,
-        source.sample_input,
-        progress=not arguments.quiet and is_terminal(),
-        machine=arguments.machine,
-        numerics=arguments.numerics,
-        gap_tolerance=arguments.gap_tolerance,
-        time_limit_s=arguments.time_limit,
-        untraced=arguments.untraced,
-        kernels=arguments.kernels,
-        in_flight=arguments.in_flight,
-        **further,
-    )
+    planning = planning_options(arguments)
+    source = _source(arguments, planning)
+    progress = not arguments.quiet and is_terminal()
+    planner = Planner(source.model, source.sample_input, planning, progress=progress)
     plan = planner.plan(
         budgets[0], strategy=arguments.strategy, on_infeasible=arguments.on_infeasible
     )
@@ -371,12 +346,12 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _source(arguments: argparse.Namespace) -> SourcedModel:
+def _source(arguments: argparse.Namespace, planning: PlanOptions) -> SourcedModel:
     from rockmate.hf.model_source import load_model
     from rockmate.hf.synthetic_sample import SampleShape
     from rockmate.planning.simulated_capture import machine_of
 
-    machine_of(arguments.machine, arguments.mesh)  # told now if it is not known
+    machine_of(planning)  # told now if it is not known
     shape = SampleShape(
         batch_size=arguments.batch or 2,
         num_tokens=arguments.tokens,

@@ -9,10 +9,10 @@ from rockmate._torch.distributed import first_offer
 from rockmate.capture.roles import Capture, copied_capture
 from rockmate.costs.measure import measure_costs
 from rockmate.graph.build import build_graph
-from rockmate.graph.convolution_formats import kind_of, kinds_in, run_contiguous
+from rockmate.graph.convolution_formats import kind_of, run_contiguous
 
 
-def in_fastest_formats(capture: Capture, *, progress: bool = False) -> str:
+def in_fastest_formats(capture: Capture, *, progress: bool = False) -> tuple[str, ...]:
     """Has convolutions compute on contiguous values, in place, where that is faster.
 
     Args:
@@ -20,13 +20,13 @@ def in_fastest_formats(capture: Capture, *, progress: bool = False) -> str:
         progress: as for `measure_costs`.
 
     Returns:
-        The kinds of these convolutions, with commas between them. Ranks of a process group take
-        those of the first.
+        The kinds of these convolutions. Ranks of a process group take those of the first.
     """
     names = sorted(map(kind_of, capture.joint.graph.nodes))
     faster = sorted(_faster_contiguous(capture, progress=progress))
-    kinds = first_offer(f"formats of {names}", ",".join(faster))
-    run_contiguous(capture.joint.graph, kinds_in(kinds))
+    agreed = first_offer(f"formats of {names}", ",".join(faster))
+    kinds = tuple(filter(None, agreed.split(",")))
+    run_contiguous(capture.joint.graph, kinds)
     return kinds
 
 

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import nn
 
 from rockmate.budget import parse_budget
-from rockmate.capture.options import num_in_flight_of
 from rockmate.costs.machine import Machine, known_machines, load_machine
 from rockmate.curves.errors import FitError, check_measuring
 from rockmate.curves.size_axis import Dims, Kind
 from rockmate.errors import InvalidBudgetError
 from rockmate.memory_limit import MemoryLimit, Optimizer, device_of
-from rockmate.offload.request import OffloadRequest
-from rockmate.planning.numerics import Numerics, check_numerics
+from rockmate.planning.options import PlanOptions
 
 TOKEN_STEP = 8
 """Lengths of sequences are multiples of it: attention kernels are made for such."""
@@ -27,6 +24,8 @@ TOKEN_STEP = 8
 _ZERO = re.compile(r"0+(\.0*)? *([KMGT]?I?B)?", re.IGNORECASE)
 _MOST_ROWS = 1 << 16
 _MOST_TOKENS = 1 << 22
+_NOT_OF_FITS = ("kernels", "compile_limit_s", "gap_tolerance", "time_limit_s", "mesh", "shard")
+_DEFAULTS = PlanOptions()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,21 +48,13 @@ class FitOptions:
             first tensor of integers has.
         reserve: what the device itself takes, in bytes or as a size; 0 for nothing. None measures
             or assumes it.
-        machine: that costs are estimated for, as for `Planner`; None takes a description of the
-            device that the model is on.
         measure: then also measures costs, and trains `num_steps` steps at each size of the table,
             on the device that the model is on. The model is put back to what it was.
         num_steps: how many steps are timed.
-        numerics: as for `Planner`; "bitwise" leaves out chunks, which fit larger sizes.
-        offload: lets values move to another memory tier and back, as for `Planner`: "host" for a
-            machine with a GPU, "disk:FOLDER" for a CPU. Without `measure`, the rates of copies are
-            those of the machine's description.
-        host_budget: most bytes that moved values take there, an int or a size as "32GiB"; None for
-            no limit.
-        progress: shows progress bars.
-        capture: options of the capture, as for `Planner`: "differentiable", "outputs", "gradients",
-            "untraced", "marks", "policy", "existing_checkpoints", "in_flight". With several
-            forwards in flight, as many batches are held.
+        planning: options of planning; see `rockmate.PlanOptions`. Without a `machine`, costs are
+            estimated by a description of the device that the model is on. With several forwards in
+            flight, as many batches are held. Kernels are PyTorch's own, and time limits are those
+            of a fit.
     """
 
     memory: int | str
@@ -75,14 +66,24 @@ class FitOptions:
     batch_axis: Dims | None = None
     token_axis: Dims | None = None
     reserve: int | str | None = None
-    machine: str | Path | Machine | None = None
     measure: bool = False
     num_steps: int = 5
-    numerics: Numerics = "any_order"
-    offload: str | None = None
-    host_budget: int | str | None = None
-    progress: bool = False
-    capture: Mapping[str, Any] = field(default_factory=dict)
+    planning: PlanOptions = _DEFAULTS
+
+    @classmethod
+    def of(cls, keywords: Mapping[str, Any]) -> FitOptions:
+        """The options of a fit and of planning that are given by name.
+
+        Raises:
+            UnknownOptionError: there is none of a name, or a fit has no such option.
+        """
+        names = [each.name for each in fields(cls)]
+        given = {name: value for name, value in keywords.items() if name in names}
+        planning = {name: value for name, value in keywords.items() if name not in names}
+        given["planning"] = PlanOptions.of(
+            given.get("planning"), planning, known=names, but=_NOT_OF_FITS, what="a fit has"
+        )
+        return cls(**given)
 
     def __post_init__(self) -> None:
         """Raises `FitError` for what cannot be read, `OffloadError` for a tier that is not here."""
@@ -91,25 +92,12 @@ class FitOptions:
         for size in (*(self.sizes or ()), *([] if self.most is None else [self.most])):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise FitError(f"size {size!r} is no whole number of at least 1.")
-        check_numerics(self.numerics)
-        num_in_flight_of(self.capture.get("in_flight", 1))
-        check_measuring(
-            FitError, measure=self.measure, machine=self.machine, num_steps=self.num_steps
-        )
         try:
-            OffloadRequest.parse(self.offload, self.host_budget)
+            _ = self.planning.moves
         except (ValueError, InvalidBudgetError) as error:
             raise FitError(str(error)) from error
-
-    @property
-    def planner_options(self) -> dict[str, Any]:
-        """Where values may move, as options of `Planner.of`."""
-        return {"offload": self.offload, "host_budget": self.host_budget}
-
-    @property
-    def step_options(self) -> dict[str, Any]:
-        """Options of the steps that are captured."""
-        return {**self.capture, "whole_shared": self.numerics == "bitwise"}
+        machine = self.planning.machine
+        check_measuring(FitError, measure=self.measure, machine=machine, num_steps=self.num_steps)
 
     @property
     def limit(self) -> MemoryLimit:
@@ -132,11 +120,6 @@ class FitOptions:
         if self.reserve is None:
             return None
         return 0 if _is_zero(self.reserve) else _num_bytes(self.reserve, "reserve")
-
-    @property
-    def num_in_flight(self) -> int:
-        """Number of forwards before the backward of the first."""
-        return num_in_flight_of(self.capture.get("in_flight", 1))
 
     @property
     def axis(self) -> Dims | None:
@@ -165,8 +148,8 @@ class FitOptions:
             MachineError: the machine is not known, or its description cannot be used.
             FitError: none is given, and none is known for the device of the model.
         """
-        if self.machine is not None:
-            return load_machine(self.machine)
+        if self.planning.machine is not None:
+            return load_machine(self.planning.machine)
         device = device_of(model)
         if device.type == "cpu":
             return load_machine("cpu-avx2")

@@ -39,7 +39,7 @@ _LEAST_TOKENS = 128
 _TIME_LIMIT_S = 10.0  # of all solves for one size
 
 
-def fit(model: nn.Module, sample_input: Any, memory: int | str, **options: Any) -> Fit:
+def fit(model: nn.Module, sample_input: Any, memory: int | str, **keywords: Any) -> Fit:
     """The largest batch, or the longest sequence, that trains within a memory.
 
     The model is trained as it is: parameters that require no gradient are frozen. Costs are
@@ -54,7 +54,7 @@ def fit(model: nn.Module, sample_input: Any, memory: int | str, **options: Any) 
         model: in training mode, on any device, the meta device included.
         sample_input: as for `Planner`, with a batch of at least 2.
         memory: of the device, in bytes or as a size ("24GiB").
-        **options: of `FitOptions`.
+        **keywords: of `FitOptions` and of `PlanOptions`, which document them.
 
     Raises:
         NothingFitsError: not even the smallest size fits; the text says what takes the memory and
@@ -64,11 +64,10 @@ def fit(model: nn.Module, sample_input: Any, memory: int | str, **options: Any) 
         MachineError: the machine is not known, or has no rates of copies to another memory tier.
         OffloadError: values of this model cannot move to the tier.
         InvalidSampleError, UnsupportedModelError: as for `Planner`.
-        TypeError: an option is not known.
+        UnknownOptionError: an option is not known.
     """
-    return run_fit(
-        model, sample_input, FitOptions(memory=memory, **options), title=type(model).__name__
-    )
+    options = FitOptions.of({"memory": memory, **keywords})
+    return run_fit(model, sample_input, options, title=type(model).__name__)
 
 
 def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: str) -> Fit:
@@ -100,7 +99,7 @@ def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: 
         optimizer=optimizer_name(options.optimizer),
         axis=options.vary,
         machine=None if options.measure else machine.name,
-        offload=options.offload,
+        offload=options.planning.offload,
         rows=tuple(
             replace(row, is_largest=row is rows[-1], is_fastest=row is fastest) for row in rows
         ),
@@ -130,18 +129,13 @@ class _Run:
         self._axis = SizeAxis.of(sample.call, options.vary, options.axis)
         self.most = options.most_of(model)
         self.timings: dict[str, float] = {"capture": 0.0}
-        self._steps = SizedSteps(
-            model, sample, sample_input, self._axis, machine, options.step_options
+        planning = replace(
+            options.planning, machine=machine, time_limit_s=_TIME_LIMIT_S, progress=False
         )
+        self._steps = SizedSteps(model, sample, sample_input, self._axis, machine, planning.step)
 
         def planner_of(step: CapturedStep) -> Planner:
-            return Planner.of(
-                step,
-                machine=machine,
-                numerics=options.numerics,
-                time_limit_s=_TIME_LIMIT_S,
-                **options.planner_options,
-            )
+            return Planner.of(step, planning)
 
         self._planners = SizedPlanners(self._step, planner_of)
         self._chunks: Chunks | None = None
@@ -159,7 +153,7 @@ class _Run:
 
     def shown(self, sizes: Iterable[int], what: str) -> Iterable[int]:
         """The sizes, with a progress bar."""
-        return tqdm(sizes, desc=what, unit="size", disable=not self._options.progress)
+        return tqdm(sizes, desc=what, unit="size", disable=not self._options.planning.progress)
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -189,7 +183,7 @@ class _Run:
         return self._fixed.held_bytes + self._input_bytes(size)
 
     def _input_bytes(self, size: int) -> int:
-        return self._options.num_in_flight * input_bytes(self._axis.call_at(size))
+        return self._options.planning.in_flight * input_bytes(self._axis.call_at(size))
 
     def largest(self) -> int:
         """The largest size that fits; 0 if none does."""
@@ -199,7 +193,7 @@ class _Run:
             lambda units: self.need(units * step), self._limit_bytes, most=most, known=known
         )
         self._whole = whole * step
-        if self._options.numerics == "bitwise" or whole == most:
+        if self._options.planning.numerics == "bitwise" or whole == most:
             return self._whole
         above = min(most, max(1, 2 * whole))
         self._chunks = chunks = self._planners.smallest_chunks(above * step)
@@ -281,7 +275,7 @@ class _Run:
             predicted_ms=plan.predicted_ms,
             baseline_ms=planner.baseline_ms,
             num_recomputations=plan.schedule.num_recomputations(),
-            loss_chunks=plan.options.get("loss_chunks", ""),
+            loss_chunks=str(plan.options.loss_chunks or ""),
             host_bytes=plan.simulation.host_bytes,
             num_moves=len(plan.schedule.moves),
         )
@@ -302,14 +296,14 @@ class _Run:
         options = self._options
         sample = self._axis.sample_at(self._sample_input, size)
         try:
-            step = capture_step(self._model, sample, **options.step_options)
-            planner = Planner.of(step, numerics=options.numerics, **options.planner_options)
+            step = capture_step(self._model, sample, options.planning.step)
+            planner = Planner.of(step, options.planning, progress=False)
             plan = planner.plan(self._budget_bytes(size))
             meter = SideBySide(
                 self._model,
                 sample,
                 num_steps=options.num_steps,
-                num_in_flight=options.num_in_flight,
+                num_in_flight=options.planning.in_flight,
                 with_eager=False,
             )
             measured = meter.measure(planner.module_of(plan, trial="never"))

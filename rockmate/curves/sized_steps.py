@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,10 +22,10 @@ from rockmate.costs.machine import Machine
 from rockmate.curves.size_axis import SizeAxis
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.graph.hooked_gradients import shared_names
-from rockmate.graph.mark_request import MarkRequest
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import JOINT_PASSES, REWRITES, PassOptions, run_passes
-from rockmate.step import CapturedStep, capture_step, step_of
+from rockmate.graph.step_options import StepOptions
+from rockmate.step import CapturedStep, capture_step, hooked_of, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ class SizedSteps:
         sample_input: Any,
         axis: SizeAxis,
         machine: Machine,
-        options: Mapping[str, Any],
+        options: StepOptions,
     ) -> None:
         """Takes what is captured; nothing is captured yet.
 
@@ -58,27 +57,22 @@ class SizedSteps:
             sample_input: as for `Planner`.
             axis: of the size.
             machine: that the steps are for.
-            options: of `capture_step`.
+            options: of the steps.
         """
         self._model = model
         self._sample = sample
         self._sample_input = sample_input
         self._axis = axis
         self._machine = machine
-        self._options = dict(options)
-        self._request = MarkRequest.of(
-            options.get("marks"),
-            options.get("policy"),
-            options.get("existing_checkpoints", "lift"),
-        )
+        self._options = options
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         # Parameters to which several gradients flow, where these are added to each other first.
         self._shared: frozenset[str] = frozenset()
-        apart = list(opaque_modules(model, self._options.get("untraced", ())))
+        apart = list(opaque_modules(model, options.untraced))
         # A policy may read sizes, so it is asked at each.
-        self._has_symbolic = not apart and self._request.policy is None
-        self._logs_checkpoints = not self._request.honours_checkpoints
+        self._has_symbolic = not apart and options.marks.policy is None
+        self._logs_checkpoints = not options.marks.honours_checkpoints
         self.num_captures = 0
 
     def step(self, size: int) -> CapturedStep:
@@ -100,18 +94,12 @@ class SizedSteps:
         capture = self._capture_at(call)
         # Hooks and modes as of now: what the capture changed in the model is put back.
         state = self._state()
-        options = {name: self._options.get(name, value) for name, value in _DEFAULTS.items()}
-        options |= self._request.options
-        if self._options.get("in_flight", 1) != 1:
-            options["in_flight"] = str(self._options["in_flight"])
-        if state.hooked and options["gradients"] == "accumulated":
-            options["hooked"] = ",".join(sorted(state.hooked))
         step = step_of(
             capture,
             self._model,
             call,
             state,
-            options,
+            replace(self._options, hooked=hooked_of(state, self._options), sums_shared=False),
             allocation_bytes=self._machine.allocation_bytes,
         )
         return replace(step, absence=self._sample.absence)
@@ -123,7 +111,7 @@ class SizedSteps:
         """
         if self._symbolic is None:
             self._symbolic = self._symbolic_capture()
-            if self._options.get("whole_shared", False):
+            if self._options.sums_shared:
                 capture = self._symbolic.instance(call)
                 self._shared = shared_names(capture, owner_names(self._model))
             try:
@@ -132,12 +120,15 @@ class SizedSteps:
                 logger.info("the graph is rewritten at each size, since %s", reason)
         if self._generic is not None:
             return self._generic.instance(call)
-        options = PassOptions(marks=self._request)
+        options = PassOptions(marks=self._options.marks)
         return run_passes(REWRITES, self._symbolic.instance(call), options)
 
     def _rewritten(self, capture: Capture) -> Capture:
-        hooked = tuple(sorted(self._state().hooked))
-        options = PassOptions(hooked=hooked, owner_of=owner_names(self._model), marks=self._request)
+        options = PassOptions(
+            hooked=tuple(sorted(self._state().hooked)),
+            owner_of=owner_names(self._model),
+            marks=self._options.marks,
+        )
         return run_passes((*REWRITES, *JOINT_PASSES), capture, options)
 
     def _state(self) -> ModelSignature:
@@ -147,7 +138,6 @@ class SizedSteps:
 
     def _symbolic_capture(self) -> SymbolicCapture:
         self.num_captures += 1
-        options = {**_DEFAULTS, **self._options}
         try:
             with source_lines():
                 symbolic = SymbolicCapture(
@@ -155,9 +145,7 @@ class SizedSteps:
                     self._axis.call,
                     self._axis.groups,
                     device=self._sample.device,
-                    differentiable=options["differentiable"],
-                    outputs=options["outputs"],
-                    keeps_checkpoints=self._request.honours_checkpoints,
+                    **self._options.traced,
                 )
             self._log_checkpoints(symbolic.num_checkpoints)
             return symbolic
@@ -168,7 +156,7 @@ class SizedSteps:
     def _captured(self, size: int) -> CapturedStep:
         self.num_captures += 1
         sample = self._axis.sample_at(self._sample_input, size)
-        step = capture_step(self._model, sample, machine=self._machine, **self._options)
+        step = capture_step(self._model, sample, self._options, machine=self._machine)
         self._log_checkpoints(step.capture.num_checkpoints)
         return step
 
@@ -177,6 +165,3 @@ class SizedSteps:
         if self._logs_checkpoints:
             log_lifted(self._model, number)
         self._logs_checkpoints = False
-
-
-_DEFAULTS = {"differentiable": "loss", "outputs": "all", "gradients": "accumulated"}

@@ -107,7 +107,7 @@ def planned_row(plan: Plan, *, minimum_bytes: int) -> SweepRow:
         predicted_ratio=plan.predicted_ratio,
         lower_bound_ratio=plan.quick_lower_bound_ms / plan.baseline_ms if plan.baseline_ms else 0.0,
         num_recomputed=plan.schedule.num_recomputations(),
-        loss_chunks=plan.options.get("loss_chunks", ""),
+        loss_chunks=str(plan.options.loss_chunks or ""),
         moved_bytes=plan.simulation.host_bytes or None,
     )
 

@@ -19,7 +19,6 @@ from torch import nn
 from tqdm import tqdm
 
 from rockmate.budget import Budget, budgets_in_bytes, check_budgets, parse_budgets
-from rockmate.capture.options import num_in_flight_of
 from rockmate.curves.errors import SweepError, check_measuring
 from rockmate.curves.measure import SideBySide
 from rockmate.curves.sweep import Key, Sweep
@@ -28,6 +27,7 @@ from rockmate.curves.sweep_row import SweepRow, planned_row
 from rockmate.errors import InfeasibleBudgetError, SolverLimitError
 from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
+from rockmate.planning.options import PlanOptions
 from rockmate.planning.strategies import BITWISE, STRATEGIES, UNMOVED
 from rockmate.progress import is_terminal
 
@@ -45,7 +45,8 @@ def sweep(
     num_steps: int = 5,
     out: str | Path | None = None,
     progress: bool = False,
-    **planner_options: Any,
+    options: PlanOptions | None = None,
+    **keywords: Any,
 ) -> Sweep:
     """What each of many activation budgets buys, from one capture of the model.
 
@@ -66,7 +67,8 @@ def sweep(
         out: a folder for the rows, a page and the plans; measured rows that are there already are
             kept and not measured again.
         progress: shows progress bars.
-        **planner_options: as for `Planner`.
+        options: of planning, all at once.
+        **keywords: single options of planning; `rockmate.PlanOptions` documents them.
 
     Returns:
         The rows by strategy and ascending budget; one that is not feasible is among them and says
@@ -79,9 +81,9 @@ def sweep(
         MissingExtraError: `out` is given, and matplotlib is not installed.
         InvalidSampleError, UnsupportedModelError, MachineError: as for `Planner`.
     """
-    options = SweepOptions(budgets, strategies, measure, num_steps, progress)
-    title = type(model).__name__
-    return run_sweep(model, sample_input, options, title=title, out=out, **planner_options)
+    asked = SweepOptions(budgets, strategies, measure, num_steps, progress)
+    planning, title = PlanOptions.of(options, keywords), type(model).__name__
+    return run_sweep(model, sample_input, asked, planning, title=title, out=out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,27 +119,26 @@ def run_sweep(
     model: nn.Module,
     sample_input: Any,
     options: SweepOptions,
+    planning: PlanOptions | None = None,
     *,
     title: str,
     out: str | Path | None = None,
-    **planner_options: Any,
 ) -> Sweep:
     """As `sweep`; `title` says what was swept.
 
     If it is interrupted, the folder holds what was found until then.
     """
-    options.check(planner_options.get("machine"))
+    planning = PlanOptions.of(planning, {"progress": options.progress and is_terminal()})
+    options.check(planning.machine)
     folder = None if out is None else SweepFolder(Path(out))
-    planner = Planner(
-        model, sample_input, progress=options.progress and is_terminal(), **planner_options
-    )
-    default = (_DEFAULT,) if planner_options.get("offload") is None else (_DEFAULT, UNMOVED)
+    planner = Planner(model, sample_input, planning)
+    default = (_DEFAULT,) if planning.offload is None else (_DEFAULT, UNMOVED)
     strategies = default if options.strategies is None else options.strategies
     run = _Run(planner, options, strategies, _begin(planner, model, title), folder)
     try:
         run.predict()
         if options.measure:
-            num_in_flight = num_in_flight_of(run.found.baseline.options.get("in_flight", 1))
+            num_in_flight = run.found.baseline.options.in_flight
             meter = SideBySide(
                 model, sample_input, num_steps=options.num_steps, num_in_flight=num_in_flight
             )
@@ -157,7 +158,7 @@ def _begin(planner: Planner, model: nn.Module, title: str) -> Sweep:
         "title": title,
         "graph": snapshot.fingerprint,
         "call": snapshot.call_fingerprint,
-        "options": dict(baseline.options),
+        "options": baseline.options.to_json(),
         "machine": baseline.machine,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "num_threads": torch.get_num_threads(),
@@ -218,7 +219,7 @@ class _Run:
         """Plans for every budget that has no row."""
         begin = time.perf_counter()
         self._predict(self._strategies)
-        is_chunked = any("loss_chunks" in plan.options for plan in self.found.plans.values())
+        is_chunked = any(plan.options.loss_chunks for plan in self.found.plans.values())
         if self._options.strategies is None and is_chunked:
             self._predict((BITWISE,))
         self.found.timings["sweep"] = time.perf_counter() - begin

@@ -39,7 +39,7 @@ class _Part:
         """Captures and measures."""
         self._graph, self._options = graph, options
         self._budget_bytes = -1
-        self.planner = Planner(graph, tuple(tensors), **options.planner)
+        self.planner = Planner(graph, tuple(tensors), options.planner)
 
     def plan_within(self, budget_bytes: int) -> None:
         """Makes the module for a share, unless it is there."""
@@ -59,7 +59,7 @@ class _Part:
         try:
             return self.module(*tensors)
         except SignatureMismatchError:
-            self.planner = Planner(self._graph, tuple(tensors), **self._options.planner)
+            self.planner = Planner(self._graph, tuple(tensors), self._options.planner)
             budget_bytes, self._budget_bytes = self._budget_bytes, -1
             self.plan_within(budget_bytes)
             return self.module(*tensors)
@@ -140,7 +140,7 @@ class PlannedGraph:
         Outputs of a part are inputs of the next, and are differentiated.
         """
         loss = None if self.is_part else self._outputs.loss
-        if loss is None or self.step.options.planner["differentiable"] == "loss":
+        if loss is None or self.step.options.planner.differentiable == "loss":
             return loss
         logger.info(
             "the plan has a gradient for each output of this graph. If you differentiate its "

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from rockmate.budget import size_text
 
+COMPILE_LIMIT_S = 300.0
+"""Default of the seconds that compiling the kernels of a step may take."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:

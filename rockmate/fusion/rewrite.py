@@ -25,16 +25,13 @@ from rockmate.fusion.kernels import (
     compiled_groups,
     uncompiled,
 )
-from rockmate.fusion.report import FusionReport, GroupReport
+from rockmate.fusion.report import COMPILE_LIMIT_S, FusionReport, GroupReport
 from rockmate.fusion.subgraph import Subgraph, subgraph_of, takeable
 from rockmate.graph.fake_values import refresh_views
 from rockmate.graph.ir import Graph, Op
 from rockmate.graph.value_numbering import remove_dead_calls
 from rockmate.ops.fused import FusedOp
 from rockmate.ops.rng import is_random
-
-COMPILE_LIMIT_S = 300.0
-"""Default of the seconds that compiling the kernels of a step may take."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,38 +49,12 @@ class Fusion:
         report: what fusing has brought; None before `run`.
     """
 
-    refused: frozenset[str] | None = None
+    refused: tuple[str, ...] | None = None
     progress: bool = False
     is_run: bool = True
     is_for_other_sizes: bool = False
     compile_limit_s: float = COMPILE_LIMIT_S
     report: FusionReport | None = None
-
-    @staticmethod
-    def of(
-        refused_text: str | None,
-        *,
-        progress: bool = False,
-        is_run: bool = True,
-        is_timed: bool = True,
-        compile_limit_s: float = COMPILE_LIMIT_S,
-    ) -> Fusion:
-        """A fusion from the text of its `refused`; None measures each group.
-
-        With `is_timed` False, None takes all groups that are right: times here say nothing of a
-        machine that is described.
-        """
-        refused = None if is_timed else frozenset[str]()
-        if refused_text is not None:
-            refused = _keys(refused_text)
-        return Fusion(
-            refused=refused, progress=progress, is_run=is_run, compile_limit_s=compile_limit_s
-        )
-
-    @property
-    def refused_text(self) -> str:
-        """The keys of `refused` as one text."""
-        return ",".join(sorted(self.refused or ()))
 
     def run(self, capture: Capture, build: Callable[[Capture], Graph]) -> tuple[Fusion, Capture]:
         """Fuses the groups of a captured step, which is not changed.
@@ -105,10 +76,12 @@ class Fusion:
         if self.refused is not None or fusion.report is None:
             return fusion, fused
         found = sorted(group.name for group in fusion.report.groups)
-        agreed = first_offer(f"fused {found}", fusion.refused_text)
-        if agreed == fusion.refused_text:
+        own = ",".join(fusion.refused or ())
+        agreed = first_offer(f"fused {found}", own)
+        if agreed == own:
             return fusion, fused
-        return replace(self, refused=_keys(agreed))._run(capture, build)
+        refused = tuple(filter(None, agreed.split(",")))
+        return replace(self, refused=refused)._run(capture, build)
 
     def _run(self, capture: Capture, build: Callable[[Capture], Graph]) -> tuple[Fusion, Capture]:
         copied = copied_capture(capture)
@@ -133,7 +106,7 @@ class Fusion:
             groups = [each.group for each in kept]
         _replace_groups(copied.joint.graph, kept, {key: each.op for key, each in compiled.items()})
         report = _report(kept, compiled, refused_places, time.perf_counter() - begin)
-        return replace(self, refused=frozenset(left), report=report), copied
+        return replace(self, refused=tuple(sorted(left)), report=report), copied
 
     def _compiled(
         self, graph: Graph, wanted: list[Subgraph], deadline: Deadline
@@ -155,11 +128,6 @@ class Fusion:
     def _is_refused(self, group: CompiledGroup) -> bool:
         """Whether a group stays unfused; where others were measured, only if it cannot run."""
         return bool(group.refusal) and (self.refused is None or not group.is_right)
-
-
-def _keys(text: str) -> frozenset[str]:
-    """The keys of a `refused_text`."""
-    return frozenset(filter(None, text.split(",")))
 
 
 def _subgraphs(graph: Graph, groups: Sequence[Group]) -> list[Subgraph]:

@@ -7,13 +7,12 @@ that of its weight) and the sizes of its weight, so it holds for batches of any 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
-from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.nodes import layout_of, tensors_of
 from rockmate.capture.opaque_call import OpaqueForward
 from rockmate.capture.roles import Capture, RoleKind
@@ -52,34 +51,6 @@ def _sizes(sizes: Iterable[int]) -> str:
     return "x".join(map(str, sizes))
 
 
-def kinds_in(text: str) -> frozenset[str]:
-    """The kinds in a text that lists them between commas."""
-    return frozenset(filter(None, text.split(",")))
-
-
-def format_options(formats: Formats, kinds: str | None) -> dict[str, str]:
-    """What the options of a captured step say of formats; nothing for "as_given"."""
-    if formats == AS_GIVEN:
-        return {}
-    return {
-        "memory_format": formats.convolutions,
-        "output_layouts": formats.outputs,
-        "contiguous_convolutions": kinds or "",
-    }
-
-
-def formats_of(options: Mapping[str, Any]) -> Formats:
-    """How a forward that was captured with options lays out values."""
-    if "memory_format" not in options:
-        return AS_GIVEN
-    return Formats(options["memory_format"], options["output_layouts"])
-
-
-def kinds_of_options(options: Mapping[str, str]) -> frozenset[str] | None:
-    """The kinds that the options of a captured step name; None without channels last."""
-    return kinds_in(options["contiguous_convolutions"]) if "memory_format" in options else None
-
-
 def reads_contiguous(graph: fx.Graph) -> bool:
     """Whether some convolution reads values whose channels could be last and are not."""
     calls = graph.find_nodes(op="call_function", target=_FORWARD)
@@ -99,7 +70,7 @@ def draws_of(graph: fx.Graph) -> list[Hashable]:
     return [(node.target, *map(layout_of, tensors_of(node))) for node in draws]
 
 
-def run_contiguous(graph: fx.Graph, kinds: Set[str] | None) -> None:
+def run_contiguous(graph: fx.Graph, kinds: Collection[str] | None) -> None:
     """Has convolutions that read values with channels last compute on contiguous ones, in place.
 
     Args:

@@ -24,11 +24,6 @@ from rockmate.graph.fake_values import fake_result
 from rockmate.graph.ir import Graph, Op
 
 
-def hooked_names(options: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the parameters that a step's options say to be hooked."""
-    return tuple(name for name in options.get("hooked", "").split(",") if name)
-
-
 def shared_names(capture: Capture, owner_of: Mapping[str, str]) -> frozenset[str]:
     """Names of the parameters that have more than one gradient: tied weights, repeated calls."""
     owners = Counter(

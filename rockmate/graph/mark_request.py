@@ -8,8 +8,8 @@ A *mark* says what a plan must do with values of the forward:
 | recompute | may be recomputed | is not live when the forward ends and the backward begins |
 
 A pattern is the path of a submodule (`"encoder.*.mlp"`), an op (`"aten.mm"`), or a name that
-`rockmate.name` has given to a value. A request can be written as text and read again, because a
-plan says how its step was captured.
+`rockmate.name` has given to a value. A request can be written as plain values and read again,
+because a plan says how its step was captured.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy
 
 from rockmate._torch.ops import is_op
+from rockmate.capture.options import ExistingCheckpoints
 from rockmate.errors import MarkError
 
 WORDS = ("save", "recompute")
-ExistingCheckpoints = Literal["lift", "honour"]
 Policy = Callable[..., Any] | Sequence[Any]
 
 # A decision of a policy on one op -> the letter that stands for it in a request's text.
@@ -76,50 +76,41 @@ class MarkRequest:
 
     @staticmethod
     def of(
-        marks: Mapping[Any, str] | str | None = None,
-        policy: Policy | str | None = None,
-        existing_checkpoints: str = "lift",
+        marks: Mapping[Any, str] | None = None,
+        policy: Policy | None = None,
+        existing_checkpoints: ExistingCheckpoints = "lift",
     ) -> MarkRequest:
-        """The request of the user's arguments, or of the texts that `options` gave.
+        """The request of the user's arguments.
 
         Raises:
             MarkError: a word, a pattern or the policy cannot be read.
         """
-        if existing_checkpoints not in ("lift", "honour"):
-            msg = f"existing_checkpoints is {existing_checkpoints!r}; choose 'lift' or 'honour'"
-            raise MarkError(msg)
-        is_written = isinstance(marks, str) and marks.startswith("[[")
-        patterns = _patterns(dict(json.loads(marks)) if is_written else marks)  # pyright: ignore
-        is_text = isinstance(policy, str)
         return MarkRequest(
-            patterns=patterns,
-            policy=None if is_text or policy is None else _policy_function(policy),
-            decisions=_expanded(policy) if is_text else "",
+            patterns=_patterns(marks),
+            policy=None if policy is None else _policy_function(policy),
             honours_checkpoints=existing_checkpoints == "honour",
         )
 
     @staticmethod
-    def of_options(options: Mapping[str, str]) -> MarkRequest:
-        """The request that `options` was made from."""
-        return MarkRequest.of(
-            options.get("marks"),
-            options.get("policy"),
-            options.get("existing_checkpoints", "lift"),
+    def from_json(content: Mapping[str, Any]) -> MarkRequest:
+        """The request that `to_json` wrote; earlier releases wrote the patterns as text."""
+        marks = content.get("marks", ())
+        patterns = json.loads(marks) if isinstance(marks, str) else marks
+        return MarkRequest(
+            patterns=tuple((pattern, word) for pattern, word in patterns),
+            decisions=_expanded(content.get("policy", "")),
+            honours_checkpoints=content.get("existing_checkpoints") == "honour",
         )
 
-    @property
-    def options(self) -> dict[str, str]:
-        """The request as texts, for the options of a step; empty without marks."""
-        options = {}
-        if self.patterns:
-            options["marks"] = json.dumps(self.patterns, separators=(",", ":"))
-        if self.decisions:
-            options["policy"] = " ".join(
-                f"{len(list(run))}{letter}" for letter, run in groupby(self.decisions)
-            )
-        if self.honours_checkpoints:
-            options["existing_checkpoints"] = "honour"
-        return options
+    def to_json(self) -> dict[str, Any]:
+        """The request as plain values, whose policy is decided; empty without marks."""
+        runs = (f"{len(list(run))}{letter}" for letter, run in groupby(self.decisions))
+        content = {
+            "marks": list(map(list, self.patterns)),
+            "policy": " ".join(runs),
+            "existing_checkpoints": "honour" if self.honours_checkpoints else "",
+        }
+        return {name: value for name, value in content.items() if value}
 
     def uncovered(self, covering: Collection[tuple[str, str]]) -> list[tuple[str, str]]:
         """The patterns and decisions that are on no value: (word, source).

@@ -38,6 +38,7 @@ from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import NO_MARKS, MarkRequest
 from rockmate.graph.marking import apply_marks
 from rockmate.graph.node_marks import note_marks
+from rockmate.graph.step_options import StepOptions
 from rockmate.graph.value_numbering import merge_equal_values, remove_dead_calls
 from rockmate.graph.weight_gradients_first import weight_gradients_first
 
@@ -63,9 +64,25 @@ class PassOptions:
     owner_of: Mapping[str, str] = field(default_factory=dict)
     like: Graph | None = None
     marks: MarkRequest = NO_MARKS
-    contiguous: frozenset[str] | None = None
+    contiguous: tuple[str, ...] | None = None
     returned: bool = False
     keeps_inputs: bool = False
+
+    @classmethod
+    def of(
+        cls, options: StepOptions, owner_of: Mapping[str, str], *, like: Graph | None = None
+    ) -> PassOptions:
+        """Those of a step that is captured with options."""
+        return cls(
+            hooked=options.hooked or (),
+            owner_of=owner_of,
+            like=like,
+            marks=options.marks,
+            contiguous=(options.contiguous_convolutions or ())
+            if options.formats.are_changed
+            else None,
+            returned=options.gradients == "returned",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from rockmate.hf.longest_batch import longest_rows
 from rockmate.memory_limit import MemoryLimit
 from rockmate.module import RockmateModule
 from rockmate.planner import Planner
+from rockmate.planning.options import PlanOptions
 from rockmate.state.random_state import all_gpus, random_state_kept
 
 if TYPE_CHECKING:
@@ -78,12 +79,11 @@ def fit_micro_batch(trainer: Trainer, limit: MemoryLimit, options: Mapping[str, 
     Raises:
         NothingFitsError: the smallest micro-batch that keeps the effective batch does not fit.
         FitError: the effective batch cannot be kept, or the trainer makes its own batches.
-        TypeError: an option is not known.
+        UnknownOptionError: an option is not known.
     """
-    taken = inspect.signature(Planner).parameters.keys() & options.keys()
-    unknown = options.keys() - taken - inspect.signature(RockmateModule).parameters.keys()
-    if unknown:
-        raise TypeError(f"RockmateModule has no option {sorted(unknown)[0]!r}")
+    own = inspect.signature(RockmateModule).parameters
+    keywords = {name: value for name, value in options.items() if name not in own}
+    planned = PlanOptions.of(options.get("options"), keywords, known=own)
     for why in _obstacles(trainer):
         raise _refusal(why)
     args = trainer.args
@@ -92,7 +92,7 @@ def fit_micro_batch(trainer: Trainer, limit: MemoryLimit, options: Mapping[str, 
         rows = _Rows(trainer)
         scale = _loss_scale(trainer, rows)
         sizes = _sizes(*before, rows.number, drops_last=args.dataloader_drop_last, scale=scale)
-        found = _fastest(trainer, limit, rows, sizes, {name: options[name] for name in taken})
+        found = _fastest(trainer, limit, rows, sizes, planned)
     args.per_device_train_batch_size = found.size
     args.gradient_accumulation_steps = before[0] * before[1] // found.size
     trainer._train_batch_size = args.train_batch_size
@@ -287,7 +287,7 @@ def _fastest(
     limit: MemoryLimit,
     rows: _Rows,
     sizes: Sequence[int],
-    options: Mapping[str, Any],
+    options: PlanOptions,
 ) -> MicroBatch:
     """Of the micro-batches that fit the one of the most rows a second."""
     best: MicroBatch | None = None
@@ -319,7 +319,7 @@ def _planned(
     limit: MemoryLimit,
     rows: _Rows,
     size: int,
-    options: Mapping[str, Any],
+    options: PlanOptions,
 ) -> MicroBatch:
     """A micro-batch with measured costs; `InfeasibleBudgetError` if it does not fit."""
     model = trainer.model
@@ -332,7 +332,7 @@ def _planned(
         each.nbytes for each in call.kwargs.values() if isinstance(each, torch.Tensor)
     )
     with _contexts(trainer):
-        planner = Planner(model, call, **options)
+        planner = Planner(model, call, options)
     budget_bytes = limit.activation_budget_bytes(model) - batch_bytes
     plan = planner.plan(max(1, budget_bytes))
     return MicroBatch(

@@ -22,6 +22,7 @@ from rockmate.errors import RockmateError, UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import REWRITES, PassOptions, run_passes
+from rockmate.graph.step_options import StepOptions
 from rockmate.interiors.casts import cast_names, return_gradients_of_casts
 from rockmate.interiors.checks import (
     are_apart,
@@ -45,7 +46,7 @@ _MOST_SIGNATURES = 8
 """Of one submodule: each is captured and planned by itself."""
 _NUM_TIMED = 3
 """Runs of one inside of a structure, beside its trial, since the first runs of code are slow."""
-_OPTIONS = {"differentiable": "all", "outputs": "all", "gradients": "returned"}
+_OPTIONS = StepOptions(differentiable="all", gradients="returned", hooked=())
 
 
 class CapturedInteriors:

@@ -7,7 +7,7 @@ Nothing here needs a model, a graph or a solver.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -18,6 +18,7 @@ from rockmate.errors import PlanMismatchError
 from rockmate.fusion.report import FusionReport
 from rockmate.graph.ir import Graph
 from rockmate.graph.snapshot import SnapshotChain, SnapshotOp, StepSnapshot, StorageKind
+from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.block_tree import BlockNode, PassThrough, block_tree, pass_through_values
 from rockmate.plan.chunking_notes import ChunkingNote, ChunkingNotes, KnownNotes
@@ -57,10 +58,8 @@ class PlanRecord:
         costs: time and workspace of every op.
         snapshot: the captured step as plain values, which the indices in the schedule refer to.
         chain: the blocks of the step.
-        options: how the step was captured: "differentiable", "outputs", "gradients";
-            "loss_chunks" if the loss block runs in chunks; "kernels" and "unfused", the groups that
-            stay as they are, if kernels are fused; "memory_format",
-            "output_layouts" and "contiguous_convolutions" if convolutions read channels last.
+        options: how the step was captured, and runs: in chunks, with fused kernels, in another
+            memory format.
         strategy: name of the strategy that made the plan.
         bounds: lower bounds on the time of schedules; see `lower_bound_ms`.
         num_unproved_blocks: number of solves without a proof of optimality: stopped at their time
@@ -87,7 +86,7 @@ class PlanRecord:
     costs: Costs
     snapshot: StepSnapshot
     chain: SnapshotChain
-    options: Mapping[str, str]
+    options: StepOptions
     strategy: str = "rockmate"
     bounds: Bounds = field(default_factory=StoredBound)
     num_unproved_blocks: int = 0
@@ -274,7 +273,7 @@ class PlanRecord:
         """
         storages, ops = self.snapshot.storages, self.snapshot.ops
         outputs = {i for i, storage in enumerate(storages) if storage.kind is StorageKind.OUTPUT}
-        if len(outputs) < 2 or self.options.get("outputs") != "all":
+        if len(outputs) < 2 or self.options.outputs != "all":
             return 0
         runs = self.schedule.steps[: self.simulation.peak_position + 1]
         held = outputs.intersection(storage for index in runs for storage in ops[index].writes)

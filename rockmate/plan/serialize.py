@@ -35,6 +35,7 @@ from rockmate.graph.snapshot import (
     StorageKind,
     digest,
 )
+from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.chunking_notes import ChunkingNote, KnownNotes
 from rockmate.plan.mark_check import broken_mark
@@ -75,7 +76,7 @@ def plan_text(plan: PlanRecord) -> str:
         "torch": snapshot.torch_version,
         "call": snapshot.call,
         "fingerprint": {"graph": snapshot.fingerprint, "call": snapshot.call_fingerprint},
-        "options": dict(plan.options),
+        "options": plan.options.to_json(),
         **{name: getattr(plan, name) for name in (*_PLAIN_FIELDS, *_OPTIONAL_FIELDS)},
         "lower_bound_ms": plan.lower_bound_ms,
         "loss_block": [plan.loss_block.module, plan.loss_block.text],
@@ -212,6 +213,7 @@ def _content(text: str, origin: str) -> dict[str, Any]:
 
 
 def _plan(content: Mapping[str, Any]) -> PlanRecord:
+    options = StepOptions.from_json(content["options"])
     snapshot = StepSnapshot(
         torch_version=content["torch"],
         call=content["call"],
@@ -222,7 +224,7 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
             _built(SnapshotStorage, row, kind=StorageKind) for row in content["storages"]
         ),
         ops=tuple(_built(SnapshotOp, row) for row in content["ops"]),
-        num_in_flight=int(content["options"].get("in_flight", "1")),
+        num_in_flight=options.in_flight,
     )
     moves = tuple(moves_of_rows(content.get("moves", ())))
     schedule = replace(_schedule(content["schedule"]), moves=moves)
@@ -255,7 +257,7 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
             blocks=tuple(_built(SnapshotBlock, row) for row in content["blocks"]),
             carried=tuple(content["carried"]),
         ),
-        options=content["options"],
+        options=options,
         offload=_offload(content),
         chunking_notes=KnownNotes(
             loss_block=ChunkingNote(module=module, text=text),

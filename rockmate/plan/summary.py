@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from math import inf
 
 from rockmate.budget import size_text
-from rockmate.graph.mark_request import MarkRequest
 from rockmate.plan.block_table import passing_text
 from rockmate.plan.moved_values import moved_text
 from rockmate.plan.record import PlanRecord
@@ -67,16 +66,16 @@ def _mark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     for (mark, source), sizes in marked.items():
         values = f"{len(sizes)} value{'s' if len(sizes) > 1 else ''}"
         yield f"marked {mark}", f"{values}, {size_text(sum(sizes))}, by {source!r}"
-    for word, source in MarkRequest.of_options(plan.options).uncovered(marked):
+    for word, source in plan.options.marks.uncovered(marked):
         why = "what it matches leaves it, stays, or has no memory of its own"
         yield f"marked {word}", f"covers no value, by {source!r}: {why}"
 
 
 def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
-    if plan.options.get("kernels") == "fused":
+    if plan.options.kernels == "fused":
         yield "fused kernels", _fusion_text(plan)
-    if "memory_format" in plan.options:
-        num_contiguous = len(list(filter(None, plan.options["contiguous_convolutions"].split(","))))
+    if plan.options.formats.are_changed:
+        num_contiguous = len(plan.options.contiguous_convolutions or ())
         yield (
             "convolutions",
             f"channels last; {num_contiguous} kinds of calls compute on contiguous copies",
@@ -88,7 +87,7 @@ def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
             f"{number} forwards; the saved values of {number - 1} others, "
             f"{size_text((number - 1) * saved_bytes)}, count in every peak",
         )
-    if "loss_chunks" in plan.options:
+    if plan.options.loss_chunks:
         note = plan.loss_block
         yield "loss block", f"{note.text} ({note.module or 'no single submodule'})"
         yield "  bitwise", _bitwise_text(plan)

@@ -21,13 +21,13 @@ class VariantNotes:
 
     Attributes:
         blocks: of the step as captured.
-        chunks: the chunking of the variant, as `Chunks` writes it; None for the step as captured.
+        chunks: of the variant; None for the step as captured.
         search: finds schedules without chunks.
         budget_bytes: of the plan.
     """
 
     blocks: ChunkableBlocks
-    chunks: str | None
+    chunks: Chunks | None
     search: Callable[[int], Candidate | None]
     budget_bytes: int
 
@@ -37,7 +37,7 @@ class VariantNotes:
         block = self.blocks.loss
         module = block.block if isinstance(block, Refusal) else block.name
         if self.chunks:
-            return ChunkingNote(module=module, text=Chunks.parse(self.chunks).describe())
+            return ChunkingNote(module=module, text=self.chunks.describe())
         reason = self.blocks.loss_refusal or UNUSED_HINT
         return ChunkingNote(module=module, text=f"not in chunks: {reason}")
 
@@ -57,7 +57,7 @@ class VariantNotes:
     def _layer_note(self, block: Region | Refusal) -> ChunkingNote:
         if isinstance(block, Refusal):
             return ChunkingNote(module=block.block, text=f"not in chunks: {block}")
-        if self.chunks and (layers := Chunks.parse(self.chunks).layers) > 1:
+        if self.chunks and (layers := self.chunks.layers) > 1:
             return ChunkingNote(module=block.name, text=f"in {layers} chunks of its rows")
         reason = self.blocks.layer_refusal(block) or UNUSED_HINT
         return ChunkingNote(module=block.name, text=f"not in chunks: {reason}")

@@ -15,24 +15,25 @@ recomputations that they save, by more than the noise, and never where the whole
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from math import inf
 
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.protocol import Bounds, MinBound, StoredBound
 from rockmate.bound.solver_time import SolverTime
+from rockmate.capture.options import Numerics
 from rockmate.costs.cost import Costs, scaled_times
 from rockmate.costs.layout_check import captured_in_kernel_layouts
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.ir import Graph
+from rockmate.graph.step_options import StepOptions
 from rockmate.planning.baseline_search import FRONTIER_POINTS
 from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate, by_time, fastest, frontier_at, linspace_int
 from rockmate.planning.chunk_notes import VariantNotes
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
-from rockmate.planning.numerics import Numerics
 from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.planning.variant import CHUNKING_STRATEGY, Variant
 from rockmate.step import CapturedStep
@@ -122,23 +123,20 @@ class Variants:
             return bool(self.chunkable.chunkings)
         return self.chunkable.may_help(budget_bytes)
 
-    def step_for(self, options: Mapping[str, str]) -> CapturedStep:
+    def step_for(self, options: StepOptions) -> CapturedStep:
         """The variant's step that was captured, and put in chunks, with these options."""
         chunked = (variant for variant in self._chunked.values() if variant is not None)
         for variant in (self.unchunked, *chunked):
-            if dict(variant.step.options) == dict(options):
+            if variant.step.options == options:
                 return variant.step
         step = self.unchunked.step
-        if "kernels" in options:  # as another rank has them
-            step = step.fused(unfused=options["unfused"])
-        if "loss_chunks" not in options:
-            return step
-        chunked = step.in_chunks(Chunks.parse(options["loss_chunks"]))
-        return step if isinstance(chunked, Refusal) else chunked
+        if options.kernels == "fused":  # as another rank has them
+            step = step.fused(unfused=options.unfused)
+        return step.with_chunks_of(options)
 
     def notes(self, variant: Variant, budget_bytes: int) -> VariantNotes:
         """How the chunkable blocks run in a variant, and how long the step takes without chunks."""
-        chunks = variant.step.options.get("loss_chunks")
+        chunks = variant.step.options.loss_chunks
         whole = self.unchunked.local_search
         return VariantNotes(self.chunkable, chunks, whole.best_within, budget_bytes)
 

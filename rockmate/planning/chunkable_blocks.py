@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import cached_property
 from math import ceil
 
+from rockmate.capture.options import Numerics
 from rockmate.graph.chunking.chunks import Chunks, SeparableBlocks
 from rockmate.graph.chunking.region import Refusal, Region
-from rockmate.planning.numerics import Numerics
 from rockmate.step import CapturedStep
 
 # Numbers of chunks of the loss block to plan.
@@ -49,7 +49,7 @@ class ChunkableBlocks:
     @property
     def is_allowed(self) -> bool:
         """Whether any block may run in chunks."""
-        return self._numerics != "bitwise" and "loss_chunks" not in self._step.options
+        return self._numerics != "bitwise" and not self._step.options.loss_chunks
 
     @cached_property
     def _separable(self) -> SeparableBlocks:

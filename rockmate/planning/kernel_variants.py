@@ -7,10 +7,8 @@ ops may be faster: it has more values to choose from.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
 
 from rockmate._torch.distributed import first_offer
 from rockmate.bound.protocol import Bounds, MinBound
@@ -18,10 +16,11 @@ from rockmate.capture.memory_format import output_layouts
 from rockmate.costs.layout_check import captured_in_kernel_layouts
 from rockmate.errors import InvalidSampleError, MissingCompilerError, UnsupportedModelError
 from rockmate.graph.convolution_formats import draws_of, may_read_channels_last
+from rockmate.graph.step_options import StepOptions
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunk_variants import Variants
-from rockmate.planning.numerics import check_numerics
+from rockmate.planning.options import PlanOptions
 from rockmate.planning.step_forms import StepForms
 from rockmate.planning.strategies import BITWISE
 from rockmate.planning.variant import Variant
@@ -29,70 +28,68 @@ from rockmate.step import CapturedStep
 
 logger = logging.getLogger(__name__)
 
-Kernels = Literal["eager", "fused", "auto"]
 
-
-def fused_forms(
-    step: CapturedStep, *, progress: bool, compile_limit_s: float
-) -> list[CapturedStep]:
+def fused_forms(step: CapturedStep, options: PlanOptions) -> list[CapturedStep]:
     """The step with fused kernels; none where there is no compiler, with a line in the log.
 
     A kernel that is slower than its ops may be worth its memory. So where some are, there is a form
     with them, too.
     """
     try:
-        fused = step.fused(progress=progress, compile_limit_s=compile_limit_s)
+        fused = step.fused(progress=options.progress, compile_limit_s=options.compile_limit_s)
     except MissingCompilerError as error:
         logger.warning("kernels are not fused: %s", error)
         return []
-    left = fused.options["unfused"]
-    whole = step.fused(unfused="", compile_limit_s=compile_limit_s) if left else fused
-    return [fused] if whole.options["unfused"] == left else [fused, whole]
+    left = fused.options.unfused
+    whole = step.fused(unfused=(), compile_limit_s=options.compile_limit_s) if left else fused
+    return [fused] if whole.options.unfused == left else [fused, whole]
 
 
 def other_forms(
-    kernels: Kernels,
-    step: CapturedStep,
-    channels_last: Callable[..., CapturedStep] | None,
-    *,
-    progress: bool,
-    compile_limit_s: float,
+    options: PlanOptions, step: CapturedStep, capture: Callable[[StepOptions], CapturedStep] | None
 ) -> Callable[[], list[CapturedStep]] | None:
     """What makes further forms of a step with fused kernels; None if there are none.
 
     Args:
-        kernels: what was asked for.
+        options: what was asked for.
         step: as captured.
-        channels_last: captures it once more, op by op, with convolutions that read channels last
-            and outputs in layouts; None where times are not measured.
-        progress: as for `Planner`.
-        compile_limit_s: as for `Planner`.
+        capture: captures it once more, with other options; None where times are not measured.
     """
-    is_reordered = channels_last is not None and may_read_channels_last(step.capture.joint.graph)
-    if kernels == "eager" or (kernels == "fused" and not is_reordered):
+    is_auto = options.kernels == "auto"
+    if capture is not None and not may_read_channels_last(step.capture.joint.graph):
+        capture = None
+    if options.kernels == "eager" or not (is_auto or capture):
         return None
 
     def forms() -> list[CapturedStep]:
-        limits: Any = {"progress": progress, "compile_limit_s": compile_limit_s}
-        found = fused_forms(step, **limits) if kernels == "auto" else []
-        if is_reordered and (found or kernels == "fused"):
-            assert channels_last is not None
-            other = _with_channels_last(step, channels_last)
-            if other is not None:
-                is_auto = kernels == "auto"
-                found += fused_forms(other, **limits) if is_auto else [other.fused(**limits)]
+        found = fused_forms(step, options) if is_auto else []
+        if capture is not None and (found or not is_auto):
+            other = _with_channels_last(step, options, capture)
+            if other is not None and is_auto:
+                found += fused_forms(other, options)
+            elif other is not None:
+                limit_s = options.compile_limit_s
+                found.append(other.fused(progress=options.progress, compile_limit_s=limit_s))
         return found
 
     return forms
 
 
 def _with_channels_last(
-    step: CapturedStep, channels_last: Callable[..., CapturedStep]
+    step: CapturedStep, options: PlanOptions, capture: Callable[[StepOptions], CapturedStep]
 ) -> CapturedStep | None:
-    """The other form; None if more than rounding would differ, with a line in the log."""
+    """The form, op by op, with convolutions that read channels last and outputs in layouts.
+
+    None if more than rounding would differ, with a line in the log.
+    """
     try:
-        layouts = output_layouts(step.capture)
-        other = captured_in_kernel_layouts(partial(channels_last, output_layouts=layouts))
+        changed = replace(
+            options.step,
+            kernels="eager",
+            memory_format="channels_last",
+            output_layouts=output_layouts(step.capture),
+        )
+        other = captured_in_kernel_layouts(lambda: capture(changed))
     except (InvalidSampleError, UnsupportedModelError) as error:
         logger.info("convolutions do not read channels last: %s", error)
         return None
@@ -107,25 +104,17 @@ def in_one_format(forms: Sequence[Variants]) -> list[Variants]:
 
     So the same kernels run at every budget. Ranks of a process group take the format of the first.
     """
-    fused = [form for form in forms if "kernels" in form.unchunked.step.options]
+    fused = [form for form in forms if form.unchunked.step.options.kernels == "fused"]
     formats = {_format_of(form): form for form in reversed(fused)}
     if len(formats) < 2:
         return [*forms]
     fastest = min(formats, key=lambda each: formats[each].unchunked.baseline.time_ms)
-    agreed = first_offer(f"memory format of {formats[''].unchunked.text}", fastest)
+    agreed = first_offer(f"memory format of {formats['as_given'].unchunked.text}", fastest)
     return [form for form in forms if form not in fused or _format_of(form) == agreed]
 
 
 def _format_of(form: Variants) -> str:
-    return form.unchunked.step.options.get("memory_format", "")
-
-
-def check_kernels(kernels: str, numerics: str) -> None:
-    """Raises `ValueError` for values that `Planner` does not take, alone or together."""
-    check_numerics(numerics, kernels=kernels)
-    if kernels not in ("eager", "fused", "auto"):
-        msg = f"kernels is {kernels!r}; choose 'eager', 'fused' or 'auto'"
-        raise ValueError(msg)
+    return form.unchunked.step.options.memory_format
 
 
 class KernelVariants(StepForms):
@@ -139,7 +128,7 @@ class KernelVariants(StepForms):
         self._forms = forms
         self.unchunked = forms[0].unchunked
 
-    def step_for(self, options: Mapping[str, str]) -> CapturedStep:
+    def step_for(self, options: StepOptions) -> CapturedStep:
         """See `StepForms.step_for`."""
         return self._form_of(options).step_for(options)
 
@@ -148,13 +137,11 @@ class KernelVariants(StepForms):
         found = self._form_of(variant.step.options).notes(variant, budget_bytes)
         return replace(found, search=self.unchunked.local_search.best_within)
 
-    def _form_of(self, options: Mapping[str, str]) -> Variants:
-        def is_alike(form: Variants, *names: str) -> bool:
-            own = form.unchunked.step.options
-            return all(own.get(name) == options.get(name) for name in names)
-
-        alike = [form for form in self._forms if is_alike(form, "kernels")] or self._forms
-        return next((form for form in alike if is_alike(form, "unfused")), alike[0])
+    def _form_of(self, options: StepOptions) -> Variants:
+        known = [(form, form.unchunked.step.options) for form in self._forms]
+        alike = [form for form, own in known if own.kernels == options.kernels] or self._forms
+        same = (form for form, own in known if form in alike and own.unfused == options.unfused)
+        return next(same, alike[0])
 
     def _of(self, strategy: str) -> Sequence[Variants]:
         """The forms that a strategy chooses from: "bitwise" has eager's kernels."""

@@ -15,6 +15,7 @@ from math import inf, sqrt
 
 from rockmate.bound.moved import MovedBound, with_moves
 from rockmate.bound.protocol import Bounds
+from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.baseline_search import FRONTIER_POINTS
@@ -65,7 +66,7 @@ class MovedForms(StepForms):
         self._finders: dict[Variant, MoveFinder] = {}
         self._minimum: Candidate | None = None
 
-    def step_for(self, options: Mapping[str, str]) -> CapturedStep:
+    def step_for(self, options: StepOptions) -> CapturedStep:
         """See `StepForms.step_for`."""
         return self._forms.step_for(options)
 

@@ -7,10 +7,9 @@ returns plans as data (`Plan`) and with the code that runs them (`PlannedCall`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from torch import nn
 
@@ -23,25 +22,18 @@ from rockmate.budget import (
     size_text,
 )
 from rockmate.capture.compiled_model import plain_model
+from rockmate.capture.options import Numerics
 from rockmate.collector import gc_paused
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.fusion.report import FusionReport
-from rockmate.fusion.rewrite import COMPILE_LIMIT_S
-from rockmate.graph.mark_request import ExistingCheckpoints, Policy
-from rockmate.offload.request import OffloadRequest
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.checked_forms import FurtherForms, checked_forms, costs_from
 from rockmate.planning.chunk_variants import Variants
 from rockmate.planning.frontier_point import FrontierPoint
-from rockmate.planning.kernel_variants import (
-    Kernels,
-    KernelVariants,
-    check_kernels,
-    other_forms,
-)
+from rockmate.planning.kernel_variants import KernelVariants, other_forms
 from rockmate.planning.mark_prices import (
     MarkPrice,
     advice_on_marks,
@@ -50,16 +42,15 @@ from rockmate.planning.mark_prices import (
 )
 from rockmate.planning.monotone import never_slower
 from rockmate.planning.moved_forms import MovedForms
-from rockmate.planning.numerics import Numerics
+from rockmate.planning.options import PlanOptions
 from rockmate.planning.search_trace import gap_bar
 from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.stage import timed
 from rockmate.planning.step_forms import StepForms
-from rockmate.planning.stopping_rule import DEFAULT_GAP_TOLERANCE, StoppingRule
+from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.planning.strategies import UNMOVED
 from rockmate.planning.variant import Variant
 from rockmate.runtime.planned_call import PlannedCall
-from rockmate.sharding.simulated import MeshSizes, Shard
 from rockmate.step import CapturedStep, capture_step
 
 logger = logging.getLogger(__name__)
@@ -72,6 +63,7 @@ class PlanningSession:
     plans.
     """
 
+    options: PlanOptions
     timings: dict[str, float]
     numerics: Numerics
     fusion: FusionReport | None
@@ -82,115 +74,62 @@ class PlanningSession:
         self,
         model: nn.Module,
         sample_input: Any,
-        *,
-        differentiable: Literal["loss", "all"] = "loss",
-        outputs: Literal["all", "loss"] = "all",
-        gradients: Literal["accumulated", "returned"] = "accumulated",
-        time_limit_s: float = 30.0,
-        gap_tolerance: float = DEFAULT_GAP_TOLERANCE,
-        progress: bool = False,
-        machine: str | Path | Machine | None = None,
-        untraced: Sequence[str] = (),
-        numerics: Numerics = "any_order",
-        kernels: Kernels = "eager",
-        compile_limit_s: float = COMPILE_LIMIT_S,
-        marks: Mapping[Any, str] | None = None,
-        policy: Policy | None = None,
-        existing_checkpoints: ExistingCheckpoints = "lift",
-        in_flight: int = 1,
-        offload: str | None = None,
-        host_budget: int | str | None = None,
-        mesh: MeshSizes | None = None,
-        shard: Shard | None = None,
+        options: PlanOptions | None = None,
+        **keywords: Any,
     ) -> None:
-        check_kernels(kernels, numerics)
-        rule = StoppingRule(gap_tolerance, time_limit_s)
-        request = OffloadRequest.parse(offload, host_budget)
-        target = machine_of(machine, mesh, shard)
-        self.model, timings = model, dict[str, float]()
-        options: dict[str, Any] = {
-            "differentiable": differentiable,
-            "outputs": outputs,
-            "gradients": gradients,
-            "machine": target,
-            "untraced": untraced,
-            "whole_shared": numerics == "bitwise",
-            "kernels": "eager" if kernels == "auto" else kernels,
-            "marks": marks,
-            "policy": policy,
-            "existing_checkpoints": existing_checkpoints,
-            "in_flight": in_flight,
-        }
-        limits: Any = {"progress": progress, "compile_limit_s": compile_limit_s}
-        plain, options = plain_model(model), options | limits
-        capture = partial(captured_step, plain, sample_input, mesh=mesh, shard=shard, **options)
-        options |= {"kernels": "eager", "memory_format": "channels_last"}
-        again = partial(capture_step, plain, sample_input, **options)
+        options = PlanOptions.of(options, keywords)
+        machine, plain = machine_of(options), plain_model(model)
 
         def others(step: CapturedStep) -> Callable[[], list[CapturedStep]] | None:
-            return other_forms(kernels, step, again if target is None else None, **limits)
+            again = partial(capture_step, plain, sample_input, progress=options.progress)
+            return other_forms(options, step, again if machine is None else None)
 
-        further: Any = {"offload": request, "others": others, "progress": progress, "rule": rule}
-        self._begin(capture, timings, machine=target, numerics=numerics, **further)
+        self._begin(
+            model,
+            partial(captured_step, plain, sample_input, options, machine),
+            options,
+            machine,
+            others,
+        )
 
     @classmethod
-    def of(
-        cls,
-        step: CapturedStep,
-        *,
-        time_limit_s: float = 30.0,
-        gap_tolerance: float = DEFAULT_GAP_TOLERANCE,
-        progress: bool = False,
-        machine: str | Path | Machine | None = None,
-        numerics: Numerics = "any_order",
-        offload: str | None = None,
-        host_budget: int | str | None = None,
-    ) -> Self:
-        """A session for a captured step; arguments and errors as for the class."""
-        rule = StoppingRule(gap_tolerance, time_limit_s)
+    def of(cls, step: CapturedStep, options: PlanOptions | None = None, **keywords: Any) -> Self:
+        """A session for a captured step; arguments and errors as for the class.
+
+        Options of the capture do not count.
+        """
+        options = PlanOptions.of(options, keywords)
+        machine = None if options.machine is None else load_machine(options.machine)
         session = cls.__new__(cls)
-        session.model = step.model
-        session._begin(
-            lambda: step,
-            {},
-            machine=None if machine is None else load_machine(machine),
-            numerics=numerics,
-            rule=rule,
-            progress=progress,
-            offload=OffloadRequest.parse(offload, host_budget),
-        )
+        session._begin(step.model, lambda: step, options, machine)
         return session
 
     def _begin(
         self,
+        model: nn.Module,
         capture: Callable[[], CapturedStep],
-        timings: dict[str, float],
-        *,
+        options: PlanOptions,
         machine: Machine | None,
-        numerics: Numerics,
-        rule: StoppingRule,
-        progress: bool,
-        offload: OffloadRequest | None,
         others: FurtherForms = lambda _: None,
     ) -> None:
         """Finds the costs and the smallest peak of a step; `others` makes further forms of it."""
-        self.timings = timings
-        self.numerics: Numerics = numerics
-        self._rule, self._progress, self._machine = rule, progress, machine
+        self.model, self.options, self._machine = model, options, machine
+        self.timings, self.numerics = dict[str, float](), options.numerics
+        self._rule = StoppingRule(options.gap_tolerance, options.time_limit_s)
         self._plans: dict[tuple[int, str], Plan] = {}
         self._mark_advice: dict[str, str] = {}
-        self._offload = offload
-        costs_of = costs_from(machine, offload, progress=progress)
-        form_of = partial(Variants, costs_of=costs_of, numerics=numerics, rule=rule)
-        forms = checked_forms(capture, others, form_of, timings)
+        self._offload = options.moves
+        costs_of = costs_from(machine, self._offload, progress=options.progress)
+        form_of = partial(Variants, costs_of=costs_of, numerics=options.numerics, rule=self._rule)
+        forms = checked_forms(capture, others, form_of, self.timings)
         steps = [each.unchunked.step for each in forms]
         self._step = steps[0]
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
         self._variants: StepForms = forms[0] if len(forms) == 1 else KernelVariants(forms)
-        if offload is not None:
-            self._variants = MovedForms(self._variants, offload)
-        with timed(timings, "solve"):
+        if self._offload is not None:
+            self._variants = MovedForms(self._variants, self._offload)
+        with timed(self.timings, "solve"):
             self._variants.minimum("rockmate")
         baseline = self._variants.unchunked.baseline
         self.baseline_peak_bytes = baseline.peak_bytes
@@ -293,7 +232,7 @@ class PlanningSession:
         if (budget_bytes, strategy) not in self._plans:
             with gc_paused():
                 self._rule.begin()
-                with gap_bar(is_shown=self._progress):
+                with gap_bar(is_shown=self.options.progress):
                     best = self._variants.best_within(budget_bytes, strategy)
                 if best is None:
                     return None

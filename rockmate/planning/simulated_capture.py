@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from rockmate.capture.checkpoint_regions import log_lifted
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.errors import MachineError, frames_advised
-from rockmate.planning.mark_log import log_marks
-from rockmate.sharding.simulated import MeshSizes, Shard, SimulatedMesh
+from rockmate.graph.marking import log_uncovered
+from rockmate.planning.options import PlanOptions
+from rockmate.sharding.simulated import SimulatedMesh
 from rockmate.step import CapturedStep, capture_step
 
 
-def machine_of(
-    machine: str | Path | Machine | None, mesh: MeshSizes | None, shard: Shard | None = None
-) -> Machine | None:
+def machine_of(options: PlanOptions) -> Machine | None:
     """The machine to plan for, whose name tells the mesh; None to measure here.
 
     Raises:
         MachineError: the machine cannot be used, or there is a mesh and none is given.
         ValueError: `mesh` has no sizes of a mesh, or there is a `shard` without it.
     """
+    machine, mesh, shard = options.machine, options.mesh, options.shard
     if mesh is None:
         if shard is not None:
             raise ValueError("shard says how a model is sharded on a mesh. Give mesh, too.")
@@ -40,31 +42,33 @@ def machine_of(
 
 
 def captured_step(
-    model: nn.Module,
-    sample_input: Any,
-    *,
-    mesh: MeshSizes | None,
-    shard: Shard | None,
-    **options: Any,
+    model: nn.Module, sample_input: Any, options: PlanOptions, machine: Machine | None
 ) -> CapturedStep:
-    """`capture_step`, of one rank of a mesh if there is one, with marks in the log.
-
-    `options` are those of `capture_step`.
-    """
-    if mesh is None:
+    """`capture_step`, of one rank of a mesh if there is one, with marks in the log."""
+    capture = partial(
+        capture_step,
+        sample_input=sample_input,
+        options=options.step,
+        machine=machine,
+        progress=options.progress,
+        compile_limit_s=options.compile_limit_s,
+    )
+    if options.mesh is None:
         with frames_advised():
-            step = capture_step(model, sample_input, **options)
+            step = capture(model)
     else:
-        step = _step_on(SimulatedMesh.of(mesh, shard), model, sample_input, options)
-    log_marks(step, options["existing_checkpoints"])
+        step = _step_on(SimulatedMesh.of(options.mesh, options.shard), model, capture)
+    if not step.options.marks.honours_checkpoints:
+        log_lifted(step.model, step.capture.num_checkpoints)
+    log_uncovered(step.graph, step.options.marks)
     return step
 
 
 def _step_on(
-    simulated: SimulatedMesh, model: nn.Module, sample_input: Any, options: dict[str, Any]
+    simulated: SimulatedMesh, model: nn.Module, capture: Callable[[nn.Module], CapturedStep]
 ) -> CapturedStep:
     with simulated.holding(model) as sharded:
-        step = capture_step(sharded, sample_input, **options)
+        step = capture(sharded)
     absence = (
         f"the plan is for a mesh of {simulated}, and its ranks are not here. Save it (Plan.save), "
         "and on each rank shard the model in the same way and wrap it: "

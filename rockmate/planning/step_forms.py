@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from rockmate.bound.protocol import Bounds
+from rockmate.graph.step_options import StepOptions
 from rockmate.plan.chunking_notes import ChunkingNotes
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.variant import Variant
@@ -21,7 +22,7 @@ class StepForms(Protocol):
 
     unchunked: Variant
 
-    def step_for(self, options: Mapping[str, str]) -> CapturedStep:
+    def step_for(self, options: StepOptions) -> CapturedStep:
         """The form that was captured with these options."""
         ...
 

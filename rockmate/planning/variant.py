@@ -87,7 +87,7 @@ class Variant:
     @property
     def text(self) -> str:
         """Tells the step and its options, whatever its costs."""
-        options = sorted(self.step.options.items())
+        options = self.step.options.to_json()
         return f"{self.snapshot.fingerprint} {self.snapshot.call_fingerprint} {options}"
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -49,7 +50,7 @@ def refuse_scripted(model: nn.Module, opaque: list[str]) -> None:
             raise UnsupportedModelError(msg)
 
 
-def check_model(model: nn.Module, untraced: tuple[str, ...], machine: Machine | None) -> None:
+def check_model(model: nn.Module, untraced: Sequence[str], machine: Machine | None) -> None:
     """Raises for a model that cannot be captured. Warns of hooks that will not run."""
     if not model.training:
         msg = "the model is in eval mode, where a plan is never used. Call model.train() first."

@@ -6,11 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rockmate.graph.chunking.chunks import Chunks
 from rockmate.plan.plan import Plan
-
-_OTHER_NUMBERS = ("kernels", "loss_chunks", "memory_format")
-"""Options of plans whose ops are not eager's one by one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +53,7 @@ def conditions_of(plan: Plan, *, is_laid_out: bool) -> Conditions:
         ),
         default=0,
     )
-    if "loss_chunks" in options:
-        chunks = Chunks.parse(options["loss_chunks"])
+    if chunks := options.loss_chunks:
         number = max(chunks.number, chunks.layers)
         largest, workspace = largest * number, workspace * number
     during_forward = simulation.live_bytes[: len(plan.schedule.forward)]
@@ -68,7 +63,7 @@ def conditions_of(plan: Plan, *, is_laid_out: bool) -> Conditions:
         most_bytes=plan.budget_bytes - workspace,
         largest_bytes=largest,
         most_copied_bytes=plan.budget_bytes - max(during_forward, default=0),
-        is_exact=repeats and not any(name in options for name in _OTHER_NUMBERS),
-        only_loss=options["outputs"] == "loss",
+        is_exact=repeats and options.are_exact,
+        only_loss=options.outputs == "loss",
         is_captured=True,
     )

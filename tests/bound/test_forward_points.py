@@ -21,6 +21,7 @@ from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.ir import Graph
+from rockmate.graph.step_options import StepOptions
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import CapturedStep, capture_step
@@ -35,7 +36,7 @@ def graph_of(name: str) -> tuple[Graph, Costs]:
     if name != AT_ONCE:
         return small(name)
     workload = models.build("llama", tiny=True).with_loss_inside()
-    step = capture_step(workload.model, workload.sample, outputs="loss")
+    step = capture_step(workload.model, workload.sample, StepOptions(outputs="loss"))
     chunked = step.in_chunks(Chunks.parse("4 at_once"))
     assert isinstance(chunked, CapturedStep)
     return chunked.graph, synthetic_costs(chunked.graph)

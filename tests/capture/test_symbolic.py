@@ -284,7 +284,7 @@ def test_twenty_lengths_of_a_plan_in_chunks_take_one_symbolic_capture(work: Work
         )
         assert ours.gradients.keys() == theirs.gradients.keys()
         assert torch.equal(ours.random_state, theirs.random_state)
-        assert module.plan.options["loss_chunks"] == planned.options["loss_chunks"]
+        assert module.plan.options.loss_chunks == planned.options.loss_chunks
         assert module.plan.predicted_peak_bytes <= budget_bytes
         if index % 7 == 0:
             assert (
@@ -305,7 +305,7 @@ def test_a_larger_batch_than_that_of_a_plan_in_chunks_is_planned_for_without_a_c
     given = {name: torch.randint(1024, (4, 30)) for name in ("words", "labels")}
     ours, theirs = steps_of(model, module, given)
     assert relative_error(ours.loss, theirs.loss) <= 1e-6
-    assert "loss_chunks" in module.plan.options
+    assert module.plan.options.loss_chunks
     assert measure.allocator_peak(lambda: module(**given).backward()) <= module.plan.budget_bytes
     assert work.captures == ["symbolic"]
 

@@ -24,6 +24,8 @@ from rockmate.curves.sized_steps import SizedSteps
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.snapshot_capture import snapshot_of
+from rockmate.graph.step_options import StepOptions
+from rockmate.planning.options import PlanOptions
 from rockmate.step import capture_step
 
 MIB = 1 << 20
@@ -92,7 +94,7 @@ def test_steps_from_one_capture_are_those_of_their_own(build: Any, kind: Any, ma
     model, target = on_meta(build, **changes), load_machine(machine)
     sample = read_sample(model, words(4), target.torch_device)
     axis = SizeAxis.of(sample.call, kind)
-    steps = SizedSteps(model, sample, words(4), axis, target, {})
+    steps = SizedSteps(model, sample, words(4), axis, target, StepOptions())
     for size in (2, 8, 24):
         step = steps.step(size)
         given = words(size) if kind == "batch" else words(4, size)
@@ -142,12 +144,12 @@ def test_marks_are_those_of_a_capture_at_that_size(
 ) -> None:
     model, target = on_meta(Marked), load_machine("cpu-avx2")
     sample = read_sample(model, torch.zeros(4, 16), target.torch_device)
-    axis = SizeAxis.of(sample.call, "batch")
-    steps = SizedSteps(model, sample, torch.zeros(4, 16), axis, target, options)
+    axis, asked = SizeAxis.of(sample.call, "batch"), PlanOptions(**options).step
+    steps = SizedSteps(model, sample, torch.zeros(4, 16), axis, target, asked)
     for size in (4, 12):
         step = steps.step(size)
-        alone = capture_step(model, torch.zeros(size, 16), machine=target, **options)
-        assert dict(step.options) == dict(alone.options)
+        alone = capture_step(model, torch.zeros(size, 16), asked, machine=target)
+        assert step.options == alone.options
         found = snapshot_of(step.graph, step.call)
         assert not snapshot_of(alone.graph, alone.call).difference(found)
         marks = {storage.mark for storage in found.storages if storage.mark}

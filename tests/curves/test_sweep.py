@@ -24,6 +24,7 @@ from rockmate.curves.measure import SideBySide
 from rockmate.curves.page import page
 from rockmate.curves.sweep import Sweep
 from rockmate.curves.sweep_run import SweepOptions, run_sweep
+from rockmate.planning.options import PlanOptions
 
 MACHINE = "cpu-avx2"  # estimated times: two planners plan alike
 
@@ -63,7 +64,7 @@ def test_both_curves_are_shown_where_chunks_are_faster() -> None:
     planner = layered()
     options = SweepOptions(budgets=[0.5, 0.8, 1.0])
     model, batch = planner.model, layered_batch()
-    found = run_sweep(model, batch, options, title="layered", machine=MACHINE)
+    found = run_sweep(model, batch, options, PlanOptions(machine=MACHINE), title="layered")
     fastest, bitwise = by_budget(found.rows), by_budget(found.rows, "bitwise")
     assert list(fastest) == list(bitwise)
     assert [bool(row.loss_chunks) for row in fastest.values()] == [True, True, False]
@@ -75,7 +76,8 @@ def test_both_curves_are_shown_where_chunks_are_faster() -> None:
     html = page(found)
     assert ">bitwise</text>" in html
     assert "2 at_once" in html
-    alone = run_sweep(model, batch, options, title="", machine=MACHINE, numerics="bitwise")
+    planning = PlanOptions(machine=MACHINE, numerics="bitwise")
+    alone = run_sweep(model, batch, options, planning, title="")
     assert alone.strategies == ("rockmate",)
     assert not any(row.loss_chunks for row in alone.rows)
 

@@ -128,7 +128,7 @@ def test_smaller_calls_keep_the_number() -> None:
     rows = {key: value[:1] for key, value in workload.make_batch(0).items()}
     for _ in range(2):
         pipeline(module, [rows] * 3, 3, workload.loss)
-    assert module.plan.options["in_flight"] == "3"
+    assert module.plan.options.in_flight == 3
     assert allocator_peak(lambda: pipeline(module, [rows] * 3, 3, workload.loss)) <= budget
 
 

@@ -20,6 +20,7 @@ from rockmate import Plan, Planner, RockmateModule
 from rockmate.capture.nodes import call_name
 from rockmate.costs import convolution_formats
 from rockmate.graph.convolution_formats import kind_of, reads_contiguous
+from rockmate.graph.step_options import StepOptions
 from rockmate.planning import checked_forms
 from rockmate.planning.session import PlanningSession
 from rockmate.step import CapturedStep, capture_step, checked_step
@@ -82,17 +83,19 @@ def every_kind(capture: Any, **_: Any) -> frozenset[str]:
 
 
 @pytest.fixture(params=["channels last", "contiguous inside"])
-def kinds(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
+def kinds(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, ...] | None:
     """None has every convolution compute on contiguous values."""
     if request.param == "channels last":
-        return ""
+        return ()
     monkeypatch.setattr(convolution_formats, "_faster_contiguous", every_kind)
     return None
 
 
-def captured(model: nn.Module, sample: Any, kinds: str | None) -> CapturedStep:
-    options: Any = {"memory_format": "channels_last", "contiguous_convolutions": kinds}
-    return checked_step(lambda: capture_step(model, sample, **options))
+def captured(model: nn.Module, sample: Any, kinds: tuple[str, ...] | None) -> CapturedStep:
+    options = StepOptions(memory_format="channels_last", contiguous_convolutions=kinds)
+    return checked_step(lambda: capture_step(model, sample, options))
 
 
 def gradients(callee: nn.Module, owner: nn.Module, *args: Tensor) -> dict[str, Tensor]:
@@ -112,7 +115,9 @@ def assert_equal_up_to_rounding(mine: dict[str, Tensor], theirs: dict[str, Tenso
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_eagers_up_to_rounding_at_every_budget(name: str, kinds: str | None) -> None:
+def test_gradients_are_eagers_up_to_rounding_at_every_budget(
+    name: str, kinds: tuple[str, ...] | None
+) -> None:
     torch.manual_seed(0)
     layers, make = CASES[name]
     model, x = Squared(*copy.deepcopy(layers)).double().train(), make().double()
@@ -131,13 +136,13 @@ def test_gradients_are_eagers_up_to_rounding_at_every_budget(name: str, kinds: s
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_lay_out_results_as_captured(name: str, kinds: str | None) -> None:
+def test_kernels_lay_out_results_as_captured(name: str, kinds: tuple[str, ...] | None) -> None:
     layers, make = CASES[name]
     assert not other_layouts(captured(Squared(*copy.deepcopy(layers)).train(), make(), kinds))
 
 
 @pytest.mark.parametrize("name", ["convnext", "resnet", "segformer"])
-def test_layouts_of_models(name: str, kinds: str | None) -> None:
+def test_layouts_of_models(name: str, kinds: tuple[str, ...] | None) -> None:
     model, batch = architectures.make(name), ARCHITECTURES[name].make_batch(0)
     assert not other_layouts(captured(model, batch, kinds))
 
@@ -169,7 +174,8 @@ def test_convolutions_compute_on_contiguous_values_where_that_is_measured_to_be_
         return type(costs)(first=tuple(first), recompute=costs.recompute, num_distinct=1)
 
     monkeypatch.setattr(convolution_formats, "measure_costs", slower_results)
-    chosen = captured(model, image(), None).options["contiguous_convolutions"].split(",")
+    chosen = captured(model, image(), None).options.contiguous_convolutions
+    assert chosen is not None
     assert set(chosen) == {kind for kind in kinds if not kind.startswith("result")}
 
 
@@ -188,14 +194,14 @@ def test_the_format_that_is_faster_unplanned_serves_every_budget(
     monkeypatch.setattr(checked_forms, "in_one_format", noted)
     planner = Planner(model, x, kernels="fused")
     (forms,) = chosen_from
-    formats = [form.unchunked.step.options.get("memory_format") for form in forms]
-    assert formats == [None, "channels_last"]
+    formats = [form.unchunked.step.options.memory_format for form in forms]
+    assert formats == ["as_given", "channels_last"]
     assert planner.baseline_ms == min(form.unchunked.baseline.time_ms for form in forms)
 
     monkeypatch.setattr(checked_forms, "in_one_format", lambda forms: list(forms)[-1:])
     planner = Planner(model, x, kernels="fused")
     plan = planner.plan(planner.minimum_peak_bytes)
-    assert plan.options["memory_format"] == "channels_last"
+    assert plan.options.memory_format == "channels_last"
     assert "channels last" in plan.summary()
     plan.save(tmp_path / "plan.json")
     eager = copy.deepcopy(model)
@@ -217,18 +223,18 @@ def test_batches_of_other_sizes_have_the_format_of_the_sample(
     for shape in ((4, 4, 12, 12), (3, 4, 12, 12), (2, 4, 10, 14), (4, 4, 8, 8)):
         x = torch.randn(shape).double()
         mine = gradients(module, model, x)
-        assert module.plan.options["memory_format"] == "channels_last"
+        assert module.plan.options.memory_format == "channels_last"
         assert_equal_up_to_rounding(mine, gradients(eager, eager, x))
 
 
 def test_numbers_are_drawn_as_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mask is drawn in the order of memory, so it would be another one with channels last."""
     monkeypatch.setattr(checked_forms, "in_one_format", lambda forms: list(forms)[-1:])
-    for dropout, expected in ((nn.Dropout(0.5), None), (nn.Dropout2d(0.5), "channels_last")):
+    for dropout, expected in ((nn.Dropout(0.5), "as_given"), (nn.Dropout2d(0.5), "channels_last")):
         model = Squared(Conv(4, 8, 3), SiLU(), dropout, Conv(8, 8, 3)).double().train()
         x, eager = image().double(), copy.deepcopy(model)
         planner = Planner(model, x, kernels="fused")
-        assert planner.plan(1.0).options.get("memory_format") == expected
+        assert planner.plan(1.0).options.memory_format == expected
         mine = gradients(planner.module(planner.minimum_peak_bytes), model, x)
         assert_equal_up_to_rounding(mine, gradients(eager, eager, x))
 
@@ -244,11 +250,11 @@ def test_a_step_without_contiguous_convolutions_has_one_format() -> None:
 
 
 def test_a_format_that_is_none_is_an_error() -> None:
-    with pytest.raises(ValueError, match="memory_format is 'nhwc'; choose one of"):
-        capture_step(Squared(Conv(4, 4, 3)), image(), memory_format="nhwc")  # pyright: ignore
+    with pytest.raises(ValueError, match="memory_format is 'nhwc'; choose 'as_given' or"):
+        StepOptions(memory_format="nhwc")  # pyright: ignore
 
 
-def test_autocast_weights(kinds: str | None) -> None:
+def test_autocast_weights(kinds: tuple[str, ...] | None) -> None:
     """What follows from a weight's gradient, a cast, follows its layout."""
 
     class Autocast(Squared):

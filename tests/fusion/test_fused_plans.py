@@ -130,8 +130,8 @@ def test_auto_considers_kernels_that_are_slower_but_save_memory(
     smallest = whole.minimum("rockmate").peak_bytes
     assert smallest < single.minimum("rockmate").peak_bytes
     plan = auto.plan(smallest)
-    assert plan.options["kernels"] == "fused"
-    assert plan.options["unfused"] == whole.unchunked.step.options["unfused"]
+    assert plan.options.kernels == "fused"
+    assert plan.options.unfused == whole.unchunked.step.options.unfused
     plan.save(tmp_path / "plan.json")
     loaded = RockmateModule(workload.model, workload.sample, plan=Plan.load(tmp_path / "plan.json"))
     torch.testing.assert_close(
@@ -146,7 +146,7 @@ def test_a_plan_file_holds_the_groups(tmp_path: Path) -> None:
     plan = planner.plan(planner.minimum_peak_bytes)
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.options["kernels"] == "fused"
+    assert loaded.options.kernels == "fused"
     assert "groups that run as one kernel" in loaded.summary()
     assert "groups of ops run as" in plan.summary()
     module = RockmateModule(workload.model, workload.sample, plan=loaded)

@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
+from rockmate.graph.step_options import StepOptions
 from rockmate.step import CapturedStep, capture_step
 
 FORMS = ("5 recompute", "3 at_once")
@@ -261,7 +262,7 @@ def test_gradients_accumulate_over_steps_and_hooks_fire_once() -> None:
 
 def test_returned_gradients() -> None:
     model = make(cross_entropy(), tied=True)
-    step = capture_step(model, sample(), gradients="returned")
+    step = capture_step(model, sample(), StepOptions(gradients="returned"))
     check_as_eager(step, sample())
 
 

@@ -15,6 +15,7 @@ from rockmate import Plan, Planner
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.graph.ir import Op, Phase
+from rockmate.graph.step_options import StepOptions
 from rockmate.step import capture_step
 
 
@@ -24,7 +25,7 @@ from rockmate.step import capture_step
 def test_loss_blocks_of_architectures(name: str) -> None:
     architectures.skip_if_refused(name)
     batch = architectures.ARCHITECTURES[name].make_batch(0)
-    step = capture_step(architectures.make(name), batch, outputs="loss")
+    step = capture_step(architectures.make(name), batch, StepOptions(outputs="loss"))
     for chunks in ("3 recompute", "3 at_once"):
         graph = chunked(step, chunks).graph
         rows = [op for op in graph.ops if op.node.target is torch.ops.aten._log_softmax.default]
@@ -35,7 +36,7 @@ def test_loss_blocks_of_architectures(name: str) -> None:
 def test_feed_forward_blocks(name: str) -> None:
     """Dropout and all: the masks are drawn as a whole, in eager's order."""
     model, batch = architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0)
-    step = capture_step(model, batch, outputs="loss")
+    step = capture_step(model, batch, StepOptions(outputs="loss"))
     blocks = step.separable_blocks().feed_forward
     names = [block.name for block in blocks if isinstance(block, Region)]
     assert len(names) == 2
@@ -138,7 +139,9 @@ def test_grouped_experts_stay_whole(name: str) -> None:
     """Tokens are sorted by expert: which rows an expert has depends on values."""
     architectures.skip_if_refused(name)
     step = capture_step(
-        architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0), outputs="loss"
+        architectures.make(name),
+        architectures.ARCHITECTURES[name].make_batch(0),
+        StepOptions(outputs="loss"),
     )
     blocks = step.separable_blocks().feed_forward
     assert all(isinstance(block, Refusal) for block in blocks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ from fine_tuning import Sentences, gpt2, llama, trainer
 from helpers import relative_error
 from torch import Tensor, nn
 
-from rockmate import FitError, NothingFitsError, Planner, wrap_trainer
+from rockmate import FitError, NothingFitsError, Planner, PlanOptions, wrap_trainer
 from rockmate.hf import micro_batch
 from rockmate.hf.micro_batch import MicroBatch, _sizes
 
@@ -110,13 +109,12 @@ def test_the_search_plans_with_the_options_of_the_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Recorded(Planner):
-        given: ClassVar[list[dict[str, Any]]] = []
+        given: ClassVar[list[PlanOptions]] = []
 
-        def __init__(self, *positional: Any, **options: Any) -> None:
+        def __init__(self, model: Any, sample_input: Any, options: PlanOptions) -> None:
             Recorded.given.append(options)
-            super().__init__(*positional, **options)
+            super().__init__(model, sample_input, options)
 
-    monkeypatch.setattr(Recorded, "__signature__", inspect.signature(Planner), raising=False)
     monkeypatch.setattr(micro_batch, "Planner", Recorded)
     made, _ = trainer(without_dropout(), tmp_path, max_steps=1)
     options = {
@@ -129,9 +127,9 @@ def test_the_search_plans_with_the_options_of_the_module(
     module = wrap_trainer(made, memory_limit=LIMIT, fit="batch", **options)
     assert Recorded.given
     for given in Recorded.given:
-        assert given.items() >= options.items()
+        assert given.changed.items() >= options.items()
     made.train()
-    assert module.plan.options["in_flight"] == "2"
+    assert module.plan.options.in_flight == 2
 
 
 def test_options_are_read_before_the_search(

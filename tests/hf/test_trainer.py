@@ -197,7 +197,7 @@ def test_wrap_trainer_plans_for_the_loss_alone_where_nothing_else_is_read(tmp_pa
         module = wrap_trainer(made, 1.0, **options)
         made.train()
         peaks[outputs] = module.plan.baseline_peak_bytes
-        assert module.plan.options["outputs"] == (outputs or "loss")
+        assert module.plan.options.outputs == (outputs or "loss")
         assert made.predict(made.eval_dataset).predictions is not None
     assert peaks[None] < peaks["all"]
 

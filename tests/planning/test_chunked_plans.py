@@ -33,13 +33,13 @@ from rockmate import InfeasibleBudgetError, Plan, PlanMismatchError, Planner, Ro
 from rockmate._torch.allocator import timeline
 from rockmate.bound.protocol import MinBound
 from rockmate.bound.solver_time import SolverTime
+from rockmate.capture.options import Numerics
 from rockmate.costs.cost import scaled_times
 from rockmate.costs.measure import measure_costs
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.parameters import owner_names
 from rockmate.planning.candidate import linspace_int
 from rockmate.planning.local_search import LocalSearch
-from rockmate.planning.numerics import Numerics
 from rockmate.planning.variant import Variant
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
@@ -79,10 +79,10 @@ def wide() -> tuple[Wide, dict[str, Tensor], Planner]:
 def test_chunks_where_nothing_else_fits_and_none_where_there_is_room() -> None:
     _, _, planner = wide()
     roomy = planner.plan(1.0)
-    assert "loss_chunks" not in roomy.options
+    assert not roomy.options.loss_chunks
     assert roomy.bitwise_ms is None
     below = planner.plan(planner.minimum_peak_bytes // 3)
-    assert "loss_chunks" in below.options
+    assert below.options.loss_chunks
     assert below.predicted_peak_bytes <= planner.minimum_peak_bytes // 3
     assert re.search(r"loss block +in \d+ chunks of its rows; .* \(head\)", below.summary())
     assert "no plan without chunks fits the budget" in below.summary()
@@ -110,15 +110,15 @@ def test_where_chunks_are_faster_by_more_than_noise() -> None:
             (plan.options, plan.predicted_ms),
         ):
             assert ms <= whole_ms * 1.001
-            assert ms >= whole.baseline_ms * (1.01 - 1e-9) or "loss_chunks" not in options
-        num_chunked += "loss_chunks" in plan.options
-        if "loss_chunks" in plan.options and plan.bitwise_ms != inf:
+            assert ms >= whole.baseline_ms * (1.01 - 1e-9) or not options.loss_chunks
+        num_chunked += plan.options.loss_chunks is not None
+        if plan.options.loss_chunks and plan.bitwise_ms != inf:
             assert plan.bitwise_ms == pytest.approx(whole_ms)
             assert "x without chunks, with numerics=" in plan.summary()
     times = [candidate.time_ms for _, candidate in filter(None, alone.values())]
     assert times == sorted(times)
     assert 5 < num_chunked < len(together) == 30
-    assert "loss_chunks" not in together[budgets[-1]].options
+    assert not together[budgets[-1]].options.loss_chunks
 
 
 def test_chunks_that_are_measured_as_faster_are_not_trusted(
@@ -131,7 +131,7 @@ def test_chunks_that_are_measured_as_faster_are_not_trusted(
     monkeypatch.setattr(variants, "_costs_of", lambda graph: scaled_times(right(graph), 0.5))
     chunked = variants._variant(Chunks(4, "at_once"))
     assert chunked.baseline.time_ms == pytest.approx(1.01 * planner.baseline_ms)
-    assert "loss_chunks" not in planner.plan(1.0).options
+    assert not planner.plan(1.0).options.loss_chunks
 
 
 @pytest.mark.parametrize("share", [0.35, 0.2])
@@ -190,7 +190,7 @@ def test_planned_under_autocast() -> None:
     assert all(ours[name] <= 1.01 * of_eager[name] for name in ours), (ours, of_eager)
     step()
     model.zero_grad(set_to_none=False)
-    assert "loss_chunks" in module.plan.options
+    assert module.plan.options.loss_chunks
     assert timeline(step).peak_bytes <= module.plan.budget_bytes
     model.zero_grad(set_to_none=True)
 
@@ -365,7 +365,7 @@ def test_few_of_the_schedules_in_chunks_are_thoroughly_improved(
     counted(Variant, "quick_start")
     counted(LocalSearch, "best_within")
     plan = planner.plan(budget_bytes)
-    assert "loss_chunks" in plan.options
+    assert plan.options.loss_chunks
     assert 1 <= calls["best_within"] < calls["quick_start"]
     assert plan.predicted_peak_bytes < plan.minimum_peak_bytes == planner.minimum_peak_bytes
 

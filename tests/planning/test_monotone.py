@@ -8,6 +8,7 @@ import pytest
 from layered import layered
 from small_graphs import fixed
 
+from rockmate.graph.chunking.chunks import Chunks
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import linspace_int
 from rockmate.planning.monotone import never_slower
@@ -21,7 +22,7 @@ def test_with_chunks_allowed_the_curve_falls() -> None:
     assert list(plans) == budgets
     times_ms = [plan.predicted_ms for plan in plans.values()]
     assert times_ms == sorted(times_ms, reverse=True)
-    chunked = ["loss_chunks" in plan.options for plan in plans.values()]
+    chunked = [plan.options.loss_chunks for plan in plans.values()]
     assert any(chunked)
     for budget_bytes, plan in plans.items():
         assert plan.budget_bytes == budget_bytes
@@ -74,6 +75,6 @@ def test_budgets_asked_for_one_by_one_hand_faster_plans_on(
 
 def test_a_plan_in_chunks_is_handed_on() -> None:
     budgets, (_, slow, _, fastest) = few_plans()
-    chunked = replace(fastest, options={**fastest.options, "loss_chunks": "4 recompute"})
+    chunked = replace(fastest, options=replace(fastest.options, loss_chunks=Chunks(4, "recompute")))
     found = never_slower(dict(zip(budgets[:2], (chunked, slow), strict=True)))
     assert found[budgets[1]].schedule == chunked.schedule

@@ -104,7 +104,7 @@ def test_a_hook_after_planning_is_planned_for(caplog: pytest.LogCaptureFixture) 
     assert (
         peak_bytes(module, model, words(21)) <= module.plan.budget_bytes
     )  # which takes over the schedule
-    assert module.plan.options["hooked"] == "head.weight"
+    assert module.plan.options.hooked == ("head.weight",)
 
 
 def test_a_shorter_batch_adds_up_tied_gradients_and_has_a_plan() -> None:

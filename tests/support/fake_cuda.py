@@ -195,7 +195,7 @@ def planned_step(place: str, form: str, name: str) -> dict[str, Any]:
             planner = Planner(model, batch, machine="h200")
             plan = _tight_plan(planner)
         with fakes.mode:
-            step = replace(planner._step.in_form_of(plan), absence="")
+            step = replace(planner._step.with_chunks_of(plan.options), absence="")
             # Fake tensors have no values to compare with the sample's.
             planned = replace(step.planned_call(plan), read_values=NO_VALUES)
             module = RockmateModule.of(model, planned, trial="never")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rockmate import Planner
-from rockmate.planning.numerics import Numerics
+from rockmate.capture.options import Numerics
 
 
 class Layered(nn.Module):

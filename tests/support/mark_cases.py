@@ -6,6 +6,7 @@ import functools
 import operator
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from small_graphs import SMALL, synthetic_costs
@@ -50,7 +51,7 @@ def marked_graph(name: str, rng: random.Random, *, in_flight: int = 1) -> Graph:
             _mark(node, "save")
         elif draw < save_share + recompute_share:
             _mark(node, "recompute")
-    options = {**step.options, "in_flight": str(in_flight)}
+    options = replace(step.options, in_flight=in_flight)
     return step_of(capture, step.model, step.call, step.state, options).graph
 
 

@@ -15,23 +15,18 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import multiprocessing
-import os
-import signal
 import sys
 import time
-import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
+from bench.forks import run_each
 from bench.machine import machine_record
 from bench.registries import timm_families
 from bench.registries.batches import make_batch
@@ -41,16 +36,6 @@ from bench.registries.trial import trial
 
 Record = dict[str, Any]
 _TIMM = "timm"
-
-
-class Job(NamedTuple):
-    """A model whose process runs."""
-
-    registry: str
-    name: str
-    process: BaseProcess
-    answers: Connection
-    begin: float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -106,8 +91,10 @@ def _run(options: argparse.Namespace, lines: Path) -> None:
     head = machine_record("bench.zoo")
     lines.parent.mkdir(parents=True, exist_ok=True)
     with lines.open("a", encoding="utf-8") as file:
-        for record in tqdm(_records(models, options), total=len(models), unit="model"):
-            file.write(json.dumps(head | record) + "\n")
+        found = run_each(models, _measure, parallel=options.parallel, limit_s=options.limit)
+        for (registry, name), record in tqdm(found, total=len(models), unit="model"):
+            line = head | {"registry": registry, "name": name} | record
+            file.write(json.dumps(line) + "\n")
             file.flush()
 
 
@@ -120,62 +107,13 @@ def _names_of(registry: str) -> list[str]:
     return timm_families.names()
 
 
-def _records(models: list[tuple[str, str]], options: argparse.Namespace) -> Iterable[Record]:
-    """One record for each model, in the order in which they finish."""
-    waiting, running = list(models), list[Job]()
-    while waiting or running:
-        while waiting and len(running) < options.parallel:
-            running.append(_start(*waiting.pop(0)))
-        wait([job.answers for job in running], timeout=1)
-        for job in list(running):
-            record = _answer(job, options.limit)
-            if record is not None:
-                running.remove(job)
-                yield record
-
-
-def _start(registry: str, name: str) -> Job:
-    # A fork has the imports already. This process has run no op, so it has no threads.
-    context = multiprocessing.get_context("fork")
-    answers, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_measure, args=(registry, name, sender), daemon=True)
-    process.start()
-    sender.close()
-    return Job(registry, name, process, answers, time.monotonic())
-
-
-def _answer(job: Job, limit_s: float) -> Record | None:
-    """What the process found; None while it runs within its time."""
-    seconds = time.monotonic() - job.begin
-    found: Record | None = None
-    if job.answers.poll():
-        try:
-            found = job.answers.recv()
-        except EOFError:
-            job.process.join()
-            found = {"verdict": "error", "detail": f"exit code {job.process.exitcode}"}
-    elif seconds > limit_s:
-        found = {"verdict": "timeout", "detail": f"not finished in {limit_s:.0f} s"}
-        job.process.kill()
-    if found is None:
-        return None
-    job.process.join()
-    job.answers.close()
-    return {"registry": job.registry, "name": job.name, "seconds": round(seconds, 1)} | found
-
-
-def _measure(registry: str, name: str, sender: Connection) -> None:
+def _measure(model: tuple[str, str]) -> Record:
     """In the model's own process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore")
+    registry, name = model
     transformers_logging.set_verbosity_error()
-    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
-        sys.stdout = sys.stderr = nowhere
-        if registry == _TIMM:
-            record = trial(timm_families.builders(name), timm_families.make_batch)
-        else:
-            record = trial(list(builders(registry, name)), partial(make_batch, registry))
-    sender.send(record)
+    if registry == _TIMM:
+        return trial(timm_families.builders(name), timm_families.make_batch)
+    return trial(list(builders(registry, name)), partial(make_batch, registry))
 
 
 if __name__ == "__main__":

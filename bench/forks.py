@@ -1,0 +1,88 @@
+"""Measurements in processes of their own, each with a time limit, several at a time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+Record = dict[str, Any]
+Task = TypeVar("Task")
+
+
+class _Job(NamedTuple):
+    """A task whose process runs."""
+
+    task: Any
+    process: BaseProcess
+    answers: Connection
+    begin: float
+
+
+def run_each(
+    tasks: Sequence[Task], measure: Callable[[Task], Record], *, parallel: int, limit_s: float
+) -> Iterator[tuple[Task, Record]]:
+    """What `measure` finds for each task, with its `seconds`, in the order in which they finish.
+
+    Nothing is printed in the processes, and warnings are ignored. The caller has run no op of
+    PyTorch before, so that it has no threads when it forks. A process that dies gives
+    `verdict` "error", one that takes longer than `limit_s` seconds gives "timeout".
+    """
+    waiting, running = list(tasks), list[_Job]()
+    while waiting or running:
+        while waiting and len(running) < parallel:
+            running.append(_start(waiting.pop(0), measure))
+        wait([job.answers for job in running], timeout=1)
+        for job in list(running):
+            record = _answer(job, limit_s)
+            if record is not None:
+                running.remove(job)
+                yield job.task, record
+
+
+def _start(task: Any, measure: Callable[[Any], Record]) -> _Job:
+    # A fork has the imports already.
+    context = multiprocessing.get_context("fork")
+    answers, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(task, measure, sender), daemon=True)
+    process.start()
+    sender.close()
+    return _Job(task, process, answers, time.monotonic())
+
+
+def _answer(job: _Job, limit_s: float) -> Record | None:
+    """What the process found; None while it runs within its time."""
+    seconds = time.monotonic() - job.begin
+    found: Record | None = None
+    if job.answers.poll():
+        try:
+            found = job.answers.recv()
+        except EOFError:
+            job.process.join()
+            found = {"verdict": "error", "detail": f"exit code {job.process.exitcode}"}
+    elif seconds > limit_s:
+        found = {"verdict": "timeout", "detail": f"not finished in {limit_s:.0f} s"}
+        job.process.kill()
+    if found is None:
+        return None
+    job.process.join()
+    job.answers.close()
+    return {"seconds": round(seconds, 1)} | found
+
+
+def _run(task: Any, measure: Callable[[Any], Record], sender: Connection) -> None:
+    """In the task's own process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")
+    with Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+        sys.stdout = sys.stderr = nowhere
+        record = measure(task)
+    sender.send(record)

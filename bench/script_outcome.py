@@ -1,0 +1,261 @@
+"""What becomes of a random training script: eager's bits inside the budget, or else what.
+
+The plain model runs the script first, with the same seeds. Its peak comes from the events of
+`torch.profiler`, as does that of the wrapped one: nothing here asks the planner. Where the wrapped
+script is refused, the advice of the error is followed, as a user would, up to six times.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import importlib
+import logging
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from bench.measure import allocator_peak
+from rockmate import InfeasibleBudgetError, RockmateError, RockmateModule
+
+# The generator is the tests' own.
+_SUPPORT = str(Path(__file__).parents[1] / "tests" / "support")
+if _SUPPORT not in sys.path:
+    sys.path.append(_SUPPORT)
+random_scripts: Any = importlib.import_module("random_scripts")
+
+Record = dict[str, Any]
+
+RIGHT = ("equal", "unbudgeted", "advised")
+FAULTS = ("DIFFERS", "OVER BUDGET", "RAW ERROR", "REFUSED", "timeout", "error")
+NOT_COUNTED = "not in eager"
+MEANINGS = {
+    "equal": "eager's bits, inside the budget",
+    "unbudgeted": "eager's bits, above the budget or without one, and a warning said so",
+    "advised": "refused; what the error advises led to one of the two above",
+}
+
+_NUM_ADVICES = 6
+# A line of the log that says that nothing keeps the budget, or not in all steps.
+_NO_BUDGET = (
+    "nothing keeps the budget", "without a budget", "without a plan or budget", "plain model ran",
+    "more than the budget", "which is above", "smallest peak", "are in flight",
+    "beyond the budget",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a script is wrapped.
+
+    Attributes:
+        mode: of `RockmateModule`.
+        budget: in bytes.
+        options: further ones.
+        runs_first: whether the plain model runs once before it is wrapped.
+        is_plain: whether the plain model is called instead of the wrapped one.
+        has_raised: whether the budget was raised to one that an error has named.
+    """
+
+    mode: str
+    budget: int
+    options: dict[str, Any] = field(default_factory=dict)
+    runs_first: bool = False
+    is_plain: bool = False
+    has_raised: bool = False
+
+
+class _Heard(logging.Handler):
+    """Lines of the log."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def outcome(script: Any) -> Record:
+    """One of `RIGHT`, `FAULTS` and `NOT_COUNTED`, with what led there."""
+    begin = time.perf_counter()
+    try:
+        theirs = random_scripts.run_of(script).train()
+        again = random_scripts.difference(random_scripts.run_of(script).train(), theirs)
+        eager = random_scripts.run_of(script)
+        eager.train()
+        peak = _peak(eager)
+    except Exception as error:  # noqa: BLE001
+        return {"verdict": NOT_COUNTED, "detail": _text(error)}
+    if again:
+        return {"verdict": NOT_COUNTED, "detail": f"eager differs from itself: {again}"}
+    settings = Settings(script.mode, int(script.share * peak))
+    record: Record = {"eager_s": round(time.perf_counter() - begin, 2), "eager_peak": peak}
+    advices: list[str] = []
+    for _ in range(_NUM_ADVICES + 1):
+        found = _attempt(script, settings, theirs)
+        error = found.pop("error", None)
+        if error is None:
+            is_advised = advices and found["verdict"] in RIGHT
+            verdict = "advised" if is_advised else found["verdict"]
+            return record | found | {"verdict": verdict, "advices": advices}
+        advised = _advised(settings, error)
+        if advised is None:
+            return record | found | {"advices": advices}
+        advices.append(found["detail"])
+        settings = advised
+        if settings.runs_first:
+            theirs = _after_a_first_run(script).train()
+    return record | {"verdict": "REFUSED", "detail": "no end of advice", "advices": advices}
+
+
+def _after_a_first_run(script: Any, wrap: Callable[..., nn.Module] | None = None) -> Any:
+    """A script whose model has run once before it is wrapped."""
+
+    def wrapped(model: Any, inputs: Any) -> nn.Module:
+        run = random_scripts.Run(script, model, model, [])
+        model(**run.inputs(0))
+        return model if wrap is None else wrap(model, inputs)
+
+    return random_scripts.run_of(script, wrapped)
+
+
+def _attempt(script: Any, settings: Settings, theirs: Any) -> Record:
+    """One run of the wrapped script; an `error` where it is refused."""
+    heard = _Heard()
+    logger = logging.getLogger("rockmate")
+    logger.addHandler(heard)
+    modules: list[RockmateModule] = []
+
+    def wrap(model: nn.Module, inputs: Any) -> nn.Module:
+        options = dict(settings.options)
+        if settings.mode != "frames":
+            options["numerics"] = "bitwise"
+        options |= {"mode": settings.mode}
+        modules.append(RockmateModule(model, inputs or None, settings.budget, **options))
+        return model if settings.is_plain else modules[0]
+
+    try:
+        make = _after_a_first_run if settings.runs_first else random_scripts.run_of
+        run = make(script, wrap)
+        ours = run.train()
+        difference = random_scripts.difference(ours, theirs)
+        if difference:
+            return {"verdict": "DIFFERS", "detail": difference, "heard": heard.lines}
+        if settings.is_plain:
+            return {"verdict": "unbudgeted", "detail": "the plain model, as advised"}
+        return _within(run, settings, heard, modules[0])
+    except RockmateError as error:
+        return {"verdict": "REFUSED", "detail": _text(error), "error": error}
+    except Exception as error:  # noqa: BLE001
+        where = "".join(traceback.format_exception(error)[-4:])
+        return {"verdict": "RAW ERROR", "detail": _text(error), "where": where}
+    finally:
+        logger.removeHandler(heard)
+
+
+def _within(run: Any, settings: Settings, heard: _Heard, module: RockmateModule) -> Record:
+    """Whether a step after those that were compared stays within the budget."""
+    found: Record = {"verdict": "equal", "detail": "", "budget": settings.budget}
+    is_frames = module.frames is not None
+    found["ran"] = "frames" if is_frames else "plan"
+    lines = [line for line in heard.lines if any(text in line for text in _NO_BUDGET)]
+    if all(each.is_measured for each in (*run.habits, *_measurable(run))):
+        found["peak"] = _peak(run)
+        lines = [line for line in heard.lines if any(text in line for text in _NO_BUDGET)]
+        if found["peak"] > settings.budget + _beside(run):
+            found["verdict"] = "OVER BUDGET"
+            found["detail"] = f"{found['peak'] / settings.budget:.3f} of the budget"
+            if lines:
+                found["verdict"] = "unbudgeted"
+    if lines:
+        found["heard"] = lines[:3]
+    return found
+
+
+def _measurable(run: Any) -> list[Any]:
+    @dataclass
+    class Layer:
+        is_measured: bool
+
+    return [
+        Layer(getattr(each, "is_measured", not hasattr(each, "extra_loss")))
+        for each in run.model.layers
+    ]
+
+
+def _peak(run: Any) -> int:
+    """Of a step's forward and backward, with gradients in place and the batch made before."""
+    steps = random_scripts.NUM_STEPS, random_scripts.NUM_STEPS + 1
+    for step in steps:
+        run.prepare_step(step)
+        run.prefetch(step)
+        if step == steps[-1]:
+            return allocator_peak(lambda: run.forward_and_backward(steps[-1]) and None)
+        run.forward_and_backward(step)
+        run.optimizer.zero_grad(set_to_none=False)
+    raise AssertionError
+
+
+def _beside(run: Any) -> int:
+    """Bytes that the script takes itself, at most: its loss, and gradients of its inputs."""
+    step = random_scripts.NUM_STEPS + 1
+    output = run.last_output.detach().requires_grad_()
+    habits = copy.copy(run.habits)
+
+    def loss() -> None:
+        total = output.float().square().mean()
+        for habit in habits:
+            total = habit.loss(run, step, output, total)
+        total.backward()
+
+    num_calls = max((habit.num_calls for habit in habits), default=1)
+    inputs = sum(given["x"].nbytes for given in run.given if hasattr(given["x"], "nbytes"))
+    return num_calls * allocator_peak(loss) + inputs
+
+
+def _advised(settings: Settings, error: RockmateError) -> Settings | None:
+    """The settings that an error advises; None if it advises nothing that is left to try."""
+    text, options = str(error), settings.options
+    if isinstance(error, InfeasibleBudgetError):
+        if error.minimum_bytes > settings.budget:
+            # A second one: larger calls than the first come later.
+            least = {"on_infeasible": "least"} if settings.has_raised else {}
+            options = options | least
+            budget = error.minimum_bytes
+            return replace(settings, budget=budget, options=options, has_raised=True)
+        return None
+    for name in ("untraced", "keep"):
+        named = re.search(rf"{name}=(\[[^\]]*\])", text)
+        if named:
+            paths = sorted({*options.get(name, ()), *ast.literal_eval(named[1])})
+            is_there = settings.mode != ("frames" if name == "untraced" else "plan")
+            if is_there and paths != options.get(name):
+                return replace(settings, options=options | {name: paths})
+    if 'gradients="returned"' in text and "gradients" not in options and settings.mode == "plan":
+        return replace(settings, options=options | {"gradients": "returned"})
+    if "run the plain model once" in text.lower() and not settings.runs_first:
+        return replace(settings, runs_first=True)
+    for mode in ("frames", "auto"):
+        if f'mode="{mode}"' in text and settings.mode == "plan":
+            return replace(settings, mode=mode, options=_left(options, "keep"))
+    if "plan_frames=False" in text and options.get("plan_frames", True):
+        return replace(settings, options=options | {"plan_frames": False})
+    if "module.original" in text or "plain model" in text:
+        return replace(settings, is_plain=True)
+    return None
+
+
+def _left(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name in names}
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:900]

@@ -1,0 +1,179 @@
+"""Random training scripts beside eager, counted by outcome.
+
+    python -m bench.scripts                              # 2,000 scripts; goes on where it stopped
+    python -m bench.scripts --seed 17 --count 1 --show   # one script
+    python -m bench.scripts --kind "layer drop" --mode frames
+    python -m bench.scripts --page                       # only the page of the finished scripts
+
+A script is drawn from its seed (`tests/support/random_scripts.py`): a model of unusual layers, a
+loop with unusual habits, a mode and a budget. It runs in a process of its own. Each finished script
+is a line of STEM.jsonl; STEM.md has the counts and each fault with the command that repeats it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from bench.forks import run_each
+from bench.machine import machine_record, machine_text
+from bench.pages import all_row, table, targets
+from bench.script_outcome import FAULTS, MEANINGS, NOT_COUNTED, RIGHT, outcome, random_scripts
+
+Record = dict[str, Any]
+_LONGEST = 240
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs what is missing and writes the page; 0 whether there are faults or not."""
+    options = _parse(arguments)
+    if options.show:
+        for script in _scripts(options):
+            sys.stdout.write(f"{script}\n{json.dumps(outcome(script), indent=1)}\n")
+        return 0
+    lines = Path(f"{options.output}.jsonl")
+    if not options.page:
+        _run(options, lines)
+    Path(f"{options.output}.md").write_text("\n".join(page(read(lines))) + "\n", encoding="utf-8")
+    return 0
+
+
+def read(path: Path) -> list[Record]:
+    """The newest line of each script."""
+    if not path.exists():
+        return []
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return list({(each["seed"], each["mode"]): each for each in records}.values())
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.scripts", description=(__doc__ or "").partition("\n")[0]
+    )
+    add = parser.add_argument
+    stem = Path(__file__).parent / "results" / f"scripts_cpu_{time.strftime('%Y%m')}"
+    modes = random_scripts.MODES
+    add("--seed", type=int, default=0, help="of the first script")
+    add("--count", type=int, default=2000, help="scripts, by seeds that follow each other")
+    add("--mode", action="append", choices=modes, help="repeatable; default: the drawn one")
+    add("--kind", action="append", choices=random_scripts.KINDS, help="only scripts with it")
+    add("--limit", type=float, default=120, metavar="S", help="seconds for one script")
+    add("--parallel", type=int, default=2, metavar="N", help="processes at a time")
+    add("--again", action="append", default=[], metavar="VERDICT", help="run these once more")
+    add("--output", type=Path, default=stem, metavar="STEM", help="write STEM.jsonl and STEM.md")
+    add("--page", action="store_true", help="only write the page of the finished scripts")
+    add("--show", action="store_true", help="print what became of each script, here and now")
+    return parser.parse_args(arguments)
+
+
+def _scripts(options: argparse.Namespace) -> list[Any]:
+    scripts = [
+        random_scripts.Script.of(seed, mode)
+        for seed in range(options.seed, options.seed + options.count)
+        for mode in options.mode or [None]
+    ]
+    kinds = set(options.kind or random_scripts.KINDS)
+    return [script for script in scripts if kinds & set(script.kinds)]
+
+
+def _run(options: argparse.Namespace, lines: Path) -> None:
+    torch.set_num_threads(1)
+    finished = {
+        (each["seed"], each["mode"]) for each in read(lines) if each["verdict"] not in options.again
+    }
+    scripts = [each for each in _scripts(options) if (each.seed, each.mode) not in finished]
+    head = machine_record("bench.scripts")
+    lines.parent.mkdir(parents=True, exist_ok=True)
+    with lines.open("a", encoding="utf-8") as file:
+        found = run_each(scripts, outcome, parallel=options.parallel, limit_s=options.limit)
+        for script, record in tqdm(found, total=len(scripts), unit="script"):
+            line = head | {"seed": script.seed, "mode": script.mode, "kinds": script.kinds} | record
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            if record["verdict"] in FAULTS:
+                tqdm.write(f"{record['verdict']}: {_command(line)}: {record['detail'][:_LONGEST]}")
+
+
+def page(records: Sequence[Record]) -> list[str]:
+    """Targets, counts, and each fault."""
+    if not records:
+        return ["# Random scripts", "", "No script is finished."]
+    counted = [each for each in records if each["verdict"] != NOT_COUNTED]
+    counts = Counter(each["verdict"] for each in counted)
+    rows = [
+        all_row(f"scripts without {verdict.lower()}", len(counted) - counts[verdict], len(counted))
+        for verdict in FAULTS
+    ]
+    return [
+        "# Random training scripts beside eager",
+        "",
+        "Each script trains a small model of unusual layers in a loop with unusual habits, plain "
+        "and wrapped. Losses, gradients, parameters, buffers, attributes, hooks and random state "
+        "are compared bit for bit after each of four steps, and the peak of a later one, from the "
+        "profiler's events, with the budget. Right are: "
+        + "; ".join(f"*{name}*: {meaning}" for name, meaning in MEANINGS.items())
+        + f". Scripts that eager does not repeat: {len(records) - len(counted)}.",
+        "",
+        *targets(rows),
+        "",
+        "## Outcomes by mode",
+        "",
+        *_table(counted, "mode", lambda record: [record["mode"]]),
+        "",
+        "## Faults",
+        "",
+        *_faults(counted),
+        "",
+        "## Outcomes by kind",
+        "",
+        *_table(counted, "kind", lambda record: record["kinds"]),
+        "",
+        machine_text(records[-1]),
+    ]
+
+
+def _table(records: Sequence[Record], what: str, keys: Any) -> list[str]:
+    verdicts = (*RIGHT, *FAULTS)
+    counts: dict[str, Counter[str]] = {}
+    for record in records:
+        for key in keys(record):
+            counts.setdefault(key, Counter())[record["verdict"]] += 1
+    rows = [
+        [key, str(own.total()), *(str(own[verdict]) for verdict in verdicts)]
+        for key, own in sorted(counts.items())
+    ]
+    return table([what, "scripts", *verdicts], rows)
+
+
+def _faults(records: Sequence[Record]) -> list[str]:
+    found = [each for verdict in FAULTS for each in records if each["verdict"] == verdict]
+    if not found:
+        return ["None."]
+    rows = [
+        [
+            each["verdict"],
+            ", ".join(each["kinds"]),
+            f"`{_command(each)}`",
+            each["detail"].replace("|", "\\|")[:_LONGEST],
+        ]
+        for each in found
+    ]
+    return table(["outcome", "kinds", "repeat it", "what"], rows)
+
+
+def _command(record: Record) -> str:
+    seed, mode = record["seed"], record["mode"]
+    return f"python -m bench.scripts --show --count 1 --seed {seed} --mode {mode}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,573 @@
+"""Kinds of training loops that a random script draws: each does one thing that scripts do.
+
+A habit changes the arguments of a call, the loss, or what stands between forward, backward and
+optimizer step. `script` is the running `random_scripts.Run`.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from script_layers import WIDTH
+from torch import Tensor, nn
+
+LOOPS: dict[str, Callable[[], Habit]] = {}
+
+
+class Habit:
+    """What a script does besides forward, backward and optimizer step. By default nothing.
+
+    Attributes:
+        is_measured: whether the peak of a step tells about the planned call alone.
+        num_calls: forwards before the backward.
+    """
+
+    is_measured = True
+    num_calls = 1
+    makes_batches_smaller: tuple[int, ...] = ()
+
+    def __init_subclass__(cls) -> None:
+        words = "".join(f" {c.lower()}" if c.isupper() else c for c in cls.__name__)
+        LOOPS[words.strip()] = cls
+
+    def prepare(self, script: Any) -> None:
+        """Before the first step."""
+
+    def rows(self, step: int, rows: int) -> int:
+        """Of a batch."""
+        return rows
+
+    def before(self, script: Any, step: int) -> None:
+        """Before the first forward of a step."""
+
+    def context(self, script: Any, step: int) -> Any:
+        """Around forwards and loss."""
+        return contextlib.nullcontext()
+
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        """Keywords of a call."""
+        return given
+
+    def call(self, script: Any, step: int, call: Callable[[], Any]) -> Any:
+        """Output of a call."""
+        return call()
+
+    def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
+        """Of one call."""
+        return loss
+
+    def between(self, script: Any, step: int) -> None:
+        """Between the last forward and the backward."""
+
+    def backward(self, script: Any, step: int, backward: Callable[[], None]) -> None:
+        """Instead of the backward."""
+        backward()
+
+    def after(self, script: Any, step: int) -> None:
+        """Between backward and optimizer step."""
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+class SmallerBatches(Habit):
+    def rows(self, step: int, rows: int) -> int:
+        return rows - 16 if step % 2 else rows
+
+
+class LargerBatches(Habit):
+    def rows(self, step: int, rows: int) -> int:
+        return rows + 16 if step == 2 else rows
+
+
+class BatchOfFour(Habit):
+    """As many rows as other sizes: sizes coincide."""
+
+    def rows(self, step: int, rows: int) -> int:
+        return 4 if step == 1 else rows
+
+
+class _Own:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+
+@dataclass
+class _Data:
+    x: Tensor
+    note: str = "a"
+
+
+class _Named(NamedTuple):
+    x: Tensor
+
+
+class _User(collections.UserDict[str, Any]):
+    @property
+    def x(self) -> Tensor:
+        return self["x"]
+
+
+class _Sub(dict[str, Any]):
+    @property
+    def x(self) -> Tensor:
+        return self["x"]
+
+
+class BatchInAnObject(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        return given | {"x": _Own(given["x"])}
+
+
+class BatchInADataclass(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        return given | {"x": _Data(given["x"])}
+
+
+class BatchInANamedTuple(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        return given | {"x": _Named(given["x"])}
+
+
+class BatchInAUserDict(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        return given | {"x": _User(x=given["x"])}
+
+
+class BatchInASubclassOfDict(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        return given | {"x": _Sub(x=given["x"])}
+
+
+class AttributeOfTheInput(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        given["x"].domain_scale = 1.0 + step
+        return given
+
+
+class TensorAttributeOfTheInput(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        given["x"].domain_scale = torch.tensor(1.0 + step)
+        return given
+
+
+class InputOfOtherStrides(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        return given | {"x": given["x"].t().contiguous().t()} if step % 2 else given
+
+
+class InputGradient(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        given["x"].requires_grad_()
+        return given
+
+
+class InputGradientInSomeSteps(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        given["x"].requires_grad_(step % 2 == 1)
+        return given
+
+
+class InputIsAnActivation(Habit):
+    """Another module of the script's runs before."""
+
+    is_measured = False
+
+    def prepare(self, script: Any) -> None:
+        script.others.append(nn.Linear(WIDTH, WIDTH))
+
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        return given | {"x": script.others[0](given["x"]).tanh()}
+
+
+class InputOverwritten(Habit):
+    def after(self, script: Any, step: int) -> None:
+        for given in script.given:
+            x = given["x"] if isinstance(given["x"], Tensor) else given["x"].x
+            x.detach().fill_(3.0)
+
+
+class PositionalArguments(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        script.is_positional = True
+        return given
+
+
+# --- the loss -------------------------------------------------------------------------------------
+
+
+class LossOfATransposedOutput(Habit):
+    def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
+        return loss + (output.t() @ output).square().mean() * 1e-2
+
+
+class LossOfStridedSlices(Habit):
+    def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
+        both = torch.cat([output, output.detach().sin()], 1)
+        return loss + (both * both.roll(1, 1)).mean()
+
+
+class LossWithOtherStridesLater(Habit):
+    def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
+        return loss + output.sum() * 1e-3 if step == 3 else output.t().contiguous().cos().mean()
+
+
+class LossOfSomeRows(Habit):
+    def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
+        return output[: len(output) // 2].square().mean()
+
+
+class GradientPenalty(Habit):
+    """A second derivative by the script."""
+
+    is_measured = False
+
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        given["x"].requires_grad_()
+        return given
+
+    def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
+        x = script.given[-1]["x"]
+        x = x if isinstance(x, Tensor) else x.x
+        (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+        return loss + (slope.norm(dim=-1) - 1).square().mean()
+
+
+class GradientOfTheInputByTheScript(Habit):
+    is_measured = False
+
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        given["x"].requires_grad_()
+        return given
+
+    def between(self, script: Any, step: int) -> None:
+        x = script.given[-1]["x"]
+        x = x if isinstance(x, Tensor) else x.x
+        (slope,) = torch.autograd.grad(script.losses[-1], x, retain_graph=True)
+        script.seen.append(slope)
+
+
+# --- calls and backwards --------------------------------------------------------------------------
+
+
+class TwoCallsInFlight(Habit):
+    num_calls = 2
+
+
+class Accumulation(Habit):
+    """Two micro-batches, each with its own backward."""
+
+    def before(self, script: Any, step: int) -> None:
+        script.num_micro_batches = 2
+
+
+class TwoBackwards(Habit):
+    is_measured = False
+
+    def backward(self, script: Any, step: int, backward: Callable[[], None]) -> None:
+        sum(script.losses).backward(retain_graph=True)
+        backward()
+
+
+class CallWithoutGradientsBefore(Habit):
+    is_measured = False
+
+    def before(self, script: Any, step: int) -> None:
+        with torch.no_grad():
+            script.call(step, 5)
+
+
+class CallWithoutGradientsBetween(Habit):
+    is_measured = False
+
+    def between(self, script: Any, step: int) -> None:
+        with torch.no_grad():
+            script.call(step, 6)
+
+
+class EvalCallBetween(Habit):
+    is_measured = False
+
+    def between(self, script: Any, step: int) -> None:
+        script.callee.eval()
+        with torch.no_grad():
+            script.seen.append(script.call(step, 7))
+        script.callee.train()
+
+
+class InferenceCall(Habit):
+    is_measured = False
+
+    def before(self, script: Any, step: int) -> None:
+        if step % 2:
+            script.callee.eval()
+            with torch.inference_mode():
+                script.call(step, 8)
+            script.callee.train()
+
+
+class CallWithoutABackward(Habit):
+    is_measured = False
+
+    def before(self, script: Any, step: int) -> None:
+        if step % 2:
+            script.call(step, 9)
+
+
+class TrainedInEvalMode(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 2:
+            script.callee.eval()
+
+    def after(self, script: Any, step: int) -> None:
+        script.callee.train()
+
+
+class NothingRequiresAGradient(Habit):
+    """In one step: nothing is trained, the loss is logged."""
+
+    def before(self, script: Any, step: int) -> None:
+        if step == 1:
+            script.saved = [each.requires_grad for each in script.model.parameters()]
+            script.model.requires_grad_(False)
+
+    def backward(self, script: Any, step: int, backward: Callable[[], None]) -> None:
+        if sum(script.losses).requires_grad:
+            backward()
+
+    def after(self, script: Any, step: int) -> None:
+        if step == 1:
+            for each, needed in zip(script.model.parameters(), script.saved, strict=False):
+                each.requires_grad_(needed)
+
+
+class OtherMethod(Habit):
+    """Training through another method than forward, in some steps."""
+
+    is_measured = False
+
+    def call(self, script: Any, step: int, call: Callable[[], Any]) -> Any:
+        if step % 2:
+            return script.callee.encode(**script.given[-1])
+        return call()
+
+
+class BackwardInAThread(Habit):
+    is_measured = False
+
+    def backward(self, script: Any, step: int, backward: Callable[[], None]) -> None:
+        thread = threading.Thread(target=backward)
+        thread.start()
+        thread.join()
+
+
+class ErrorInAStep(Habit):
+    """A bad batch is left out."""
+
+    def before(self, script: Any, step: int) -> None:
+        if step == 2:
+            given = script.inputs(step, 4)
+            given["x"] = torch.zeros(4, WIDTH + 1)
+            with contextlib.suppress(RuntimeError, ValueError):
+                script.callee(**given)
+
+
+class Autocast(Habit):
+    def context(self, script: Any, step: int) -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+class AutocastInSomeSteps(Habit):
+    def context(self, script: Any, step: int) -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=step >= 2)
+
+
+class AutocastWithoutItsCache(Habit):
+    def context(self, script: Any, step: int) -> Any:
+        return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+
+
+class Anomalies(Habit):
+    is_measured = False
+
+    def context(self, script: Any, step: int) -> Any:
+        return torch.autograd.set_detect_anomaly(step == 1, check_nan=False)
+
+
+# --- the optimizer --------------------------------------------------------------------------------
+
+
+class Adam(Habit):
+    def prepare(self, script: Any) -> None:
+        script.make_optimizer = lambda parameters: torch.optim.AdamW(parameters, 1e-3)
+
+
+class Momentum(Habit):
+    def prepare(self, script: Any) -> None:
+        script.make_optimizer = lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9)
+
+
+class Schedule(Habit):
+    def after(self, script: Any, step: int) -> None:
+        for group in script.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+
+class GradientsSetToZero(Habit):
+    def before(self, script: Any, step: int) -> None:
+        script.sets_to_none = False
+
+
+class GradientsClipped(Habit):
+    def after(self, script: Any, step: int) -> None:
+        nn.utils.clip_grad_norm_(script.model.parameters(), 1.0)
+
+
+class StepsInTheBackward(Habit):
+    is_measured = False
+
+    def prepare(self, script: Any) -> None:
+        def step(parameter: Tensor) -> None:
+            with torch.no_grad():
+                parameter.sub_(parameter.grad.to_dense(), alpha=0.01)
+            parameter.grad = None
+
+        for parameter in script.model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(step)
+
+
+class GradientsScaled(Habit):
+    def backward(self, script: Any, step: int, backward: Callable[[], None]) -> None:
+        backward()
+        with torch.no_grad():
+            for parameter in script.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.5)
+
+
+# --- the model ------------------------------------------------------------------------------------
+
+
+class FrozenLater(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 2:
+            script.model.stem.requires_grad_(False)
+
+
+class Toggled(Habit):
+    def before(self, script: Any, step: int) -> None:
+        script.model.blocks[0].requires_grad_(step % 2 == 0)
+        script.model.blocks[1].requires_grad_(step % 2 == 1)
+
+
+class ModeOfASubmodule(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 2:
+            for module in script.model.layers:
+                module.eval()
+
+
+class TensorHook(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 1:
+            script.model.stem.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+class AccumulationHook(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 1:
+            script.model.head.weight.register_post_accumulate_grad_hook(
+                lambda parameter: script.seen.append(parameter.grad.clone())
+            )
+
+
+class ForwardHookLater(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 2:
+            script.model.stem.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+class FeaturesTappedLater(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 1:
+            script.model.blocks[0].register_forward_hook(
+                lambda module, args, output: script.taps.append(output)
+            )
+
+    def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
+        taps, script.taps[:] = list(script.taps), []
+        return loss + sum(tap.square().mean() for tap in taps[-1:])
+
+
+class HookOnTheModel(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 1:
+            script.callee.register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+class WeightsLoaded(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 2:
+            state = script.callee.state_dict()
+            changed = {
+                name: value * 0.9 if value.is_floating_point() else value
+                for name, value in state.items()
+            }
+            script.callee.load_state_dict(changed)
+
+
+class WeightsWritten(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 2:
+            with torch.no_grad():
+                script.model.stem.weight.mul_(0.5)
+            script.model.head.bias.data = script.model.head.bias.data * 0.5
+
+
+class WeightReplaced(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 2:
+            script.model.stem.weight = nn.Parameter(script.model.stem.weight.detach() * 0.5)
+
+
+class LayerSwapped(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 2:
+            script.model.blocks[0].up = nn.Linear(WIDTH, 4 * WIDTH)
+
+
+class LayerAppended(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 2:
+            script.model.blocks.append(copy.deepcopy(script.model.blocks[-1]))
+
+
+class CopyOfTheModel(Habit):
+    """An average of the weights, by a copy."""
+
+    is_measured = False
+
+    def after(self, script: Any, step: int) -> None:
+        if step == 1:
+            script.copied = copy.deepcopy(script.model)
+        if step > 1:
+            with torch.no_grad():
+                for slow, own in zip(
+                    script.copied.parameters(), script.model.parameters(), strict=False
+                ):
+                    slow.lerp_(own, 0.1)
+
+
+class DefaultDtype(Habit):
+    def before(self, script: Any, step: int) -> None:
+        if step == 2:
+            script.model.double()
+            script.dtype = torch.double

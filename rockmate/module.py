@@ -352,7 +352,7 @@ class RockmateModule(Wrapper):
                 self._ungraded.add(args, kwargs)
                 return self._ungraded.run(self.original, args, kwargs)
             except (*_CAPTURE_ERRORS, SignatureMismatchError) as error:
-                if self._make_frames is not None and self._ungraded.includes_set_up(error):
+                if self._ungraded.includes_set_up(error, also_hooks=self._ends_in_eager):
                     return self.original(*args, **kwargs)
                 self._go_on_with_frames(error)
         assert self._frames is not None

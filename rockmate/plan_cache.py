@@ -33,6 +33,7 @@ from rockmate.capture.signature import (
     optional_keywords,
     resized_call,
 )
+from rockmate.capture.traced_forward import ModuleReplacedError
 from rockmate.errors import InfeasibleBudgetError, SignatureMismatchError
 from rockmate.planning.options import PlanOptions
 from rockmate.request import PlanRequest
@@ -109,10 +110,17 @@ class PlanCache:
         self._adapted_trials = TrialSteps(trial)  # of all sizes that take over a schedule
 
     def plan_for_sample(self, sample_input: Any) -> None:
-        """Plans for a sample; errors as for `PlanRequest.planned_call`."""
+        """Plans for a sample, unless the model's first call sets it up.
+
+        Errors as for `PlanRequest.planned_call`.
+        """
         assert self.request is not None
         refuse_uninitialized(self._model)
-        self.adopt(self.request.planned_call(self._model, sample_input))
+        try:
+            self.adopt(self.request.planned_call(self._model, sample_input))
+        except ModuleReplacedError:
+            logger.warning("nothing is planned yet, since the first call sets the model up")
+            return
         self._samples.append(PlannedSample(self.runnables[0].planned.call))
         if not self._replans:
             self.request = None

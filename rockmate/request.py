@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, is_share, parse_budget
+from rockmate.capture.traced_forward import first_call_awaited
 from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.offload.request import OffloadRequest
@@ -82,7 +83,8 @@ class PlanRequest:
         """
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
-        session = PlanningSession(model, sample_input, self.options)
+        with first_call_awaited():
+            session = PlanningSession(model, sample_input, self.options)
         if is_share(self.budget):
             budget = self.budget if share_bytes is None else share_bytes
         elif self.budget is not None:

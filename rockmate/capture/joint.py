@@ -59,7 +59,7 @@ from rockmate.capture.trace_state import (
     tensors_kept,
 )
 from rockmate.capture.traced_calls import traced_calls
-from rockmate.capture.traced_forward import ModuleReplacedError, TracedForward
+from rockmate.capture.traced_forward import RUNS_FIRST, ModuleReplacedError, TracedForward
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.ops.kernel_layouts import in_kernel_layout
@@ -113,6 +113,8 @@ def capture_joint(
     try:
         return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
     except ModuleReplacedError:
+        if not RUNS_FIRST.get():
+            raise
         logger.warning(
             "the model runs once before it is captured, since its first call changes it. What its "
             "first call draws at random for that is not drawn in the first planned step, whose "

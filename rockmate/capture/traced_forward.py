@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,9 +25,22 @@ from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import no_random_state_set
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
 
+# Whether a model that puts another submodule in place of one runs once before it is captured.
+RUNS_FIRST = ContextVar("RUNS_FIRST", default=True)
+
+
+@contextmanager
+def first_call_awaited() -> Iterator[None]:
+    """Has a capture end in `ModuleReplacedError` where the model's first call sets it up."""
+    token = RUNS_FIRST.set(False)
+    try:
+        yield
+    finally:
+        RUNS_FIRST.reset(token)
+
 
 class ModuleReplacedError(UnsupportedModelError):
-    """The forward has put another submodule in place of one."""
+    """The forward has put another submodule in place of one, as a first call may."""
 
     def __init__(self, path: str) -> None:
         """The error for a submodule that is replaced in every call.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rockmate.capture.forward_attributes import NO_ATTRIBUTES
 from rockmate.capture.model_signature import ModelWatch
 from rockmate.capture.signature import CallSignature, flatten_call
+from rockmate.capture.traced_forward import ModuleReplacedError
 from rockmate.errors import TrialError
 from rockmate.runtime.model_checks import is_uninitialized
 from rockmate.state.opened_object import tensors_within
@@ -51,14 +52,22 @@ class UngradedCalls:
         self._found = [each for each in self._found if not each[1].has_changed()]
         self._found.append((call, ModelWatch(self._model, NO_ATTRIBUTES)))
 
-    def includes_set_up(self, error: Exception) -> bool:
-        """Whether a call that ended in an error is a first one, which sets the model up."""
-        sets_up = not self._has_set_up and isinstance(error, TrialError) and error.sets_up
+    def includes_set_up(self, error: Exception, *, also_hooks: bool) -> bool:
+        """Whether a call that ended in an error is a first one, which sets the model up.
+
+        Args:
+            error: of the call.
+            also_hooks: whether the plain model may run it if it adds hooks.
+        """
+        is_replaced = isinstance(error, ModuleReplacedError)
+        sets_up = is_replaced or (also_hooks and isinstance(error, TrialError) and error.sets_up)
+        sets_up &= not self._has_set_up
         if sets_up:
             self._has_set_up = True
             logger.warning(
-                "this call adds or removes hooks, as a first call may, so the plain model ran it, "
-                "without a budget. The next call is planned for."
+                "this call %s, as a first call may, so the plain model ran it, without a budget. "
+                "The next call is planned for.",
+                "puts submodules in place" if is_replaced else "adds or removes hooks",
             )
         return sets_up
 

@@ -581,7 +581,33 @@ def test_a_model_that_replaces_a_submodule_is_planned_as_it_is_then(
     assert module.is_small
     assert module.part.factor == eager.part.factor == 3.0
     assert torch.equal(module.norm.running_mean, eager.norm.running_mean)
-    assert "planned for" not in caplog.text
+    assert "puts submodules in place" in caplog.text
+
+
+@pytest.mark.parametrize("has_sample", [True, False])
+def test_a_first_call_that_makes_a_submodule_draws_what_eager_draws(has_sample: bool) -> None:
+    class Making(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late: Any = None
+
+        def between(self, h: Tensor) -> Tensor:
+            with torch.no_grad():
+                self.first.weight.mul_(1.0 if self.late else 0.5)
+            if self.late is None:
+                self.late = nn.Linear(8, 8)
+            return nn.functional.dropout(self.late(h), 0.5)
+
+    torch.manual_seed(0)
+    model = Making()
+    plain, x = copy.deepcopy(model), torch.randn(6, 8)
+    module = RockmateModule(model, x if has_sample else None, budget=1.0, mode="auto")
+    for seed in range(3):
+        for each in (plain, module):
+            torch.manual_seed(seed)
+            each(x).sum().backward()
+        assert torch.equal(plain.late.weight.grad, module.late.weight.grad)
+        assert torch.equal(plain.first.weight, module.first.weight)
 
 
 def test_a_refusal_restores_replaced_submodules() -> None:
@@ -605,9 +631,11 @@ def test_a_submodule_that_is_replaced_in_each_call_is_refused() -> None:
             return self.part(h)
 
     model = Restless()
+    module = RockmateModule(model, torch.randn(6, 8), budget=1.0)
+    module(torch.randn(6, 8))
     part = model.part
     with pytest.raises(UnsupportedModelError, match="another submodule at part in each call"):
-        RockmateModule(model, torch.randn(6, 8), budget=1.0)
+        module(torch.randn(6, 8))
     assert model.part is part
 
 

@@ -49,6 +49,8 @@ class Script:
     def of(seed: int, mode: str | None = None, kinds: tuple[str, ...] | None = None) -> Script:
         """The script of a seed. Seeds that follow each other go through all kinds and modes.
 
+        The first seeds have one kind each, later ones up to five.
+
         Args:
             seed: any number.
             mode: instead of the drawn one.
@@ -56,8 +58,9 @@ class Script:
         """
         draw = random.Random(seed)
         first = KINDS[seed % len(KINDS)]
-        layers = draw.sample(sorted(LAYERS), draw.randint(0, 2))
-        habits = draw.sample(sorted(LOOPS), draw.randint(0, 2))
+        most = 0 if seed < len(KINDS) else 2
+        layers = draw.sample(sorted(LAYERS), draw.randint(0, most))
+        habits = draw.sample(sorted(LOOPS), draw.randint(0, most))
         drawn = {first, *layers, *habits} if kinds is None else set(kinds)
         chosen = sorted(drawn & set(LAYERS))
         draw.shuffle(chosen)

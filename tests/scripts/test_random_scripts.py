@@ -1,0 +1,107 @@
+"""Random training scripts of all kinds: eager's bits in the budget, or a refusal that helps.
+
+    RANDOM_SCRIPTS=200 python -m pytest tests/scripts/test_random_scripts.py
+
+`python -m bench.scripts` counts thousands.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import random_scripts
+import torch
+from random_scripts import KINDS, MODES, Script
+
+from bench import script_outcome, scripts
+from bench.script_outcome import RIGHT, outcome
+
+NUM_GROUPS = 24
+pytestmark = pytest.mark.filterwarnings("ignore")  # of hooks and schedulers in the scripts
+
+
+def groups() -> Iterator[Script]:
+    """A script with each kind."""
+    kinds = list(KINDS)
+    random.Random(1).shuffle(kinds)
+    for index in range(NUM_GROUPS):
+        yield Script.of(index, MODES[index % 3], tuple(kinds[index::NUM_GROUPS]))
+
+
+def test_there_is_a_script_with_each_kind() -> None:
+    found: set[str] = set().union(*(script.kinds for script in groups()))
+    assert found == set(KINDS)
+    assert {Script.of(seed).kinds[0] for seed in range(len(KINDS))} == set(KINDS)
+
+
+@pytest.mark.parametrize("seed", range(int(os.environ.get("RANDOM_SCRIPTS", "6"))))
+def test_a_wrapped_script_is_eagers_or_is_advised(seed: int) -> None:
+    script = Script.of(1000 + seed)
+    found = outcome(script)
+    assert found["verdict"] in (*RIGHT, script_outcome.NOT_COUNTED), (script, found)
+
+
+def test_the_same_seed_is_the_same_script() -> None:
+    script = Script.of(300)
+    assert script == Script.of(300)
+    one, two = (random_scripts.run_of(script).train() for _ in range(2))
+    assert not random_scripts.difference(one, two)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "expected"),
+    [
+        ({"a": torch.ones(2)}, ""),
+        ({"a": torch.tensor([1.0, 1.0 + 2**-23])}, ".a: differs by 1.2e-07 of 1"),
+        ({"a": torch.ones(3)}, ".a: torch.Size([2])"),
+        ({"b": torch.ones(2)}, "['a', 'b'] in one of both"),
+        ({"a": 1.0}, ".a: a tensor of shape (2,), 1.0 in eager"),
+    ],
+)
+def test_a_difference_of_one_bit_is_named(theirs: Any, expected: str) -> None:
+    assert expected in random_scripts.difference({"a": torch.ones(2)}, theirs)
+
+
+def test_a_wrong_number_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = script_outcome.RockmateModule.__call__
+
+    def spoiled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(self, *args, **kwargs) * 1.0001
+
+    monkeypatch.setattr(script_outcome.RockmateModule, "__call__", spoiled)
+    found = outcome(Script.of(0, "plan", ("adam",)))
+    assert found["verdict"] == "DIFFERS"
+    assert found["detail"].startswith("[0].loss[0]: differs by")
+
+
+def test_a_step_above_the_budget_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain(torch.nn.Module):
+        frames = None
+
+        def __init__(self, model: Any, *_: Any, **__: Any) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, **given: Any) -> Any:
+            return self.model(**given)
+
+    monkeypatch.setattr(script_outcome, "RockmateModule", Plain)
+    script = next(s for s in map(Script.of, range(300)) if s.share < 1 and s.kinds == ("adam",))
+    assert outcome(script)["verdict"] == "OVER BUDGET"
+
+
+def test_the_page_counts_and_names(tmp_path: Path) -> None:
+    head = scripts.machine_record("bench.scripts")
+    own = {"kinds": ["adam"], "mode": "plan", "detail": "why"}
+    verdicts = ("equal", "advised", "DIFFERS", script_outcome.NOT_COUNTED)
+    records = [{**head, **own, "seed": s, "verdict": v} for s, v in enumerate(verdicts)]
+    lines = "\n".join(scripts.page(records))
+    assert "| scripts without differs | all | 2 of 3 |  | **miss** |" in lines
+    assert "| plan | 3 | 1 | 0 | 1 | 1 | 0 | 0 | 0 | 0 | 0 |" in lines
+    command = "`python -m bench.scripts --show --count 1 --seed 2 --mode plan`"
+    assert f"| DIFFERS | adam | {command} | why |" in lines

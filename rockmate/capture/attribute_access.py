@@ -57,6 +57,8 @@ class Place:
         return id(self.owner), self.name
 
     def __str__(self) -> str:
+        if isinstance(self.owner, type | types.ModuleType):
+            return f"{self.name} of {self.owner.__name__}"
         return f"{self.name} of a {type(self.owner).__name__}"
 
     def value(self) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import itemgetter
@@ -52,6 +53,11 @@ class ForwardAttributes:
             if snapshot(value) not in accepted:
                 return f"{place} was {text_of(accepted[0])} and is {value!r:.100}"
         return ""
+
+    def also_reading(self, places: Sequence[Place]) -> ForwardAttributes:
+        """The same, of a graph that depends on the present values of further attributes."""
+        accepted = tuple((snapshot(place.value()),) for place in places)
+        return replace(self, read=(*self.read, *places), accepted=(*self.accepted, *accepted))
 
     @property
     def leaves_any(self) -> bool:

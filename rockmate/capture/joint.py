@@ -46,6 +46,7 @@ from rockmate.capture.opaque_call import OpaqueCall
 from rockmate.capture.opaque_functions import ForeignFunctions
 from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.opaque_ops import install, traced_as_ops
+from rockmate.capture.outer_values import values_read_by
 from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.read_values import SampleValues, UnknownValueError
 from rockmate.capture.roles import Capture, Role, RoleKind
@@ -220,10 +221,11 @@ def _captured(
         logger.warning(
             '%s; pass differentiable="all" if they are part of your loss', forward.notice
         )
-    return replace(
-        _with_roles(joint, forward, wrappings),
-        attributes=forward_attributes(model, joint, forward, trace),
-    )
+    attributes = forward_attributes(model, joint, forward, trace)
+    # Backwards of functions are traced with what they read from outside.
+    outer = values_read_by(functions.met)
+    attributes = attributes.also_reading(outer) if outer else attributes
+    return replace(_with_roles(joint, forward, wrappings), attributes=attributes)
 
 
 def _run_once(model: nn.Module, tensors: list[torch.Tensor], structure: Structure) -> None:

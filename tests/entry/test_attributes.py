@@ -655,3 +655,46 @@ def test_an_attribute_that_is_an_op() -> None:
     plain = copy.deepcopy(model)
     module = RockmateModule(model, x, budget=1.0)
     assert torch.equal(module(x), plain(x))
+
+
+# --- what backwards read from outside -------------------------------------------------------------
+
+
+class Schedule:
+    scale = 1.0
+
+
+class Reversed(torch.autograd.Function):
+    """As gradient reversal, by a schedule."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0] * -Schedule.scale
+
+
+class Adversarial(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+
+    def between(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = Reversed.apply(block(h))  # pyright: ignore
+        return h
+
+
+@pytest.mark.parametrize("mode", ["plan", "frames"])
+def test_a_class_attribute_that_a_backward_reads(mode: Any, monkeypatch: Any) -> None:
+    torch.manual_seed(0)
+    plain, x = Adversarial(), torch.randn(6, 8)
+    module = RockmateModule(copy.deepcopy(plain), None, 1.0, mode=mode, on_infeasible="least")
+    for step in range(4):
+        monkeypatch.setattr(Schedule, "scale", 1.0 + step)
+        for each in (plain, module):
+            each.zero_grad()
+            each(x).backward()
+        assert torch.equal(plain.first.weight.grad, module.first.weight.grad)

@@ -1,0 +1,90 @@
+"""Values that autograd functions read from outside: globals, closures, attributes of classes.
+
+A trace takes what a backward reads as it is, and a trial runs no backward. Only code of the user's
+is looked at: it is found by the names that it mentions, and so are the functions that it calls.
+Installed libraries are taken for constant.
+"""
+
+from __future__ import annotations
+
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from rockmate.capture.attribute_access import Place
+
+_ROOT = str(Path(__file__).parents[1])
+_METHODS = ("forward", "setup_context", "backward", "vjp")
+
+
+def values_read_by(classes: Iterable[type]) -> list[Place]:
+    """Where the values stand that autograd functions of these classes read from outside."""
+    reader = _Reader()
+    for cls in classes:
+        for name in _METHODS:
+            reader.follow(getattr(cls, name))
+    return list(reader.places.values())
+
+
+class _Reader:
+    """Follows the names that code mentions."""
+
+    def __init__(self) -> None:
+        self.places: dict[tuple[int, str], Place] = {}
+        self._seen: set[int] = set()
+
+    def follow(self, function: Any) -> None:
+        """Takes what a function of the user's mentions."""
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, FunctionType) or id(function) in self._seen:
+            return
+        self._seen.add(id(function))
+        if not _is_users(function.__code__.co_filename):
+            return
+        names = set(_names_of(function.__code__))
+        module = sys.modules.get(function.__module__)
+        for name in names & function.__globals__.keys() if module is not None else ():
+            self._take(Place(module, name), names)
+        for cell in function.__closure__ or ():
+            self._take(Place(cell, "cell_contents"), names)
+
+    def _take(self, place: Place, names: set[str]) -> None:
+        """Takes the value at a place, or what is read of it."""
+        value = place.value()
+        if isinstance(value, FunctionType):
+            self.follow(value)
+        elif isinstance(value, ModuleType | type):
+            if _is_users(_file_of(value)):
+                for name in names & vars(value).keys():
+                    self._take(Place(value, name), names)
+        elif not callable(value) or _is_users(_file_of(type(value))):
+            self.places.setdefault(place.key, place)
+            is_object = hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
+            for name in names & vars(value).keys() if is_object else ():
+                self.places.setdefault((id(value), name), Place(value, name))
+
+
+def _names_of(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names_of(constant)
+
+
+def _file_of(value: Any) -> str:
+    if isinstance(value, type):
+        value = sys.modules.get(value.__module__)
+    return str(getattr(value, "__file__", None) or _ROOT)
+
+
+@cache
+def _is_users(file: str) -> bool:
+    """Whether code is neither of an installed package, nor of Python's library, nor of this one."""
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return not any(file.startswith((place, "<frozen")) for place in (*places, _ROOT))

@@ -97,6 +97,31 @@ def no_random_state_set() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def no_gradient_retained() -> Iterator[None]:
+    """Refuses a forward that asks for the `.grad` of an activation.
+
+    Raises:
+        UnsupportedModelError: within the context, it calls `retain_grad` on one.
+    """
+
+    def refuse(tensor: torch.Tensor) -> None:
+        if tensor.requires_grad and not tensor.is_leaf:
+            msg = (
+                f"the model's forward calls retain_grad on a tensor of shape "
+                f"{tuple(tensor.shape)}, and a planned step has no .grad of what it computes "
+                "within. Call it on outputs, after the call; or in the forward take the gradient "
+                "by a hook (tensor.register_hook)."
+            )
+            raise UnsupportedModelError(msg)
+
+    torch.Tensor.retain_grad = refuse  # its own is inherited
+    try:
+        yield
+    finally:
+        del torch.Tensor.retain_grad
+
+
+@contextlib.contextmanager
 def tensors_kept(model: nn.Module) -> Iterator[None]:
     """Restores parameters and buffers where the tracer leaves its own.
 

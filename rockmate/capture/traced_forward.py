@@ -22,7 +22,7 @@ from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
 from rockmate.capture.structure import Structure, flatten, flatten_further
 from rockmate.capture.tensor_parts import HeldTensors
-from rockmate.capture.trace_state import no_random_state_set
+from rockmate.capture.trace_state import no_gradient_retained, no_random_state_set
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
 
 # Whether a model that puts another submodule in place of one runs once before it is captured.
@@ -157,6 +157,7 @@ class TracedForward(nn.Module):
                 self._reads_answered(tensors),
                 accesses_recorded(self.model, before) as accesses,
                 no_random_state_set(),
+                no_gradient_retained(),
                 self.formats.applied(tensors),
             ):
                 output = self.model(*args, **kwargs)

@@ -698,3 +698,28 @@ def test_a_class_attribute_that_a_backward_reads(mode: Any, monkeypatch: Any) ->
             each.zero_grad()
             each(x).backward()
         assert torch.equal(plain.first.weight.grad, module.first.weight.grad)
+
+
+@pytest.mark.parametrize("mode", ["auto", "frames"])
+def test_a_retained_gradient_of_an_activation_is_eagers_or_refused(mode: Any) -> None:
+    class Retaining(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def between(self, h: Tensor) -> Tensor:
+            self.hidden = self.block(h)
+            if self.hidden.requires_grad:
+                self.hidden.retain_grad()
+            return self.hidden * 2
+
+    torch.manual_seed(0)
+    plain, x = Retaining(), torch.randn(6, 8)
+    if mode == "auto":
+        with pytest.raises(UnsupportedModelError, match="calls retain_grad on a tensor of shape"):
+            RockmateModule(copy.deepcopy(plain), x, 1.0)
+    module = RockmateModule(copy.deepcopy(plain), x, 1.0, mode=mode, on_infeasible="least")
+    for _ in range(4):
+        for each in (plain, module):
+            each(x).backward()
+        assert torch.equal(plain.hidden.grad, module.hidden.grad)

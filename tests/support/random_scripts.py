@@ -241,7 +241,10 @@ class Run:
             "buffers": _copied(dict(model.named_buffers())),
             "attributes": {name: _attributes(each) for name, each in model.named_modules()},
             "globals": _copied([script_layers.SCALE, sorted(script_layers._TABLE)]),
-            "hooks": {name: len(each._forward_hooks) for name, each in model.named_modules()},
+            "hooks": {
+                name: len((each if name else self.callee)._forward_hooks)
+                for name, each in model.named_modules()
+            },
             "seen": _copied(self.seen),
             "random": [torch.get_rng_state(), random.getstate(), numpy_state[1].tolist()],
         }

@@ -65,7 +65,7 @@ from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
-from rockmate.state.call_state import CallState, objects_kept
+from rockmate.state.call_state import CallState, caches_passed_by, objects_kept
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,7 @@ def _captured_with_values(
         UntestedVersionError: PyTorch does not behave as a capture relies on.
     """
     check_behaviour()
-    with uncompiled(model):
+    with uncompiled(model), caches_passed_by(model):
         try:
             return _captured(model, make, tensors, untraced, keeps_checkpoints)
         except UnknownValueError as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +19,8 @@ from rockmate.state.objects import Objects
 from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
+
+_CachedFunction: Any = type(functools.lru_cache(len))
 
 
 class CallState:
@@ -38,8 +41,7 @@ class CallState:
             kwargs: keyword arguments.
         """
         classes = dict.fromkeys(map(type, modules_within(model)))
-        files = dict.fromkeys(cls.__module__ for cls in classes if not _is_of_library(cls))
-        tables = [vars(sys.modules[name]) for name in files if name in sys.modules]
+        tables = _globals_of(classes)
         self._model, self._arguments = model, [list(args), dict(kwargs)]
         self._roots = [model, *self._arguments, *classes, *map(Globals, tables)]
         self.objects = self.reached()
@@ -119,6 +121,27 @@ def objects_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def caches_passed_by(model: nn.Module) -> Iterator[None]:
+    """Has the files of a model's classes call what `functools.lru_cache` wraps, without the cache.
+
+    A cache would keep tensors of a trace for the calls that follow, and give the trace others.
+    """
+    cached = [
+        (table, name, value)
+        for table in _globals_of(dict.fromkeys(map(type, modules_within(model))))
+        for name, value in table.items()
+        if isinstance(value, _CachedFunction)
+    ]
+    try:
+        for table, name, value in cached:
+            table[name] = value.__wrapped__
+        yield
+    finally:
+        for table, name, value in cached:
+            table[name] = value
+
+
+@contextmanager
 def undone(model: nn.Module, known: Writes | None = None) -> Iterator[Writes]:
     """Puts all back that a run of a model changes; yields what at its end has the tensors among it.
 
@@ -166,6 +189,12 @@ def _root_name(root: Any) -> str:
     if isinstance(root, Globals):
         return str(root.table.get("__name__", "a file"))
     return f"class {root.__qualname__}" if isinstance(root, type) else "an argument"
+
+
+def _globals_of(classes: Iterable[type]) -> list[dict[str, Any]]:
+    """Those of the files that classes stand in, but for libraries."""
+    files = dict.fromkeys(cls.__module__ for cls in classes if not _is_of_library(cls))
+    return [vars(sys.modules[name]) for name in files if name in sys.modules]
 
 
 def _is_of_library(cls: type) -> bool:

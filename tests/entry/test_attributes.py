@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
+import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -723,3 +724,33 @@ def test_a_retained_gradient_of_an_activation_is_eagers_or_refused(mode: Any) ->
         for each in (plain, module):
             each(x).backward()
         assert torch.equal(plain.hidden.grad, module.hidden.grad)
+
+
+@functools.lru_cache(maxsize=4)
+def ramp(width: int) -> Tensor:
+    return torch.linspace(0.5, 1.0, width)
+
+
+@pytest.mark.parametrize("reads_a_value", [False, True])
+def test_a_cached_function_makes_tensors_of_its_own(reads_a_value: bool) -> None:
+    """A capture, refused or not, leaves none of its tensors in the cache."""
+
+    class Ramped(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+        def between(self, h: Tensor) -> Tensor:
+            h = self.block(h) * ramp(8)
+            return h * 2 if reads_a_value and h.mean() > 0 else h
+
+    torch.manual_seed(0)
+    plain, x = Ramped(), torch.randn(6, 8)
+    ramp.cache_clear()
+    module = RockmateModule(copy.deepcopy(plain), x, 1.0, mode="auto", on_infeasible="least")
+    assert (module.frames is not None) == reads_a_value
+    for _ in range(3):
+        for each in (plain, module):
+            each.zero_grad()
+            each(x).backward()
+        assert torch.equal(plain.first.weight.grad, module.first.weight.grad)

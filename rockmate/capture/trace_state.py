@@ -104,11 +104,11 @@ def no_gradient_retained() -> Iterator[None]:
         UnsupportedModelError: within the context, it calls `retain_grad` on one.
     """
 
-    def refuse(tensor: torch.Tensor) -> None:
-        if tensor.requires_grad and not tensor.is_leaf:
+    def refuse(self: torch.Tensor) -> None:
+        if self.requires_grad and not self.is_leaf:
             msg = (
                 f"the model's forward calls retain_grad on a tensor of shape "
-                f"{tuple(tensor.shape)}, and a planned step has no .grad of what it computes "
+                f"{tuple(self.shape)}, and a planned step has no .grad of what it computes "
                 "within. Call it on outputs, after the call; or in the forward take the gradient "
                 "by a hook (tensor.register_hook)."
             )

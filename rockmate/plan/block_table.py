@@ -77,7 +77,7 @@ def table_text(plan: PlanRecord, *, is_tree: bool) -> str:
     whole = plan.block_tree
     parts = [*whole.walk()][1:] if is_tree else [("", part) for part in _blocks(plan)]
     heads = ("blocks", "ops", "forward", "made", "saved", "moved", "recomputed", "in ms", "peak")
-    table = [("", *heads, "")]
+    table: list[tuple[str, ...]] = [("", *heads, "")]
     for label, part in [("", whole), *parts]:
         row = _row_of(plan, part)
         numbers = f"{part.first_block} to {part.last_block}"

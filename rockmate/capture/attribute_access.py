@@ -27,7 +27,7 @@ from torch import nn
 from rockmate._torch.members import RECURRENT_WEIGHTS, is_member
 from rockmate.capture.attribute_values import ABSENT, is_container, items_of, snapshot
 from rockmate.state.members import objects_and_members
-from rockmate.state.objects import Handler, Objects
+from rockmate.state.objects import OF_ATTRIBUTES, Handler, Objects
 
 # What every module has: its tables of members and hooks, and its mode.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -144,7 +144,9 @@ class AttributeState:
 
 def _objects_in_trace(kind: type) -> Handler | None:
     """The handler of a type, but of what a trace has its own ones of."""
-    return None if issubclass(kind, torch.Tensor | torch.Generator) else objects_and_members(kind)
+    if issubclass(kind, torch.Tensor):
+        return OF_ATTRIBUTES
+    return None if issubclass(kind, torch.Generator) else objects_and_members(kind)
 
 
 @contextlib.contextmanager

@@ -222,8 +222,7 @@ def _captured(
             '%s; pass differentiable="all" if they are part of your loss', forward.notice
         )
     attributes = forward_attributes(model, joint, forward, trace)
-    # Backwards of functions are traced with what they read from outside.
-    outer = values_read_by(functions.met)
+    outer = values_read_by(model, functions.met)
     attributes = attributes.also_reading(outer) if outer else attributes
     return replace(_with_roles(joint, forward, wrappings), attributes=attributes)
 

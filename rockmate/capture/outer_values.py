@@ -1,6 +1,6 @@
-"""Values that autograd functions read from outside: globals, closures, attributes of classes.
+"""Values that forwards and autograd functions read from outside: globals, closures, class members.
 
-A trace takes what a backward reads as it is, and a trial runs no backward. Only code of the user's
+A trace takes them as they are, trials are few, and a trial runs no backward. Only the user's code
 is looked at: it is found by the names that it mentions, and so are the functions that it calls.
 Installed libraries are taken for constant.
 """
@@ -16,6 +16,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
+from torch import nn
 
 from rockmate.capture.attribute_access import Place
 
@@ -23,12 +24,22 @@ _ROOT = str(Path(__file__).parents[1])
 _METHODS = ("forward", "setup_context", "backward", "vjp")
 
 
-def values_read_by(classes: Iterable[type]) -> list[Place]:
-    """Where the values stand that autograd functions of these classes read from outside."""
+def values_read_by(model: nn.Module, functions: Iterable[type]) -> list[Place]:
+    """Where the values stand that forwards and autograd functions read from outside.
+
+    Args:
+        model: whose forwards, and those of its submodules, are meant.
+        functions: classes of autograd functions.
+    """
     reader = _Reader()
-    for cls in classes:
+    for cls in functions:
         for name in _METHODS:
-            reader.follow(getattr(cls, name))
+            reader.follow(getattr(cls, name), cls)
+    for module in model.modules():
+        own = vars(module).get("forward")
+        reader.follow(own or getattr(type(module), "forward", None), type(module))
+        for value in vars(module).values():  # an activation function, say
+            reader.follow(value)
     return list(reader.places.values())
 
 
@@ -39,8 +50,8 @@ class _Reader:
         self.places: dict[tuple[int, str], Place] = {}
         self._seen: set[int] = set()
 
-    def follow(self, function: Any) -> None:
-        """Takes what a function of the user's mentions."""
+    def follow(self, function: Any, owner: type | None = None) -> None:
+        """Takes what a function of the user's mentions, a method with others of its class."""
         function = getattr(function, "__func__", function)
         if not isinstance(function, FunctionType) or id(function) in self._seen:
             return
@@ -53,6 +64,8 @@ class _Reader:
             self._take(Place(module, name), names)
         for cell in function.__closure__ or ():
             self._take(Place(cell, "cell_contents"), names)
+        for name in names if owner is not None else ():
+            self.follow(getattr(owner, name, None), owner)
 
     def _take(self, place: Place, names: set[str]) -> None:
         """Takes the value at a place, or what is read of it."""

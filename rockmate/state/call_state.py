@@ -13,7 +13,7 @@ from torch import nn
 
 from rockmate._torch.members import MEMBER_TABLES, modules_within
 from rockmate._torch.storage import versions_of
-from rockmate.state.contents import Both
+from rockmate.state.contents import Both, TensorState
 from rockmate.state.members import Globals, objects_and_members
 from rockmate.state.objects import Objects
 from rockmate.state.random_state import RandomState
@@ -59,8 +59,9 @@ class CallState:
         Args:
             key: its address.
         """
-        found = self.objects.found.get(key)
-        return storages_of(self.objects.tensors[key] if found is None else found[2].memory)
+        tensor = self.objects.tensors[key]
+        state = self.objects.content_of(tensor)
+        return storages_of(state.memory if isinstance(state, TensorState) else tensor)
 
     def random_now(self) -> RandomState:
         """The present random state."""

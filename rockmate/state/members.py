@@ -33,6 +33,8 @@ def objects_and_members(kind: type) -> Handler | None:
         return _OF_MODULE
     if kind in (torch.Tensor, nn.Parameter):
         return _OF_TENSOR
+    if issubclass(kind, torch.Tensor):  # a quantized weight, say
+        return OF_ATTRIBUTES
     if kind is types.FunctionType:
         return _OF_FUNCTION
     if kind is types.MethodType:

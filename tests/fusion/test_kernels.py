@@ -175,7 +175,7 @@ def test_refused_groups_of_another_process_stay_unfused_whatever_is_measured() -
     first = Fusion().run(capture(), build_graph)[0]
     assert first.report is not None
     key = next(group.name for group in first.report.groups if group.num_places)
-    refused = Fusion.of(key.removeprefix("fused_"))
+    refused = Fusion(refused=(key.removeprefix("fused_"),))
     assert key not in [str(op) for op in fused_ops(refused.run(capture(), build_graph)[1])]
 
 

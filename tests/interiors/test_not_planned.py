@@ -270,8 +270,7 @@ def test_switches_that_a_capture_turns_off(name: str) -> None:
     check(Chain(Switched), step)
 
 
-def test_what_a_function_in_an_attribute_reads(caplog: pytest.LogCaptureFixture) -> None:
-    """A trial finds it, and frames are no longer planned."""
+def test_what_a_function_in_an_attribute_reads() -> None:
     factors = [1.0]
 
     class Scaled(Block):
@@ -283,7 +282,25 @@ def test_what_a_function_in_an_attribute_reads(caplog: pytest.LogCaptureFixture)
             return x + self.body(self.norm(x)) * self.factor()
 
     def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
-        factors[0] = 2.0 if number > 5 else 1.0  # step 5 is one whose peak is measured
+        factors[0] = 2.0 if number > 4 else 1.0
+        return plain_step(module, chain, number)
+
+    check(Chain(Scaled), step)
+
+
+FACTOR = 1.0
+
+
+def test_a_global_that_no_name_tells_is_found_by_a_trial(caplog: pytest.LogCaptureFixture) -> None:
+    """Frames are then planned no longer."""
+
+    class Scaled(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.body(self.norm(x)) * globals()["FACTOR"]
+
+    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+        # Step 5 is one whose peak is measured.
+        globals()["FACTOR"] = 2.0 if number > 5 else 1.0
         return plain_step(module, chain, number)
 
     check(Chain(Scaled), step, trial="always")

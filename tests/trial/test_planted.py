@@ -74,7 +74,7 @@ def frozen_attribute_of_class(patch: Patch, model: Any) -> Any:
 def frozen_global(patch: Patch, model: Any) -> Any:
     class Scaled(Net):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return super().forward(x * SCALE)
+            return super().forward(x * globals()["SCALE"])  # as no name tells
 
     model.__class__ = Scaled
     return lambda step: patch.setitem(globals(), "SCALE", 1.0 + step)

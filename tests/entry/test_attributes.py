@@ -754,3 +754,26 @@ def test_a_cached_function_makes_tensors_of_its_own(reads_a_value: bool) -> None
             each.zero_grad()
             each(x).backward()
         assert torch.equal(plain.first.weight.grad, module.first.weight.grad)
+
+
+LEVELS = types.SimpleNamespace(scale=1.0)
+FACTOR = 1.0
+
+
+def _scaled(h: Tensor) -> Tensor:
+    return h * FACTOR * LEVELS.scale
+
+
+class ReadingGlobals(Net):
+    def between(self, h: Tensor) -> Tensor:
+        return _scaled(h)
+
+
+def test_globals_that_a_forward_mentions_are_those_of_the_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    eager, module = pair(ReadingGlobals(), numerics="bitwise", trial="never")
+    for number in range(4):
+        monkeypatch.setitem(globals(), "FACTOR", 1.0 + number // 2)
+        monkeypatch.setattr(LEVELS, "scale", 1.0 + number % 2)
+        assert_equal_steps(eager, module, (None,))

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bench.machine import hardware_text, machine_text, versions_text
 
 _PROVENANCE = ("## Command, commit, machine", "")
+
+
+def newest_records(path: Path, *keys: str) -> list[dict[str, Any]]:
+    """The last line of a file of JSON lines for each combination of these keys; none if absent."""
+    if not path.exists():
+        return []
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return list({tuple(each[key] for key in keys): each for each in records}.values())
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from bench.forks import run_each
 from bench.machine import machine_record, machine_text
-from bench.pages import all_row, table, targets
+from bench.pages import all_row, newest_records, table, targets
 from bench.script_outcome import FAULTS, MEANINGS, NOT_COUNTED, RIGHT, outcome, random_scripts
 
 Record = dict[str, Any]
@@ -49,10 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read(path: Path) -> list[Record]:
     """The newest line of each script."""
-    if not path.exists():
-        return []
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return list({(each["seed"], each["mode"]): each for each in records}.values())
+    return newest_records(path, "seed", "mode")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from bench.forks import run_each
 from bench.machine import machine_record
+from bench.pages import newest_records
 from bench.registries import timm_families
 from bench.registries.batches import make_batch
 from bench.registries.page import page
@@ -50,10 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def read(path: Path) -> list[Record]:
     """The newest line of each model."""
-    if not path.exists():
-        return []
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return list({(each["registry"], each["name"]): each for each in records}.values())
+    return newest_records(path, "registry", "name")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -198,7 +198,7 @@ def test_a_kept_frame_that_runs_out_of_memory_runs_again(monkeypatch: pytest.Mon
     torch.manual_seed(1)
     expected = trained(plain, plain, fails=False)
     torch.manual_seed(1)
-    module = framed(model, 0.7)
+    module = framed(model, 0.7, plan_frames=False)  # ways depend on times
     for ours, theirs in zip(trained(module, model, fails=True), expected, strict=True):
         assert torch.equal(ours, theirs)
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.aot import without_decompositions
+from rockmate._torch.engine import saving
 from rockmate._torch.members import writable_tables
 from rockmate.errors import UnsupportedModelError
 from rockmate.state.random_state import RandomState
@@ -157,5 +158,5 @@ def nothing_saved() -> Iterator[None]:
         )
         raise DifferentiatedError(msg)
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse):
+    with saving(lambda _: None, refuse):
         yield

@@ -180,7 +180,7 @@ def _frames_record(trained: Trained) -> Record:
         "minimum_bytes": runner.needs.minimum_bytes,
         "bound_s": None if report is None else report.bound_s,
         "num_frames": runner.counts.num_frames,
-        "num_made_again": runner.counts.num_made_again,
+        "num_recomputed": runner.counts.num_recomputed,
     }
 
 

@@ -90,7 +90,7 @@ def _row(line: Record, eager: Record) -> list[str]:
         share += f" (smallest peak: {line['minimum_bytes'] / eager_bytes:.2f})"
     bound_s = line.get("bound_s")
     bound = "" if bound_s is None else f"{1 + bound_s / eager['seconds']:.3f}x"
-    again = f"{line['num_made_again']} of {line['num_frames']}" if "num_frames" in line else ""
+    again = f"{line['num_recomputed']} of {line['num_frames']}" if "num_frames" in line else ""
     return [
         line["method"],
         share,

@@ -109,7 +109,7 @@ class RockmateModule(Wrapper):
         larger: "plan" plans for a call with a tensor larger than the sample's, within the same
             bytes. "refuse" raises `SignatureMismatchError`.
         mode: "plan" captures the model and plans. "frames" does not: what calls of submodules save
-            is given up and made again. "auto" takes frames, with a line in the log, where the model
+            is dropped and recomputed. "auto" takes frames, with a line in the log, where the model
             cannot be captured or a trial fails, and eager where one of frames fails, too.
         keep: paths of submodules that frames leave alone.
         plan_frames: whether the insides of frames that can be captured are planned by themselves.

@@ -94,12 +94,12 @@ def peak_note(plan: Plan) -> str:
 
 
 def frames_note(frames: FramesReport | None) -> str:
-    """What frames gave up in their last step."""
+    """What frames dropped in their last step."""
     assert frames is not None
     counts = frames.counts
     return (
-        f"{counts.num_dropped} of {counts.num_frames} frames gave up something,\n"
-        f"which was made again in {1e3 * counts.made_again_s:.0f} ms"
+        f"{counts.num_dropped} of {counts.num_frames} frames dropped something,\n"
+        f"which was recomputed in {1e3 * counts.recomputed_s:.0f} ms"
     )
 
 

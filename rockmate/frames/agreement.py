@@ -1,6 +1,6 @@
 """What ranks that hold shards of the same parameters agree on before they decide.
 
-A frame that is made again may gather its parameters again. So all of these ranks must give up the
+A recomputed frame may gather its parameters again. So all of these ranks must drop the
 same frames, whatever each has measured: allocations of collectives end at times of their own, and
 batches and shards may differ in size. Each number that decides is the largest of all ranks.
 """

@@ -27,7 +27,7 @@ class Frame:
         step: the forward of the model that it belongs to.
         seconds: that its forward took.
         is_planned: whether it was decided ahead that it is dropped.
-        is_made_again: whether it was dropped and has been made again. It then stays.
+        is_recomputed: whether it was dropped and has been recomputed. It then stays.
     """
 
     def __init__(self, call: Call, order: int, memory: Memory) -> None:
@@ -46,9 +46,9 @@ class Frame:
         self._slots = Slots(memory.storages)
         self._num_dropped = 0  # the last that was needed when it was dropped is the last of these
         self.seconds = 0.0
-        self.is_planned = self.is_made_again = False
+        self.is_planned = self.is_recomputed = False
 
-    way = None
+    schedule = None
     """It runs as in eager."""
 
     @property
@@ -93,44 +93,44 @@ class Frame:
         if isinstance(packed, Slot):
             if self._memory.backward_order != self.order:
                 self._memory.begin_backward(self)
-            saved = self._slots.found(packed.index) or self._make_again(packed.index)
+            saved = self._slots.found(packed.index) or self._recompute(packed.index)
         else:
             saved = packed
         return checked(saved, self.key)
 
-    # --- giving up --------------------------------------------------------------------------------
+    # --- dropping ---------------------------------------------------------------------------------
 
     @property
     def can_be_dropped(self) -> bool:
-        """Whether it holds something, and can make it again once, as it was."""
-        is_able = self.num_bytes and not self.is_made_again and not self._call.cannot_repeat
+        """Whether it holds something, and can recompute it once, as it was."""
+        is_able = self.num_bytes and not self.is_recomputed and not self._call.cannot_repeat
         return bool(is_able) and not self._call.has_changed_inputs()
 
     def drop(self) -> None:
-        """Gives up what it has saved, until the backward reads it."""
+        """Drops what it has saved, until the backward reads it."""
         if self._memory.recorder is not None:
             self._slots.note_digests()
         self._num_dropped = 1 + max(filter(self._slots.is_needed, range(len(self._slots))))
         for index in range(self._num_dropped):
-            self._slots.let_go(index)
+            self._slots.free(index)
 
-    def _make_again(self, index: int) -> Saved:
+    def _recompute(self, index: int) -> Saved:
         """Runs the forward again. Where memory runs out, others are dropped, and it runs anew."""
         begin = self._memory.clock()
-        self.is_made_again = True
+        self.is_recomputed = True
         while True:
             try:
                 made = self._made()
                 break
             except Exception as error:
-                if not self._memory.has_made_room(error, self.order, but=self):
+                if not self._memory.can_retry(error, self.order, but=self):
                     raise
         for each, saved in made.items():
             if not self._slots.is_as_noted(each, saved):
                 first = f"a tensor {list(saved.tensor.shape)}"
                 raise self._call.not_repeated(first, "one with other values")
             self._slots.fill(each, saved)
-        self._memory.note_made_again(self.key, self._memory.clock() - begin)
+        self._memory.note_recomputation(self.key, self._memory.clock() - begin)
         saved = self._slots.found(index)
         assert saved is not None
         return saved

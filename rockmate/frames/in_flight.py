@@ -2,7 +2,7 @@
 
 A script may run several forwards before their backwards: two views of a batch, the parts of a
 pipeline. What one of them has live outside of frames stays while the next ones run. And what a
-captured inside or a kept frame holds cannot be given up for those, so each step leaves as much as
+captured inside or a kept frame holds cannot be dropped for those, so each step leaves as much as
 it takes to all that are to come.
 """
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rockmate.frames.call import Arguments, Call
-from rockmate.frames.way import Surroundings, Way
+from rockmate.frames.schedule_cost import GradientContext, ScheduleCost
 
 
 class Interior(Protocol):
@@ -22,12 +22,12 @@ class Interior(Protocol):
     is_confirmed: bool
 
     @property
-    def ways(self) -> Sequence[Way]:
+    def schedules(self) -> Sequence[ScheduleCost]:
         """How it can run, of rising seconds."""
         ...
 
-    def expect(self, around: Surroundings) -> None:
-        """Counts the bytes of its ways within some surroundings."""
+    def expect(self, around: GradientContext) -> None:
+        """Counts the bytes of its schedules where gradients go like this."""
         ...
 
     def confirm(self, place: int, gradient: torch.Tensor) -> bool:
@@ -43,7 +43,7 @@ class Interior(Protocol):
         """The result of a call.
 
         Args:
-            number: of the way.
+            number: of the schedule.
             tensors: of the arguments.
         """
         ...

@@ -1,4 +1,4 @@
-"""A frame that gives up nothing: it runs as in eager, without hooks for what it saves."""
+"""A frame that drops nothing: it runs as in eager, without hooks for what it saves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from rockmate._torch.engine import keeps_graph
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
-from rockmate.frames.way import Way
+from rockmate.frames.schedule_cost import ScheduleCost
 from rockmate.state.tensors import tensors_in
 
 
@@ -22,10 +22,10 @@ class KeptFrame:
         order: position among all frames, by the beginning of their calls.
         step: the forward of the model that it belongs to.
         num_bytes: that it holds, as known from calls before.
-        way: how a captured inside runs; None if it runs as in eager.
+        schedule: of a captured inside; None if it runs as in eager.
     """
 
-    way: Way | None = None
+    schedule: ScheduleCost | None = None
 
     def __init__(self, key: FrameKey, order: int, num_bytes: int, memory: Memory) -> None:
         """Counts nothing yet."""
@@ -51,11 +51,11 @@ class KeptFrame:
         if not keeps_graph():
             self._memory.end_backward_later(self)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """What it saved is free."""
         self._memory.kept_bytes -= self.num_bytes
         self.num_bytes = 0
 
     def __del__(self) -> None:
         """The graph is free."""
-        self.let_go()
+        self.release()

@@ -6,10 +6,10 @@ nothing. In later steps a frame is dropped before the sum of both would pass the
 
 Dropped is first what was decided ahead, see `ahead`. Where the calls are others than those, it is
 the frame with the least seconds / (bytes x distance to its backward). Backwards run in the reverse
-order of forwards, so the distance is known. A frame that was made again stays until its last read,
+order of forwards, so the distance is known. A recomputed frame stays until its last read,
 so each forward runs at most twice.
 
-A frame that gives up nothing, as decided, needs no hooks: it is *kept*, and runs as in eager. What
+A frame that is to drop nothing needs no hooks: it is *kept*, and runs as in eager. What
 it saves is known from earlier runs with inputs of the same sizes. The frames that are kept leave
 room for a step that holds nothing else, so the budget holds whatever calls follow.
 """
@@ -29,18 +29,18 @@ import torch
 from rockmate._torch.allocator import free_bytes, is_out_of_memory
 from rockmate._torch.engine import after_backward, at_end_of_backward, backward_id, keeps_graph
 from rockmate.frames.agreement import Agreement
-from rockmate.frames.ahead import Decision, Offer
+from rockmate.frames.call_history import CallHistory, option_of
 from rockmate.frames.clock import clock_of, logical_clock
 from rockmate.frames.foreign_random import ForeignRandom
 from rockmate.frames.in_flight import StepsInFlight
+from rockmate.frames.knapsack import Decision, Option
 from rockmate.frames.module_state import ChangingBuffers
 from rockmate.frames.needs import FrameKey, StepNeeds
 from rockmate.frames.recorder import StepRecorder
-from rockmate.frames.room import Room, backward_bytes, forward_bytes, least_way
+from rockmate.frames.room import Room, backward_bytes, forward_bytes, smallest_schedule
 from rockmate.frames.running import Frame, Kept, Running
-from rockmate.frames.sequence import KnownCalls, offer_of_way
+from rockmate.frames.schedule_cost import ScheduleCost
 from rockmate.frames.storages import HeldStorages
-from rockmate.frames.way import Way
 
 _SURELY_FREE = 0.8
 """Of what is free when a step begins, the share that it can have: memory is in pieces."""
@@ -57,16 +57,16 @@ class Counts:
         num_kept: how many of them ran without hooks, as decided ahead.
         num_planned: how many ran a schedule of their captured inside.
         num_dropped: how many of them were dropped.
-        num_made_again: how many times a forward, or a part of one, ran again.
-        made_again_s: seconds of these runs.
+        num_recomputed: how many times a forward ran again.
+        recomputed_s: seconds of these runs.
     """
 
     num_frames: int = 0
     num_kept: int = 0
     num_planned: int = 0
     num_dropped: int = 0
-    num_made_again: int = 0
-    made_again_s: float = 0.0
+    num_recomputed: int = 0
+    recomputed_s: float = 0.0
 
 
 class Memory:
@@ -82,15 +82,15 @@ class Memory:
         counts: since the last reset.
         storages: that frames hold.
         kept_bytes: of frames that are kept.
-        is_learning: whether insides are captured in this step, so that it holds nothing.
+        is_capturing: whether insides are captured in this step, so that it holds nothing.
         decision: what was decided ahead for this step.
         is_limited: whether an allocation may fail.
-        given_up: what frames of this step have given up; None of one that is kept.
+        dropped: what frames of this step have dropped; None of one that is kept.
         peak_bytes: the largest predicted sum of held and needed bytes since the last reset.
         room: what captured insides may hold in this step; None where nothing is to be held.
         agreement: with the ranks that hold other shards of the parameters. Frames run collectives
             again, in the same order on all ranks, so nothing that differs between them decides, and
-            frames give up what was decided ahead, not what memory is short for.
+            frames drop what was decided ahead, not what memory is short for.
         clock: seconds, by which frames are timed.
         in_flight: steps whose backward has not run.
         is_measuring: whether this step holds nothing and is measured.
@@ -98,7 +98,7 @@ class Memory:
         has_new_backward: whether one ran that the measured step did not have.
         is_unmeasured: whether steps of this size were without a backward when they were measured.
         at_end: is called at the end of each backward.
-        backward_order: of the frame whose backward is under way; None before the first of a step.
+        backward_order: of the frame whose backward runs; None before the first of a step.
     """
 
     def __init__(
@@ -130,11 +130,11 @@ class Memory:
         self.is_inside = self.has_new_backward = self.is_unmeasured = False
         self.has_compiled_modules = False
         self.is_measuring = self.has_second_derivatives = False
-        self.calls, self.in_flight = KnownCalls(), StepsInFlight()
+        self.calls, self.in_flight = CallHistory(), StepsInFlight()
         self.decision = Decision()
-        self.given_up: dict[FrameKey, Offer | None] = {}
+        self.dropped: dict[FrameKey, Option | None] = {}
         self.room: Room | None = None
-        self.is_limited, self.is_learning = True, False
+        self.is_limited, self.is_capturing = True, False
         self.backward_order: int | None = None
         self._num_steps = 0
         self._frames: list[weakref.ref[Frame]] = []
@@ -152,7 +152,7 @@ class Memory:
             held_bytes: by these frames, on the rank where they are the most.
         """
         self.counts, self.peak_bytes, self.backward_order = Counts(), 0, None
-        self.given_up = {}
+        self.dropped = {}
         self._num_steps += 1
         self.calls.begin_step(state)
         self.decision, self.room = Decision(), None
@@ -168,7 +168,7 @@ class Memory:
         share = partial(self.in_flight.share, least_bytes=least_bytes, after_bytes=after_bytes)
         available_bytes = self.available_bytes(self.budget_bytes) - self.kept_bytes
         self.room = Room(needs, self.kept_bytes + share(available_bytes), self.scale)
-        if not self.is_learning:
+        if not self.is_capturing:
             left_bytes = share(self.budget_bytes - held_bytes)
             now_s = self.clock() if self.agreement is None else None
             self.decision = self.calls.decision(needs, left_bytes, self.scale, now_s)
@@ -179,7 +179,7 @@ class Memory:
         self._candidates = []
 
     def available_bytes(self, budget_bytes: int) -> int:
-        """What frames that cannot give up anything, and those to come, may take.
+        """What frames that cannot be dropped, and those to come, may take.
 
         What they hold cannot be dropped when memory runs out, so it has to fit into what is free.
         """
@@ -221,18 +221,18 @@ class Memory:
         has_room = self.room is not None and self.kept_bytes + num_bytes <= self.room.kept_bytes
         return num_bytes if has_room else None
 
-    def may_run_way(self, key: FrameKey) -> bool:
-        """Whether a frame runs in a way, if its inside is captured."""
-        offer = self.decision.offers.get(key)
-        is_eager = offer.way is None if offer is not None else key in self.decision.kept
-        return self.is_learning or (self.room is not None and not is_eager)
+    def may_run_schedule(self, key: FrameKey) -> bool:
+        """Whether a frame runs a schedule, if its inside is captured."""
+        option = self.decision.options.get(key)
+        is_eager = option.schedule is None if option is not None else key in self.decision.kept
+        return self.is_capturing or (self.room is not None and not is_eager)
 
-    def way_for(self, key: FrameKey, ways: Sequence[Way]) -> int | None:
-        """The number of the way in which a frame runs; None if there is room for none."""
-        if self.is_learning or self.room is None:
-            return least_way(ways)
-        offer = self.decision.offers.get(key)
-        return self.room.number_for(key, ways, offer and offer.way, self.kept_bytes)
+    def schedule_for(self, key: FrameKey, schedules: Sequence[ScheduleCost]) -> int | None:
+        """The number of the schedule that a frame runs; None if there is room for none."""
+        if self.is_capturing or self.room is None:
+            return smallest_schedule(schedules)
+        option = self.decision.options.get(key)
+        return self.room.number_for(key, schedules, option and option.schedule, self.kept_bytes)
 
     def begin_call(self, key: FrameKey, call_bytes: Callable[[], int]) -> None:
         """A call comes, as a frame. One that was not recorded adds to what a step needs.
@@ -253,7 +253,7 @@ class Memory:
         if self.recorder is not None:
             self.recorder.mark(frame.key, "forward_bytes")
         if self.needs is not None and not self.is_measuring:
-            needed = forward_bytes(self.needs.of(frame.key), frame.way, self.scale)
+            needed = forward_bytes(self.needs.of(frame.key), frame.schedule, self.scale)
             self._make_room(needed, position=frame.order)
 
     def end_forward(self, frame: Frame, sizes: Any) -> None:
@@ -265,9 +265,9 @@ class Memory:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
         elif self.needs is not None:
             self.needs.learn(frame.key, int(frame.num_bytes / self.scale))
-        planned = self.decision.offers.get(frame.key)
-        frame.is_planned = planned is not None and planned.way is None
-        holds_nothing = self.budget_bytes is None or self.is_measuring or self.is_learning
+        planned = self.decision.options.get(frame.key)
+        frame.is_planned = planned is not None and planned.schedule is None
+        holds_nothing = self.budget_bytes is None or self.is_measuring or self.is_capturing
         is_alike = self.agreement is not None and frame.key not in self.decision.kept
         if holds_nothing or is_alike:
             self._drop(frame)
@@ -284,16 +284,16 @@ class Memory:
         """Takes a frame that is kept, or planned, when its forward has run."""
         self._begin_step_of(frame)
         self.kept_bytes += frame.num_bytes
-        if frame.way is None:
+        if frame.schedule is None:
             self.counts.num_kept += 1
-            self.given_up[frame.key] = None
+            self.dropped[frame.key] = None
         else:
             self.counts.num_planned += 1
-            self.counts.num_dropped += frame.way.again_s > 0
+            self.counts.num_dropped += frame.schedule.recompute_s > 0
             saved_bytes = 0 if self.needs is None else self.needs.of(frame.key).saved_bytes
-            self.given_up[frame.key] = offer_of_way(frame.way, saved_bytes)
-            if frame.way.again_s:
-                self._count_made_again(frame.way.again_s)
+            self.dropped[frame.key] = option_of(frame.schedule, saved_bytes)
+            if frame.schedule.recompute_s:
+                self._count_recomputation(frame.schedule.recompute_s)
         self._make_room_after(frame)
 
     def _make_room_after(self, frame: Running) -> None:
@@ -310,7 +310,7 @@ class Memory:
         self.backward_order = frame.order
         self.in_flight.run(frame.step)
         frame.step.note_backward(frame.order, keeps_graph=keeps_graph())
-        self.let_go_begun()
+        self.release_finished()
         self.has_new_backward |= self.is_unmeasured and self.recorder is None
         is_new, self._backward_id = self._backward_id != backward_id(), backward_id()
         if is_new and self.at_end is not None:
@@ -321,7 +321,7 @@ class Memory:
                 after_backward(self._end_recording)
             self.recorder.mark(frame.key, "backward_bytes")
         if self.needs is not None and not self.is_measuring:
-            needed = backward_bytes(self.needs.of(frame.key), frame.way, self.scale)
+            needed = backward_bytes(self.needs.of(frame.key), frame.schedule, self.scale)
             if frame.key in self.needs.without_backward:
                 self.has_new_backward = True
                 needed = int(self.scale * self.needs.guessed_backward_bytes(frame.key))
@@ -346,31 +346,31 @@ class Memory:
         self.recorder, self.is_measuring = None, False
 
     def end_backward_later(self, frame: Kept) -> None:
-        """A frame that is kept is let go when the backward of another one begins.
+        """A kept frame is released when the backward of another one begins.
 
         Backwards run in reverse order, so what it saved is free by then.
         """
         self._begun.append(weakref.ref(frame))
 
-    def let_go_begun(self) -> None:
-        """Lets go of what such frames saved, also if the script still holds a loss of theirs."""
+    def release_finished(self) -> None:
+        """Stops counting finished frames, even if their graph is still referenced."""
         begun, self._begun = self._begun, []
         for reference in begun:
             frame = reference()
             if frame is not None:
-                frame.let_go()
+                frame.release()
 
-    def note_made_again(self, key: FrameKey, seconds: float) -> None:
+    def note_recomputation(self, key: FrameKey, seconds: float) -> None:
         """Takes what a second run of a forward has taken."""
-        self._count_made_again(seconds)
+        self._count_recomputation(seconds)
         if self.is_measuring and self.recorder is not None:
             self.recorder.note_seconds(key, seconds)
         elif self.needs is not None:
             self.needs.learn_seconds(key, seconds / self.scale)
 
-    def _count_made_again(self, seconds: float) -> None:
-        self.counts.num_made_again += 1
-        self.counts.made_again_s += seconds
+    def _count_recomputation(self, seconds: float) -> None:
+        self.counts.num_recomputed += 1
+        self.counts.recomputed_s += seconds
 
     # --- dropping ---------------------------------------------------------------------------------
 
@@ -408,7 +408,7 @@ class Memory:
         self._candidates = [weakref.ref(each) for *_, each in prices[1 : len(prices) // 2]][::-1]
         return prices[0][2] if prices else None
 
-    def has_made_room(self, error: Exception, position: int, but: Running | None = None) -> bool:
+    def can_retry(self, error: Exception, position: int, but: Running | None = None) -> bool:
         """Whether a run that failed can run anew: memory had run out, and there is more now.
 
         Not where other ranks would not run it again.
@@ -444,5 +444,5 @@ class Memory:
     def _drop(self, frame: Frame) -> None:
         if frame.can_be_dropped:
             self.counts.num_dropped += 1
-            self.given_up[frame.key] = Offer(frame.num_bytes, frame.seconds)
+            self.dropped[frame.key] = Option(frame.num_bytes, frame.seconds)
             frame.drop()

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rockmate.frames.agreement import Agreement
-from rockmate.frames.way import Way
+from rockmate.frames.schedule_cost import ScheduleCost
 
-_MUCH = 1.01
+_PEAK_TOLERANCE = 1.01
 """A peak that is so much larger than the smallest is not taken for it."""
 MOST_PLANNED = 256
 """Frames of a step of which insides are captured: what is known of each pair of them counts."""
@@ -33,13 +33,13 @@ class Needs:
     Attributes:
         forward_bytes: while its forward runs.
         after_bytes: from there to the next frame, or to the first backward.
-        backward_bytes: while it is made again and its backward runs, up to the next one's.
+        backward_bytes: while it is recomputed and its backward runs, up to the next one's.
         saved_bytes: what it saves.
-        seconds: that it takes to make it again.
+        seconds: recompute time.
         before_forward_bytes: live when its forward begins.
         before_backward_bytes: live when its backward begins.
         output_bytes: of all these, of outputs that captured insides read again.
-        ways: how it runs if its inside is captured.
+        schedules: of its captured inside, if it has one.
     """
 
     forward_bytes: int = 0
@@ -50,18 +50,18 @@ class Needs:
     before_forward_bytes: int = 0
     before_backward_bytes: int = 0
     output_bytes: int = 0
-    ways: Sequence[Way] = ()
+    schedules: Sequence[ScheduleCost] = ()
 
     @property
     def peak_bytes(self) -> int:
         """The largest of the peaks."""
         return max(self.forward_bytes, self.after_bytes, self.backward_bytes)
 
-    def peak_of(self, way: Way) -> int:
-        """The largest peak of its forward and backward, if it runs in a way."""
+    def peak_of(self, schedule: ScheduleCost) -> int:
+        """The largest peak of its forward and backward, by a schedule."""
         return max(
-            self.before_forward_bytes + way.forward_bytes,
-            self.before_backward_bytes + way.backward_bytes,
+            self.before_forward_bytes + schedule.forward_bytes,
+            self.before_backward_bytes + schedule.backward_bytes,
         )
 
     def add(self, num_bytes: int) -> None:
@@ -72,15 +72,18 @@ class Needs:
         self.before_forward_bytes += num_bytes
         self.before_backward_bytes += num_bytes
 
-    def least_before(self, after_bytes: int, *, only_ways: bool = False) -> int:
+    def least_before(self, after_bytes: int, *, only_schedules: bool = False) -> int:
         """Bytes without which neither it nor what follows can run.
 
         Args:
             after_bytes: that what follows takes at least.
-            only_ways: whether it runs in one of its ways, if there are any.
+            only_schedules: whether it runs by one of its schedules, if there are any.
         """
-        found = [max(self.peak_of(way), way.held_bytes + after_bytes) for way in self.ways]
-        if not (found and only_ways):
+        found = [
+            max(self.peak_of(schedule), schedule.held_bytes + after_bytes)
+            for schedule in self.schedules
+        ]
+        if not (found and only_schedules):
             found.append(max(self.forward_bytes, self.backward_bytes, after_bytes))
         return min(found)
 
@@ -95,7 +98,7 @@ class StepNeeds:
     Attributes:
         by_key: of each call.
         num_elements: of the inputs of the step.
-        ways_number: which ways the calls have; 0 for none.
+        schedules_number: which schedules the calls have; 0 for none.
         has_new_calls: whether calls have been added that ranks have not agreed on.
         new_bytes: that calls of the present step take which were not recorded, until `settle`.
         without_backward: calls whose backward did not run in the step.
@@ -105,7 +108,7 @@ class StepNeeds:
 
     by_key: dict[FrameKey, Needs] = field(default_factory=dict)
     num_elements: int = 0
-    ways_number: int = 0
+    schedules_number: int = 0
     has_new_calls: bool = False
     new_bytes: int = 0
     without_backward: frozenset[FrameKey] = frozenset()
@@ -145,16 +148,16 @@ class StepNeeds:
         less time. So it counts, unless the smallest peak is much larger with it.
         """
         if self._least is None:
-            planned, least = self._chained(only_ways=True), self._chained()
-            self._least = planned if planned[0] <= _MUCH * least[0] else least
+            planned, least = self._chained(only_schedules=True), self._chained()
+            self._least = planned if planned[0] <= _PEAK_TOLERANCE * least[0] else least
         return self._least
 
-    def _chained(self, *, only_ways: bool = False) -> tuple[int, dict[FrameKey, int]]:
+    def _chained(self, *, only_schedules: bool = False) -> tuple[int, dict[FrameKey, int]]:
         after: dict[FrameKey, int] = {}
         least = 0
         for key, needs in reversed(self.by_key.items()):
             after[key] = max(needs.after_bytes, least)
-            least = needs.least_before(after[key], only_ways=only_ways)
+            least = needs.least_before(after[key], only_schedules=only_schedules)
         return least, after
 
     @property
@@ -219,30 +222,33 @@ class StepNeeds:
         self._of_paths.clear()
         self._least = None
 
-    def take_ways(
+    def set_schedules(
         self,
         number: int,
-        ways: Mapping[str, Sequence[Way]],
+        schedules: Mapping[str, Sequence[ScheduleCost]],
         scale: float = 1.0,
     ) -> None:
         """Takes how calls run whose insides are captured.
 
         Args:
-            number: of what follows; the same one stands for the same ways.
-            ways: by the paths of calls; others have none.
+            number: of what follows; the same one stands for the same schedules.
+            schedules: by the paths of calls; others have none.
             scale: size of the step that they belong to, relative to this one.
         """
-        if number == self.ways_number:
+        if number == self.schedules_number:
             return
-        self.ways_number, self._least = number, None
+        self.schedules_number, self._least = number, None
         self._of_paths.clear()
-        scaled = {path: [way.scaled(1 / scale) for way in each] for path, each in ways.items()}
+        scaled = {
+            path: [schedule.scaled(1 / scale) for schedule in each]
+            for path, each in schedules.items()
+        }
         read_bytes = {
-            path: max((way.read_output_bytes for way in each), default=0)
+            path: max((schedule.read_output_bytes for schedule in each), default=0)
             for path, each in scaled.items()
         }
         for key, needs in self.by_key.items():
-            needs.ways = scaled.get(key.path, ())
+            needs.schedules = scaled.get(key.path, ())
             others = self.without_outputs.get(key, ())
             output_bytes = sum(read_bytes.get(each.path, 0) for each in others)
             needs.add(output_bytes - needs.output_bytes)
@@ -276,7 +282,7 @@ class StepNeeds:
             self._least = None
 
     def learn_seconds(self, key: FrameKey, seconds: float) -> None:
-        """How long it has taken to make a call again."""
+        """The recompute time of a call."""
         needs = self.by_key.get(key)
         if needs is not None:
             needs.seconds = min(needs.seconds, seconds)
@@ -313,5 +319,5 @@ def _largest(several: Sequence[Needs]) -> Needs:
         max((each.before_forward_bytes for each in several), default=0),
         max((each.before_backward_bytes for each in several), default=0),
         max((each.output_bytes for each in several), default=0),
-        next((each.ways for each in several if each.ways), ()),
+        next((each.schedules for each in several if each.schedules), ()),
     )

@@ -82,7 +82,7 @@ class PeakCheck:
             is_profiled: whether somebody's profiler is on, so that none can be.
         """
         memory = self._memory
-        if memory.budget_bytes is None or memory.is_learning or memory.agreement is not None:
+        if memory.budget_bytes is None or memory.is_capturing or memory.agreement is not None:
             return False
         self._num_steps += 1
         if self._counter is not None:
@@ -107,7 +107,7 @@ class PeakCheck:
         memory, real_bytes = self._memory, self._real_bytes
         was_looked_at, self._was_looked_at, self._real_bytes = self._was_looked_at, False, 0
         budget_bytes = memory.budget_bytes
-        if budget_bytes is None or memory.needs is None or memory.is_learning:
+        if budget_bytes is None or memory.needs is None or memory.is_capturing:
             return None
         peak_bytes = max(memory.peak_bytes, real_bytes)
         if peak_bytes <= _TOLERANCE * budget_bytes:

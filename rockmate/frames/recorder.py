@@ -80,7 +80,7 @@ class StepRecorder:
             self._labels.append(_Label(last.key, last.what, gradient_bytes, is_first=False))
 
     def note_seconds(self, key: FrameKey, seconds: float) -> None:
-        """How long it has taken to make a frame again, which is more than its forward takes."""
+        """The recompute time of a frame, which is more than that of its forward."""
         if key in self.saved:
             self.saved[key] = self.saved[key][0], seconds
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rockmate.budget import size_text
-from rockmate.frames.ahead import Offer
+from rockmate.frames.knapsack import Option
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.needs import FrameKey
 
@@ -18,14 +18,14 @@ class FrameRow:
     Attributes:
         name: path of the submodule, and the number of its call if it is not the first.
         saved_bytes: that autograd saves in it, in the measured step or in one of its path.
-        seconds: that it takes to make it again.
-        given_up: what the last call gave up of it, in words.
+        seconds: recompute time.
+        dropped: what the last call dropped of it, in words.
     """
 
     name: str
     saved_bytes: int
     seconds: float
-    given_up: str
+    dropped: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class FramesReport:
         baseline_bytes: peak of a step that drops nothing.
         peak_bytes: largest sum of what frames held and what was measured beside it, in this call.
         counts: what happened to frames.
-        decided_s: seconds to make again what was decided ahead; None if nothing was.
+        decided_s: recompute time of what was decided ahead; None if nothing was.
         bound_s: no decision within the budget takes less, by the measured times; None if unknown.
         rows: frames, in the order of their forwards.
     """
@@ -58,8 +58,8 @@ class FramesReport:
         return (
             f"frames: budget {size_text(self.budget_bytes)}, smallest peak "
             f"{size_text(self.minimum_bytes)}, {size_text(self.baseline_bytes)} if nothing is "
-            f"dropped; of {counts.num_frames} frames {counts.num_dropped} gave up something, which "
-            f"ran twice in {counts.made_again_s:.3f} s"
+            f"dropped; of {counts.num_frames} frames {counts.num_dropped} dropped something, which "
+            f"ran twice in {counts.recomputed_s:.3f} s"
         )
 
     def summary(self) -> str:
@@ -78,23 +78,23 @@ class FramesReport:
         yield "smallest peak", size_text(self.minimum_bytes)
         yield (
             "frames",
-            f"{counts.num_frames}; {counts.num_dropped} gave up something, "
+            f"{counts.num_frames}; {counts.num_dropped} dropped something, "
             f"{counts.num_planned} ran as planned, {counts.num_kept} as in eager without hooks",
         )
         yield (
-            "made again",
-            f"{counts.num_made_again} forwards, in {1e3 * counts.made_again_s:.1f} ms",
+            "recomputed",
+            f"{counts.num_recomputed} forwards, in {1e3 * counts.recomputed_s:.1f} ms",
         )
         if self.decided_s is not None:
             yield "decided ahead", f"{1e3 * self.decided_s:.1f} ms by the measured times"
         if self.bound_s is not None:
-            yield "lower bound", f"{1e3 * self.bound_s:.1f} ms, by the same times and offers"
+            yield "lower bound", f"{1e3 * self.bound_s:.1f} ms, by the same times and options"
 
     def table(self) -> str:
         """A row for each frame."""
-        rows = [("frame", "saves", "forward", "gives up")]
+        rows = [("frame", "saves", "forward", "drops")]
         rows += [
-            (each.name, size_text(each.saved_bytes), f"{1e3 * each.seconds:.2f} ms", each.given_up)
+            (each.name, size_text(each.saved_bytes), f"{1e3 * each.seconds:.2f} ms", each.dropped)
             for each in self.rows
         ]
         widths = [max(len(row[column]) for row in rows) for column in range(4)]
@@ -115,11 +115,11 @@ def report_of(memory: Memory) -> FramesReport | None:
             name=str(key) if key.number else key.path,
             saved_bytes=needs.of(key).saved_bytes,
             seconds=needs.of(key).seconds,
-            given_up=given_up_text(memory.given_up, key),
+            dropped=dropped_text(memory.dropped, key),
         )
         for key in memory.calls.present
     ]
-    is_decided = bool(decision.offers or decision.kept)
+    is_decided = bool(decision.options or decision.kept)
     return FramesReport(
         budget_bytes=memory.budget_bytes,
         minimum_bytes=needs.minimum_bytes,
@@ -136,14 +136,14 @@ def report_of(memory: Memory) -> FramesReport | None:
     )
 
 
-def given_up_text(given_up: Mapping[FrameKey, Offer | None], key: FrameKey) -> str:
-    """What a frame has given up, in words.
+def dropped_text(dropped: Mapping[FrameKey, Option | None], key: FrameKey) -> str:
+    """What a frame has dropped, in words.
 
     Args:
-        given_up: of all that have given up something; None of one that was kept.
+        dropped: of all frames that have dropped something; None of one that was kept.
         key: the frame.
     """
-    if key not in given_up:
+    if key not in dropped:
         return "nothing"
-    offer = given_up[key]
-    return "nothing, without hooks" if offer is None else str(offer)
+    option = dropped[key]
+    return "nothing, without hooks" if option is None else str(option)

@@ -22,12 +22,12 @@ from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, TrialError
 from rockmate.frames import feasibility
 from rockmate.frames.agreement import Agreement
-from rockmate.frames.ahead import decidable_bytes
 from rockmate.frames.call import Arguments, Call, sizes_of
 from rockmate.frames.frame import Frame
 from rockmate.frames.interior import Interiors
+from rockmate.frames.interior_captures import InteriorCaptures
 from rockmate.frames.kept import KeptFrame
-from rockmate.frames.learning import Learning
+from rockmate.frames.knapsack import decidable_bytes
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.module_state import state_of
 from rockmate.frames.needs import FrameKey, StepNeeds
@@ -103,7 +103,7 @@ class FrameRunner:
         self._memory.has_compiled_modules = has_compiled(model)
         can_plan = self._agreement is None and not self._memory.has_compiled_modules
         makes = interiors if can_plan else None
-        self._learning = makes and Learning(makes(self._memory.clock), model)
+        self._captures = makes and InteriorCaptures(makes(self._memory.clock), model)
         self._replaced = ReplacedForwards()
         self._num_calls, self._num_frames = Counter[str](), 0
         self._measured = MeasuredSteps()
@@ -141,7 +141,7 @@ class FrameRunner:
         return self._memory.budget_bytes
 
     def summary(self) -> str:
-        """Budget, peaks, what the last call dropped and made again, and a bound of its seconds."""
+        """Budget, peaks, what the last call dropped and recomputed, and a bound of that time."""
         none_yet = f"frames of {len(self._paths)} submodules, not measured yet"
         return none_yet if (report := self.report()) is None else report.summary()
 
@@ -171,15 +171,15 @@ class FrameRunner:
             self._budget = self._limit.activation_budget_bytes(self._model)
             if self._agreement is not None:
                 self._budget = -self._agreement.largest([-self._budget])[0]
-        memory.let_go_begun()
+        memory.release_finished()
         size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
         shapes = sizes_of(Arguments(self._model.forward, args, dict(kwargs)))
         is_known = self._take_needs(size, shapes)
         memory.is_measuring = not is_known and not size.is_profiled
         if memory.is_measuring or self._check.is_due(is_profiled=size.is_profiled):
             self._begin_recording(size)
-        if memory.is_measuring and self._learning is not None:
-            self._learning.note_step(shapes)
+        if memory.is_measuring and self._captures is not None:
+            self._captures.note_step(shapes)
         memory.begin_step(state_of(self._model), size.held_bytes)
         self._num_calls.clear()
         step = partial(self._run_frames, args, kwargs)
@@ -189,7 +189,7 @@ class FrameRunner:
             if not memory.counts.num_planned:
                 raise
             logger.warning("insides of frames are planned no longer, since %s", error)
-        self._learning = None
+        self._captures = None
         self._trials.repeat()
         return self.run(args, kwargs)
 
@@ -234,20 +234,20 @@ class FrameRunner:
                 self._measured.forget()
         if (known := self._measured.covering(size)) is not None:
             memory.needs, memory.is_unmeasured = known[1] or memory.needs, known[1] is None
-        needs, memory.is_learning = memory.needs, False
+        needs, memory.is_capturing = memory.needs, False
         if needs is None:
             return known is not None
         scale = size.num_elements / max(1, needs.num_elements)
         scale = memory.scale = scale if known is not None else max(1.0, scale)
-        if memory.has_second_derivatives or self._learning is None:  # a schedule has none
-            needs.take_ways(0, {})
+        if memory.has_second_derivatives or self._captures is None:  # a schedule has none
+            needs.set_schedules(0, {})
         elif known is not None:
             short = memory.available_bytes(self._asked_bytes) < self._asked_bytes
-            memory.is_learning = self._learning.begin_step(shapes, needs, scale, is_short=short)
+            memory.is_capturing = self._captures.begin_step(shapes, needs, scale, is_short=short)
         if self._agreement is not None and needs.has_new_calls:
             needs.agree(self._agreement)
         memory.budget_bytes = self._asked_bytes
-        if memory.budget_bytes < needs.minimum_bytes and not memory.is_learning:
+        if memory.budget_bytes < needs.minimum_bytes and not memory.is_capturing:
             memory.budget_bytes = self._checked(self._asked_bytes, needs)
             if self._refusal is not None:
                 raise self._refusal
@@ -312,7 +312,7 @@ class FrameRunner:
         self._measured.add(size, needs)
         memory.needs, self._asked_bytes = needs, budget_bytes
         # Captured insides may need less than frames as in eager.
-        may_need_less = self._learning is not None and budget_bytes >= needs.outside_bytes
+        may_need_less = self._captures is not None and budget_bytes >= needs.outside_bytes
         memory.budget_bytes = budget_bytes if may_need_less else self._checked(budget_bytes, needs)
 
     def _note_no_frames(self, size: StepSize, peak_bytes: int) -> None:
@@ -371,7 +371,7 @@ class FrameRunner:
         self._num_calls[path], self._num_frames = key.number + 1, order
         sizes = sizes_of(arguments)
         memory.begin_call(key, lambda: Call(key, module, arguments, memory).num_bytes)
-        capturing = self._learning if memory.is_learning else None
+        capturing = self._captures if memory.is_capturing else None
         unhooked = self._unhooked(key, arguments, sizes, order)
         if unhooked is not None:
             kept, run = unhooked
@@ -382,7 +382,7 @@ class FrameRunner:
                 with memory.inside_frame():
                     output = run()
             except Exception as error:
-                if call is None or not memory.has_made_room(error, order):
+                if call is None or not memory.can_retry(error, order):
                     raise
                 self._roll_back(call)
             else:
@@ -406,14 +406,14 @@ class FrameRunner:
     def _unhooked(
         self, key: FrameKey, arguments: Arguments, sizes: Hashable, order: int
     ) -> tuple[KeptFrame, Callable[[], Any]] | None:
-        """A frame that gives up nothing later, and what runs; None if it is to have hooks."""
+        """A frame that drops nothing later, and what runs; None if it is to have hooks."""
         memory, found = self._memory, None
-        if self._learning is not None and memory.may_run_way(key):
-            found = self._learning.find(key.path, arguments)
-        number = None if found is None else memory.way_for(key, found[0].ways)
+        if self._captures is not None and memory.may_run_schedule(key):
+            found = self._captures.find(key.path, arguments)
+        number = None if found is None else memory.schedule_for(key, found[0].schedules)
         if found is not None and number is not None:
             interior, tensors = found
-            planned = PlannedFrame(key, order, interior.ways[number], memory)
+            planned = PlannedFrame(key, order, interior.schedules[number], memory)
             return planned, lambda: interior.run(number, tensors)
         kept_bytes = memory.bytes_if_kept(key, sizes, order)
         if kept_bytes is None:
@@ -432,7 +432,7 @@ class FrameRunner:
                 with memory.inside_frame():
                     return frame, frame.run()
             except Exception as error:
-                if not memory.has_made_room(error, order):
+                if not memory.can_retry(error, order):
                     raise
                 self._roll_back(call)
                 call = Call(call.key, module, arguments, memory)

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from rockmate.frames.in_flight import Step
 from rockmate.frames.needs import FrameKey
-from rockmate.frames.way import Way
+from rockmate.frames.schedule_cost import ScheduleCost
 
 
 class Running(Protocol):
@@ -19,7 +19,7 @@ class Running(Protocol):
     @property
     def num_bytes(self) -> int: ...  # noqa: D102
     @property
-    def way(self) -> Way | None: ...  # noqa: D102
+    def schedule(self) -> ScheduleCost | None: ...  # noqa: D102
 
 
 class Frame(Running, Protocol):
@@ -36,4 +36,4 @@ class Frame(Running, Protocol):
 class Kept(Running, Protocol):
     """A frame without hooks; see `rockmate.frames.kept.KeptFrame`."""
 
-    def let_go(self) -> None: ...  # noqa: D102
+    def release(self) -> None: ...  # noqa: D102

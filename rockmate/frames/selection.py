@@ -13,7 +13,7 @@ from rockmate.frames.needs import StepNeeds
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Passed through; a sequence of layers alone is a frame."""
-_FEW = 4
+_MIN_FRAMES = 4
 """Fewer frames than this are split by their parameters before anything is measured."""
 _LARGE_SHARE = 0.15
 """A frame that saves more than this share of all is split where it can be."""
@@ -47,7 +47,7 @@ def first_paths(model: nn.Module) -> list[str]:
         total = sum(sizes.values())
         splittable = [path for path in paths if inner_paths(model, path)]
         largest = max(splittable, key=sizes.__getitem__, default=None)
-        if largest is None or (len(paths) >= _FEW and sizes[largest] <= total / 2):
+        if largest is None or (len(paths) >= _MIN_FRAMES and sizes[largest] <= total / 2):
             return paths
         paths = split(model, paths, largest)
 

@@ -58,7 +58,7 @@ class Slots:
         returned = {key for each in tensors_in(output) for key in storages_of(each)}
         for index, saved in enumerate(self._held):
             if saved is not None and returned.issuperset(saved.storages):
-                self.let_go(index)
+                self.free(index)
                 self._returned[index] = saved
 
     def release(self, index: int) -> None:
@@ -67,13 +67,13 @@ class Slots:
         if self._returned:
             self._returned.pop(index, None)
         if index < len(self._held):
-            self.let_go(index)
+            self.free(index)
 
-    def let_go(self, index: int) -> None:
+    def free(self, index: int) -> None:
         """Holds one no more."""
         saved, self._held[index] = self._held[index], None
         if saved is not None:
-            self.num_bytes -= self._storages.let_go(saved.storages)
+            self.num_bytes -= self._storages.free(saved.storages)
 
     def found(self, index: int) -> Saved | None:
         """One of them, if it is in memory."""
@@ -81,7 +81,7 @@ class Slots:
         return self._held[index] if returned is None else returned
 
     def is_needed(self, index: int) -> bool:
-        """Whether autograd has yet to read one that is not in memory whatever is given up."""
+        """Whether autograd has yet to read one that is not in memory whatever is dropped."""
         return index not in self._dead and index not in self._returned
 
     def missing(self, indices: Iterable[int]) -> set[int]:
@@ -95,7 +95,7 @@ class Slots:
                 self._digests[index] = bits_of(each.tensor)
 
     def is_as_noted(self, index: int, saved: Saved) -> bool:
-        """Whether what was made again has the bits that were noted, if any were."""
+        """Whether a recomputed tensor has the bits that were noted, if any were."""
         known = self._digests.get(index)
         return known is None or known == bits_of(saved.tensor)
 

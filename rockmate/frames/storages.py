@@ -35,7 +35,7 @@ class HeldStorages:
         self.num_bytes += added
         return added
 
-    def let_go(self, keys: Sequence[int]) -> int:
+    def free(self, keys: Sequence[int]) -> int:
         """Counts one holder less of each storage; bytes that are not held any more."""
         freed = 0
         for key in keys:

@@ -29,10 +29,10 @@ class FrameTrials:
     def __init__(self, option: TrialOption, *, is_joined: bool = False) -> None:
         """None has been made yet; `is_joined` ones are beside frames of the same step."""
         self._steps, self._is_joined = TrialSteps(option), is_joined
-        self._tried = {0}  # ways of steps
+        self._tried = {0}  # numbers of the schedules of steps
 
     def repeat(self) -> None:
-        """Has the next ways be tried, those of no inside, too."""
+        """Has the next steps tried again, those without schedules, too."""
         self._tried.clear()
 
     def run(
@@ -66,9 +66,11 @@ class FrameTrials:
             most_bytes, can_run = room_bytes, can_run and room_bytes > own_bytes
         elif memory.held_bytes:
             can_run = False
-        if not self._steps.is_next(can_run=can_run, is_due=needs.ways_number not in self._tried):
+        if not self._steps.is_next(
+            can_run=can_run, is_due=needs.schedules_number not in self._tried
+        ):
             return ours()
-        self._tried.add(needs.ways_number)
+        self._tried.add(needs.schedules_number)
         is_on_cpu = memory.device.type == "cpu"
         conditions = Conditions(
             most_bytes=most_bytes,

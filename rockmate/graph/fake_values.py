@@ -61,7 +61,7 @@ def fake_result(
 def refresh_readers(graph: fx.Graph, changed: Collection[fx.Node]) -> None:
     """Refreshes nodes and all that follow from them.
 
-    What stands in the memory of a result follows it, so all that reads one is made again.
+    What stands in the memory of a result follows it, so all that reads one is recomputed.
     """
     refreshed = set(changed)
     for node in graph.nodes if changed else ():

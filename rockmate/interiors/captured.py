@@ -25,18 +25,18 @@ from rockmate.graph.passes import REWRITES, PassOptions, run_passes
 from rockmate.graph.step_options import StepOptions
 from rockmate.interiors.casts import cast_names, return_gradients_of_casts
 from rockmate.interiors.checks import (
-    are_apart,
     check_capture,
     check_effects,
     check_module,
+    share_no_memory,
     signature_of,
 )
+from rockmate.interiors.escaped import EscapedTensors
 from rockmate.interiors.gradient_layouts import GradientLayouts
 from rockmate.interiors.interior import CapturedInterior
-from rockmate.interiors.outside import LeftOutside
 from rockmate.interiors.readers import one_gradient_per_reader
+from rockmate.interiors.schedules import PlannedSchedules, structure_of
 from rockmate.interiors.trial import Trial, trained
-from rockmate.interiors.ways import PlannedWays, structure_of
 from rockmate.state.call_state import CallState
 from rockmate.step import CapturedStep, step_of
 
@@ -64,7 +64,7 @@ class CapturedInteriors:
         self._before: CallState | None = None
         self._costs: dict[Hashable, Cost] = {}
         self._layouts: dict[tuple[str, Hashable], GradientLayouts] = {}
-        self._by_structure: dict[Hashable, PlannedWays] = {}
+        self._by_structure: dict[Hashable, PlannedSchedules] = {}
 
     def find(
         self, path: str, arguments: Arguments
@@ -78,7 +78,11 @@ class CapturedInteriors:
         except RockmateError:
             return None
         interior = known.get(signature)
-        if interior is None or not are_apart(tensors) or not interior.is_present(arguments.forward):
+        if (
+            interior is None
+            or not share_no_memory(tensors)
+            or not interior.is_present(arguments.forward)
+        ):
             return None
         if any(map(vars, tensors)):  # attributes, which the inside may read
             return None
@@ -105,26 +109,28 @@ class CapturedInteriors:
             layouts = self._layouts.setdefault((call.key.path, signature), GradientLayouts())
             if signature in known and not layouts.has_changed:
                 return
-            if len(known) - (signature in known) >= _MOST_SIGNATURES or not are_apart(tensors):
+            if len(known) - (signature in known) >= _MOST_SIGNATURES or not share_no_memory(
+                tensors
+            ):
                 return
             known[signature] = None
-            known[signature] = self._learned(call, module, arguments, layouts)
+            known[signature] = self._captured_interior(call, module, arguments, layouts)
         except Exception as error:  # noqa: BLE001 - whatever it is, the frame runs as in eager
             logger.info("%s is not planned, and runs as in eager: %s", call.key.path, error)
 
-    def _learned(
+    def _captured_interior(
         self, call: Call, module: nn.Module, arguments: Arguments, layouts: GradientLayouts
     ) -> CapturedInterior:
         assert self._before is not None
         check_module(module)
         check_effects(call, self._before)
         run = partial(trained, call, module, clock=self._clock, layouts=layouts)
-        outside = LeftOutside()
+        outside = EscapedTensors()
         eager = run(_watched(arguments.forward, outside))
         if outside.found():
             raise UnsupportedModelError(outside.found())
 
-        def planned_step() -> tuple[CapturedStep, PlannedWays]:
+        def planned_step() -> tuple[CapturedStep, PlannedSchedules]:
             with call.again():  # buffers of its own: autograd holds the present ones
                 step = _captured(module, arguments, eager)
             return step, self._planned(step)
@@ -135,7 +141,7 @@ class CapturedInteriors:
         if names:
             run = partial(run, cast_names=names)
             eager = run(arguments.forward)
-        first, last = _forward_of(interior, 0), _forward_of(interior, len(planned.ways) - 1)
+        first, last = _forward_of(interior, 0), _forward_of(interior, len(planned.costs) - 1)
         was_tried = planned.was_tried
         trials = [run(each) for each in (first, last)]
         _check_bits(eager, trials)
@@ -147,12 +153,12 @@ class CapturedInteriors:
             planned.take(eager_s=run(arguments.forward).seconds, fastest_s=run(first).seconds)
         return interior
 
-    def _planned(self, step: CapturedStep) -> PlannedWays:
+    def _planned(self, step: CapturedStep) -> PlannedSchedules:
         structure = structure_of(step.graph)
         found = self._by_structure.get(structure)
         if found is None:
             costs = measure_costs(step.graph, known=self._costs)
-            found = self._by_structure[structure] = PlannedWays(step, costs)
+            found = self._by_structure[structure] = PlannedSchedules(step, costs)
         return found
 
 
@@ -171,7 +177,7 @@ def _forward_of(interior: CapturedInterior, number: int) -> Callable[..., Any]:
     return forward
 
 
-def _watched(forward: Callable[..., Any], outside: LeftOutside) -> Callable[..., Any]:
+def _watched(forward: Callable[..., Any], outside: EscapedTensors) -> Callable[..., Any]:
     def watched(*args: Any, **kwargs: Any) -> Any:
         with outside:
             return forward(*args, **kwargs)

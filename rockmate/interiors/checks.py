@@ -43,7 +43,7 @@ def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
     return tensors, (call, tuple([each.stride() for each in tensors]), same, settings)
 
 
-def are_apart(tensors: Sequence[torch.Tensor]) -> bool:
+def share_no_memory(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether no argument with a gradient comes twice, nor is a parameter."""
     trained_ones = [each for each in tensors if each.requires_grad]
     ids = {id(each) for each in trained_ones}

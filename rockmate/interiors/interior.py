@@ -15,11 +15,11 @@ from rockmate.capture.huggingface import switches_of
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.errors import BackwardError
 from rockmate.frames.replaced_forward import forwards_of
-from rockmate.frames.way import Surroundings, Way
+from rockmate.frames.schedule_cost import GradientContext, ScheduleCost
 from rockmate.graph.parameters import Binding, owner_names
 from rockmate.interiors.checks import has_hooks
 from rockmate.interiors.gradient_layouts import GradientLayouts
-from rockmate.interiors.ways import PlannedWays
+from rockmate.interiors.schedules import PlannedSchedules
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import Schedule
@@ -37,7 +37,7 @@ class CapturedInterior:
         path: str,
         step: CapturedStep,
         module: nn.Module,
-        planned: PlannedWays,
+        planned: PlannedSchedules,
         layouts: GradientLayouts,
         cast_names: Sequence[str],
     ) -> None:
@@ -55,20 +55,20 @@ class CapturedInterior:
         self._path, self._step, self._module, self._planned = path, step, module, planned
         self._cast_names = frozenset(cast_names)
         self._runners: dict[int, Runner] = {}
-        self._ways: Sequence[Way] = planned.ways
+        self._costs: Sequence[ScheduleCost] = planned.costs
         self._watch = ModelWatch(module, step.capture.attributes)
         self._watched_modules, self._forwards = list(module.modules()), forwards_of(module)
         switches = switches_of(module)
         self._switches = [(owner, name, getattr(owner, name)) for owner, name in switches]
 
     @property
-    def ways(self) -> Sequence[Way]:
+    def schedules(self) -> Sequence[ScheduleCost]:
         """See `rockmate.frames.interior.Interior`."""
-        return self._ways
+        return self._costs
 
-    def expect(self, around: Surroundings) -> None:
+    def expect(self, around: GradientContext) -> None:
         """See `rockmate.frames.interior.Interior`."""
-        self._ways = [way.within(around) for way in self._planned.ways]
+        self._costs = [each.within(around) for each in self._planned.costs]
 
     def confirm(self, place: int, gradient: torch.Tensor) -> bool:
         """See `rockmate.frames.interior.Interior`."""

@@ -50,7 +50,7 @@ def test_the_frames_that_are_dropped(seed: int) -> None:
     first += sorted((each for each in able if each not in first), key=lambda each: price(each, 9))
     for number, expected in enumerate(first):
         assert memory.drop_one(9)
-        assert set(memory.given_up) == {each.key for each in first[: number + 1]}
+        assert set(memory.dropped) == {each.key for each in first[: number + 1]}
         assert not expected.can_be_dropped
     assert not memory.drop_one(9)
 

@@ -1,4 +1,4 @@
-"""Frames that give up nothing run without hooks: as eager, within the budget whatever follows."""
+"""Frames that drop nothing run without hooks: as eager, within the budget whatever follows."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_two_backwards_hold_what_is_kept() -> None:
     value.backward(retain_graph=True)
     assert memory.kept_bytes == before
     value.backward()
-    assert 0 < memory.kept_bytes < before  # the last one is let go when another one begins
+    assert 0 < memory.kept_bytes < before  # the last one is released when another one begins
     del value
     assert memory.kept_bytes == 0
 
@@ -108,7 +108,7 @@ def test_the_budget_holds_when_more_calls_follow_than_were_known() -> None:
     model.num_blocks = 10
     assert peak_of(module, model) <= 1.01 * budget_bytes
     assert memory_of(module).counts.num_kept > 0
-    assert memory_of(module).counts.num_made_again > 0
+    assert memory_of(module).counts.num_recomputed > 0
 
 
 def test_calls_that_were_not_recorded_add_their_inputs_to_the_smallest_peak() -> None:
@@ -198,7 +198,7 @@ def test_a_kept_frame_that_runs_out_of_memory_runs_again(monkeypatch: pytest.Mon
     torch.manual_seed(1)
     expected = trained(plain, plain, fails=False)
     torch.manual_seed(1)
-    module = framed(model, 0.7, plan_frames=False)  # ways depend on times
+    module = framed(model, 0.7, plan_frames=False)  # schedules depend on times
     for ours, theirs in zip(trained(module, model, fails=True), expected, strict=True):
         assert torch.equal(ours, theirs)
 
@@ -241,5 +241,5 @@ def test_a_loss_that_the_script_holds_keeps_no_bytes_of_its_step() -> None:
     for step in range(6):
         losses.append(loss_of(module, step, ROWS))
         losses[-1].backward()
-    assert not memory_of(module).decision.offers
+    assert not memory_of(module).decision.options
     assert memory_of(module).counts.num_dropped == 0

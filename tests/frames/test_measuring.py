@@ -17,14 +17,14 @@ from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
 from rockmate.frames.needs import FrameKey, StepNeeds
 from rockmate.frames.recorder import StepRecorder
+from rockmate.frames.schedule_cost import GradientContext, ScheduleCost
 from rockmate.frames.step_size import MeasuredSteps, StepSize
-from rockmate.frames.way import Surroundings, Way
 from tests.frames.test_frames import Chain, batch, check, framed
 
 WIDTH = 32
-WAY = Way(
+WAY = ScheduleCost(
     held_bytes=10, read_output_bytes=4, forward_bytes=20, backward_bytes=30, added_bytes=37,
-    output_gradient_bytes=5, again_s=0.0, seconds=0.5,
+    output_gradient_bytes=5, recompute_s=0.0, seconds=0.5,
 )  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def test_garbage_of_before_is_no_room() -> None:
         for garbage_bytes in (0, 1 << 22):
             model = Attending()
             model.blocks.insert(3, Collecting())
-            module = framed(model, 0.8, plan_frames=False)  # ways depend on times
+            module = framed(model, 0.8, plan_frames=False)  # schedules depend on times
             peak(partial(make_garbage, garbage_bytes))  # the profiler knows sizes that it has seen
             for _ in range(3):
                 module(torch.randn(2, 64, WIDTH)).square().mean().backward()
@@ -233,20 +233,20 @@ def test_outputs_that_are_free_count_for_insides_that_read_them_again() -> None:
     assert step.without_outputs == {third: {second}, second: {second}}
     before = {key: replace(needs) for key, needs in step.by_key.items()}
     for number in (1, 2):
-        step.take_ways(number, {"a": [WAY], "b": [WAY]})
+        step.set_schedules(number, {"a": [WAY], "b": [WAY]})
         for key, num_bytes in ((first, 0), (second, 4), (third, 4)):
             needs, old = step.by_key[key], before[key]
             assert needs.backward_bytes == old.backward_bytes + num_bytes
             assert needs.before_backward_bytes == old.before_backward_bytes + num_bytes
             assert needs.forward_bytes == old.forward_bytes + num_bytes
             assert needs.after_bytes == old.after_bytes + num_bytes
-    step.take_ways(0, {})
+    step.set_schedules(0, {})
     assert step.by_key == before
 
 
-def test_a_way_takes_more_within_some_surroundings() -> None:
-    assert WAY.within(Surroundings()) == WAY
-    assert WAY.within(Surroundings(adds_gradients=True)).backward_bytes == 37
-    both = Surroundings(adds_gradients=True, copies_gradients=True)
+def test_a_schedule_takes_more_where_gradients_are_copied_or_added() -> None:
+    assert WAY.within(GradientContext()) == WAY
+    assert WAY.within(GradientContext(adds_gradients=True)).backward_bytes == 37
+    both = GradientContext(adds_gradients=True, copies_gradients=True)
     assert WAY.within(both).backward_bytes == 42
     assert WAY.scaled(2.0).read_output_bytes == 8

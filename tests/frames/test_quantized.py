@@ -74,4 +74,4 @@ def test_equal_to_eager(quantized: Callable[[nn.Linear], nn.Module], mode: str) 
                 )
             assert len(found[0]) == len(found[1]) == 1 + 6 * 2 * 2 + 6 * 2
             assert all(map(torch.equal, *found))
-        assert module.frames is None or module.frames.counts.num_made_again > 0
+        assert module.frames is None or module.frames.counts.num_recomputed > 0

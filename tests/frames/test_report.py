@@ -36,7 +36,7 @@ def test_the_report_agrees_with_what_happened() -> None:
     assert report is not None
     assert report.minimum_bytes < report.budget_bytes < report.baseline_bytes
     counts = report.counts
-    words = [row.given_up for row in report.rows]
+    words = [row.dropped for row in report.rows]
     assert len(words) == counts.num_frames == 8
     assert sum(each.startswith("nothing") for each in words) == 8 - counts.num_dropped
     assert words.count("nothing, without hooks") == counts.num_kept
@@ -44,7 +44,7 @@ def test_the_report_agrees_with_what_happened() -> None:
     assert report.decided_s is not None
     assert 0 < report.bound_s <= report.decided_s + 1e-9
     summary, table = report.summary(), report.table()
-    titles = ("activation budget", "predicted peak", "smallest peak", "made again", "lower bound")
+    titles = ("activation budget", "predicted peak", "smallest peak", "recomputed", "lower bound")
     for title in titles:
         assert len(re.findall(f"^{title} ", summary, re.MULTILINE)) == 1
     assert len(table.splitlines()) == 9

@@ -441,7 +441,7 @@ def test_other_values_of_the_same_shape_are_named(block: Callable[[], nn.Module]
 
 
 def test_random_numbers_of_python_that_come_late() -> None:
-    """What ops make again needs none; a second run is an error."""
+    """Recomputed ops need none; a second run is an error."""
     model = Net(LatePythonRandom)
     random.seed(1)
     expected = trained(plain := copy.deepcopy(model), plain, None)

@@ -59,7 +59,7 @@ def trained(rank: int, *, is_framed: bool) -> tuple[list[Tensor], int]:
         optimizer.step()
         optimizer.zero_grad()
     assert framed.frames is not None
-    return found, framed.frames.counts.num_made_again
+    return found, framed.frames.counts.num_recomputed
 
 
 def trained_in_parallel(rank: int, *, is_framed: bool) -> list[Tensor]:
@@ -84,11 +84,11 @@ def enter(rank: int, store: str) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS
     )
-    ours, num_made_again = trained(rank, is_framed=True)
+    ours, num_recomputed = trained(rank, is_framed=True)
     expected, _ = trained(rank, is_framed=False)
     assert all(map(torch.equal, ours, expected))
     agreed: list[Any] = [None] * NUM_RANKS
-    torch.distributed.all_gather_object(agreed, num_made_again)
+    torch.distributed.all_gather_object(agreed, num_recomputed)
     assert agreed[0] == agreed[1] > 0
     in_parallel = [trained_in_parallel(rank, is_framed=is_framed) for is_framed in (True, False)]
     assert all(map(torch.equal, *in_parallel))

@@ -164,7 +164,7 @@ def interior_of(model: nn.Module, path: str, x: Tensor) -> Any:
     for _ in range(3):
         module(x).square().mean().backward()
     assert module.frames is not None
-    learning: Any = module.frames._learning
+    learning: Any = module.frames._captures
     return learning._present.found[path][0]
 
 
@@ -207,8 +207,8 @@ def test_a_backward_takes_what_its_way_says(rows: int) -> None:
     interior = interior_of(model, "blocks.0", x)
     in_place(model, x)
     gradient = torch.ones(rows, WIDTH)
-    assert any(way.read_output_bytes for way in interior.ways)
-    for number, way in enumerate(interior.ways):
+    assert any(way.read_output_bytes for way in interior.schedules)
+    for number, way in enumerate(interior.schedules):
         interior.run(number, [x]).backward(gradient)  # writes code
         measured = Measured()
         output = interior.run(number, [x])
@@ -228,7 +228,7 @@ def test_a_gradient_is_added_to_others_of_the_same_parameter(others: str) -> Non
     interior, block = interior_of(model, "blocks.0", x), model.get_submodule("blocks.0")
     in_place(model, x)
     gradient = torch.ones(8, WIDTH)
-    for number, way in enumerate(interior.ways):
+    for number, way in enumerate(interior.schedules):
         measured = Measured()
         edges = [measured.hand_on(interior.run(number, [x]))]
         other = block(x) if others == "eager" else interior.run(number, [x])

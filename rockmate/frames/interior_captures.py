@@ -21,8 +21,8 @@ from torch import nn
 from rockmate.frames.call import Arguments, Call
 from rockmate.frames.interior import Interior, Interiors
 from rockmate.frames.needs import MOST_PLANNED, StepNeeds
+from rockmate.frames.schedule_cost import GradientContext
 from rockmate.frames.views import layout_of
-from rockmate.frames.way import Surroundings
 from rockmate.state.tensors import tensors_in
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class _Shape:
     found: defaultdict[str, list[Interior]] = field(default_factory=lambda: defaultdict(list))
 
 
-class Learning:
+class InteriorCaptures:
     """What is known of insides, and what is still to be captured."""
 
     def __init__(self, interiors: Interiors, model: nn.Module) -> None:
@@ -66,7 +66,7 @@ class Learning:
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self._present = _Shape()
         self._num_captured = 0
-        self._around: defaultdict[str, Surroundings] = defaultdict(Surroundings)  # by path
+        self._around: defaultdict[str, GradientContext] = defaultdict(GradientContext)  # by path
         self._tied: frozenset[int] = frozenset()  # parameters that have several names
 
     def note_step(self, shapes: Hashable) -> None:
@@ -79,7 +79,7 @@ class Learning:
     def begin_step(
         self, shapes: Hashable, needs: StepNeeds, scale: float, *, is_short: bool
     ) -> bool:
-        """Whether the step that begins is to capture. If not, its needs take the ways of its shape.
+        """Whether the step that begins is to capture. If not, its needs get the schedules.
 
         Args:
             shapes: of its inputs.
@@ -88,26 +88,26 @@ class Learning:
             is_short: whether the budget cannot be allocated.
         """
         if len(needs.by_key) > MOST_PLANNED:
-            needs.take_ways(0, {})
+            needs.set_schedules(0, {})
             return False
         is_new = shapes not in self._shapes
         self.note_step(shapes)
         shape = self._present
-        if is_new or (not is_short and self._captures(shape, needs)):
-            needs.take_ways(0, {})
+        if is_new or (not is_short and self._is_due(shape, needs)):
+            needs.set_schedules(0, {})
             return not is_new
-        if needs.ways_number == shape.number:
+        if needs.schedules_number == shape.number:
             return False
-        ways = {}
+        schedules = {}
         for path, interiors in shape.found.items():
             for each in interiors:
                 each.expect(self._around[path])
             if _is_confirmed(interiors):
-                ways[path] = interiors[-1].ways
-        needs.take_ways(shape.number, ways, scale)
+                schedules[path] = interiors[-1].schedules
+        needs.set_schedules(shape.number, schedules, scale)
         return False
 
-    def _captures(self, shape: _Shape, needs: StepNeeds) -> bool:
+    def _is_due(self, shape: _Shape, needs: StepNeeds) -> bool:
         """Whether a step of a shape that has come before is to capture."""
         unconfirmed = {path for path, found in shape.found.items() if not _is_confirmed(found)}
         if {key.path for key in needs.by_key} <= shape.paths - unconfirmed:

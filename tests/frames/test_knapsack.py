@@ -1,4 +1,4 @@
-"""What is decided ahead: against a search through all choices, and offers against their count."""
+"""What is decided ahead, against a search through all choices."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ import itertools
 import random
 from dataclasses import replace
 
-from rockmate.frames.ahead import KnownFrame, Offer, bound_s, decide
+from rockmate.frames.call_history import CallHistory
+from rockmate.frames.knapsack import KnownFrame, Option, bound_s, decide
 from rockmate.frames.needs import FrameKey, Needs, StepNeeds, merged
-from rockmate.frames.sequence import KnownCalls
 
 
 def random_frames(draw: random.Random) -> list[KnownFrame]:
-    """Frames of some hundred bytes, with offers in no order."""
+    """Frames of some hundred bytes, with options in no order."""
     frames = []
     for number in range(draw.randint(1, 5)):
         saved = draw.randint(0, 400)
         forward, after, backward = (draw.randint(0, 300) for _ in range(3))
         needs = Needs(forward, after, backward, saved)
-        offers = [
-            Offer(draw.randint(1, saved), draw.random(), way, draw.randint(0, 300))
+        options = [
+            Option(draw.randint(1, saved), draw.random(), way, draw.randint(0, 300))
             for way in range(draw.randint(0, 3) if saved else 0)
         ]
         if saved:
-            offers.append(Offer(saved, draw.random() + 0.5))
-        frames.append(KnownFrame(FrameKey("block", number), needs, offers))
+            options.append(Option(saved, draw.random() + 0.5))
+        frames.append(KnownFrame(FrameKey("block", number), needs, options))
     return frames
 
 
-def peak_of(frames: list[KnownFrame], chosen: tuple[Offer | None, ...]) -> int:
+def peak_of(frames: list[KnownFrame], chosen: tuple[Option | None, ...]) -> int:
     """Runs through a step, frame by frame."""
     held = peak = 0
-    for frame, offer in zip(frames, chosen, strict=True):
+    for frame, option in zip(frames, chosen, strict=True):
         needs = frame.needs
-        is_eager = offer is None or offer.way is None
-        own = max(needs.forward_bytes, needs.backward_bytes) if is_eager else offer.peak_bytes
+        is_eager = option is None or option.schedule is None
+        own = max(needs.forward_bytes, needs.backward_bytes) if is_eager else option.peak_bytes
         peak = max(peak, held + own)
-        held += needs.saved_bytes - (offer.num_bytes if offer else 0)
+        held += needs.saved_bytes - (option.num_bytes if option else 0)
         peak = max(peak, held + needs.after_bytes)
     return peak
 
@@ -53,42 +53,42 @@ def test_decisions_fit_and_no_other_ones_are_faster() -> None:
         if not fitting:
             assert decision is None
             continue
-        best = min(sum(offer.seconds for offer in each if offer) for each in fitting)
+        best = min(sum(option.seconds for option in each if option) for each in fitting)
         assert bound is not None
         assert bound <= best + 1e-9
         if decision is None:  # only by the rounding of held bytes
             assert min(peak_of(frames, each) for each in fitting) > 0.995 * budget
             continue
-        chosen = tuple(decision.offers.get(frame.key) for frame in frames)
+        chosen = tuple(decision.options.get(frame.key) for frame in frames)
         assert decision.kept == {
-            f.key for f, offer in zip(frames, chosen, strict=True) if not offer
+            f.key for f, option in zip(frames, chosen, strict=True) if not option
         }
         assert peak_of(frames, chosen) <= budget
-        assert decision.seconds_of(decision.offers) >= best - 1e-9
+        assert decision.seconds_of(decision.options) >= best - 1e-9
         # Units are of the budget's 2,048th: all that fits with so much room is found.
         roomy = [each for each in fitting if peak_of(frames, each) <= 0.995 * budget]
         if roomy:
-            least = min(sum(offer.seconds for offer in each if offer) for each in roomy)
-            assert decision.seconds_of(decision.offers) <= least + 1e-9
+            least = min(sum(option.seconds for option in each if option) for each in roomy)
+            assert decision.seconds_of(decision.options) <= least + 1e-9
             num_tight += least > 0
     assert num_tight > 30
 
 
 def test_frames_of_half_of_the_steps_count_by_half() -> None:
     """On average two of four frames come, and all of these may hold what they save."""
-    needs, offers = Needs(saved_bytes=100), [Offer(100, 0.010)]
-    frames = [KnownFrame(FrameKey("layer", i), needs, offers, share=0.5) for i in range(4)]
+    needs, options = Needs(saved_bytes=100), [Option(100, 0.010)]
+    frames = [KnownFrame(FrameKey("layer", i), needs, options, share=0.5) for i in range(4)]
     for budget, num_given_up in ((210, 0), (160, 1), (110, 2)):
         decision = decide(frames, budget)
         assert decision is not None
-        assert len(decision.offers) == num_given_up
+        assert len(decision.options) == num_given_up
     surely = decide([replace(each, share=1.0) for each in frames], 210)
     assert surely is not None
-    assert len(surely.offers) == 2
+    assert len(surely.options) == 2
 
 
 def test_shares_of_steps_follow_the_calls_of_the_last_steps() -> None:
-    calls = KnownCalls()
+    calls = CallHistory()
     for step in range(32):
         calls.begin_step(None)
         for layer in range(4):

@@ -1,8 +1,8 @@
-"""Decides ahead what the frames of a known step give up: a knapsack with one limit for each frame.
+"""Decides ahead what the frames of a known step drop: a knapsack with one limit for each frame.
 
-In a step of frames 1 to n, each gives up one of its choices, or nothing. As in eager, a frame gives
-up all that it has saved; a captured inside runs in one of its ways. What the first k of them still
-hold, H(k), is in memory while frame k + 1 runs forward and backward, and until then. So
+In a step of frames 1 to n, each takes one of its options, or drops nothing. A frame that runs as in
+eager drops all that it has saved; a captured one runs one of its schedules. What the first k of
+them still hold, H(k), is in memory while frame k + 1 runs forward and backward, and until then. So
 
     H(k) <= budget - after(k),   H(k - 1) <= budget - max(forward(k), backward(k)),
 
@@ -28,23 +28,23 @@ _NUM_LEVELS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
-    """What a frame may give up.
+class Option:
+    """An option of a frame.
 
     Attributes:
         num_bytes: that this frees, of what the frame saves as in eager.
-        seconds: that it takes to make it again.
-        way: the number of a way, where the inside is captured; None for all that is saved.
-        peak_bytes: of the frame's forward and backward, in such a way.
+        seconds: recompute time.
+        schedule: its number, where the inside is captured; None drops all that is saved.
+        peak_bytes: of the frame's forward and backward, by such a schedule.
     """
 
     num_bytes: int
     seconds: float
-    way: int | None = None
+    schedule: int | None = None
     peak_bytes: int = 0
 
     def __str__(self) -> str:
-        if self.way is None:
+        if self.schedule is None:
             return f"all, {size_text(self.num_bytes)}"
         return f"{size_text(max(0, self.num_bytes))}, as planned"
 
@@ -55,27 +55,27 @@ class KnownFrame:
 
     Attributes:
         key: which call.
-        needs: in a step that holds nothing; `saved_bytes` is what it holds if it gives up nothing.
-        choices: what it may give up.
+        needs: in a step that holds nothing; `saved_bytes` is what it holds if it drops nothing.
+        choices: its options.
         share: of the steps, in which it comes.
     """
 
     key: FrameKey
     needs: Needs
-    choices: Sequence[Offer]
+    choices: Sequence[Option]
     share: float = 1.0
 
     def peak_bytes(self, number: int) -> int:
         """Of its forward and backward with its choice of a number from 1, or nothing (0)."""
         choice = self.choices[number - 1] if number else None
-        if choice is not None and choice.way is not None:
+        if choice is not None and choice.schedule is not None:
             return choice.peak_bytes
         return max(self.needs.forward_bytes, self.needs.backward_bytes)
 
     def held_bytes(self, number: int) -> float:
-        """What it holds on average if it gives up its choice of a number from 1, or nothing (0)."""
-        given_up = self.choices[number - 1].num_bytes if number else 0
-        return self.share * max(0, self.needs.saved_bytes - given_up)
+        """What it holds on average by its option of a number from 1; 0 drops nothing."""
+        dropped = self.choices[number - 1].num_bytes if number else 0
+        return self.share * max(0, self.needs.saved_bytes - dropped)
 
     def seconds(self, number: int) -> float:
         """That this takes on average."""
@@ -84,19 +84,19 @@ class KnownFrame:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What each frame of a step gives up.
+    """The option of each frame of a step.
 
     Attributes:
-        offers: of the frames that give up something.
-        kept: frames that give up nothing.
+        options: of the frames that drop something.
+        kept: frames that drop nothing.
     """
 
-    offers: dict[FrameKey, Offer] = field(default_factory=dict)
+    options: dict[FrameKey, Option] = field(default_factory=dict)
     kept: frozenset[FrameKey] = frozenset()
 
     def seconds_of(self, keys: Iterable[FrameKey]) -> float:
-        """That it takes to make again what some frames give up."""
-        return sum(self.offers[key].seconds for key in keys if key in self.offers)
+        """Recompute time of some frames."""
+        return sum(self.options[key].seconds for key in keys if key in self.options)
 
 
 def decidable_bytes(least_bytes: int, num_frames: int) -> int:
@@ -119,13 +119,13 @@ def decide(frames: Sequence[KnownFrame], budget_bytes: int) -> Decision | None:
     chosen = _solve(frames, budget_bytes, np.ceil)
     if chosen is None:
         return None
-    offers = {
+    options = {
         frame.key: frame.choices[which - 1]
         for frame, which in zip(frames, chosen[1], strict=True)
         if which
     }
-    kept = frozenset(frame.key for frame in frames) - offers.keys()
-    return Decision(offers, kept)
+    kept = frozenset(frame.key for frame in frames) - options.keys()
+    return Decision(options, kept)
 
 
 def bound_s(frames: Sequence[KnownFrame], budget_bytes: int) -> float | None:

@@ -21,7 +21,7 @@ _HOOKED = (
 )
 
 
-class LeftOutside(TorchFunctionMode):
+class EscapedTensors(TorchFunctionMode):
     """Watches a run of a forward."""
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class LeftOutside(TorchFunctionMode):
         return result
 
     def found(self) -> str:
-        """What there is when all results have been let go, in words; empty if nothing."""
+        """Describes tensors that outlive the call; empty if none do."""
         if self._has_hooks:
             return "it adds hooks to tensors"
         if any(each() is not None for each in self._made):

@@ -17,7 +17,7 @@ import torch
 from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
-from rockmate.frames.way import Way
+from rockmate.frames.schedule_cost import ScheduleCost
 from rockmate.graph.blocks import Block, kind_of, wiring_of
 from rockmate.graph.ir import Graph
 from rockmate.planning.block_options import OptionSolver, SolvedBlocks, storages_at
@@ -28,7 +28,7 @@ from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import CapturedStep
 
-_MOST_WAYS = 32
+_MOST_SCHEDULES = 32
 _MOST_SAVED_SETS = 24
 _NUM_BUDGETS = 6
 """How many peaks, from the least to the largest, are searched for."""
@@ -38,19 +38,19 @@ _GAP = 0.01
 """To the bound, at which the search ends."""
 
 
-class PlannedWay(NamedTuple):
-    """A way, and the schedule that it stands for."""
+class PricedSchedule(NamedTuple):
+    """A schedule and what it costs."""
 
-    way: Way
+    cost: ScheduleCost
     schedule: Schedule
 
 
-class PlannedWays:
-    """The ways of all insides of one structure. They are planned once, and their trials add up.
+class PlannedSchedules:
+    """The schedules of all insides of one structure, planned once. Their trials add up.
 
     Attributes:
-        ways: of rising seconds; a trial changes them.
-        schedules: of each.
+        costs: of each schedule, of rising seconds; a trial changes them.
+        schedules: in the same order.
     """
 
     def __init__(self, step: CapturedStep, costs: Costs) -> None:
@@ -60,9 +60,9 @@ class PlannedWays:
             step: the inside of a frame; gradients are returned.
             costs: of its ops.
         """
-        found = [_way_of(step.graph, each, costs) for each in _schedules(step, costs)]
+        found = [_priced(step.graph, each, costs) for each in _schedules(step, costs)]
         kept = _thinned(_undominated(found))
-        self.ways = [each.way for each in kept]
+        self.costs = [each.cost for each in kept]
         self.schedules = [each.schedule for each in kept]
         self._eager_s = self._fastest_s = math.inf
 
@@ -72,11 +72,11 @@ class PlannedWays:
         return math.isfinite(self._fastest_s)
 
     def take(self, *, eager_s: float, fastest_s: float) -> None:
-        """Takes seconds of forward and backward, as in eager and in the first way."""
+        """Takes seconds of forward and backward, as in eager and by the first schedule."""
         self._eager_s = min(self._eager_s, eager_s)
         self._fastest_s = min(self._fastest_s, fastest_s)
-        more_s = self._fastest_s - self._eager_s - self.ways[0].seconds
-        self.ways[:] = [replace(each, seconds=each.seconds + more_s) for each in self.ways]
+        more_s = self._fastest_s - self._eager_s - self.costs[0].seconds
+        self.costs[:] = [replace(each, seconds=each.seconds + more_s) for each in self.costs]
 
 
 def structure_of(graph: Graph) -> Hashable:
@@ -103,7 +103,7 @@ def _schedules(step: CapturedStep, costs: Costs) -> Iterator[Schedule]:
         yield candidate.schedule
 
 
-def _way_of(graph: Graph, schedule: Schedule, costs: Costs) -> PlannedWay:
+def _priced(graph: Graph, schedule: Schedule, costs: Costs) -> PricedSchedule:
     simulation = simulate(graph, schedule, costs)
     num_forward = len(schedule.forward)
     read = {storage for index in schedule.backward for storage in graph.ops[index].reads}
@@ -116,17 +116,17 @@ def _way_of(graph: Graph, schedule: Schedule, costs: Costs) -> PlannedWay:
     running_bytes = max(live[num_forward:], default=0) - output_bytes - gradient_bytes
     returned_bytes, added_bytes = _returned_bytes(graph)
     cast_bytes = sum(gradient.nbytes for _, gradient in _casts(graph))  # those of autocast
-    way = Way(
+    cost = ScheduleCost(
         held_bytes=max(0, simulation.saved_bytes - output_bytes),
         read_output_bytes=read_output_bytes,
         forward_bytes=max(live[:num_forward], default=0) + cast_bytes,
         backward_bytes=max(running_bytes, returned_bytes),
         added_bytes=added_bytes,
         output_gradient_bytes=gradient_bytes,
-        again_s=_again_ms(schedule, costs) / 1e3,
+        recompute_s=_recompute_ms(schedule, costs) / 1e3,
         seconds=simulation.time_ms / 1e3,
     )
-    return PlannedWay(way, schedule)
+    return PricedSchedule(cost, schedule)
 
 
 def _returned_bytes(graph: Graph) -> tuple[int, int]:
@@ -162,32 +162,32 @@ def _casts(graph: Graph) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [each for each in gradients if each[0].dtype != each[1].dtype]
 
 
-def _again_ms(schedule: Schedule, costs: Costs) -> float:
+def _recompute_ms(schedule: Schedule, costs: Costs) -> float:
     times = costs.recompute_arrays.time_ms
     steps = schedule.steps
     return float(sum(times[steps[position]] for position in schedule.recomputed_positions()))
 
 
-def _bytes_of(way: Way) -> tuple[int, int, int]:
-    return way.held_bytes, way.forward_bytes, way.backward_bytes
+def _bytes_of(cost: ScheduleCost) -> tuple[int, int, int]:
+    return cost.held_bytes, cost.forward_bytes, cost.backward_bytes
 
 
-def _undominated(ways: Iterable[PlannedWay]) -> list[PlannedWay]:
+def _undominated(priced: Iterable[PricedSchedule]) -> list[PricedSchedule]:
     """Those that no faster one betters in all that it takes."""
-    kept: list[PlannedWay] = []
-    for each in sorted(ways, key=lambda each: (each.way.seconds, _bytes_of(each.way))):
-        mine = _bytes_of(each.way)
+    kept: list[PricedSchedule] = []
+    for each in sorted(priced, key=lambda each: (each.cost.seconds, _bytes_of(each.cost))):
+        mine = _bytes_of(each.cost)
         if not any(
-            all(one <= other for one, other in zip(_bytes_of(known.way), mine, strict=True))
+            all(one <= other for one, other in zip(_bytes_of(known.cost), mine, strict=True))
             for known in kept
         ):
             kept.append(each)
     return kept
 
 
-def _thinned(ways: Sequence[PlannedWay]) -> list[PlannedWay]:
+def _thinned(priced: Sequence[PricedSchedule]) -> list[PricedSchedule]:
     """At most so many of them, the first and the last included."""
-    if len(ways) <= _MOST_WAYS:
-        return list(ways)
-    step = (len(ways) - 1) / (_MOST_WAYS - 1)
-    return [ways[round(step * number)] for number in range(_MOST_WAYS)]
+    if len(priced) <= _MOST_SCHEDULES:
+        return list(priced)
+    step = (len(priced) - 1) / (_MOST_SCHEDULES - 1)
+    return [priced[round(step * number)] for number in range(_MOST_SCHEDULES)]

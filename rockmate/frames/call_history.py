@@ -7,9 +7,9 @@ import time
 from collections import deque
 from collections.abc import Hashable, Sequence
 
-from rockmate.frames.ahead import Decision, KnownFrame, Offer, bound_s, decide
+from rockmate.frames.knapsack import Decision, KnownFrame, Option, bound_s, decide
 from rockmate.frames.needs import FrameKey, Needs, StepNeeds, merged
-from rockmate.frames.way import Way
+from rockmate.frames.schedule_cost import ScheduleCost
 
 _REMEMBERED_STEPS = 16
 _SHARES = 16
@@ -23,7 +23,7 @@ _SIZES_PER_UNIT = 16
 sizes."""
 
 
-class KnownCalls:
+class CallHistory:
     """Calls of the last steps, in their order.
 
     Where a step has other calls than the one before, all of those of the last steps are taken for
@@ -69,7 +69,7 @@ class KnownCalls:
         return self._present
 
     def bound_s(self, needs: StepNeeds, budget_bytes: int) -> float | None:
-        """Seconds below which no choices make again what the calls of this step give up."""
+        """Lower bound on the recompute time of this step, in seconds."""
         frames = [_known_frame(key, needs.of(key), 1.0) for key in self._present]
         return bound_s(frames, budget_bytes)
 
@@ -103,7 +103,7 @@ class KnownCalls:
             now_s: the time; None if decisions must not depend on it.
         """
         size = max(1, math.ceil(scale * _SIZES_PER_UNIT))
-        question = (budget_bytes, size, needs.minimum_bytes, needs.ways_number)
+        question = (budget_bytes, size, needs.minimum_bytes, needs.schedules_number)
         found = self._decisions.get(question)
         if found is None and self._may_decide(now_s):
             begin_s = time.perf_counter()
@@ -122,7 +122,7 @@ class KnownCalls:
         return self._decisions_s <= _DECIDING_S + _DECIDING_SHARE * (now_s - self._begin_s)
 
     def known_frames(self, needs: StepNeeds) -> list[KnownFrame]:
-        """The known calls, with what they need and may give up."""
+        """The known calls, with their needs and options."""
         return [
             _known_frame(key, needs.of(key), 1.0 if key in self._constant else self._share)
             for key in self._order
@@ -137,24 +137,26 @@ class KnownCalls:
 
 
 def _known_frame(key: FrameKey, needs: Needs, share: float) -> KnownFrame:
-    """A frame with its choices: all that it saves, whose peak may be the smallest, and its ways."""
-    everything = Offer(needs.saved_bytes, needs.seconds)
-    ways = [
-        offer_of_way(way, needs.saved_bytes, number=number, peak_bytes=needs.peak_of(way))
-        for number, way in enumerate(needs.ways)
+    """A frame with its options: to drop all, whose peak may be the smallest, and its schedules."""
+    everything = Option(needs.saved_bytes, needs.seconds)
+    schedules = [
+        option_of(schedule, needs.saved_bytes, number=number, peak_bytes=needs.peak_of(schedule))
+        for number, schedule in enumerate(needs.schedules)
     ]
-    return KnownFrame(key, needs, (everything, *ways) if needs.saved_bytes else ways, share)
+    return KnownFrame(
+        key, needs, (everything, *schedules) if needs.saved_bytes else schedules, share
+    )
 
 
-def offer_of_way(
-    way: Way, saved_bytes: int, *, number: int | None = None, peak_bytes: int = 0
-) -> Offer:
-    """What a captured inside gives up in a way, of what it saves as in eager.
+def option_of(
+    schedule: ScheduleCost, saved_bytes: int, *, number: int | None = None, peak_bytes: int = 0
+) -> Option:
+    """The option of one schedule of a captured frame.
 
     Args:
-        way: how it runs.
+        schedule: which.
         saved_bytes: by its forward as in eager.
-        number: of the way.
+        number: of the schedule.
         peak_bytes: of the frame's forward and backward.
     """
-    return Offer(saved_bytes - way.held_bytes, way.seconds, number, peak_bytes)
+    return Option(saved_bytes - schedule.held_bytes, schedule.seconds, number, peak_bytes)

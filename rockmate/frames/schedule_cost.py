@@ -1,4 +1,4 @@
-"""The ways to run a frame's inside that is captured: one schedule each."""
+"""What the schedules of a captured frame take, and where its gradients go."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What lies around the calls of a submodule, as far as their bytes depend on it.
+class GradientContext:
+    """Where the gradients of a submodule's calls go, as far as their bytes depend on it.
 
     Attributes:
         copies_gradients: whether gradients of outputs do not lie in memory as the outputs do, and
@@ -22,8 +22,8 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """What one schedule takes. Bytes are beside what was live before.
+class ScheduleCost:
+    """What one schedule of a captured frame takes. Bytes are beside what was live before.
 
     Attributes:
         held_bytes: from its forward to its backward, without its outputs.
@@ -34,8 +34,8 @@ class Way:
         added_bytes: of the end of its backward, while autograd adds a gradient of a parameter to
             another.
         output_gradient_bytes: of gradients of its outputs.
-        again_s: seconds that it makes things again.
-        seconds: that forward and backward take beyond those of eager.
+        recompute_s: recompute time.
+        seconds: time of forward and backward beyond that of eager.
     """
 
     held_bytes: int
@@ -44,11 +44,11 @@ class Way:
     backward_bytes: int
     added_bytes: int
     output_gradient_bytes: int
-    again_s: float
+    recompute_s: float
     seconds: float
 
-    def within(self, around: Surroundings) -> Way:
-        """What it takes within some surroundings."""
+    def within(self, around: GradientContext) -> ScheduleCost:
+        """What it takes where gradients go like this."""
         backward_bytes = self.backward_bytes
         if around.adds_gradients:
             backward_bytes = max(backward_bytes, self.added_bytes)
@@ -56,7 +56,7 @@ class Way:
             backward_bytes += self.output_gradient_bytes
         return replace(self, backward_bytes=backward_bytes)
 
-    def scaled(self, factor: float) -> Way:
+    def scaled(self, factor: float) -> ScheduleCost:
         """That of a step so many times as large."""
         if factor == 1:
             return self
@@ -65,4 +65,6 @@ class Way:
             "output_gradient_bytes",
         )  # fmt: skip
         sizes = {name: math.ceil(factor * getattr(self, name)) for name in names}
-        return replace(self, again_s=factor * self.again_s, seconds=factor * self.seconds, **sizes)
+        return replace(
+            self, recompute_s=factor * self.recompute_s, seconds=factor * self.seconds, **sizes
+        )

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rockmate import BackwardError, RockmateModule, UnsupportedModelError, fully_shard
+from rockmate._torch.distributed import reduces_in_own_dtype
 from rockmate.ops import shards
 
 pytestmark = pytest.mark.skipif(
@@ -48,15 +49,20 @@ def trained(module: nn.Module, model: Any, seed: int) -> list[Tensor]:
 
 
 def check_training(mesh: DeviceMesh) -> None:
-    """Bit for bit, under plans and without, in single and in mixed precision."""
+    """Bit for bit, under plans and without, in single and in mixed precision.
+
+    In mixed precision, PyTorch 2.15 adds up the uses of a tied parameter in single precision in the
+    first backward of several, and in half in the others.
+    """
     rank = mesh.get_local_rank()
     mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for policy in (None, mixed, MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
         options: dict[str, Any] = {} if policy is None else {"mp_policy": policy}
-        theirs = sharded_by_torch(net(), mesh, **options)
+        is_tied = policy is None or not reduces_in_own_dtype()
+        theirs = sharded_by_torch(net(is_tied=is_tied), mesh, **options)
         expected = trained(theirs, theirs, rank)
         for budget in (None, 1.0, 0.3):
-            model = fully_shard(net(), mesh, **options)
+            model = fully_shard(net(is_tied=is_tied), mesh, **options)
             module = model if budget is None else planned(model, budget)
             assert_equal(trained(module, model, rank), expected)
 

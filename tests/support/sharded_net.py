@@ -28,14 +28,15 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Layers, and an embedding that is tied to the head."""
 
-    def __init__(self, num_layers: int = 4) -> None:
+    def __init__(self, num_layers: int = 4, *, is_tied: bool = True) -> None:
         super().__init__()
         self.embed = nn.Embedding(NUM_TOKENS, WIDTH)
         # Wider ones, tied to the head, would know each token from the start: no loss, no gradients.
         nn.init.normal_(self.embed.weight, std=0.02)
         self.layers = nn.ModuleList(Block() for _ in range(num_layers))
         self.head = nn.Linear(WIDTH, NUM_TOKENS, bias=False)
-        self.head.weight = self.embed.weight
+        if is_tied:
+            self.head.weight = self.embed.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -45,9 +46,9 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(scores, tokens.flatten())
 
 
-def net(num_layers: int = 4) -> Net:
+def net(num_layers: int = 4, *, is_tied: bool = True) -> Net:
     torch.manual_seed(0)
-    return Net(num_layers)
+    return Net(num_layers, is_tied=is_tied)
 
 
 def batch(seed: int = 0, size: int = 8) -> Tensor:

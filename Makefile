@@ -36,6 +36,7 @@ test-versions: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
+	$(BIN)/python -m bench.lines
 
 types: $(INSTALLED)
 	$(BIN)/pyright --pythonpath $(BIN)/python

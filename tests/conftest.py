@@ -49,7 +49,21 @@ SLOW = tuple(
 # Their tests compare bits, often with measured times, which must not decide whether those are kept.
 BITS = tuple(
     f"tests/{part}/"
-    for part in ("dynamo", "entry", "frames", "graph", "hf", "offload", "ops", "runtime", "scripts")
+    for part in (
+        "capture",
+        "docs",
+        "dynamo",
+        "entry",
+        "frames",
+        "graph",
+        "hf",
+        "interiors",
+        "offload",
+        "ops",
+        "runtime",
+        "scripts",
+        "trial",
+    )  # fmt: skip
 )
 
 

@@ -6,6 +6,10 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+from bench import lines
+
 ROOT = Path(__file__).resolve().parent.parent
 MAX_FILE_LINES = 450
 MAX_FUNCTION_LINES = 60
@@ -43,3 +47,14 @@ def test_files_and_functions_are_short() -> None:
 
 def test_few_files_stand_directly_in_the_package() -> None:
     assert len(list((ROOT / "rockmate").glob("*.py"))) <= MAX_TOP_FILES
+
+
+def test_lines_above_their_budget_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "ROOT", tmp_path)
+    (tmp_path / "part" / "inner").mkdir(parents=True)
+    (tmp_path / "part" / "one.py").write_text("a\nb\n")
+    (tmp_path / "part" / "inner" / "two.py").write_text("c\n")
+    for most, status in ((3, 0), (2, 1)):
+        budget = f'[tool.rockmate.lines]\npart = [["part"], {most}]\n'
+        (tmp_path / "pyproject.toml").write_text(budget)
+        assert lines.main() == status

@@ -50,20 +50,8 @@ SLOW = tuple(
 BITS = tuple(
     f"tests/{part}/"
     for part in (
-        "capture",
-        "docs",
-        "dynamo",
-        "entry",
-        "frames",
-        "graph",
-        "hf",
-        "interiors",
-        "offload",
-        "ops",
-        "runtime",
-        "scripts",
-        "trial",
-    )  # fmt: skip
+        "capture docs dynamo entry frames graph hf interiors offload ops runtime scripts trial".split()
+    )
 )
 
 

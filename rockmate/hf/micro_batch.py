@@ -212,7 +212,7 @@ def _loss_scale(trainer: Trainer, rows: _Rows) -> str:
     batch = rows.batch(2)
     parts = [_row_of(batch, index) for index in range(2)]
     num_items = rows.num_items(batch)
-    is_scaled = trainer.loss_is_scaled_for_ga
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # transformers 5.17 has no such
     if is_scaled is None:
         is_scaled = trainer.compute_loss_func is not None or (
             trainer.model_accepts_loss_kwargs and num_items is not None

@@ -105,6 +105,8 @@ def test_padded_values_and_their_gradients_are_in_the_format_of_the_values(pad: 
             return (y.contiguous() ** 2).sum()
 
     is_flat = type(pad).__name__.endswith("2d")
+    if is_flat and torch.__version__.startswith("2.11."):
+        pytest.skip("its fake tensors are contiguous; the check of measured layouts corrects that")
     assert not other_layouts(Padded(), torch.randn(2, 3, *(6,) * (2 if is_flat else 3)))
 
 

@@ -458,7 +458,7 @@ REFUSED: dict[str, Refused] = {
 NEWER_TRANSFORMERS = (5, 23)
 NEEDS_NEWER = frozenset(
     {
-        *("bart", "opt", "pegasus", "wav2vec2", "whisper"),
+        *("bart", "opt", "pegasus", "wav2vec2", "wav2vec2-ctc", "whisper"),
         *("deepseek-v3", "gpt-oss", "mixtral", "qwen3-moe"),
     }
 )

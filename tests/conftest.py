@@ -47,12 +47,8 @@ SLOW = tuple(
 
 
 # Their tests compare bits, often with measured times, which must not decide whether those are kept.
-BITS = tuple(
-    f"tests/{part}/"
-    for part in (
-        "capture docs dynamo entry frames graph hf interiors offload ops runtime scripts trial".split()
-    )
-)
+_BITS = "capture docs dynamo entry frames graph hf interiors offload ops runtime scripts trial"
+BITS = tuple(f"tests/{part}/" for part in _BITS.split())
 
 
 # Some of them judge plans as well, or name seeds whose plans do what is rare.

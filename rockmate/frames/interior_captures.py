@@ -23,8 +23,7 @@ from rockmate.frames.interiors.captured import Interiors
 from rockmate.frames.interiors.interior import Interior
 from rockmate.frames.needs import MOST_PLANNED, StepNeeds
 from rockmate.frames.schedule_cost import GradientContext
-from rockmate.frames.views import layout_of
-from rockmate.state.tensors import tensors_in
+from rockmate.state.tensors import layout_of, tensors_in
 
 logger = logging.getLogger(__name__)
 

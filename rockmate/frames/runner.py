@@ -24,13 +24,12 @@ from rockmate.frames import feasibility
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.call import Arguments, Call, sizes_of
 from rockmate.frames.frame import Frame
-from rockmate.frames.kept import KeptFrame
+from rockmate.frames.kept import KeptFrame, PlannedFrame
 from rockmate.frames.knapsack import decidable_bytes
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.module_state import state_of
 from rockmate.frames.needs import FrameKey, StepNeeds
 from rockmate.frames.peak_check import PeakCheck
-from rockmate.frames.planned import PlannedFrame
 from rockmate.frames.recorder import StepRecorder
 from rockmate.frames.replaced_forward import ReplacedForwards
 from rockmate.frames.report import FramesReport, report_of

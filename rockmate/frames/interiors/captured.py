@@ -22,13 +22,13 @@ from rockmate.errors import RockmateError, UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
 from rockmate.frames.interiors.casts import cast_names, return_gradients_of_casts
 from rockmate.frames.interiors.checks import (
+    EscapedTensors,
     check_capture,
     check_effects,
     check_module,
     share_no_memory,
     signature_of,
 )
-from rockmate.frames.interiors.escaped import EscapedTensors
 from rockmate.frames.interiors.gradient_layouts import GradientLayouts
 from rockmate.frames.interiors.interior import Interior
 from rockmate.frames.interiors.readers import one_gradient_per_reader

@@ -44,32 +44,18 @@ def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[No
 
 @contextlib.contextmanager
 def training_only_features_off(model: nn.Module, keeps_checkpoints: bool = False) -> Iterator[None]:
-    """Switches off the key/value cache and gradient checkpointing, and restores configs.
+    """Switches off the key/value cache and gradient checkpointing.
 
     A training step has no use for the cache; the plan replaces checkpointing, unless its calls are
-    to be recorded (`keeps_checkpoints`). Some forwards write to their config, as `problem_type`.
+    to be recorded (`keeps_checkpoints`).
     """
-    configs = [
-        module.config
-        for module in model.modules()
-        if hasattr(getattr(module, "config", None), "__dict__")
-    ]
-    settings = [(config, vars(config).copy()) for config in configs]
     with switched_off(model, keeps_checkpoints=keeps_checkpoints) as switches:
         if any(name == "use_cache" for _, name in switches):
             logger.info(
                 "use_cache is off in the planned forward: a training step does not use "
                 "past_key_values"
             )
-        try:
-            yield
-        finally:
-            for config, before in settings:
-                for name in vars(config).keys() - before.keys():
-                    delattr(config, name)
-                for name, value in before.items():
-                    if vars(config).get(name) is not value:
-                        setattr(config, name, value)
+        yield
 
 
 @contextlib.contextmanager

@@ -16,16 +16,6 @@ from rockmate.state.opened_object import copied_with
 _PLAIN = frozenset({type(None), bool, int, complex, str, bytes})
 
 
-class Absent:
-    """Stands for an attribute that an object does not have."""
-
-    def __repr__(self) -> str:
-        return "absent"
-
-
-ABSENT = Absent()
-
-
 class _Same:
     """An object that is compared by identity; it stays alive, so that its address is its own."""
 

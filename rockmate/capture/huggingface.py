@@ -63,13 +63,13 @@ def switched_off(
     model: nn.Module, *, keeps_checkpoints: bool = False
 ) -> Iterator[list[tuple[Any, str]]]:
     """Switches them off; yields owners and names of those that were on."""
-    holders = {
-        id(holder): holder for module in model.modules() for holder in _cache_switches(module)
-    }
-    switches: list[tuple[Any, str]] = [(holder, "use_cache") for holder in holders.values()]
-    if not keeps_checkpoints:
-        checkpointing = modules_with_checkpointing(model)
-        switches += [(module, "gradient_checkpointing") for module in checkpointing]
+    names = {"use_cache"} if keeps_checkpoints else {"use_cache", "gradient_checkpointing"}
+    found = {(id(owner), name): (owner, name) for owner, name in switches_of(model)}
+    switches = [
+        (owner, name)
+        for owner, name in found.values()
+        if name in names and getattr(owner, name) is True
+    ]
     try:
         for holder, name in switches:
             setattr(holder, name, False)
@@ -112,12 +112,6 @@ def modules_with_checkpointing(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if getattr(module, "gradient_checkpointing", None) is True
     ]
-
-
-def _cache_switches(module: nn.Module) -> Iterator[Any]:
-    for holder in _configs_of(module):
-        if getattr(holder, "use_cache", None) is True:
-            yield holder
 
 
 def _configs_of(module: nn.Module) -> tuple[Any, ...]:

@@ -31,7 +31,6 @@ from rockmate.errors import (
 )
 from rockmate.frames.joined import JoinedRunner, MethodFrames
 from rockmate.frames.runner import FrameRunner
-from rockmate.interiors import captured_interiors
 from rockmate.memory_limit import Optimizer
 from rockmate.plan.plan import Plan
 from rockmate.plan.summary import line_of
@@ -171,7 +170,7 @@ class RockmateModule(Wrapper):
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
             frames: Any = {"on_infeasible": on_infeasible, "keep": keep, "trial": trial}
-            frames |= {"interiors": captured_interiors if plan_frames else None}
+            frames |= {"plans_insides": plan_frames}
             frames["is_fallback"] = self._ends_in_eager = mode == "auto"
             self._make_frames = partial(FrameRunner, plain, limit or budget, **frames)  # pyright: ignore
         if mode == "frames" and self._make_frames is not None:

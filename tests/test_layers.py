@@ -41,7 +41,6 @@ ORDER = (
     "request",
     "plan_cache",
     "frames",
-    "interiors",
     "module",
     "planner",
     "dynamo",

@@ -25,9 +25,9 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import RECURRENT_WEIGHTS, is_member
-from rockmate.capture.attribute_values import ABSENT, is_container, items_of, snapshot
+from rockmate.capture.attribute_values import is_container, items_of, snapshot
 from rockmate.state.members import objects_and_members
-from rockmate.state.objects import OF_ATTRIBUTES, Handler, Objects
+from rockmate.state.objects import ABSENT, OF_ATTRIBUTES, Handler, Objects
 
 # What every module has: its tables of members and hooks, and its mode.
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import types
 from collections import deque
@@ -11,17 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from rockmate.state.objects import objects_of_python
+from rockmate.state.opened_object import copied_with
+
 _PLAIN = frozenset({type(None), bool, int, complex, str, bytes})
-
-
-class Absent:
-    """Stands for an attribute that an object does not have."""
-
-    def __repr__(self) -> str:
-        return "absent"
-
-
-ABSENT = Absent()
 
 
 class _Same:
@@ -96,44 +88,23 @@ def items_of(value: Any) -> list[Any]:
 
 def refill(container: Any, content: Any) -> None:
     """Gives a container the content of another one of its class, in place."""
-    if snapshot(container) == snapshot(content):
-        return
-    if isinstance(container, types.SimpleNamespace):
-        vars(container).clear()
-        vars(container).update(vars(content))
-    elif isinstance(container, list):
-        container[:] = content
-    else:
-        container.clear()
-        container.extend(content) if isinstance(container, deque) else container.update(content)
+    handler = objects_of_python(type(container))
+    assert handler is not None
+    handler.put(container, handler.take(content))
 
 
-def copied(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """A copy of a container and of those in it; other objects are the same.
-
-    Args:
-        value: what is copied.
-        seen: copies that have been made, by the address of the original.
-    """
-    seen = {} if seen is None else seen
-    if id(value) in seen:
-        return seen[id(value)]
-    if isinstance(value, tuple):
-        items = [copied(item, seen) for item in items_of(value)]
-        if all(item is other for item, other in zip(items, items_of(value), strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-    if not is_container(value):
-        return value
-    result = seen[id(value)] = copy.copy(value)
-    if isinstance(value, types.SimpleNamespace | dict):
-        table = vars(result) if isinstance(result, types.SimpleNamespace) else result
-        for key, item in list(table.items()):
-            table[key] = copied(item, seen)
-    elif isinstance(value, list | deque):
-        for place, item in enumerate(value):
-            result[place] = copied(item, seen)
-    return result
+def copied(value: Any) -> Any:
+    """A copy of a container and of those in it; other objects are the same."""
+    same: dict[int, Any] = {}
+    seen, pending = set[int](), [value]
+    while pending:
+        each = pending.pop()
+        if not (is_container(each) or isinstance(each, tuple)):
+            same[id(each)] = each
+        elif id(each) not in seen:
+            seen.add(id(each))
+            pending += [*items_of(each), *(dict.keys(each) if isinstance(each, dict) else ())]
+    return copied_with(value, same)
 
 
 def traced_in(value: Any, seen: dict[int, Any] | None = None) -> list[Any]:

@@ -9,12 +9,13 @@ import torch
 from torch import fx, nn
 
 from rockmate.capture.attribute_access import Place
-from rockmate.capture.attribute_values import ABSENT, is_container, snapshot, traced_in
+from rockmate.capture.attribute_values import is_container, snapshot, traced_in
 from rockmate.capture.diagnose import advice_to_leave
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.huggingface import is_switched_off
 from rockmate.capture.traced_forward import TracedForward
 from rockmate.errors import UnsupportedModelError
+from rockmate.state.objects import ABSENT
 
 _Trace = Callable[[], tuple[fx.GraphModule, TracedForward]]
 

@@ -29,9 +29,9 @@ from torch.overrides import TorchFunctionMode
 
 from rockmate._torch import fake as fake_tensors
 from rockmate._torch.fake import FakeTensor, FakeTensorMode
-from rockmate._torch.members import tensor_tables
 from rockmate._torch.subclasses import is_wrapper, wrapped_parts
 from rockmate.capture.tensor_parts import has_attributes
+from rockmate.capture.trace_state import tensors_kept
 from rockmate.errors import UnsupportedModelError
 
 _aten = torch.ops.aten
@@ -72,17 +72,12 @@ def fake_device_tensors(
         )
         raise UnsupportedModelError(msg)
     made = _StandIns(mode or FakeTensorMode())
-    places = [table for module in model.modules() for table in tensor_tables(module)]
-    before = [dict(table) for table in places]
-    try:
-        for table in places:
-            fakes = {name: made.of(each) for name, each in table.items() if each is not None}
-            table.update(fakes)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        with _GpuAttention() if device.type == "cuda" else contextlib.nullcontext():
+    attention = _GpuAttention() if device.type == "cuda" else contextlib.nullcontext()
+    with tensors_kept(model) as tables:
+        for table in tables:
+            table.update({name: made.of(each) for name, each in table.items() if each is not None})
+        with attention:
             yield [made.of(tensor) for tensor in tensors]
-    finally:
-        for table, original in zip(places, before, strict=True):
-            table.update(original)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
 def move_to(joint: fx.GraphModule, device: torch.device) -> None:

@@ -12,7 +12,6 @@ import torch
 
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.attribute_values import (
-    ABSENT,
     is_container,
     is_mutable,
     refill,
@@ -20,6 +19,7 @@ from rockmate.capture.attribute_values import (
     text_of,
 )
 from rockmate.capture.structure import Structure, flatten
+from rockmate.state.objects import ABSENT
 
 # An attribute and the snapshots of the values that a plan accepts.
 _Expected = tuple[Place, tuple[Any, ...]]

@@ -44,32 +44,18 @@ def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[No
 
 @contextlib.contextmanager
 def training_only_features_off(model: nn.Module, keeps_checkpoints: bool = False) -> Iterator[None]:
-    """Switches off the key/value cache and gradient checkpointing, and restores configs.
+    """Switches off the key/value cache and gradient checkpointing.
 
     A training step has no use for the cache; the plan replaces checkpointing, unless its calls are
-    to be recorded (`keeps_checkpoints`). Some forwards write to their config, as `problem_type`.
+    to be recorded (`keeps_checkpoints`).
     """
-    configs = [
-        module.config
-        for module in model.modules()
-        if hasattr(getattr(module, "config", None), "__dict__")
-    ]
-    settings = [(config, vars(config).copy()) for config in configs]
     with switched_off(model, keeps_checkpoints=keeps_checkpoints) as switches:
         if any(name == "use_cache" for _, name in switches):
             logger.info(
                 "use_cache is off in the planned forward: a training step does not use "
                 "past_key_values"
             )
-        try:
-            yield
-        finally:
-            for config, before in settings:
-                for name in vars(config).keys() - before.keys():
-                    delattr(config, name)
-                for name, value in before.items():
-                    if vars(config).get(name) is not value:
-                        setattr(config, name, value)
+        yield
 
 
 @contextlib.contextmanager
@@ -77,13 +63,13 @@ def switched_off(
     model: nn.Module, *, keeps_checkpoints: bool = False
 ) -> Iterator[list[tuple[Any, str]]]:
     """Switches them off; yields owners and names of those that were on."""
-    holders = {
-        id(holder): holder for module in model.modules() for holder in _cache_switches(module)
-    }
-    switches: list[tuple[Any, str]] = [(holder, "use_cache") for holder in holders.values()]
-    if not keeps_checkpoints:
-        checkpointing = modules_with_checkpointing(model)
-        switches += [(module, "gradient_checkpointing") for module in checkpointing]
+    names = {"use_cache"} if keeps_checkpoints else {"use_cache", "gradient_checkpointing"}
+    found = {(id(owner), name): (owner, name) for owner, name in switches_of(model)}
+    switches = [
+        (owner, name)
+        for owner, name in found.values()
+        if name in names and getattr(owner, name) is True
+    ]
     try:
         for holder, name in switches:
             setattr(holder, name, False)
@@ -126,12 +112,6 @@ def modules_with_checkpointing(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if getattr(module, "gradient_checkpointing", None) is True
     ]
-
-
-def _cache_switches(module: nn.Module) -> Iterator[Any]:
-    for holder in _configs_of(module):
-        if getattr(holder, "use_cache", None) is True:
-            yield holder
 
 
 def _configs_of(module: nn.Module) -> tuple[Any, ...]:

@@ -16,27 +16,16 @@ from torch.func import functional_call
 
 from rockmate._torch.allocator import net_allocated
 from rockmate._torch.members import tensor_tables
-from rockmate._torch.storage import storage_id, version_of
+from rockmate._torch.storage import StorageWeakRef, storage_id, version_of, versions_of
 from rockmate.capture.attribute_access import AttributeState, Place
 from rockmate.capture.attribute_values import traced_in
 from rockmate.capture.compiled_model import uncompiled
-from rockmate.capture.opaque_graph import (
-    HeldMemory,
-    Layout,
-    RunGraph,
-    SavedRun,
-    SavedStorages,
-    storage_keys,
-)
-from rockmate.capture.opaque_inputs import ReleasableInputs, attach_input
+from rockmate.capture.opaque_graph import Layout, RunGraph, attach_input
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, UnsupportedModelError
 from rockmate.state.call_state import undone
 from rockmate.state.random_state import RandomState, random_state_kept
 from rockmate.state.writes import Writes
-
-# Bytes for each tensor that is saved: to look at one takes some microseconds.
-_LEAST_BORROWED = 1024
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -53,9 +42,7 @@ class OpaqueCall:
         outputs: layouts of the tensors of the result.
         gradients: layouts of the gradients of those inputs that require one.
         differentiable: of the inputs, which require a gradient.
-        saved_bytes: what its autograd graph holds beside parameters, buffers, the outputs and what
-            it borrows.
-        borrowed: positions of the inputs that its autograd graph borrows.
+        saved_bytes: what its autograd graph holds beside parameters, buffers and the outputs.
         saved_outputs: positions of the outputs that its autograd graph holds.
         draws: whether it draws random numbers.
         changes_buffers: whether a run changes one of its buffers, so that it must not run again.
@@ -75,7 +62,6 @@ class OpaqueCall:
     differentiable: tuple[bool, ...]
     autocast: Mapping[str, torch.dtype]
     saved_bytes: int = 0
-    borrowed: tuple[int, ...] = ()
     saved_outputs: tuple[int, ...] = ()
     draws: bool = False
     changes_buffers: bool = False
@@ -96,22 +82,17 @@ class OpaqueCall:
         before = {name: version_of(buffer) for name, buffer in buffers.items()}
         attributes = AttributeState(self.module)
         with self.random_state_kept() as random, undone(self.module) as self.writes:
-            self.run(self.copied_inputs(), buffers=buffers)
+            self._refuse_foreign(self.run(self.copied_inputs(), buffers=buffers)[1])
             now = RandomState([self.outputs[0].device], of_pytorch_alone=True)
             self.draws = bool(random.differences(now))
             changes = attributes.changes()
         self._refuse_assigned_gradients(changes)
-        # A run whose ops are observed may save other tensors.
-        with self.random_state_kept(), undone(self.module, self.writes):
-            self._observe_saved(self.copied_buffers())
         self.changes_attributes = bool(changes or self.writes.changed)
         self.changes_buffers = any(
             version_of(buffer) != before[name] for name, buffer in buffers.items()
         )
         with self.random_state_kept():
-            # Memory of another allocator, such as NumPy's, is seen to be saved and not measured.
-            measured_bytes = self._measured_bytes(self.copied_buffers())
-            self.saved_bytes = max(self.saved_bytes, measured_bytes)
+            self._measure_saved(self.copied_buffers())
 
     def _refuse_assigned_gradients(self, changes: Sequence[tuple[Place, Any]]) -> None:
         """Raises if a run assigns a tensor with a gradient, which would end in the submodule."""
@@ -124,39 +105,20 @@ class OpaqueCall:
                 )
                 raise UnsupportedModelError(msg)
 
-    def _observe_saved(self, buffers: Mapping[str, Tensor]) -> None:
-        """Finds which inputs the graph can borrow, and which outputs it holds."""
-        inputs = self.copied_inputs()
-        arguments = HeldMemory(inputs[: self.num_arguments])
-        saved = SavedStorages()
-        run = self.run(inputs, buffers=buffers, borrowed=range(self.num_arguments), note=saved.note)
-        self._refuse_foreign(run)
-        values = run.values(inputs, self.outputs)
-        others = {*storage_keys(inputs), *storage_keys(values), *storage_keys(run.outputs)}
-        self.saved_bytes = 1 + sum(saved.num_bytes[key] for key in saved.keys - others)
-        self.saved_outputs = tuple(
-            index
-            for index, (value, output) in enumerate(
-                zip(storage_keys(values), storage_keys(run.outputs), strict=True)
-            )
-            if value == output and value in saved.keys
-        )
-        graph = RunGraph.of(run)  # held, so that no two storages have one address
-        del run, values, inputs
-        shared = (
-            saved.keys & arguments.num_bytes.keys()
-        ) - arguments.held()  # by what no hook sees
-        if sum(arguments.num_bytes[key] for key in shared) >= _LEAST_BORROWED * saved.count:
-            self.borrowed = tuple(
-                index for index, key in enumerate(arguments.keys) if key in shared
-            )
-        del graph
+    def _measure_saved(self, buffers: Mapping[str, Tensor]) -> None:
+        """Finds which outputs the autograd graph holds, and how many bytes beside them.
 
-    def _measured_bytes(self, buffers: Mapping[str, Tensor]) -> int:
-        """What a run leaves allocated beside its outputs, and the byte of the handle itself."""
+        Ops are not observed: a run whose ops are may save other tensors.
+        """
         run, device = OpaqueForward(self).without_effects, self.outputs[0].device
-        left_bytes, values = net_allocated(lambda: run(self.copied_inputs(), buffers), device)
-        return left_bytes - sum(value.untyped_storage().nbytes() for value in values[:-1])
+        left_bytes, results = net_allocated(lambda: run(self.copied_inputs(), buffers), device)
+        handle = results.pop()  # holds the graph
+        outputs = [value.untyped_storage() for value in results]
+        self.saved_bytes = max(1, left_bytes - sum(memory.nbytes() for memory in outputs))
+        held = [StorageWeakRef(memory) for memory in outputs]
+        del results, outputs
+        self.saved_outputs = tuple(at for at, each in enumerate(held) if not each.expired())
+        del handle
 
     def random_state_kept(self) -> contextlib.AbstractContextManager[RandomState]:
         """Puts PyTorch's random state back; yields how it was."""
@@ -188,33 +150,23 @@ class OpaqueCall:
         return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
 
     def run(
-        self,
-        inputs: Sequence[Tensor],
-        *,
-        buffers: Mapping[str, Tensor] | None = None,
-        borrowed: Sequence[int] | None = None,
-        note: Callable[[Tensor], None] | None = None,
-    ) -> SavedRun:
-        """The outputs for `inputs`, with their autograd graph.
+        self, inputs: Sequence[Tensor], *, buffers: Mapping[str, Tensor] | None = None
+    ) -> tuple[list[Tensor], RunGraph]:
+        """The outputs for `inputs`, outside of their autograd graph, and this graph.
 
         Args:
             inputs: in the order of `OpaqueCall.inputs`.
             buffers: in place of the submodule's own.
-            borrowed: positions of the inputs that the graph borrows, if not those of
-                `OpaqueCall.borrowed`.
-            note: called with each tensor that the graph saves.
         """
-        loan = ReleasableInputs(inputs, self.borrowed if borrowed is None else borrowed, note=note)
+        arguments, needs = inputs[: self.num_arguments], self.differentiable
         pairs = [
-            attach_input(tensor) if needs else (tensor.detach(), tensor.detach())
-            for tensor, needs in zip(
-                inputs[: self.num_arguments], self.differentiable[: self.num_arguments], strict=True
-            )
+            attach_input(tensor) if needed else (tensor.detach(), tensor.detach())
+            for tensor, needed in zip(arguments, needs[: self.num_arguments], strict=True)
         ]
         parameters = [
-            tensor.detach().requires_grad_(needs)
-            for tensor, needs in zip(
-                inputs[self.num_arguments :], self.differentiable[self.num_arguments :], strict=True
+            tensor.detach().requires_grad_(needed)
+            for tensor, needed in zip(
+                inputs[self.num_arguments :], needs[self.num_arguments :], strict=True
             )
         ]
         args, kwargs = self.arguments.rebuild([value for _, value in pairs])
@@ -224,28 +176,37 @@ class OpaqueCall:
             stack.enter_context(torch.enable_grad())
             for device_type, dtype in self.autocast.items():
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
-            stack.enter_context(loan.saving())
-            before = versions_of(inputs[: self.num_arguments])
+            before = versions_of(arguments)
             with uncompiled(self.module):
                 result = functional_call(
                     _Hookless(self.module), state, args, kwargs, tie_weights=False
                 )
-            if versions_of(inputs[: self.num_arguments]) != before:
+            if versions_of(arguments) != before:
                 raise input_change_error(self.name)
         outputs, structure = flatten(result, what=f"the result of {self.name}")
         self._check(outputs, structure)
-        return SavedRun([*(leaf for leaf, _ in pairs), *parameters], outputs, loan)
+        graph = RunGraph.of([*(leaf for leaf, _ in pairs), *parameters], outputs)
+        return self._values(inputs, outputs), graph
 
-    def _refuse_foreign(self, run: SavedRun) -> None:
+    def _values(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+        """The outputs as the plan has them: in memory of their own, laid out as on the sample."""
+        given = {*map(storage_id, inputs)}
+        values = []
+        for tensor, layout in zip(outputs, self.outputs, strict=True):
+            is_shared = storage_id(tensor) in given
+            values.append(
+                layout.laid_out(tensor.detach().clone() if is_shared else tensor.detach())
+            )
+            given.add(storage_id(tensor))
+        return values
+
+    def _refuse_foreign(self, graph: RunGraph) -> None:
         """Raises if the outputs depend on a foreign tensor that needs a gradient.
 
         Foreign is what is neither an input nor a parameter of the submodule.
         """
-        known = {id(leaf) for leaf in run.leaves}
-        pending, seen = (
-            [output.grad_fn for output in run.outputs if output.grad_fn is not None],
-            set(),
-        )
+        known = {id(leaf) for leaf in graph.leaves}
+        pending, seen = [end.node for end in graph.ends if end is not None], set()
         while pending:
             node = pending.pop()
             if node in seen:
@@ -324,10 +285,10 @@ class OpaqueForward:
         self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor] | None
     ) -> list[Tensor]:
         """Runs the submodule with these buffers in place of its own, if any are given."""
-        run = self.call.run(tensors, buffers=buffers)
+        outputs, graph = self.call.run(tensors, buffers=buffers)
         handle = torch.empty(1, dtype=torch.uint8)
-        handle.graph = RunGraph.of(run)  # pyright: ignore[reportAttributeAccessIssue]
-        return [*run.values(tensors, self.call.outputs), handle]
+        handle.graph = graph  # pyright: ignore[reportAttributeAccessIssue]
+        return [*outputs, handle]
 
     def on_sample(self, _: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments.
@@ -350,7 +311,7 @@ class OpaqueBackward:
 
     `(gradients of the outputs, handle, values) -> gradients of the inputs that need one`.
 
-    The values are the inputs that the handle's graph borrows, then the outputs that it holds.
+    The values are the outputs that the handle's graph holds. They are arguments to be live.
 
     The gradient of an output that the loss does not depend on is None.
     """
@@ -380,9 +341,7 @@ class OpaqueBackward:
             )
             raise BackwardError(msg)
         del handle.graph  # pyright: ignore[reportAttributeAccessIssue]
-        return graph.differentiate(
-            gradients, values[: len(self.call.borrowed)], self.call.gradients
-        )
+        return graph.differentiate(gradients, self.call.gradients)
 
     def on_sample(
         self, made_up: Callable[[int], Any]
@@ -396,11 +355,7 @@ class OpaqueBackward:
         """
         forward, (inputs, buffers) = OpaqueForward(self.call).on_sample(made_up)
         *outputs, handle = forward(inputs, buffers)
-        values = [
-            *(inputs[index] for index in self.call.borrowed),
-            *(outputs[index] for index in self.call.saved_outputs),
-        ]
-        return self, (made_up(0), handle, values)
+        return self, (made_up(0), handle, [outputs[at] for at in self.call.saved_outputs])
 
 
 def by_place(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -421,11 +376,6 @@ def by_place(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
         for place, tensor in places.items()
         if id(tensor) in replacement
     }
-
-
-def versions_of(tensors: Sequence[Tensor]) -> list[int]:
-    """How often each tensor has been changed in place."""
-    return [version_of(tensor) for tensor in tensors]
 
 
 def input_change_error(name: str) -> UnsupportedModelError:

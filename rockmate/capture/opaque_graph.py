@@ -1,20 +1,17 @@
-"""The autograd graph of one run of an opaque module.
-
-What it saves, and how it is differentiated.
-"""
+"""The autograd graph of one run of an opaque module, and how it is differentiated."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rockmate._torch.storage import StorageWeakRef, storage_id
-from rockmate.capture.opaque_inputs import ReleasableInputs
+from rockmate._torch.storage import storage_id
 from rockmate.ops.undefined_gradient import undefined_gradient
 
 
@@ -47,56 +44,22 @@ class Layout:
         )
 
 
-@dataclass(slots=True)
-class SavedRun:
-    """One run of a submodule.
-
-    Its inputs as leaves of the autograd graph, its outputs, and what the graph borrows.
-    """
-
-    leaves: list[Tensor]
-    outputs: list[Tensor]
-    loan: ReleasableInputs
-
-    def values(self, inputs: Sequence[Tensor], layouts: Sequence[Layout]) -> list[Tensor]:
-        """The outputs as the plan has them.
-
-        Outside the graph, each in memory of its own, laid out as on the sample.
-        """
-        given = {*storage_keys(inputs)}
-        values = []
-        for tensor, layout in zip(self.outputs, layouts, strict=True):
-            shares = storage_id(tensor) in given
-            values.append(layout.laid_out(tensor.detach().clone() if shares else tensor.detach()))
-            given.add(storage_id(tensor))
-        return values
-
-
 @dataclass(slots=True, eq=False)
 class RunGraph:
     """The autograd graph of one run."""
 
     leaves: list[Tensor]
-    ends: list[
-        GradientEdge | None
-    ]  # of the outputs, whose memory would be held with the tensors themselves
-    loan: ReleasableInputs
+    ends: list[GradientEdge | None]
+    """Of the outputs, whose memory would be held with the tensors themselves."""
 
     @classmethod
-    def of(cls, run: SavedRun) -> RunGraph:
+    def of(cls, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> RunGraph:
         """The graph of a run, from its outputs to the inputs that require a gradient."""
-        wanted = [leaf for leaf in run.leaves if leaf.requires_grad]
-        return cls(
-            wanted,
-            [get_gradient_edge(output) if output.requires_grad else None for output in run.outputs],
-            run.loan,
-        )
+        ends = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
+        return cls([leaf for leaf in leaves if leaf.requires_grad], ends)
 
     def differentiate(
-        self,
-        gradients: Sequence[Tensor | None],
-        borrowed: Sequence[Tensor],
-        layouts: Sequence[Layout],
+        self, gradients: Sequence[Tensor | None], layouts: Sequence[Layout]
     ) -> list[Tensor]:
         """Gradients of the inputs that require one, given those of the outputs."""
         pairs = [
@@ -105,15 +68,10 @@ class RunGraph:
             if not (end is None or gradient is None)
         ]
         ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
-        with self.loan.given(borrowed):
-            found = torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
-        values, seen = (
-            [],
-            {*storage_keys(gradient for gradient in gradients if gradient is not None)},
-        )
-        for gradient, layout in zip(
-            found, layouts, strict=True
-        ):  # each is memory of its own: the plan counts it so
+        found = torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
+        values, seen = [], {*map(storage_id, given)}
+        for gradient, layout in zip(found, layouts, strict=True):
+            # Each in memory of its own, as the plan counts it.
             made = layout.empty().zero_() if gradient is None else gradient
             value = layout.laid_out(made.clone() if storage_id(made) in seen else made)
             values.append(value if gradient is not None else undefined_gradient(value))
@@ -121,46 +79,26 @@ class RunGraph:
         return values
 
 
-# --- memory of a run ------------------------------------------------------------------------------
+def attach_input(value: Tensor) -> tuple[Tensor, Tensor]:
+    """A leaf of the value's shape that takes the gradient, and the value as the graph's input."""
+    leaf = _element(value.dtype, value.device).expand(value.shape).requires_grad_()
+    with torch.enable_grad():
+        return leaf, _Enter.apply(leaf, value)
 
 
-class HeldMemory:
-    """The storages of some tensors, which are not kept alive."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.keys = storage_keys(tensors)
-        self.num_bytes = {
-            storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors
-        }
-        self._references = {
-            storage_id(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in tensors
-        }
-
-    def held(self) -> set[int]:
-        """Those that something still holds."""
-        if not all(reference.expired() for reference in self._references.values()):
-            gc.collect()  # it may be a cycle of what the run has left behind
-        return {key for key, reference in self._references.items() if not reference.expired()}
+@functools.cache
+def _element(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
-@dataclass(slots=True)
-class SavedStorages:
-    """What an autograd graph saves: the storages with their bytes, and how many tensors."""
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, value: Tensor) -> Tensor:
+        del leaf
+        ctx.set_materialize_grads(False)  # zeros would give an input that is not used a gradient
+        return value.detach()
 
-    num_bytes: dict[int, int] = field(default_factory=dict)
-    count: int = 0
-
-    @property
-    def keys(self) -> set[int]:
-        """What tells the storages apart."""
-        return set(self.num_bytes)
-
-    def note(self, tensor: Tensor) -> None:
-        """Adds a tensor that is saved."""
-        self.count += 1
-        self.num_bytes[storage_id(tensor)] = tensor.untyped_storage().nbytes()
-
-
-def storage_keys(tensors: Iterable[Tensor]) -> list[int]:
-    """What tells the tensors' storages apart while they are alive."""
-    return [storage_id(tensor) for tensor in tensors]
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        del ctx
+        return gradient, None

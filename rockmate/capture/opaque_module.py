@@ -10,10 +10,9 @@ graph saves, so it is saved or recomputed like any other value. To release it fr
 memory. To recompute it runs the module from the same random state. The backward op differentiates
 the graph of the handle.
 
-The plan counts the op's own inputs and outputs, which the autograd graph may save, too. The
-backward op reads them like any other op. Outputs are live as long as the handle, since both are
-written together. An input may be released and recomputed in between. So the autograd graph does not
-hold it but *borrows* it, and finds it among the backward's arguments.
+Inputs that the autograd graph saves count with the handle. An input that another op saves as well
+counts twice. Outputs that the graph saves do not count with the handle: the backward op takes them
+as arguments, so they are live as long as the handle.
 
 Parameters are inputs of the op too. A frozen one of a class of its own, such as a quantized weight,
 is not: the module has it, with all that belongs to it.
@@ -37,12 +36,8 @@ from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate.capture.opaque_call import (
-    OpaqueCall,
-    by_place,
-    input_change_error,
-    versions_of,
-)
+from rockmate._torch.storage import versions_of
+from rockmate.capture.opaque_call import OpaqueCall, by_place, input_change_error
 from rockmate.capture.opaque_functions import (
     FunctionCaller,
     calls_seen,

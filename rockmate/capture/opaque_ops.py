@@ -56,11 +56,7 @@ def _keep_handle(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor
         False
     )  # zeros would give what leads to an unused output alone a gradient
     call = _traced_calls[ctx.name]
-    ctx.save_for_backward(
-        output[-1],
-        *(inputs[0][index] for index in call.borrowed),
-        *(output[index] for index in call.saved_outputs),
-    )
+    ctx.save_for_backward(output[-1], *(output[index] for index in call.saved_outputs))
 
 
 def _differentiate(ctx: Any, gradients: list[Tensor | None]) -> tuple[list[Tensor | None], None]:

@@ -25,8 +25,9 @@ import torch
 from torch import nn
 
 from rockmate._torch.fake import is_fake
-from rockmate._torch.members import tensor_tables, writable_tables
+from rockmate._torch.members import tensor_tables
 from rockmate._torch.subclasses import is_subclassed, is_wrapper, without_class, wrapped_parts
+from rockmate.capture.trace_state import tensors_kept
 from rockmate.errors import UnsupportedModelError
 
 Path = tuple[str, ...]
@@ -86,17 +87,12 @@ def is_subclassed_tensor(value: Any) -> bool:
 def plain_places(model: nn.Module) -> Iterator[None]:
     """Puts plain tensors into the places of those with attributes, with the same memory."""
     made: dict[int, torch.Tensor] = {}  # tied tensors stay tied
-    tables = writable_tables(model)
-    before = [dict(table) for table in tables]
-    try:
+    with tensors_kept(model) as tables:
         for table in tables:
             for key, tensor in table.items():
                 if has_attributes(tensor):
                     table[key] = made.setdefault(id(tensor), _plain(tensor))
         yield
-    finally:
-        for table, own in zip(tables, before, strict=True):
-            table.update(own)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -123,20 +123,19 @@ def no_gradient_retained() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def tensors_kept(model: nn.Module) -> Iterator[None]:
-    """Restores parameters and buffers where the tracer leaves its own.
+def tensors_kept(model: nn.Module) -> Iterator[list[dict[str, Any]]]:
+    """Restores parameters and buffers behind what puts its own in their places; yields the tables.
 
-    It swaps those of a module with two names once for each name, and restores the wrong ones.
+    The tracer swaps those of a module with two names once for each name, and restores the wrong
+    ones.
     """
-    places = writable_tables(model)
-    before = [dict(tensors) for tensors in places]
+    tables = writable_tables(model)
+    before = [dict(table) for table in tables]
     try:
-        yield
+        yield tables
     finally:
-        for tensors, own in zip(places, before, strict=True):
-            tensors.update(
-                {name: tensor for name, tensor in own.items() if tensors.get(name) is not tensor}
-            )
+        for table, own in zip(tables, before, strict=True):
+            table.update(own)
 
 
 class DifferentiatedError(UnsupportedModelError):

@@ -16,7 +16,7 @@ from torch import nn
 
 from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
-from rockmate.capture.attribute_values import ABSENT, copied, traced_in
+from rockmate.capture.attribute_values import copied, traced_in
 from rockmate.capture.loss import loss_of
 from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
@@ -24,6 +24,7 @@ from rockmate.capture.structure import Structure, flatten, flatten_further
 from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import no_gradient_retained, no_random_state_set
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
+from rockmate.state.objects import ABSENT
 
 # Whether a model that puts another submodule in place of one runs once before it is captured.
 RUNS_FIRST = ContextVar("RUNS_FIRST", default=True)

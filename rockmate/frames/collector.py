@@ -12,7 +12,7 @@ from rockmate._torch.engine import saving
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError
 from rockmate.frames.call import Call
-from rockmate.frames.saved import Saved
+from rockmate.frames.slots import Saved
 from rockmate.state.tensors import storages_of
 
 

@@ -13,8 +13,7 @@ from rockmate._torch.storage import version_of
 from rockmate.frames.call import Call
 from rockmate.frames.collector import Collector
 from rockmate.frames.memory import Memory
-from rockmate.frames.saved import Saved
-from rockmate.frames.slots import Slot, Slots, checked
+from rockmate.frames.slots import Saved, Slot, Slots, checked
 from rockmate.state.tensors import storages_of, tensors_in
 
 

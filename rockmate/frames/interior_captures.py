@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from rockmate.frames.call import Arguments, Call
-from rockmate.frames.interior import Interior, Interiors
+from rockmate.frames.interiors.captured import Interiors
+from rockmate.frames.interiors.interior import Interior
 from rockmate.frames.needs import MOST_PLANNED, StepNeeds
 from rockmate.frames.schedule_cost import GradientContext
-from rockmate.frames.views import layout_of
-from rockmate.state.tensors import tensors_in
+from rockmate.state.tensors import layout_of, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -55,14 +55,14 @@ class _Shape:
 class InteriorCaptures:
     """What is known of insides, and what is still to be captured."""
 
-    def __init__(self, interiors: Interiors, model: nn.Module) -> None:
+    def __init__(self, clock: Callable[[], float], model: nn.Module) -> None:
         """Nothing yet.
 
         Args:
-            interiors: captures.
+            clock: seconds.
             model: whose submodules are frames.
         """
-        self._interiors, self._model = interiors, model
+        self._interiors, self._model = Interiors(clock), model
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self._present = _Shape()
         self._num_captured = 0

@@ -1,4 +1,4 @@
-"""A frame that drops nothing: it runs as in eager, without hooks for what it saves."""
+"""Frames that drop nothing later: they run as in eager, or by a schedule, without hooks."""
 
 from __future__ import annotations
 
@@ -59,3 +59,12 @@ class KeptFrame:
     def __del__(self) -> None:
         """The graph is free."""
         self.release()
+
+
+class PlannedFrame(KeptFrame):
+    """One call of a submodule, which holds what its schedule says until its backward has ended."""
+
+    def __init__(self, key: FrameKey, order: int, schedule: ScheduleCost, memory: Memory) -> None:
+        """Counts nothing yet."""
+        super().__init__(key, order, schedule.held_bytes, memory)
+        self.schedule = schedule

@@ -40,7 +40,7 @@ from rockmate.frames.recorder import StepRecorder
 from rockmate.frames.room import Room, backward_bytes, forward_bytes, smallest_schedule
 from rockmate.frames.running import Frame, Kept, Running
 from rockmate.frames.schedule_cost import ScheduleCost
-from rockmate.frames.storages import HeldStorages
+from rockmate.frames.slots import HeldStorages
 
 _SURELY_FREE = 0.8
 """Of what is free when a step begins, the share that it can have: memory is in pieces."""

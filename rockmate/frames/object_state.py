@@ -10,18 +10,43 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from rockmate._torch.members import RECURRENT_WEIGHTS, member_tables_of
-from rockmate.state.objects import Objects, objects_of_python
+from rockmate.state.objects import Handler, Objects, objects_of_python
 
 # Tables of members and hooks, and the forward that stands in for a frame's own.
 _SKIPPED = (vars(nn.Module()).keys() | RECURRENT_WEIGHTS | {"forward"}) - {"training"}
 _MOST_OBJECTS = 256
 """How many are followed from one call: a module may know the whole program."""
+
+
+class _Attributes(NamedTuple):
+    """The attributes of a module, as a root.
+
+    Attributes:
+        table: of them, members and hooks included, which do not count.
+    """
+
+    table: dict[str, Any]
+
+
+def _put(found: _Attributes, content: dict[str, Any]) -> None:
+    for name in found.table.keys() - content.keys() - _SKIPPED:
+        del found.table[name]
+    found.table.update(content)
+
+
+_OF_MODULE = Handler(
+    lambda found: {name: each for name, each in found.table.items() if name not in _SKIPPED}, _put
+)
+
+
+def _follows(kind: type) -> Handler | None:
+    return _OF_MODULE if kind is _Attributes else objects_of_python(kind)
 
 
 class ObjectState:
@@ -37,20 +62,15 @@ class ObjectState:
             roots: other objects.
             has_members: whether parameters and submodules count, and which are trained.
         """
-        self._owners, self._roots, self._has_members = modules, list(roots), has_members
-        self._attributes = [_attributes_of(module) for module in modules]
         tables = [
             table
             for module in (modules if has_members else ())
             for table in member_tables_of(vars(module))[:2]
             if table
         ]
-        values = (each for own in self._attributes for each in own.values())
-        self._objects = Objects(
-            [*self._roots, *values, *tables],
-            follows=objects_of_python,
-            most=_MOST_OBJECTS + len(tables),
-        )
+        self._roots = [*roots, *[_Attributes(vars(each)) for each in modules], *tables]
+        self._most = _MOST_OBJECTS + len(modules) + len(tables)
+        self._objects = Objects(self._roots, follows=_follows, most=self._most)
         parameters = (each for table in tables for each in table.values())
         self._are_trained = [
             (each, each.requires_grad) for each in parameters if isinstance(each, nn.Parameter)
@@ -64,19 +84,13 @@ class ObjectState:
     def restore(self) -> None:
         """Puts all of it back."""
         self._objects.restore()
-        for module, held in zip(self._owners, self._attributes, strict=True):
-            table = vars(module)
-            for name in table.keys() - held.keys() - _SKIPPED:
-                del table[name]
-            table.update(held)
         _train(self._are_trained)
 
     @contextmanager
     def put_back(self) -> Iterator[None]:
         """Has all stand as it did, for what runs within."""
         reached = [value for value, *_ in self._objects.found.values()]
-        roots = [*self._roots, *reached]
-        now = ObjectState(self._owners, roots, has_members=self._has_members)
+        now = Objects([*self._roots, *reached], follows=_follows, most=self._most + len(reached))
         are_trained = [(each, each.requires_grad) for each, _ in self._are_trained]
         self.restore()
         try:
@@ -90,7 +104,3 @@ def _train(parameters: Sequence[tuple[nn.Parameter, bool]]) -> None:
     for parameter, is_trained in parameters:
         if parameter.requires_grad != is_trained:
             parameter.requires_grad_(is_trained)
-
-
-def _attributes_of(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _SKIPPED}

@@ -24,15 +24,12 @@ from rockmate.frames import feasibility
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.call import Arguments, Call, sizes_of
 from rockmate.frames.frame import Frame
-from rockmate.frames.interior import Interiors
-from rockmate.frames.interior_captures import InteriorCaptures
-from rockmate.frames.kept import KeptFrame
+from rockmate.frames.kept import KeptFrame, PlannedFrame
 from rockmate.frames.knapsack import decidable_bytes
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.module_state import state_of
 from rockmate.frames.needs import FrameKey, StepNeeds
 from rockmate.frames.peak_check import PeakCheck
-from rockmate.frames.planned import PlannedFrame
 from rockmate.frames.recorder import StepRecorder
 from rockmate.frames.replaced_forward import ReplacedForwards
 from rockmate.frames.report import FramesReport, report_of
@@ -68,7 +65,7 @@ class FrameRunner:
         on_infeasible: OnInfeasible = "error",
         keep: Collection[str] = (),
         is_fallback: bool = False,
-        interiors: Callable[[Callable[[], float]], Interiors] | None = None,
+        plans_insides: bool = False,
         trial: TrialOption = "log",
     ) -> None:
         """Chooses frames by structure; nothing runs.
@@ -80,7 +77,7 @@ class FrameRunner:
             on_infeasible: see `RockmateModule`.
             keep: paths of submodules whose calls are no frames.
             is_fallback: whether steps of which no call can be a frame run as in eager.
-            interiors: makes what captures insides, from a clock; None has all run as in eager.
+            plans_insides: whether insides are captured and planned; else all run as in eager.
             trial: see `RockmateModule`.
 
         Raises:
@@ -101,9 +98,11 @@ class FrameRunner:
         self._agreement = Agreement(model) if is_sharded else None
         self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
         self._memory.has_compiled_modules = has_compiled(model)
-        can_plan = self._agreement is None and not self._memory.has_compiled_modules
-        makes = interiors if can_plan else None
-        self._captures = makes and InteriorCaptures(makes(self._memory.clock), model)
+        self._captures = None
+        if plans_insides and self._agreement is None and not self._memory.has_compiled_modules:
+            from rockmate.frames.interior_captures import InteriorCaptures  # loads solvers
+
+            self._captures = InteriorCaptures(self._memory.clock, model)
         self._replaced = ReplacedForwards()
         self._num_calls, self._num_frames = Counter[str](), 0
         self._measured = MeasuredSteps()
@@ -113,8 +112,7 @@ class FrameRunner:
         self._is_running, self._num_forgotten = False, 0  # the model's forward
         may_refuse = on_infeasible == "error" and not is_fallback
         self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
-        self._is_settled = False  # no frame is split any more
-        self._has_step_hook = False
+        self._is_settled = self._has_step_hook = False  # settled: no frame is split any more
         self._asked_bytes = 0  # the budget as it was given, or lowered
         self._refusal: InfeasibleBudgetError | None = None
         self._trials = FrameTrials(trial)

@@ -33,7 +33,7 @@ def _masked(
 
 # For a kernel, a call whose result has the same layout. These kernels read values, which fake
 # tensors lack, or they take many steps.
-STAND_INS: dict[Any, Any] = {
+_STAND_INS: dict[Any, Any] = {
     dropout_apply: _masked,
     cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
 }
@@ -54,7 +54,7 @@ def fake_result(
     """
     given = fx.map_arg((args, dict(kwargs)), lambda argument: argument.meta["val"])
     with mode_of(tensors_of(like)[0]), torch.no_grad(), autocast_off():
-        result = STAND_INS.get(target, target)(*given[0], **given[1])
+        result = _STAND_INS.get(target, target)(*given[0], **given[1])
         return in_kernel_layout(target, *given, result)
 
 

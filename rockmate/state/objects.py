@@ -151,7 +151,13 @@ def _slots(kind: type) -> tuple[str, ...]:
     )
 
 
-ABSENT: Any = object()
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT: Any = _Absent()
+"""Stands for an attribute that an object does not have."""
 
 
 def _attributes(value: Any) -> dict[str, Any]:

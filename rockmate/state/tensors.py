@@ -35,6 +35,12 @@ def storages_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(storage_id(part) for part in parts_of(tensor))
 
 
+def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides, 1 for dimensions of one element, where they do not matter."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple([stride if size > 1 else 1 for size, stride in pairs])
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of nested containers and objects, in their order.
 

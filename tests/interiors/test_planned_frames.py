@@ -492,7 +492,7 @@ def test_a_weight_with_readers_beside_the_cast_of_autocast(
         with torch.autocast("cpu", torch.bfloat16):
             return step_of(module, model, seed)
 
-    caplog.set_level(logging.INFO, "rockmate.interiors")
+    caplog.set_level(logging.INFO, "rockmate.frames.interiors")
     check(Net([Product(further) for _ in range(3)], dropped=0.0), 1.0, step)
     assert ("is not planned" in caplog.text) != is_planned
 

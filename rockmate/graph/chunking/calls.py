@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from math import prod
 from typing import Any
 
 import torch
 from torch import fx
 
-from rockmate._torch.autocast import autocast_off
-from rockmate._torch.fake import mode_of
 from rockmate.graph.chunking.loss_rules import SUMMED_LOSSES, SUMMED_LOSSES_BACKWARD
-from rockmate.graph.fake_values import STAND_INS
+from rockmate.graph.fake_values import fake_result
 from rockmate.ops.kernels import target_weight
 
 _aten = torch.ops.aten
@@ -106,26 +103,8 @@ def insert_call(
     node.meta = {
         key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}
     }
-    given = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
-    with as_captured(like):
-        node.meta["val"] = STAND_INS.get(target, target)(*given[0], **given[1])
+    node.meta["val"] = fake_result(target, node.args, node.kwargs, like=like)
     return node
-
-
-@contextmanager
-def as_captured(node: fx.Node) -> Iterator[None]:
-    """Runs calls as the capture did: in the fake mode of `node` and without autocast.
-
-    The mode is set because a call without a tensor argument gives no fake result otherwise.
-    """
-    value = node.meta["val"]
-    fake = (
-        value
-        if isinstance(value, torch.Tensor)
-        else next(item for item in value if isinstance(item, torch.Tensor))
-    )
-    with mode_of(fake), torch.no_grad(), autocast_off():  # pyright: ignore[reportAttributeAccessIssue]
-        yield
 
 
 def producer_of(value: fx.Node) -> fx.Node:

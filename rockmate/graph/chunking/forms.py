@@ -162,6 +162,13 @@ class RegionCall:
         if known != rows:
             raise self.refuse(f"reads the rows of {operand.name} along other dims")
 
+    def rows_of_any(self, operands: Iterable[Any]) -> Rows:
+        """Returns the rows of the first operand that has some; `InseparableError` if none has."""
+        for operand in operands:
+            if (rows := self.rows(operand)) is not None:
+                return rows
+        raise self.refuse("reads no operand by rows")
+
     def known_rows(self, operand: Any) -> Rows:
         """Returns the rows of an operand. Raises `InseparableError` if it has none."""
         rows = self.rows(operand)

@@ -189,9 +189,7 @@ def pad_rule(call: RegionCall) -> ChunkedCall:
 def cat_rule(call: RegionCall) -> ChunkedCall:
     """`cat`: by rows, if all operands have the same rows and it joins them along another dim."""
     operands, dim = call.args[0], call.option(1, 0)
-    rows = next((rows for operand in operands if (rows := call.rows(operand)) is not None), None)
-    if rows is None:
-        raise call.refuse("reads no operand by rows")
+    rows = call.rows_of_any(operands)
     call.require_other_dims(rows, [dim], len(call.shape))
     slices: dict[fx.Node, Rows] = {}
     for operand in operands:
@@ -278,17 +276,10 @@ def reduction_with_indices_rule(call: RegionCall) -> ChunkedCall:
     return ChunkedCall(forms=(rows, rows))
 
 
-def softmax_rule(call: RegionCall) -> ChunkedCall:
-    """`_softmax`, `_log_softmax`: by rows, if they run along another dim."""
-    return along_another_dim_rule(call)
-
-
 def softmax_backward_rule(call: RegionCall) -> ChunkedCall:
     """Gradients of softmax: by rows, if gradient and output have the same rows."""
     gradient, output, dim, _ = call.args
-    rows = call.rows(gradient) or call.rows(output)
-    if rows is None:
-        raise call.refuse("reads no operand by rows")
+    rows = call.rows_of_any((gradient, output))
     slices: dict[fx.Node, Rows] = {}
     call.require_rows(gradient, rows, slices)
     call.require_rows(output, rows, slices)
@@ -299,9 +290,7 @@ def softmax_backward_rule(call: RegionCall) -> ChunkedCall:
 def indexed_rule(call: RegionCall) -> ChunkedCall:
     """`gather`, `scatter`, `scatter_add`: by rows shared by all tensors, along another dim."""
     operands = tensors_in(call.args)
-    rows = next((rows for operand in operands if (rows := call.rows(operand)) is not None), None)
-    if rows is None:
-        raise call.refuse("reads no operand by rows")
+    rows = call.rows_of_any(operands)
     slices: dict[fx.Node, Rows] = {}
     for operand in operands:
         if shape_of(operand) or call.rows(operand):
@@ -324,9 +313,7 @@ def layer_norm_rule(call: RegionCall) -> ChunkedCall:
 def layer_norm_backward_rule(call: RegionCall) -> ChunkedCall:
     """`native_layer_norm_backward`: input gradient by rows, weight and bias gradients partial."""
     gradient, source, normalized, mean, deviation, weight, bias, _ = call.args
-    rows = call.rows(gradient) or call.rows(source)
-    if rows is None:
-        raise call.refuse("reads no operand by rows")
+    rows = call.rows_of_any((gradient, source))
     slices: dict[fx.Node, Rows] = {}
     for operand in (gradient, source, mean, deviation):
         call.require_rows(operand, rows, slices)
@@ -361,13 +348,9 @@ def _product_form(
         call.require_rows(left, column, slices)
         call.require_rows(right, row, slices)
         return PARTIAL, slices
-    batch = of_left or of_right
-    if batch is None or batch.stop > num_dims - 2:
-        raise call.refuse(
-            "reads no operand by rows"
-            if batch is None
-            else "has the rows in a batch dim and a matrix dim"
-        )
+    batch = call.rows_of_any((left, right))
+    if batch.stop > num_dims - 2:
+        raise call.refuse("has the rows in a batch dim and a matrix dim")
     call.require_rows(left, batch, slices)
     call.require_rows(right, batch, slices)
     return batch, slices

@@ -47,7 +47,6 @@ from rockmate.graph.chunking.rules import (
     reduction_with_indices_rule,
     select_rule,
     softmax_backward_rule,
-    softmax_rule,
     split_rule,
     squeeze_rule,
     sum_rule,
@@ -156,7 +155,6 @@ _RULES: dict[Any, Rule] = {
     _aten.expand.default: expand_rule,
     _aten.unsqueeze.default: unsqueeze_rule,
     **dict.fromkeys((_aten.squeeze.dim, _aten.squeeze.dims), squeeze_rule),
-    _aten.slice.Tensor: along_another_dim_rule,
     _aten.select.int: select_rule,
     **dict.fromkeys((_aten.split.Tensor, _aten.split_with_sizes.default), split_rule),
     _aten.constant_pad_nd.default: pad_rule,
@@ -192,7 +190,10 @@ _RULES: dict[Any, Rule] = {
         reduction_rule,
     ),
     **dict.fromkeys((_aten.max.dim, _aten.min.dim), reduction_with_indices_rule),
-    **dict.fromkeys((_aten._softmax.default, _aten._log_softmax.default), softmax_rule),
+    **dict.fromkeys(
+        (_aten.slice.Tensor, _aten._softmax.default, _aten._log_softmax.default),
+        along_another_dim_rule,
+    ),
     **dict.fromkeys(
         (_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default),
         softmax_backward_rule,

@@ -31,7 +31,6 @@ from rockmate.graph.chunking.calls import (
     FILLS,
     HALF_PRECISION,
     VIEWS,
-    as_captured,
     chunk_bounds,
     insert_call,
     producer_of,
@@ -40,6 +39,7 @@ from rockmate.graph.chunking.calls import (
 from rockmate.graph.chunking.forms import CHUNK_ROWS, PARTIAL, InseparableError, Rows, chunk_shape
 from rockmate.graph.chunking.linearity import all_dependents, check_linear, value_dependents
 from rockmate.graph.chunking.region import Region
+from rockmate.graph.fake_values import refresh_views
 from rockmate.graph.ir import IN_FORWARD
 from rockmate.graph.value_numbering import remove_dead_calls
 
@@ -261,27 +261,12 @@ class Unroller:
         for node in [
             node for node in self.graph.nodes if node in self.wholes and node in self.calls
         ]:
-            outside = [user for user in node.users if user not in self.calls]
-            if outside:
-                self._replace_reads(node, self.wholes[node], outside)
+            whole = self.wholes[node]
+            for user in [user for user in node.users if user not in self.calls]:
+                user.replace_input_with(node, whole)
+            refresh_views(whole, storage_ids(node))
         for node in reversed([node for node in self.graph.nodes if node in self.calls]):
             self.graph.erase_node(node)
-
-    def _replace_reads(self, node: fx.Node, whole: fx.Node, readers: Sequence[fx.Node]) -> None:
-        """Replaces `node` by `whole` for outside readers, and updates the fake results of views."""
-        memory = set(storage_ids(node))
-        for reader in readers:
-            reader.replace_input_with(node, whole)
-        pending = [reader for reader in readers if reader.op == "call_function"]
-        while pending:
-            reader = pending.pop()
-            if not memory.isdisjoint(storage_ids(reader)):
-                args, kwargs = fx.map_arg(
-                    (reader.args, reader.kwargs), lambda argument: argument.meta["val"]
-                )
-                with as_captured(reader):
-                    reader.meta["val"] = reader.target(*args, **kwargs)  # pyright: ignore[reportCallIssue]
-                pending += [user for user in reader.users if user.op == "call_function"]
 
     # --- gradients that are emitted chunk by chunk ---
 

@@ -20,23 +20,23 @@ from rockmate.costs.layout_check import captured_in_kernel_layouts
 from rockmate.costs.measure import measure_costs
 from rockmate.errors import RockmateError, UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
-from rockmate.graph.parameters import owner_names
-from rockmate.graph.passes import REWRITES, PassOptions, run_passes
-from rockmate.graph.step_options import StepOptions
-from rockmate.interiors.casts import cast_names, return_gradients_of_casts
-from rockmate.interiors.checks import (
+from rockmate.frames.interiors.casts import cast_names, return_gradients_of_casts
+from rockmate.frames.interiors.checks import (
+    EscapedTensors,
     check_capture,
     check_effects,
     check_module,
     share_no_memory,
     signature_of,
 )
-from rockmate.interiors.escaped import EscapedTensors
-from rockmate.interiors.gradient_layouts import GradientLayouts
-from rockmate.interiors.interior import CapturedInterior
-from rockmate.interiors.readers import one_gradient_per_reader
-from rockmate.interiors.schedules import PlannedSchedules, structure_of
-from rockmate.interiors.trial import Trial, trained
+from rockmate.frames.interiors.gradient_layouts import GradientLayouts
+from rockmate.frames.interiors.interior import Interior
+from rockmate.frames.interiors.readers import one_gradient_per_reader
+from rockmate.frames.interiors.schedules import PlannedSchedules, structure_of
+from rockmate.frames.interiors.trial import Trial, trained
+from rockmate.graph.parameters import owner_names
+from rockmate.graph.passes import REWRITES, PassOptions, run_passes
+from rockmate.graph.step_options import StepOptions
 from rockmate.state.call_state import CallState
 from rockmate.step import CapturedStep, step_of
 
@@ -49,7 +49,7 @@ _NUM_TIMED = 3
 _OPTIONS = StepOptions(differentiable="all", gradients="returned", hooked=())
 
 
-class CapturedInteriors:
+class Interiors:
     """The insides of the frames of one model."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -59,7 +59,7 @@ class CapturedInteriors:
             clock: seconds.
         """
         self._clock = clock
-        self._known: dict[str, dict[Hashable, CapturedInterior | None]] = {}
+        self._known: dict[str, dict[Hashable, Interior | None]] = {}
         self._has_told_of_cache = False
         self._before: CallState | None = None
         self._costs: dict[Hashable, Cost] = {}
@@ -68,8 +68,11 @@ class CapturedInteriors:
 
     def find(
         self, path: str, arguments: Arguments
-    ) -> tuple[CapturedInterior, Sequence[torch.Tensor]] | None:
-        """See `rockmate.frames.interior.Interiors`."""
+    ) -> tuple[Interior, Sequence[torch.Tensor]] | None:
+        """The inside of a call and the tensors of its arguments.
+
+        None if it is not captured, or the submodule is not as it was.
+        """
         known = self._known.get(path)
         if not known:
             return None
@@ -89,11 +92,17 @@ class CapturedInteriors:
         return interior, tensors
 
     def watch(self, module: nn.Module, arguments: Arguments) -> None:
-        """See `rockmate.frames.interior.Interiors`."""
+        """A call begins whose inside is to be captured."""
         self._before = CallState(module, arguments.args, arguments.kwargs)
 
     def learn(self, call: Call, module: nn.Module, arguments: Arguments) -> None:
-        """See `rockmate.frames.interior.Interiors`."""
+        """Captures the inside of a call, if it can be.
+
+        Args:
+            call: which, with the state that it began in.
+            module: the submodule.
+            arguments: of the call.
+        """
         known = self._known.setdefault(call.key.path, {})
         if any(map(is_cache, (*arguments.args, *arguments.kwargs.values()))):
             if not self._has_told_of_cache:
@@ -120,7 +129,7 @@ class CapturedInteriors:
 
     def _captured_interior(
         self, call: Call, module: nn.Module, arguments: Arguments, layouts: GradientLayouts
-    ) -> CapturedInterior:
+    ) -> Interior:
         assert self._before is not None
         check_module(module)
         check_effects(call, self._before)
@@ -137,7 +146,7 @@ class CapturedInteriors:
 
         step, planned = captured_in_kernel_layouts(planned_step)
         names = cast_names(module, step.capture)
-        interior = CapturedInterior(call.key.path, step, module, planned, layouts, names)
+        interior = Interior(call.key.path, step, module, planned, layouts, names)
         if names:
             run = partial(run, cast_names=names)
             eager = run(arguments.forward)
@@ -169,7 +178,7 @@ def _check_bits(eager: Trial, trials: Sequence[Trial]) -> None:
         raise UnsupportedModelError(msg)
 
 
-def _forward_of(interior: CapturedInterior, number: int) -> Callable[..., Any]:
+def _forward_of(interior: Interior, number: int) -> Callable[..., Any]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         tensors, _ = signature_of(Arguments(forward, args, kwargs))
         return interior.run(number, tensors)

@@ -14,12 +14,12 @@ from rockmate._torch.autocast import cached_cast
 from rockmate.capture.huggingface import switches_of
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.errors import BackwardError
+from rockmate.frames.interiors.checks import has_hooks
+from rockmate.frames.interiors.gradient_layouts import GradientLayouts
+from rockmate.frames.interiors.schedules import PlannedSchedules
 from rockmate.frames.replaced_forward import forwards_of
 from rockmate.frames.schedule_cost import GradientContext, ScheduleCost
 from rockmate.graph.parameters import Binding, owner_names
-from rockmate.interiors.checks import has_hooks
-from rockmate.interiors.gradient_layouts import GradientLayouts
-from rockmate.interiors.schedules import PlannedSchedules
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import Schedule
@@ -29,8 +29,12 @@ _ANY_NUMBER = 1 << 30
 """Of calls whose backward has not run: frames count what each holds."""
 
 
-class CapturedInterior:
-    """One captured inside, and its schedules as far as they have run."""
+class Interior:
+    """The inside of the calls of one submodule, for arguments of one signature.
+
+    Attributes:
+        is_confirmed: whether gradients have come, and lie in memory as those of its trial.
+    """
 
     def __init__(
         self,
@@ -63,15 +67,20 @@ class CapturedInterior:
 
     @property
     def schedules(self) -> Sequence[ScheduleCost]:
-        """See `rockmate.frames.interior.Interior`."""
+        """How it can run, of rising seconds."""
         return self._costs
 
     def expect(self, around: GradientContext) -> None:
-        """See `rockmate.frames.interior.Interior`."""
+        """Counts the bytes of its schedules where gradients go like this."""
         self._costs = [each.within(around) for each in self._planned.costs]
 
     def confirm(self, place: int, gradient: torch.Tensor) -> bool:
-        """See `rockmate.frames.interior.Interior`."""
+        """Whether its trial had a gradient of this layout. If not, it is used no more.
+
+        Args:
+            place: among the tensors of the output.
+            gradient: of that one, in eager.
+        """
         is_tried = self._layouts.has(place, gradient)
         if not is_tried:
             self._layouts.add(place, gradient)  # for the next trial
@@ -101,7 +110,12 @@ class CapturedInterior:
         return True
 
     def run(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
-        """See `rockmate.frames.interior.Interior`."""
+        """The result of a call.
+
+        Args:
+            number: of the schedule.
+            tensors: of the arguments.
+        """
         runner = self._runners.get(number)
         if runner is None:
             runner = self._runners[number] = self._new_runner(self._planned.schedules[number])

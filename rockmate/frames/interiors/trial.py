@@ -12,11 +12,10 @@ from torch import nn
 from rockmate._torch.autocast import cached_cast
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
-from rockmate.frames.views import layout_of
-from rockmate.interiors.gradient_layouts import GradientLayouts
-from rockmate.interiors.readers import contributions_noted
+from rockmate.frames.interiors.gradient_layouts import GradientLayouts
+from rockmate.frames.interiors.readers import contributions_noted
 from rockmate.state.digest import bits_of
-from rockmate.state.tensors import storages_of, tensors_in
+from rockmate.state.tensors import layout_of, storages_of, tensors_in
 
 
 class Trial(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rockmate.frames.views import layout_of
+from rockmate.state.tensors import layout_of
 
 _MOST_LAYOUTS = 4
 """Of the gradient of one output, beside that of the output."""

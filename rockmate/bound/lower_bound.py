@@ -17,13 +17,13 @@ largest of these over all points.
 | all other program points | a value evicted for two points is paid for once |
 | the forward, and recomputations before the point | they are free |
 
-`tight_bound_ms` restores one or two further points with a 0/1 program (`bound.multi_op_program`).
+`tight_bound_ms` restores a second point with a linear program (`bound.pair_program`).
 
 **Complexity.** One knapsack for each of at most 15 points, solved for all budgets at once by
 `checkmate.Curve`: exactly where its sweep gets through, else by the lower convex hull, which is a
 bound as well. A budget then takes milliseconds. `tight_bound_ms` takes up to seconds for a budget.
 
-**Not done.** More than three points together; memory while values are recomputed; the staged form's
+**Not done.** More than two points together; memory while values are recomputed; the staged form's
 bound, which is tighter but holds only for staged schedules. A bound is for the schedules of one
 graph: a step that may run in chunks has one graph for each way, and its bound is the least of
 theirs (`bound.protocol.MinBound`).
@@ -34,9 +34,8 @@ The proofs are in docs/internals/algorithms.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import combinations, permutations
 from math import inf, isinf
 from typing import NamedTuple
 
@@ -44,7 +43,8 @@ from checkmate import Curve
 from rockmate.bound.forward_point import forward_points
 from rockmate.bound.in_flight import in_flight_knapsack
 from rockmate.bound.knapsack import knapsack_of
-from rockmate.bound.multi_op_program import min_recompute_ms
+from rockmate.bound.linear_program import TIME_LIMIT_S
+from rockmate.bound.pair_program import min_recompute_ms
 from rockmate.bound.program_point import ProgramPoint, ProgramPoints
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
@@ -55,22 +55,13 @@ from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger(__name__)
 
-# Budget for which the exact pair is chosen, as a multiple of the bound on the peak.
-_TIGHT_BUDGET_FACTOR = 1.1
-# The exact pair is solved if its second point needs at least this share of the budget.
-_MIN_SECOND_SHARE = 0.5
-# Largest number of forward ops for which a pair is solved with whole numbers.
-_MAX_EXACT_OPS = 256
-# Largest number of forward ops for which sets of points are solved without whole numbers.
-_MAX_RELAXED_OPS = 600
-# Number of further points that are tried with the first one, without whole numbers.
-_NUM_RELAXED_POINTS = 4
+# Largest number of forward ops for which two points are looked at together.
+_MAX_PAIR_OPS = 600
+# Number of further points that are tried with the first one.
+_NUM_SECOND_POINTS = 4
 # Such a point is used at other budgets if it lifts the bound at half of the baseline's peak by more
 # than this share of the baseline's time.
 _MIN_LIFT = 1e-4
-# Seconds for one program of several points. This is several times what one takes, so that a busy
-# machine seldom changes the answer.
-_PROGRAM_TIME_LIMIT_S = 10.0
 
 
 class _PointCurve(NamedTuple):
@@ -114,7 +105,7 @@ class LowerBound:
             solver_time: limit for the solves. The knapsacks are prepared within it, together with
                 whatever else shares it. Each question after that has the same limit anew, so that
                 an answer does not depend on the questions before it: one limit for the bound of a
-                budget, one for its saved values, one for each program of several points.
+                budget, one for its saved values, one for each pair of points.
         """
         self._graph = graph
         self._costs = costs
@@ -127,7 +118,6 @@ class LowerBound:
         self.program_points = ProgramPoints(graph, costs)
         self._binding_of: dict[int, _Binding] = {}
         self._tight_bound_of: dict[int, float] = {}
-        self._relaxed_ms_of: dict[tuple[frozenset[Op], int], float] = {}
         self._has_warned = False
 
     # --- what it is about ---------------------------------------------------------------------
@@ -160,11 +150,9 @@ class LowerBound:
         return self._baseline_ms if binding is None else self._baseline_ms + binding.recompute_ms
 
     def tight_bound_ms(self, budget_bytes: int) -> float:
-        """A bound of at least `bound_ms`, from two or three program points together.
+        """A bound of at least `bound_ms`, from two program points together.
 
-        Near the smallest peak a 0/1 program looks at two points; if it is not solved in time, its
-        proven bound counts. Linear programs look at two and three points, which says more where
-        branches meet. Both take up to seconds, so the search does without them.
+        That says more where branches meet. It takes up to seconds, so the search does without.
         """
         if budget_bytes not in self._tight_bound_of:
             self._tight_bound_of[budget_bytes] = self._compute_tight_bound_ms(budget_bytes)
@@ -275,18 +263,12 @@ class LowerBound:
             self._warn_of_hulls()
         return self._binding_of[budget_bytes]
 
-    def _find_binding_point(self, budget_bytes: int, num_points: int | None = None) -> _Binding:
-        """Solves points in descending order of their upper bounds, until no other can say more.
-
-        Args:
-            budget_bytes: the budget.
-            num_points: looks at so many of the first points; None for all.
-        """
+    def _find_binding_point(self, budget_bytes: int) -> _Binding:
+        """Solves points in descending order of their upper bounds, until no other can say more."""
         solver_time = self._solver_time.restarted()
         # The time of a plan on the convex hull is an upper bound on the point's least time.
         upper_ms = [
-            curve.hull_plan_ms(budget_bytes - point.min_bytes)
-            for point, curve, _ in self._curves[:num_points]
+            curve.hull_plan_ms(budget_bytes - point.min_bytes) for point, curve, _ in self._curves
         ]
         best = _Binding(0, -inf)
         for index in sorted(range(len(upper_ms)), key=upper_ms.__getitem__, reverse=True):
@@ -310,116 +292,41 @@ class LowerBound:
                 num_cut_short,
             )
 
-    # --- several points -----------------------------------------------------------------------
+    # --- two points ---------------------------------------------------------------------------
 
     def _compute_tight_bound_ms(self, budget_bytes: int) -> float:
         bound_ms = self.bound_ms(budget_bytes)
         if isinf(bound_ms):
             return bound_ms
-        relaxed = (self._relaxed_ms(points, budget_bytes) for points in self._relaxed_sets)
-        recompute_ms = max(self._exact_pair_ms(budget_bytes), max(relaxed, default=0.0))
-        return max(bound_ms, self._baseline_ms + recompute_ms)
-
-    def _exact_pair_ms(self, budget_bytes: int) -> float:
-        """Recompute time that the exact pair demands; 0 where it is not solved."""
-        pair = self._exact_pair
-        if pair is None or pair[1].min_bytes < _MIN_SECOND_SHARE * budget_bytes:
-            return 0.0
-        return self._solve(pair, budget_bytes)[0] if self._is_exact_pair_solvable else 0.0
+        pairs = (self._pair_ms(second, budget_bytes) for second in self._second_points)
+        return max(bound_ms, self._baseline_ms + max(pairs, default=0.0))
 
     @cached_property
-    def _exact_pair(self) -> tuple[ProgramPoint, ProgramPoint] | None:
-        """The binding point near the smallest peak, and the largest point after it.
-
-        The same pair for every budget, so that the bound falls as the budget grows. None if nothing
-        is read after the first point, if there are too many ops, or several forwards in flight.
-        """
-        if len(self._graph.forward_ops) > _MAX_EXACT_OPS or self._graph.num_in_flight > 1:
-            return None
-        if not self.points:
-            return None
-        binding = self._find_binding_point(self._tight_budget_bytes, len(self.points))
-        first = self._curves[binding.index].point
-        second = self.program_points.largest_after(first)
-        return None if second is None else (first, second)
-
-    @property
-    def _tight_budget_bytes(self) -> int:
-        return int(_TIGHT_BUDGET_FACTOR * self.peak_bound_bytes)
-
-    @cached_property
-    def _is_exact_pair_solvable(self) -> bool:
-        """Whether the pair is solved in time near the smallest peak; if not, it is never used."""
-        assert self._exact_pair is not None
-        is_solved = self._solve(self._exact_pair, self._tight_budget_bytes)[1]
-        if not is_solved:
-            logger.info(
-                "the lower bound looks at one program point at a time: the program of two was not "
-                "solved in %.1f s",
-                _PROGRAM_TIME_LIMIT_S,
-            )
-        return is_solved
-
-    @cached_property
-    def _relaxed_sets(self) -> list[tuple[ProgramPoint, ...]]:
-        """The points that are solved together with the first one, the same for every budget.
-
-        Each of `_relaxed_points` alone, and the pair of them that says most.
-        """
-        single = [(point,) for point in self._relaxed_points]
-        pairs = list(combinations(self._relaxed_points, 2))
-        if not pairs:
-            return [*single]
-        return [*single, max(pairs, key=lambda pair: self._relaxed_ms(pair, self._half_bytes))]
-
-    @cached_property
-    def _relaxed_points(self) -> list[ProgramPoint]:
+    def _second_points(self) -> list[ProgramPoint]:
         """Points after the first that lift the bound at half of the baseline's peak.
 
-        In chains there are none. Empty as well if there are too many ops.
+        They are the same for every budget, so that the bound falls as the budget grows. In chains
+        there are none. Empty as well if there are too many ops.
         """
-        if len(self._graph.forward_ops) > _MAX_RELAXED_OPS or not self.points:
+        if len(self._graph.forward_ops) > _MAX_PAIR_OPS or not self.points:
             return []
-        fullest = self.program_points.fullest_after(self.points[0], _NUM_RELAXED_POINTS)
-        known_ms = self.bound_ms(self._half_bytes) - self._baseline_ms
-        enough_ms = known_ms + _MIN_LIFT * self._baseline_ms
-        return [p for p in fullest if self._relaxed_ms((p,), self._half_bytes) > enough_ms]
-
-    @cached_property
-    def _half_bytes(self) -> int:
         baseline = simulate(self._graph, baseline_schedule(self._graph), self._costs)
-        return baseline.peak_bytes // 2
+        half_bytes = baseline.peak_bytes // 2
+        fullest = self.program_points.fullest_after(self.points[0], _NUM_SECOND_POINTS)
+        known_ms = self.bound_ms(half_bytes) - self._baseline_ms
+        enough_ms = known_ms + _MIN_LIFT * self._baseline_ms
+        return [point for point in fullest if self._pair_ms(point, half_bytes) > enough_ms]
 
-    def _relaxed_ms(self, others: tuple[ProgramPoint, ...], budget_bytes: int) -> float:
-        """Recompute time that the first point and others demand, without whole numbers.
-
-        The least over all orders in which the others can follow the first.
-        """
-        key = frozenset(point.op for point in others), budget_bytes
-        if key not in self._relaxed_ms_of:
-            orders = [
-                order
-                for order in permutations(others)
-                if not any(one.op in other.after for one, other in combinations(order, 2))
-            ]
-            self._relaxed_ms_of[key] = min(
-                self._solve((self.points[0], *order), budget_bytes, is_relaxed=True)[0]
-                for order in orders
-            )
-        return self._relaxed_ms_of[key]
-
-    def _solve(
-        self, points: Sequence[ProgramPoint], budget_bytes: int, *, is_relaxed: bool = False
-    ) -> tuple[float, bool]:
-        """Recompute time that points in this order demand, and whether the program was solved."""
+    def _pair_ms(self, second: ProgramPoint, budget_bytes: int) -> float:
+        """Recompute time that the first point and another one demand together."""
         with self._solver_time.restarted().for_one_solve() as time_limit_s:
             return min_recompute_ms(
                 [op for op in self._graph.ops if op.phase is not Phase.BACKWARD],
                 self._costs,
-                points,
+                self.points[0],
+                second,
                 budget_bytes=budget_bytes,
                 readers=self._graph.readers,
                 free=self._forced,
-                is_relaxed=is_relaxed,
-                time_limit_s=min(time_limit_s, _PROGRAM_TIME_LIMIT_S),
+                time_limit_s=min(time_limit_s, TIME_LIMIT_S),
             )

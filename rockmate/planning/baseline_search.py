@@ -12,12 +12,9 @@ from typing import Protocol
 
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
-from rockmate.planning.candidate import Candidate, by_peak, evaluate, feasible, frontier_at
+from rockmate.planning.candidate import Candidate, by_peak, evaluate, feasible
 from rockmate.planning.family import Family, ScheduleMaker
 from rockmate.schedule.schedule import baseline_schedule
-
-# Number of budgets of a frontier for searches that solve each budget by itself.
-FRONTIER_POINTS = 17
 
 
 class Searcher(Protocol):
@@ -33,10 +30,6 @@ class Searcher(Protocol):
 
         None if the budget is below the minimum.
         """
-        ...
-
-    def frontier(self) -> list[tuple[int, Candidate]]:
-        """Budgets and the best candidate of each: budgets grow, times fall."""
         ...
 
     def minimum(self) -> Candidate:
@@ -78,11 +71,6 @@ class FamilySearch:
             candidate for family in self._families for candidate in family.near_budget(budget_bytes)
         ]
         return feasible([*self._grid, *near_budget], budget_bytes)[0]
-
-    def frontier(self) -> list[tuple[int, Candidate]]:
-        """See `Searcher`; the budgets are the peaks of the grid's members."""
-        budgets = sorted({candidate.peak_bytes for candidate in self._grid})
-        return frontier_at(budgets, self.best_within)
 
     def minimum(self) -> Candidate:
         """See `Searcher`."""

@@ -17,8 +17,8 @@ from rockmate.costs.measure import measure_costs
 from rockmate.graph.ir import Graph
 from rockmate.offload.link import link_to
 from rockmate.offload.request import OffloadRequest
-from rockmate.planning.chunk_variants import Variants
-from rockmate.planning.kernel_variants import in_one_format
+from rockmate.planning.form import Form
+from rockmate.planning.further_forms import in_one_format
 from rockmate.planning.stage import timed
 from rockmate.step import CapturedStep
 
@@ -54,9 +54,9 @@ def costs_from(
 def checked_forms(
     capture: Callable[[], CapturedStep],
     further: FurtherForms,
-    form_of: Callable[[CapturedStep], Variants],
+    form_of: Callable[[CapturedStep], Form],
     timings: dict[str, float],
-) -> list[Variants]:
+) -> list[Form]:
     """The step as captured, and the further forms that a plan may have.
 
     Args:
@@ -66,24 +66,24 @@ def checked_forms(
         timings: takes the seconds of "capture", "compile" and "costs".
     """
 
-    def checked(step: CapturedStep) -> Variants:
+    def checked(step: CapturedStep) -> Form:
         with timed(timings, "costs"):
             try:
                 return form_of(step)
             finally:  # a call that passes have replaced is the cause of others' layouts
                 check_traced(() if step.absence else step.capture.traced)
 
-    def first() -> Variants:
+    def first() -> Form:
         with timed(timings, "capture"):
             step = capture()
         return checked(step)
 
     form = captured_in_kernel_layouts(first)
-    others = further(form.unchunked.step)
+    others = further(form.step)
     if others is None:
         return [form]
 
-    def rest() -> list[Variants]:
+    def rest() -> list[Form]:
         with timed(timings, "compile"):
             steps = others()
         return [checked(step) for step in steps]

@@ -14,14 +14,14 @@ from rockmate.planning.chunkable_blocks import UNUSED_HINT, ChunkableBlocks
 
 
 @dataclass(frozen=True, slots=True)
-class VariantNotes:
-    """The notes on one variant of a step; a `ChunkingNotes`.
+class FormNotes:
+    """The notes on one form of a step; a `ChunkingNotes`.
 
     To find the blocks takes a copy of the graph, so it waits until a note is read.
 
     Attributes:
         blocks: of the step as captured.
-        chunks: of the variant; None for the step as captured.
+        chunks: of the form; None for the step as captured.
         search: finds schedules without chunks.
         budget_bytes: of the plan.
     """
@@ -48,7 +48,7 @@ class VariantNotes:
 
     @property
     def bitwise_ms(self) -> float | None:
-        """Time of the fastest schedule found without chunks, if the variant is in chunks."""
+        """Time of the fastest schedule found without chunks, if the form is in chunks."""
         if not self.chunks:
             return None
         found = self.search(self.budget_bytes)

@@ -29,14 +29,11 @@ from tqdm import tqdm
 
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op
-from rockmate.planning.baseline_search import FRONTIER_POINTS
 from rockmate.planning.candidate import (
     Candidate,
     fastest,
     feasible,
-    frontier_at,
     is_worth_refining,
-    linspace_int,
     repairable,
 )
 from rockmate.planning.family import Family
@@ -103,11 +100,6 @@ class LocalSearch:
     def minimum(self) -> Candidate:
         """See `Searcher`."""
         return self.min_peak.minimum()
-
-    def frontier(self) -> list[tuple[int, Candidate]]:
-        """See `Searcher`."""
-        low, high = self.minimum().peak_bytes, self.problem.baseline.peak_bytes
-        return frontier_at(linspace_int(low, high, FRONTIER_POINTS), self.best_within)
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest schedule found with a simulated peak of at most `budget_bytes`.

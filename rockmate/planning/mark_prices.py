@@ -9,8 +9,7 @@ from math import inf, nan
 from rockmate.bound.solver_time import SolverTime
 from rockmate.graph.ir import Graph
 from rockmate.planning.baseline_search import Searcher
-from rockmate.planning.block_options import SolvedBlocks
-from rockmate.planning.variant import Variant
+from rockmate.planning.form import Form
 
 # Number of marks for which an infeasible budget is explained, the first ones.
 MAX_EXPLAINED = 8
@@ -42,18 +41,18 @@ def mark_sources(graph: Graph) -> list[str]:
     return list(dict.fromkeys(sources))
 
 
-def variants_without_each(
-    variant: Variant, time_limit_s: float, *, most: int | None = None
-) -> Iterator[tuple[str, Variant]]:
+def forms_without_each(
+    form: Form, time_limit_s: float, *, most: int | None = None
+) -> Iterator[tuple[str, Form]]:
     """Each source of marks, and the step planned without its marks; measured costs are reused."""
-    for source in mark_sources(variant.graph)[:most]:
-        step = variant.step.without_marks(source)
-        assert [op.name for op in step.graph.ops] == [op.name for op in variant.graph.ops]
-        yield source, Variant(step, variant.costs, SolverTime(time_limit_s), SolvedBlocks())
+    for source in mark_sources(form.graph)[:most]:
+        step = form.step.without_marks(source)
+        assert [op.name for op in step.graph.ops] == [op.name for op in form.graph.ops]
+        yield source, Form(step, form.costs, SolverTime(time_limit_s))
 
 
 def price_within(
-    source: str, without: Variant, budget_bytes: int, strategy: str, *, marked: Variant
+    source: str, without: Form, budget_bytes: int, strategy: str, *, marked: Form
 ) -> MarkPrice:
     """The price of one mark.
 
@@ -75,11 +74,11 @@ def price_within(
     )
 
 
-def advice_on_marks(unchunked: Variant, strategy: str, time_limit_s: float) -> str:
+def advice_on_marks(captured: Form, strategy: str, time_limit_s: float) -> str:
     """What the smallest peak would be without each of the marks; empty if there are none."""
     peaks = [
-        (variant.search(strategy).minimum().peak_bytes, source)
-        for source, variant in variants_without_each(unchunked, time_limit_s, most=MAX_EXPLAINED)
+        (form.search(strategy).minimum().peak_bytes, source)
+        for source, form in forms_without_each(captured, time_limit_s, most=MAX_EXPLAINED)
     ]
     if not peaks:
         return ""

@@ -1,14 +1,13 @@
 """Warm starts: the schedules that the local search begins with, each solved on demand.
 
-`WarmStarts` is the interface, `SolverWarmStarts` fills it from the lower bound's relaxation, the
-knapsack and rotor's table. Most budgets need only some of them.
+Most budgets need only some of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
@@ -33,42 +32,7 @@ _MIN_PEAK_SPANS = (1, 2)
 _ONE_SLOT = 1
 
 
-class WarmStarts(Protocol):
-    """The schedules that solvers propose for a graph, each solved when it is first asked for."""
-
-    @property
-    def num_unproved(self) -> int:
-        """The number of solves that have stopped at their time limit so far."""
-        ...
-
-    def from_relaxation(self, budget_bytes: int) -> Schedule | None:
-        """A schedule with the lower bound's own time; its peak may exceed the budget.
-
-        None if the budget is infeasible in the relaxation.
-        """
-        ...
-
-    def from_knapsack(self, max_saved_bytes: int) -> Schedule | None:
-        """The fastest schedule that saves at most so many bytes and recomputes the rest once.
-
-        None if there is none.
-        """
-        ...
-
-    def from_rotor(self) -> Sequence[ScheduleMaker]:
-        """Schedules that may recompute a value several times, in order of growing solver budget."""
-        ...
-
-    def min_peak(self) -> Sequence[ScheduleMaker]:
-        """Schedules of small peaks; equal for equal graphs, whatever the op times."""
-        ...
-
-    def bound_ms(self, budget_bytes: int) -> float:
-        """A lower bound on the time of every schedule within the budget."""
-        ...
-
-
-class SolverWarmStarts:
+class WarmStarts:
     """Warm starts from the relaxation, the knapsack and rotor's table.
 
     Args:
@@ -99,31 +63,38 @@ class SolverWarmStarts:
 
     @property
     def num_unproved(self) -> int:
-        """See `WarmStarts`."""
+        """The number of solves that have stopped at their time limit so far."""
         knapsack = self._knapsack.num_unproved if "_knapsack" in self.__dict__ else 0
         rotor = sum(family.solver.num_unproved for family in self._rotor_families)
         return self._lower_bound.num_cut_short + knapsack + rotor
 
     def bound_ms(self, budget_bytes: int) -> float:
-        """See `WarmStarts`."""
+        """A lower bound on the time of every schedule within the budget."""
         return self._lower_bound.bound_ms(budget_bytes)
 
     def from_relaxation(self, budget_bytes: int) -> Schedule | None:
-        """See `WarmStarts`."""
+        """A schedule with the lower bound's own time; its peak may exceed the budget.
+
+        None if the budget is infeasible in the relaxation.
+        """
         saved = self._lower_bound.saved_values_within(budget_bytes)
         return None if saved is None else self._knapsack.schedule_saving(saved)
 
     def from_knapsack(self, max_saved_bytes: int) -> Schedule | None:
-        """See `WarmStarts`."""
+        """The fastest schedule that saves at most so many bytes and recomputes the rest once.
+
+        None if there is none.
+        """
         return self._knapsack.fastest_saving(max_saved_bytes)
 
     def from_rotor(self) -> Sequence[ScheduleMaker]:
-        """See `WarmStarts`."""
+        """Schedules that may recompute a value several times, in order of growing solver budget."""
         return self._rotor_family(self._costs).makers()
 
     def min_peak(self) -> Sequence[ScheduleMaker]:
-        """The tightest schedules of two tables that count ops instead of timing them.
+        """Schedules of small peaks; equal for equal graphs, whatever the op times.
 
+        They are the tightest of two tables that count ops instead of timing them.
         One has several options a block. In the other, each block saves everything or is recomputed
         as a whole, so the result is never worse than Rotor's own.
         """

@@ -29,29 +29,19 @@ from small_graphs import (
 import rockmate.planning.checked_forms
 from bench.unet import UNet
 from rockmate import STRATEGIES, InfeasibleBudgetError, Planner, RockmateModule
-from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph, Phase
 from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.planning.rotor_family import RotorFamily
-from rockmate.planning.strategies import make_search
+from rockmate.planning.strategies import Searches
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
 
 def search_of(strategy: str, graph: Graph, costs: Costs) -> Any:
-    least_ms = simulate(graph, baseline_schedule(graph), costs).time_ms
-    lower_bound = LowerBound(graph, costs, least_ms, solver_time=SolverTime(30.0))
-    return make_search(
-        strategy,
-        graph,
-        partition(graph),
-        costs,
-        lower_bound=lower_bound,
-        solver_time=SolverTime(30.0),
-    )
+    return Searches(graph, costs, SolverTime(30.0)).search(strategy)
 
 
 @pytest.mark.parametrize("name", NAMES[1:])

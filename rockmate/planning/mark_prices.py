@@ -8,8 +8,7 @@ from math import inf, nan
 
 from rockmate.bound.solver_time import SolverTime
 from rockmate.graph.ir import Graph
-from rockmate.planning.baseline_search import Searcher
-from rockmate.planning.form import Form
+from rockmate.planning.form import Form, time_of
 
 # Number of marks for which an infeasible budget is explained, the first ones.
 MAX_EXPLAINED = 8
@@ -64,8 +63,8 @@ def price_within(
         marked: the step with it.
     """
     search, marked_search = without.search(strategy), marked.search(strategy)
-    ms_with = _ms(marked_search, budget_bytes)
-    ms_without = min(ms_with, _ms(search, budget_bytes))
+    ms_with = time_of(marked_search.best_within(budget_bytes))
+    ms_without = min(ms_with, time_of(search.best_within(budget_bytes)))
     return MarkPrice(
         mark=source,
         minimum_peak_bytes=min(search.minimum().peak_bytes, marked_search.minimum().peak_bytes),
@@ -84,9 +83,3 @@ def advice_on_marks(captured: Form, strategy: str, time_limit_s: float) -> str:
         return ""
     texts = [f"without {source!r} it is {peak:,} bytes" for peak, source in sorted(peaks)]
     return f"Marks take part in that peak: {'; '.join(texts)}."
-
-
-def _ms(search: Searcher, budget_bytes: int) -> float:
-    """Time of the fastest schedule found; infinite if none fits."""
-    found = search.best_within(budget_bytes)
-    return inf if found is None else found.time_ms

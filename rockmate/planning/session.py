@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Self
 
 from torch import nn
 
+from rockmate.bound.protocol import MinBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.budget import (
     Budget,
@@ -32,28 +34,45 @@ from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate
-from rockmate.planning.checked_forms import FurtherForms, checked_forms, costs_from
+from rockmate.planning.checked_forms import (
+    FurtherForms,
+    checked_forms,
+    costs_from,
+    other_forms,
+    timed,
+)
 from rockmate.planning.form import Form
 from rockmate.planning.forms import Forms
-from rockmate.planning.frontier_point import FrontierPoint
-from rockmate.planning.further_forms import other_forms
 from rockmate.planning.mark_prices import (
     MarkPrice,
     advice_on_marks,
     forms_without_each,
     price_within,
 )
-from rockmate.planning.monotone import never_slower
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.search_trace import gap_bar
 from rockmate.planning.simulated_capture import captured_step, machine_of
-from rockmate.planning.stage import timed
 from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.planning.strategies import UNMOVED
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """The peak and time of the plan for one budget.
+
+    Attributes:
+        budget_bytes: the budget.
+        predicted_peak_bytes: the peak of its plan, at most the budget.
+        predicted_ms: the time of one forward and backward, in milliseconds.
+    """
+
+    budget_bytes: int
+    predicted_peak_bytes: int
+    predicted_ms: float
 
 
 class PlanningSession:
@@ -365,3 +384,23 @@ class PlanningSession:
             bounds=self._forms.bounds_within(budget_bytes),
             num_unproved_blocks=form.search(strategy).num_unproved + (not candidate.is_proved),
         )
+
+
+def never_slower(plans: Mapping[int, Plan]) -> dict[int, Plan]:
+    """The plans by growing budget, none of them slower than one for less memory.
+
+    A search is a heuristic, and now and then the plan that it finds for more memory is a little
+    slower. A plan that fits a smaller budget fits a larger one.
+
+    Args:
+        plans: by budget in bytes.
+    """
+    found: dict[int, Plan] = {}
+    fastest: Plan | None = None
+    for budget_bytes, plan in sorted(plans.items()):
+        chosen = plan
+        if fastest is not None and fastest.predicted_ms < plan.predicted_ms:
+            both = partial(tuple, (plan.bounds, fastest.bounds))  # the plan may be of another form
+            chosen = replace(fastest, budget_bytes=budget_bytes, bounds=MinBound(both))
+        found[budget_bytes] = fastest = chosen
+    return found

@@ -9,11 +9,10 @@ from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph
-from rockmate.planning.baseline_search import FamilySearch, Searcher
+from rockmate.planning.baseline_search import FamilySearch, Searcher, chen_family
 from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.branch_order import memory_minimizing_order
 from rockmate.planning.checkmate_strategy import CheckmateSearch
-from rockmate.planning.chen_family import chen_family
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.starts import WarmStarts

@@ -11,7 +11,7 @@ from small_graphs import fixed
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import linspace_int
-from rockmate.planning.monotone import never_slower
+from rockmate.planning.session import never_slower
 from rockmate.schedule.simulate import simulate
 
 

@@ -56,8 +56,7 @@ from checkmate.pareto import pareto
 from checkmate.problem import Knapsack, Op, Solution, Status
 from checkmate.staged import StagedOp, StagedProblem, StagedSolution
 from checkmate.staged_solve import solve_staged
-from checkmate.staged_verify import verify_staged
-from checkmate.verify import verify
+from checkmate.verify import verify, verify_staged
 
 __all__ = [
     "Curve",

@@ -24,7 +24,7 @@ from checkmate.staged import (
     without_dead_runs,
 )
 from checkmate.staged_model import StagedModel
-from checkmate.staged_verify import verify_staged
+from checkmate.verify import verify_staged
 
 _BOUND_TOLERANCE = 1e-9
 """Share of all first runs' time by which the dual bound is lowered: solvers use floating point."""

@@ -58,9 +58,10 @@ logger = logging.getLogger(__name__)
 # Largest number of forward ops for which two points are looked at together.
 _MAX_PAIR_OPS = 600
 # Number of further points that are tried with the first one.
-_NUM_SECOND_POINTS = 4
-# Such a point is used at other budgets if it lifts the bound at half of the baseline's peak by more
-# than this share of the baseline's time.
+_NUM_SECOND = 4
+# A budget near the smallest peak, as a multiple of the bound on the peak.
+_TIGHT = 1.1
+# A pair is used if it lifts the bound by more than this share of the baseline's time.
 _MIN_LIFT = 1e-4
 
 
@@ -91,7 +92,15 @@ class _Binding(NamedTuple):
 
 
 class LowerBound:
-    """Lower bounds on the time of one graph's schedules."""
+    """Lower bounds on the time of one graph's schedules.
+
+    Attributes:
+        graph: as given.
+        costs: as given.
+        forced: ops of the forward that every schedule recomputes, since marks ask for it.
+        base_ms: the time of all first runs and of forced recomputations.
+        program_points: the points of the backward.
+    """
 
     def __init__(
         self, graph: Graph, costs: Costs, baseline_ms: float, *, solver_time: SolverTime
@@ -107,47 +116,25 @@ class LowerBound:
                 an answer does not depend on the questions before it: one limit for the bound of a
                 budget, one for its saved values, one for each pair of points.
         """
-        self._graph = graph
-        self._costs = costs
+        self.graph = graph
+        self.costs = costs
         # What every schedule takes: all first runs, and the recomputations that marks ask for.
         self._backward = [graph.ops[index] for index in baseline_schedule(graph).backward]
-        self._forced = forced_recomputations(graph.forward_ops, self._backward)
-        self._forced_ms = sum(costs.recompute[op.index].time_ms for op in self._forced)
-        self._baseline_ms = baseline_ms + self._forced_ms
+        self.forced = frozenset(forced_recomputations(graph.forward_ops, self._backward))
+        forced_ms = sum(costs.recompute[op.index].time_ms for op in self.forced)
+        self.base_ms = baseline_ms + forced_ms
         self._solver_time = solver_time
         self.program_points = ProgramPoints(graph, costs)
         self._binding_of: dict[int, _Binding] = {}
         self._tight_bound_of: dict[int, float] = {}
         self._has_warned = False
 
-    # --- what it is about ---------------------------------------------------------------------
-
-    @property
-    def graph(self) -> Graph:
-        """The graph whose schedules it bounds."""
-        return self._graph
-
-    @property
-    def costs(self) -> Costs:
-        """The costs of its ops."""
-        return self._costs
-
-    @property
-    def forced(self) -> frozenset[Op]:
-        """Ops of the forward that every schedule recomputes, since marks ask for it."""
-        return frozenset(self._forced)
-
-    @property
-    def base_ms(self) -> float:
-        """The time of all first runs and of forced recomputations."""
-        return self._baseline_ms
-
     # --- bounds -------------------------------------------------------------------------------
 
     def bound_ms(self, budget_bytes: int) -> float:
         """A time that no schedule of at most `budget_bytes` beats; infinite if none can fit."""
         binding = self._binding_point(budget_bytes)
-        return self._baseline_ms if binding is None else self._baseline_ms + binding.recompute_ms
+        return self.base_ms if binding is None else self.base_ms + binding.recompute_ms
 
     def tight_bound_ms(self, budget_bytes: int) -> float:
         """A bound of at least `bound_ms`, from two program points together.
@@ -207,10 +194,10 @@ class LowerBound:
             problem, values = knapsack_of(
                 self._ops_before(point),
                 point.after,
-                self._costs,
+                self.costs,
                 available=point.live | self._made_after(point),
                 with_states=True,
-                free=self._forced,
+                free=self.forced,
             )
             with self._solver_time.for_one_solve() as time_limit_s:
                 curves.append(_PointCurve(point, Curve(problem, time_limit_s=time_limit_s), values))
@@ -224,7 +211,7 @@ class LowerBound:
 
     def _ops_before(self, point: ProgramPoint) -> list[Op]:
         """Forward ops that run before a point in every schedule, and late ops."""
-        ops = [op for op in self._graph.ops if op.phase is not Phase.BACKWARD]
+        ops = [op for op in self.graph.ops if op.phase is not Phase.BACKWARD]
         if point.op.phase is Phase.BACKWARD:
             return ops
         before = set(point.before)
@@ -236,7 +223,7 @@ class LowerBound:
             return frozenset()
         before = set(point.before)
         return frozenset(
-            storage for op in self._graph.forward_ops if op not in before for storage in op.writes
+            storage for op in self.graph.forward_ops if op not in before for storage in op.writes
         )
 
     def _in_flight_curves(self) -> Iterator[_PointCurve]:
@@ -245,11 +232,11 @@ class LowerBound:
         Each bounds the time of every schedule as well.
         """
         border = self.program_points.border()
-        if self._graph.num_in_flight == 1 or border is None:
+        if self.graph.num_in_flight == 1 or border is None:
             return
         for point in (border, *self.points):
             problem, values = in_flight_knapsack(
-                self._graph, self._costs, point, self._backward, self._forced
+                self.graph, self.costs, point, self._backward, self.forced
             )
             with self._solver_time.for_one_solve() as time_limit_s:
                 yield _PointCurve(point, Curve(problem, time_limit_s=time_limit_s), values)
@@ -263,8 +250,13 @@ class LowerBound:
             self._warn_of_hulls()
         return self._binding_of[budget_bytes]
 
-    def _find_binding_point(self, budget_bytes: int) -> _Binding:
-        """Solves points in descending order of their upper bounds, until no other can say more."""
+    def _find_binding_point(self, budget_bytes: int, num_points: int | None = None) -> _Binding:
+        """Solves points in descending order of their upper bounds, until no other can say more.
+
+        Args:
+            budget_bytes: the budget.
+            num_points: looks at so many of the first points; None for all.
+        """
         solver_time = self._solver_time.restarted()
         # The time of a plan on the convex hull is an upper bound on the point's least time.
         upper_ms = [
@@ -298,35 +290,44 @@ class LowerBound:
         bound_ms = self.bound_ms(budget_bytes)
         if isinf(bound_ms):
             return bound_ms
-        pairs = (self._pair_ms(second, budget_bytes) for second in self._second_points)
-        return max(bound_ms, self._baseline_ms + max(pairs, default=0.0))
+        pairs = (self._pair_ms(*pair, budget_bytes) for pair in self._pairs)
+        return max(bound_ms, self.base_ms + max(pairs, default=0.0))
 
     @cached_property
-    def _second_points(self) -> list[ProgramPoint]:
-        """Points after the first that lift the bound at half of the baseline's peak.
+    def _pairs(self) -> list[tuple[ProgramPoint, ProgramPoint]]:
+        """Pairs of points that lift the bound somewhere; none if there are too many ops.
 
-        They are the same for every budget, so that the bound falls as the budget grows. In chains
-        there are none. Empty as well if there are too many ops.
+        The first point with each of the fullest after it is tried at half of the baseline's peak,
+        where branches meet. The point that binds near the smallest peak is tried there, with the
+        largest after it. The pairs are the same for every budget, so that the bound falls as the
+        budget grows.
         """
-        if len(self._graph.forward_ops) > _MAX_PAIR_OPS or not self.points:
+        if len(self.graph.forward_ops) > _MAX_PAIR_OPS or not self.points:
             return []
-        baseline = simulate(self._graph, baseline_schedule(self._graph), self._costs)
-        half_bytes = baseline.peak_bytes // 2
-        fullest = self.program_points.fullest_after(self.points[0], _NUM_SECOND_POINTS)
-        known_ms = self.bound_ms(half_bytes) - self._baseline_ms
-        enough_ms = known_ms + _MIN_LIFT * self._baseline_ms
-        return [point for point in fullest if self._pair_ms(point, half_bytes) > enough_ms]
+        baseline = simulate(self.graph, baseline_schedule(self.graph), self.costs)
+        half_bytes, tight_bytes = baseline.peak_bytes // 2, int(_TIGHT * self.peak_bound_bytes)
+        first, points = self.points[0], self.program_points
+        binding = self._find_binding_point(tight_bytes, len(self.points))
+        tight = self._curves[binding.index].point
+        tried = [(first, each, half_bytes) for each in points.fullest_after(first, _NUM_SECOND)]
+        tried += [(tight, each, tight_bytes) for each in points.largest_after(tight)]
+        return [(one, other) for one, other, at in tried if self._lifts(one, other, at)]
 
-    def _pair_ms(self, second: ProgramPoint, budget_bytes: int) -> float:
-        """Recompute time that the first point and another one demand together."""
+    def _lifts(self, one: ProgramPoint, other: ProgramPoint, budget_bytes: int) -> bool:
+        """Whether two points together say more than each alone."""
+        lift_ms = self.base_ms + self._pair_ms(one, other, budget_bytes)
+        return lift_ms > self.bound_ms(budget_bytes) + _MIN_LIFT * self.base_ms
+
+    def _pair_ms(self, first: ProgramPoint, second: ProgramPoint, budget_bytes: int) -> float:
+        """Recompute time that two points demand together; the second runs after the first."""
         with self._solver_time.restarted().for_one_solve() as time_limit_s:
             return min_recompute_ms(
-                [op for op in self._graph.ops if op.phase is not Phase.BACKWARD],
-                self._costs,
-                self.points[0],
+                [op for op in self.graph.ops if op.phase is not Phase.BACKWARD],
+                self.costs,
+                first,
                 second,
                 budget_bytes=budget_bytes,
-                readers=self._graph.readers,
-                free=self._forced,
+                readers=self.graph.readers,
+                free=self.forced,
                 time_limit_s=min(time_limit_s, TIME_LIMIT_S),
             )

@@ -26,8 +26,8 @@ left out. So are whole numbers.
 **Complexity.** Two variables for each value and three for each op. HiGHS or CBC takes tenths of a
 second for some hundred ops.
 
-**Not done.** Whole numbers and a third point, which say 0.1 to 3 % more on convolutional nets and
-take seconds. The proof that no schedule takes less is in docs/internals/algorithms.md.
+**Not done.** Whole numbers and a third point, which say up to half a percent more on convolutional
+nets and take seconds. The proof that no schedule takes less is in docs/internals/algorithms.md.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def pairs(name: str) -> list[tuple[float, float, float]]:
         for peak_bytes, time_ms in reached(name):
             point, curve, _ = bounds._curves[0]  # pyright: ignore[reportPrivateUsage]
             one_ms = base_ms + curve.bound_ms(peak_bytes - point.min_bytes)
-            both_ms = base_ms + bounds._pair_ms(second, peak_bytes)  # pyright: ignore[reportPrivateUsage]
+            both_ms = base_ms + bounds._pair_ms(bounds.points[0], second, peak_bytes)  # pyright: ignore[reportPrivateUsage]
             found.append((time_ms, one_ms, both_ms))
     return found
 

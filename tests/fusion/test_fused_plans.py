@@ -125,6 +125,8 @@ def test_auto_considers_kernels_that_are_slower_but_save_memory(
     monkeypatch.setattr("rockmate.fusion.kernels.time_ms", lambda *_: next(times))
     auto = PlanningSession(workload.model, workload.sample, kernels="auto")
     single, fused, whole = (each.whole for each in auto._forms.chunked)
+    assert fused.step.fusion is not None
+    assert whole.step.fusion is not None
     assert fused.step.fusion.report.num_places == 0
     assert whole.step.fusion.report.num_places > 0
     smallest = whole.local_search.minimum().peak_bytes

@@ -35,6 +35,7 @@ from rockmate.graph.build import build_graph
 from rockmate.graph.ir import Graph
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import GRAPH_PASSES, REWRITES, PassOptions, run_passes
+from rockmate.planning.block_options import Solving
 from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.strategies import Searches
 from rockmate.runtime.emit import emit
@@ -144,13 +145,8 @@ def sections() -> Iterator[Section]:
 def _planned_by_rotor(
     graph: Graph, chain: BlockChain, costs: Costs, baseline: Simulation, budget_bytes: int
 ) -> Iterator[Section]:
-    rotor = RotorFamily(
-        graph,
-        chain,
-        costs,
-        max_bytes=baseline.peak_bytes,
-        solver_time=SolverTime(text.TIME_LIMIT_S),
-    )
+    solving = Solving(graph, chain, costs, SolverTime(text.TIME_LIMIT_S))
+    rotor = RotorFamily(solving, max_bytes=baseline.peak_bytes)
     yield _section("options", text.of_options(rotor))
     yield _section("rotor", text.of_rotor(rotor))
     yield _section("refinement", text.of_refinement(rotor, budget_bytes))

@@ -19,6 +19,7 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import storages_of
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.planning.baseline_search import Searcher
+from rockmate.planning.block_options import Solving
 from rockmate.planning.candidate import Candidate, frontier_at, linspace_int
 from rockmate.planning.forms import FRONTIER_POINTS
 from rockmate.planning.knapsack_family import KnapsackFamily
@@ -124,7 +125,7 @@ def of_options(rotor: RotorFamily) -> str:
             f"{_kib(option.backward.peak_bytes):>14} {times}  {saved or '-'}"
         )
     lines.append(
-        f"{rotor.solver.num_distinct} distinct blocks and spans solved for "
+        f"{len(rotor.solver.solved.by_key)} distinct blocks and spans solved for "
         f"{len(rotor.rotor_chain.spans)}"
     )
     return "\n".join(lines)
@@ -155,7 +156,7 @@ def of_rotor(rotor: RotorFamily) -> str:
 def of_refinement(rotor: RotorFamily, budget_bytes: int) -> str:
     """Each start near the budget, after repair and after refinement, as the local search does."""
     graph, costs = rotor.graph, rotor.solver.costs
-    one_level = KnapsackFamily(graph, rotor.chain, costs, solver_time=SolverTime(TIME_LIMIT_S))
+    one_level = KnapsackFamily(Solving(graph, rotor.chain, costs, SolverTime(TIME_LIMIT_S)))
     limits = linspace_int(0, int(_MAX_EXCESS * budget_bytes), _NUM_LIMITS)
     schedules = {
         "knapsack": [

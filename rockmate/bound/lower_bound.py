@@ -178,13 +178,6 @@ class LowerBound:
         points = (*self.points, *self._forward_points)
         return max((point.min_bytes for point in points), default=0)
 
-    @property
-    def num_cut_short(self) -> int:
-        """Number of program points whose bound is a convex hull because of a time limit so far."""
-        if "_curves" not in self.__dict__:
-            return 0
-        return sum(curve.is_cut_short for _, curve, _ in self._curves)
-
     # --- one point ----------------------------------------------------------------------------
 
     @cached_property
@@ -275,7 +268,7 @@ class LowerBound:
         return best
 
     def _warn_of_hulls(self) -> None:
-        num_cut_short = self.num_cut_short
+        num_cut_short = sum(curve.is_cut_short for _, curve, _ in self._curves)
         if num_cut_short and not self._has_warned:
             self._has_warned = True
             logger.warning(

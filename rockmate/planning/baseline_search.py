@@ -25,11 +25,6 @@ from rotor import Sequence as RotorSequence
 class Searcher(Protocol):
     """A search for the fastest schedule within any budget."""
 
-    @property
-    def num_unproved(self) -> int:
-        """The number of solves that have stopped at their time limit so far."""
-        ...
-
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest schedule found with a simulated peak of at most `budget_bytes`.
 
@@ -49,7 +44,6 @@ class FamilySearch:
         graph: ops and storages.
         costs: of its ops.
         families: schedules, each family in order of growing solver budget.
-        num_unproved: number of solves behind the families that stopped at their time limit.
     """
 
     def __init__(
@@ -57,10 +51,7 @@ class FamilySearch:
         graph: Graph,
         costs: Costs,
         families: Sequence[Sequence[ScheduleMaker]],
-        *,
-        num_unproved: int = 0,
     ) -> None:
-        self.num_unproved = num_unproved
         simulated = partial(evaluate, graph, costs=costs)
         self._families = [Family(makers, simulated) for makers in families]
         self._grid = [

@@ -35,9 +35,6 @@ class CheckmateSearch:
 
     Raises:
         ValueError: the graph has several forwards in flight, which the program does not count.
-
-    Attributes:
-        num_unproved: always 0. A candidate without proof says so itself.
     """
 
     def __init__(self, graph: Graph, costs: Costs, *, time_limit_s: float) -> None:
@@ -47,7 +44,6 @@ class CheckmateSearch:
                 "forward before its backward; take another strategy"
             )
             raise ValueError(msg)
-        self.num_unproved = 0
         self._graph = graph
         self._costs = costs
         self._time_limit_s = time_limit_s

@@ -92,11 +92,6 @@ class LocalSearch:
         self._initial: dict[int, Candidate] = {}
         self._relaxed: dict[int, Candidate | None] = {}
 
-    @property
-    def num_unproved(self) -> int:
-        """See `Searcher`."""
-        return self.problem.starts.num_unproved
-
     def minimum(self) -> Candidate:
         """See `Searcher`."""
         return self.min_peak.minimum()

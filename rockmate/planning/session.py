@@ -382,7 +382,7 @@ class PlanningSession:
             gap_tolerance=self._rule.gap_tolerance,
             is_cut_short=self._rule.is_late,
             bounds=self._forms.bounds_within(budget_bytes),
-            num_unproved_blocks=form.search(strategy).num_unproved + (not candidate.is_proved),
+            num_unproved_blocks=form.num_unproved + (not candidate.is_proved),
         )
 
 

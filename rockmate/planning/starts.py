@@ -6,15 +6,12 @@ Most budgets need only some of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
+from dataclasses import replace
+from functools import cached_property, partial
 
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.solver_time import SolverTime
-from rockmate.costs.cost import Costs, unit_times
-from rockmate.graph.blocks import BlockChain
-from rockmate.graph.ir import Graph
-from rockmate.planning.block_options import SolvedBlocks
+from rockmate.costs.cost import unit_times
+from rockmate.planning.block_options import Solving
 from rockmate.planning.family import ScheduleMaker
 from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.planning.rotor_family import RotorFamily
@@ -36,37 +33,13 @@ class WarmStarts:
     """Warm starts from the relaxation, the knapsack and rotor's table.
 
     Args:
-        graph: ops and storages.
-        chain: its blocks.
-        costs: of its ops.
+        solving: the graph and its blocks.
         lower_bound: of its schedules' times.
         max_bytes: the largest budget that matters.
-        solver_time: the time that all solves share.
-        solved: blocks whose options are known already.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        chain: BlockChain,
-        costs: Costs,
-        lower_bound: LowerBound,
-        *,
-        max_bytes: int,
-        solver_time: SolverTime,
-        solved: SolvedBlocks | None = None,
-    ) -> None:
-        self._graph, self._chain, self._costs, self._lower_bound = graph, chain, costs, lower_bound
-        self._max_bytes, self._solver_time = max_bytes, solver_time
-        self._solved = SolvedBlocks() if solved is None else solved
-        self._rotor_families: list[RotorFamily] = []
-
-    @property
-    def num_unproved(self) -> int:
-        """The number of solves that have stopped at their time limit so far."""
-        knapsack = self._knapsack.num_unproved if "_knapsack" in self.__dict__ else 0
-        rotor = sum(family.solver.num_unproved for family in self._rotor_families)
-        return self._lower_bound.num_cut_short + knapsack + rotor
+    def __init__(self, solving: Solving, lower_bound: LowerBound, *, max_bytes: int) -> None:
+        self._solving, self._lower_bound, self._max_bytes = solving, lower_bound, max_bytes
 
     def bound_ms(self, budget_bytes: int) -> float:
         """A lower bound on the time of every schedule within the budget."""
@@ -89,7 +62,7 @@ class WarmStarts:
 
     def from_rotor(self) -> Sequence[ScheduleMaker]:
         """Schedules that may recompute a value several times, in order of growing solver budget."""
-        return self._rotor_family(self._costs).makers()
+        return RotorFamily(self._solving, max_bytes=self._max_bytes).makers()
 
     def min_peak(self) -> Sequence[ScheduleMaker]:
         """Schedules of small peaks; equal for equal graphs, whatever the op times.
@@ -98,25 +71,13 @@ class WarmStarts:
         One has several options a block. In the other, each block saves everything or is recomputed
         as a whole, so the result is never worse than Rotor's own.
         """
-        costs = unit_times(self._costs)
-        with_options = self._rotor_family(costs, max_slots=_MIN_PEAK_SLOTS, spans=_MIN_PEAK_SPANS)
+        solving = replace(self._solving, costs=unit_times(self._solving.costs))
+        family = partial(RotorFamily, solving, max_bytes=self._max_bytes)
+        with_options = family(max_slots=_MIN_PEAK_SLOTS, spans=_MIN_PEAK_SPANS)
         tightest = with_options.makers()[:_NUM_MIN_PEAK_STARTS]
-        plain_rotor = self._rotor_family(costs, max_slots=_ONE_SLOT, is_all_or_nothing=True)
+        plain_rotor = family(max_slots=_ONE_SLOT, is_all_or_nothing=True)
         return [*tightest, *plain_rotor.makers()[:1]]
 
     @cached_property
     def _knapsack(self) -> KnapsackFamily:
-        return KnapsackFamily(self._graph, self._chain, self._costs, solver_time=self._solver_time)
-
-    def _rotor_family(self, costs: Costs, **options: Any) -> RotorFamily:
-        family = RotorFamily(
-            self._graph,
-            self._chain,
-            costs,
-            max_bytes=self._max_bytes,
-            solver_time=self._solver_time,
-            solved=self._solved,
-            **options,
-        )
-        self._rotor_families.append(family)
-        return family
+        return KnapsackFamily(self._solving)

@@ -10,7 +10,7 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph
 from rockmate.planning.baseline_search import FamilySearch, Searcher, chen_family
-from rockmate.planning.block_options import SolvedBlocks
+from rockmate.planning.block_options import SolvedBlocks, Solving
 from rockmate.planning.branch_order import memory_minimizing_order
 from rockmate.planning.checkmate_strategy import CheckmateSearch
 from rockmate.planning.local_search import LocalSearch
@@ -84,16 +84,17 @@ class Searches:
         """The search of the default strategy."""
         backward = memory_minimizing_order(self.graph, self.costs)
         chain = self.blocks if backward is None else self.blocks.with_backward_as_in(backward)
-        starts = WarmStarts(
-            self.graph,
-            chain,
-            self.costs,
-            self.lower_bound,
-            max_bytes=self.baseline.peak_bytes,
-            solver_time=self._solver_time,
-            solved=self._solved,
-        )
+        max_bytes = self.baseline.peak_bytes
+        starts = WarmStarts(self._solving(chain), self.lower_bound, max_bytes=max_bytes)
         return LocalSearch(self.graph, self.costs, starts, self._rule, backward=backward)
+
+    def _solving(self, chain: BlockChain) -> Solving:
+        return Solving(self.graph, chain, self.costs, self._solver_time, self._solved)
+
+    @property
+    def num_unproved(self) -> int:
+        """The number of solves, of all graphs of the step, that were out of time so far."""
+        return len(self._solver_time.cut_short)
 
     def search(self, strategy: str) -> Searcher:
         """The search of a strategy.
@@ -118,13 +119,6 @@ class Searches:
             families = [[chen_family(self.graph, self.blocks)]] if strategy == "chen" else []
             return FamilySearch(self.graph, self.costs, families)
         rotor = RotorFamily(
-            self.graph,
-            self.blocks,
-            self.costs,
-            max_bytes=self.baseline.peak_bytes,
-            solver_time=self._solver_time,
-            solved=self._solved,
-            is_all_or_nothing=True,
+            self._solving(self.blocks), max_bytes=self.baseline.peak_bytes, is_all_or_nothing=True
         )
-        num_unproved = rotor.solver.num_unproved
-        return FamilySearch(self.graph, self.costs, [rotor.makers()], num_unproved=num_unproved)
+        return FamilySearch(self.graph, self.costs, [rotor.makers()])

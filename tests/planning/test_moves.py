@@ -149,7 +149,6 @@ class Given:
     """Random schedules in place of what solvers propose, and no bound."""
 
     schedules: list[Schedule]
-    num_unproved: int = 0
 
     def bound_ms(self, budget_bytes: int) -> float:
         return 0.0

@@ -33,6 +33,7 @@ from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph, Phase
+from rockmate.planning.block_options import Solving
 from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.strategies import Searches
@@ -131,11 +132,9 @@ def test_the_answer_depends_on_the_budget_alone(name: str, strategy: str) -> Non
 def test_a_plan_is_never_slower_than_a_plain_member_of_the_families(name: str) -> None:
     graph, costs = graph_and_costs(fixed(name).planner)
     baseline = simulate(graph, baseline_schedule(graph), costs)
-    solver_time, chain = SolverTime(30.0), partition(graph)
-    several = RotorFamily(
-        graph, chain, costs, max_bytes=baseline.peak_bytes, solver_time=solver_time
-    ).makers()
-    one = KnapsackFamily(graph, chain, costs, solver_time=solver_time)
+    solving = Solving(graph, partition(graph), costs, SolverTime(30.0))
+    several = RotorFamily(solving, max_bytes=baseline.peak_bytes).makers()
+    one = KnapsackFamily(solving)
     saving = [
         one.fastest_saving(baseline.saved_bytes * percent // 100) for percent in range(0, 101, 2)
     ]

@@ -20,7 +20,7 @@ from rockmate.costs.cost import Costs
 from rockmate.frames.schedule_cost import ScheduleCost
 from rockmate.graph.blocks import Block, kind_of, wiring_of
 from rockmate.graph.ir import Graph
-from rockmate.planning.block_options import OptionSolver, SolvedBlocks, storages_at
+from rockmate.planning.block_options import OptionSolver, SolvedBlocks, Solving, storages_at
 from rockmate.planning.form import Form
 from rockmate.planning.lowering import lower_saved
 from rockmate.planning.stopping_rule import StoppingRule
@@ -91,9 +91,8 @@ def _schedules(step: CapturedStep, costs: Costs) -> Iterator[Schedule]:
     yield baseline_schedule(graph)
     chain = form.blocks
     whole = chain.span(0, len(chain.blocks) - 1)
-    solver = OptionSolver(
-        graph, chain, costs, max_options=_MOST_SAVED_SETS, solver_time=solver_time, solved=solved
-    )
+    solving = Solving(graph, chain, costs, solver_time, solved)
+    solver = OptionSolver(solving, max_options=_MOST_SAVED_SETS)
     for option in solver.options(whole):
         yield lower_saved(graph, chain, storages_at(whole, option.saved))
     search = form.local_search

@@ -27,8 +27,6 @@ from functools import cached_property
 
 from tqdm import tqdm
 
-from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Graph, Op
 from rockmate.planning.candidate import (
     Candidate,
     fastest,
@@ -41,8 +39,6 @@ from rockmate.planning.min_peak import MinPeakPool
 from rockmate.planning.perturbation import Perturbation
 from rockmate.planning.search_problem import SearchProblem
 from rockmate.planning.search_trace import SearchTrace
-from rockmate.planning.starts import WarmStarts
-from rockmate.planning.stopping_rule import StoppingRule
 
 # The fastest schedule at the minimum budget sometimes fits in less, in practice never below this
 # fraction of it.
@@ -62,30 +58,14 @@ _MIN_GAIN = 1e-5
 class LocalSearch:
     """The search of the default strategy. Nothing is solved before it is asked for.
 
-    Args:
-        graph: ops and storages.
-        costs: of its ops.
-        starts: the warm starts, and the lower bound.
-        rule: when the search ends; None for the default tolerance and no limit.
-        backward: late and backward ops in the baseline's order; None for the graph's order.
-
     Attributes:
         problem: the graph with its baseline, starts and refiner.
         min_peak: the schedules of small peaks.
         traces: what the search for each budget did, by budget.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        costs: Costs,
-        starts: WarmStarts,
-        rule: StoppingRule | None = None,
-        *,
-        backward: Sequence[Op] | None = None,
-    ) -> None:
-        rule = rule or StoppingRule()
-        self.problem = SearchProblem(graph, costs, starts, rule, backward=backward)
+    def __init__(self, problem: SearchProblem) -> None:
+        self.problem = problem
         self.min_peak = MinPeakPool(self.problem)
         self.traces: dict[int, SearchTrace] = {}
         self._solved: dict[int, Candidate] = {}

@@ -15,6 +15,7 @@ from rockmate.planning.branch_order import memory_minimizing_order
 from rockmate.planning.checkmate_strategy import CheckmateSearch
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.rotor_family import RotorFamily
+from rockmate.planning.search_problem import SearchProblem
 from rockmate.planning.starts import WarmStarts
 from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.schedule.schedule import baseline_schedule
@@ -86,7 +87,9 @@ class Searches:
         chain = self.blocks if backward is None else self.blocks.with_backward_as_in(backward)
         max_bytes = self.baseline.peak_bytes
         starts = WarmStarts(self._solving(chain), self.lower_bound, max_bytes=max_bytes)
-        return LocalSearch(self.graph, self.costs, starts, self._rule, backward=backward)
+        return LocalSearch(
+            SearchProblem(self.graph, self.costs, starts, self._rule, backward=backward)
+        )
 
     def _solving(self, chain: BlockChain) -> Solving:
         return Solving(self.graph, chain, self.costs, self._solver_time, self._solved)

@@ -34,7 +34,6 @@ GRADIENT_TOLERANCE = 1e-6
 LEAST_PEAK = 0.8
 """Target of our least peak, as a share of the least of checkpoints."""
 
-LARGEST_PROGRAM = 40
 """Target of the number of ops in a 0/1 program."""
 
 PLANNING_S = 20.0
@@ -204,12 +203,10 @@ def _planner_rows(results: Sequence[ModelResult]) -> list[list[str]]:
         if (plan := _plan(result, share)) and _has_gap_target(result, plan)
     ]
     shares = [(r.name, share) for r in results if not math.isnan(share := _share_of_checkpoint(r))]
-    programs = [(r.name, _planner(r)["largest_program_ops"]) for r in results]
     planning = [(r.name, _planning_s(r)) for r in results]
     return [
         worst_row(f"gap to the bound down to {GAP_DOWN_TO}: largest", LARGEST_GAP, gaps),
         worst_row("least peak, of that of checkpoints: largest", LEAST_PEAK, shares),
-        worst_row("ops in one 0/1 program: most", LARGEST_PROGRAM, programs),
         worst_row("planning without capture, in s: largest", PLANNING_S, planning),
     ]
 
@@ -222,14 +219,13 @@ _SIZES = (
     "num_blocks",
     "largest_block_ops",
     "largest_part_ops",
-    "largest_program_ops",
 )
 
 
 def _structure(results: Sequence[ModelResult]) -> list[str]:
     columns = (
         *("model", "eager MB", "eager ms", "ops", "forward ops", "blocks", "largest block"),
-        *("largest part", "largest program", "capture s", "planning s", "checkpoint MB"),
+        *("largest part", "capture s", "planning s", "checkpoint MB"),
         *("its time", "stages MB", "their time", "our least MB", "our time", "share"),
     )
     return [
@@ -238,8 +234,8 @@ def _structure(results: Sequence[ModelResult]) -> list[str]:
         "The largest block is given in forward ops. The largest part is the number of forward ops "
         "in a knapsack whose choices depend on each other, over the whole graph or a span of "
         "blocks. An exact dynamic program solves a part; its size depends on the values that are "
-        "live together, not on the ops. A part that is too wide for it goes to a 0/1 program; 0 "
-        "means that none did. Planning is measuring op costs, solving, and the slowest budget.",
+        "live together, not on the ops. Planning is measuring op costs, solving, and the slowest "
+        "budget.",
         "",
         *table(columns, map(_structure_row, results)),
     ]

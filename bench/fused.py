@@ -36,6 +36,7 @@ from bench.machine import machine_record
 from bench.measure import allocator_peak, gradients_of, time_in_turn, training_step
 from bench.models import Workload, build
 from rockmate import Planner, RockmateModule
+from rockmate.planning.forms import Forms
 
 Record = dict[str, Any]
 MODELS = (
@@ -61,19 +62,22 @@ class Case:
         begin = time.perf_counter()
         self.planner = Planner(workload.model, workload.sample, kernels="auto")
         self.planner_s = time.perf_counter() - begin
-        variants: Any = self.planner._variants  # pyright: ignore[reportPrivateUsage]
-        self._forms: dict[str, Any] = dict(zip(KERNELS, variants._forms, strict=False))
+        forms = self.planner._forms  # pyright: ignore[reportPrivateUsage]
+        self._forms: dict[str, Forms] = {}
+        for kernels, chunked in zip(KERNELS, forms.chunked, strict=False):
+            self._forms[kernels] = one = copy.copy(forms)
+            one.captured, one.chunked = chunked.whole, [chunked]
         assert self.planner.fusion is not None
         self.fusion = self.planner.fusion
 
     def products_share(self) -> float:
         """Of products, convolutions and attention in the time of a step with single ops."""
-        variant = self._forms["eager"].unchunked
-        costs = variant.costs.first
+        form = self._forms["eager"].captured
+        costs = form.costs.first
         total = sum(cost.time_ms for cost in costs)
         products = sum(
             costs[op.index].time_ms
-            for op in variant.graph.ops
+            for op in form.graph.ops
             if any(word in str(op.node.target) for word in _PRODUCTS)
         )
         return products / total
@@ -85,9 +89,9 @@ class Case:
     def modules(self, shares: Sequence[float | None]) -> dict[str, RockmateModule]:
         """The planned modules by method; those that fit."""
         found = {}
-        for kernels, form in self._forms.items():
+        for kernels, forms in self._forms.items():
             for share in shares:
-                budget = form.unchunked.baseline.peak_bytes
+                budget = forms.captured.baseline.peak_bytes
                 if share is not None:
                     budget = min(budget, int(share * self.eager_peak_bytes))
                 module = self.module(kernels, budget)

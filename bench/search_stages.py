@@ -25,9 +25,8 @@ from rockmate.bound.solver_time import SolverTime
 from rockmate.collector import gc_paused
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import load_machine
-from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.search_trace import SearchTrace
-from rockmate.planning.variant import Variant
+from rockmate.planning.strategies import Searches
 from rockmate.step import capture_step
 
 MODELS = ("gpt2-2layer", "llama-2layer", "unet", "resnet50", "convnext", "qwen3-moe", "hrnet")
@@ -64,8 +63,8 @@ def traced_plans(name: str, shares: Sequence[float], *, tiny: bool = False) -> l
     machine = load_machine(MACHINE)
     step = capture_step(workload.model, workload.sample, machine=machine)
     costs = estimate_costs(step.graph, machine)
-    variant = Variant(step, costs, SolverTime(SOLVER_LIMIT_S), SolvedBlocks())
-    search, baseline_bytes = variant.local_search, variant.baseline.peak_bytes
+    form = Searches(step.graph, costs, SolverTime(SOLVER_LIMIT_S))
+    search, baseline_bytes = form.local_search, form.baseline.peak_bytes
     minimum_bytes = search.minimum().peak_bytes
     budgets = [minimum_bytes, *(int(share * baseline_bytes) for share in shares)]
     found: list[TracedPlan] = []

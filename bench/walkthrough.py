@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bench import walkthrough_text as text
-from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.structure import flatten
@@ -36,8 +35,9 @@ from rockmate.graph.build import build_graph
 from rockmate.graph.ir import Graph
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import GRAPH_PASSES, REWRITES, PassOptions, run_passes
+from rockmate.planning.block_options import Solving
 from rockmate.planning.rotor_family import RotorFamily
-from rockmate.planning.strategies import make_search
+from rockmate.planning.strategies import Searches
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import Simulation, simulate
@@ -123,15 +123,8 @@ def sections() -> Iterator[Section]:
     baseline = simulate(graph, baseline_schedule(graph), costs)
     budget_bytes = int(BUDGET_FRACTION * baseline.peak_bytes)
     yield from _planned_by_rotor(graph, chain, costs, baseline, budget_bytes)
-    bound = LowerBound(graph, costs, baseline.time_ms, solver_time=SolverTime(text.TIME_LIMIT_S))
-    search = make_search(
-        "rockmate",
-        graph,
-        chain,
-        costs,
-        lower_bound=bound,
-        solver_time=SolverTime(text.TIME_LIMIT_S),
-    )
+    searches = Searches(graph, costs, SolverTime(text.TIME_LIMIT_S))
+    bound, search = searches.lower_bound, searches.local_search
     chosen = search.best_within(max(budget_bytes, search.minimum().simulation.peak_bytes))
     assert chosen is not None
     frontier = text.of_frontier(search, baseline, BUDGET_FRACTION, budget_bytes)
@@ -152,13 +145,8 @@ def sections() -> Iterator[Section]:
 def _planned_by_rotor(
     graph: Graph, chain: BlockChain, costs: Costs, baseline: Simulation, budget_bytes: int
 ) -> Iterator[Section]:
-    rotor = RotorFamily(
-        graph,
-        chain,
-        costs,
-        max_bytes=baseline.peak_bytes,
-        solver_time=SolverTime(text.TIME_LIMIT_S),
-    )
+    solving = Solving(graph, chain, costs, SolverTime(text.TIME_LIMIT_S))
+    rotor = RotorFamily(solving, max_bytes=baseline.peak_bytes)
     yield _section("options", text.of_options(rotor))
     yield _section("rotor", text.of_rotor(rotor))
     yield _section("refinement", text.of_refinement(rotor, budget_bytes))

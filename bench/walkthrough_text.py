@@ -19,7 +19,9 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import storages_of
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.planning.baseline_search import Searcher
-from rockmate.planning.candidate import Candidate, linspace_int
+from rockmate.planning.block_options import Solving
+from rockmate.planning.candidate import Candidate, frontier_at, linspace_int
+from rockmate.planning.forms import FRONTIER_POINTS
 from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.planning.moves import remove_recomputations, spill_until_feasible
 from rockmate.planning.rotor_family import RotorFamily
@@ -123,7 +125,7 @@ def of_options(rotor: RotorFamily) -> str:
             f"{_kib(option.backward.peak_bytes):>14} {times}  {saved or '-'}"
         )
     lines.append(
-        f"{rotor.solver.num_distinct} distinct blocks and spans solved for "
+        f"{len(rotor.solver.solved.by_key)} distinct blocks and spans solved for "
         f"{len(rotor.rotor_chain.spans)}"
     )
     return "\n".join(lines)
@@ -154,7 +156,7 @@ def of_rotor(rotor: RotorFamily) -> str:
 def of_refinement(rotor: RotorFamily, budget_bytes: int) -> str:
     """Each start near the budget, after repair and after refinement, as the local search does."""
     graph, costs = rotor.graph, rotor.solver.costs
-    one_level = KnapsackFamily(graph, rotor.chain, costs, solver_time=SolverTime(TIME_LIMIT_S))
+    one_level = KnapsackFamily(Solving(graph, rotor.chain, costs, SolverTime(TIME_LIMIT_S)))
     limits = linspace_int(0, int(_MAX_EXCESS * budget_bytes), _NUM_LIMITS)
     schedules = {
         "knapsack": [
@@ -207,13 +209,15 @@ def _size_and_time(simulation: Simulation) -> str:
 
 def of_frontier(search: Searcher, baseline: Simulation, fraction: float, budget_bytes: int) -> str:
     """The frontier of a search."""
+    low, high = search.minimum().peak_bytes, baseline.peak_bytes
+    frontier = frontier_at(linspace_int(low, high, FRONTIER_POINTS), search.best_within)
     lines = [
         f"baseline: {_kib(baseline.peak_bytes)} KiB, {baseline.time_ms:.3f} ms; "
         f"budget {fraction}: {_kib(budget_bytes)} KiB; smallest peak: "
         f"{_kib(search.minimum().simulation.peak_bytes)} KiB",
         "budget, KiB  peak, KiB  of baseline  time, ms  of baseline  recomputed ops",
     ]
-    for budget, candidate in search.frontier():
+    for budget, candidate in frontier:
         found = candidate.simulation
         lines.append(
             f"{_kib(budget):>11} {_kib(found.peak_bytes):>10} "

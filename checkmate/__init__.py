@@ -46,22 +46,19 @@ decides the order of the recomputation too, and bounds the peak:
 
 Every answer is exact and proven unless its `Status` says otherwise. It is verified before it is
 returned, and equal for equal input. `checkmate.problem` and `checkmate.staged` state the problems
-and their sources. The heads of `reduction`, `frontier`, `hull`, `model` and `staged_model` state
-the methods.
+and their sources. The heads of `reduction`, `frontier`, `hull` and `staged_model` state the
+methods.
 """
 
-from checkmate.curve import Curve
+from checkmate.curve import Curve, solve
 from checkmate.hull import convex_hull
 from checkmate.pareto import pareto
 from checkmate.problem import Knapsack, Op, Solution, Status
-from checkmate.solve import BACKENDS, solve
 from checkmate.staged import StagedOp, StagedProblem, StagedSolution
 from checkmate.staged_solve import solve_staged
-from checkmate.staged_verify import verify_staged
-from checkmate.verify import verify
+from checkmate.verify import verify, verify_staged
 
 __all__ = [
-    "BACKENDS",
     "Curve",
     "Knapsack",
     "Op",

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, isfinite
 from pathlib import Path
@@ -44,14 +44,14 @@ class Outcome:
     bound: float
 
 
-def check_backend(backend: str, known: Sequence[str]) -> None:
+def check_backend(backend: str) -> None:
     """Refuse a backend that cannot be used.
 
     Raises:
         ValueError: The backend is unknown or not installed.
     """
-    if backend not in known:
-        raise ValueError(f"backend is {backend!r}; known are {', '.join(known)}")
+    if backend not in SOLVERS:
+        raise ValueError(f"backend is {backend!r}; known are {', '.join(SOLVERS)}")
     if backend == "highs" and not has_highs():
         raise ValueError(
             "backend is 'highs', but highspy is not installed; install it or choose 'cbc'"

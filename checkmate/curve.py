@@ -1,4 +1,4 @@
-"""One problem for many limits on saved bytes, prepared once.
+"""The fastest plan within a limit on saved bytes, for one limit or for many, prepared once.
 
 Times and plans are asked for apart: a time alone needs no plan to be assembled and checked. Every
 time is a lower bound. It is exact where the dynamic program (`frontier`) gets through. Else it
@@ -26,13 +26,37 @@ from checkmate.frontier import (
     recomputed_ops,
 )
 from checkmate.hull import Hull
-from checkmate.problem import Knapsack, Solution, Status, check_limit
+from checkmate.problem import Knapsack, Solution, Status, check_limit, check_time_limit, no_plan
 from checkmate.reduction import assemble, ms_of_ticks, reduce
 from checkmate.verify import verify
 
 # How far the hull by minimum cuts is known, as a share of the time between its two ends. A bound is
 # lower by it.
 HULL_TOLERANCE = 1e-3
+
+
+def solve(problem: Knapsack, max_saved_bytes: int, *, time_limit_s: float = 10.0) -> Solution:
+    """The fastest plan within a limit on saved bytes; the fewest saved bytes break ties.
+
+    Args:
+        problem: The values to save or recompute.
+        max_saved_bytes: Limit on the saved bytes, forced values not counted.
+        time_limit_s: Wall time after which the search stops, in seconds.
+
+    Returns:
+        A verified plan, or a solution without a plan whose status is `Status.INFEASIBLE`. Where the
+        problem is too wide for the dynamic program, or time runs out, it is the best plan of the
+        convex hull, as `Status.FEASIBLE`.
+
+    Raises:
+        ValueError: The limit is no whole number, or the time limit is not positive.
+    """
+    check_limit("max_saved_bytes", max_saved_bytes)
+    check_time_limit(time_limit_s)
+    begin = monotonic()
+    curve = Curve(problem, time_limit_s=time_limit_s)
+    plan = curve.plan(max_saved_bytes, time_limit_s=begin + time_limit_s - monotonic())
+    return plan or no_plan(Status.INFEASIBLE)
 
 
 class Curve:

@@ -15,7 +15,7 @@ there is one, it is the best.
 
 The answer is always optimal. Rather than run for long, the program refuses (`TooManyLabelsError`).
 The refusal depends on the input alone, never on the clock, so equal input takes equal paths. This
-is where NP-hardness shows, and where the ILP (`model`) takes over.
+is where NP-hardness shows, and where the convex hull (`hull`) takes over.
 """
 
 from collections import deque

@@ -112,11 +112,6 @@ def convex_hull(
     return tuple(drop_dominated(hull.plan(position) for position in wanted))
 
 
-def min_saved_bytes(problem: Knapsack) -> int:
-    """The fewest bytes that any plan saves; lower limits are infeasible. One minimum cut a part."""
-    return sum(_min_bytes_vertex(part.ops).saved_bytes for part in reduce(problem).parts)
-
-
 def merge_steps(hulls: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
     """The steps of several hulls in one order: the least time for each spared byte first.
 

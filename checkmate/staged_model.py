@@ -39,8 +39,11 @@ Variables and rows are left out if they are known:
 * rows that cannot be violated;
 * the first stages, as long as all values fit that can be read later: to drop nothing is best there.
 
-Bytes and times are scaled as in `checkmate.model`, and the budget has the same slack for the same
-reason. `solve_staged` replays the answer and cuts it off if it exceeds the budget.
+Costs are scaled to suit the solvers' tolerances. Times have a total of 1e6. Bytes of a row are
+divided by their greatest common divisor and, if their total is still above 1e4, scaled to that
+total. The budget is raised by 1e-7 of all bytes, which is less than one unit: CBC calls a feasible
+program infeasible if a schedule exceeds a row by about its tolerance. `solve_staged` replays the
+answer and cuts it off if it exceeds the budget.
 """
 
 from bisect import bisect_left
@@ -49,8 +52,14 @@ from math import fsum, gcd, inf
 
 import pulp
 
-from checkmate.model import BYTES_SLACK, BYTES_TOTAL, TIME_TOTAL
 from checkmate.staged import StagedProblem
+
+# Sum of all scaled times of a program.
+_TIME_TOTAL = 1e6
+# Largest sum of all scaled bytes of a row.
+_BYTES_TOTAL = 1e4
+# Slack of a row of bytes, in scaled units.
+_BYTES_SLACK = 1e-3
 
 Term = pulp.LpVariable | int
 """A variable, or its value 0 or 1 if that is known."""
@@ -109,7 +118,7 @@ class StagedModel:
             self._link(stage)
             self._bound_peak(stage, budget_bytes)
         total_ms = fsum(op.time_ms for op in problem.ops)
-        self.ms_per_unit = (total_ms or 1.0) / TIME_TOTAL
+        self.ms_per_unit = (total_ms or 1.0) / _TIME_TOTAL
         self.program.setObjective(
             pulp.LpAffineExpression(
                 {
@@ -311,12 +320,12 @@ class StagedModel:
     def _add_bytes(self, coefficients: dict[pulp.LpVariable, int], limit: int) -> None:
         """Add a row of bytes, scaled."""
         unit = gcd(*coefficients.values()) or 1
-        scale = min(1.0, BYTES_TOTAL / (sum(coefficients.values()) // unit or 1))
+        scale = min(1.0, _BYTES_TOTAL / (sum(coefficients.values()) // unit or 1))
         row = {variable: size // unit * scale for variable, size in coefficients.items() if size}
         if limit < 0:
             self.is_infeasible = True
         else:
-            self._add(row, limit // unit * scale + BYTES_SLACK)
+            self._add(row, limit // unit * scale + _BYTES_SLACK)
 
     # --- answers ---
 

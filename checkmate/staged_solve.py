@@ -12,7 +12,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from time import monotonic
 
-from checkmate.backend import SOLVERS, Outcome, check_backend, has_highs, run
+from checkmate.backend import Outcome, check_backend, has_highs, run
 from checkmate.problem import Status, check_limit, check_time_limit
 from checkmate.staged import (
     StagedProblem,
@@ -24,7 +24,7 @@ from checkmate.staged import (
     without_dead_runs,
 )
 from checkmate.staged_model import StagedModel
-from checkmate.staged_verify import verify_staged
+from checkmate.verify import verify_staged
 
 _BOUND_TOLERANCE = 1e-9
 """Share of all first runs' time by which the dual bound is lowered: solvers use floating point."""
@@ -60,7 +60,7 @@ def solve_staged(
     check_limit("budget_bytes", budget_bytes)
     check_time_limit(time_limit_s)
     backend = backend or ("highs" if has_highs() else "cbc")
-    check_backend(backend, SOLVERS)
+    check_backend(backend)
     if not 0 <= first_recompute_op <= len(problem.ops):
         raise ValueError(
             f"first_recompute_op is {first_recompute_op}; the ops are 0..{len(problem.ops) - 1}"

@@ -57,9 +57,9 @@ if TYPE_CHECKING:
     from rockmate.ops.value_mark import name, recompute, save
     from rockmate.plan.plan import Plan
     from rockmate.planner import Planner
-    from rockmate.planning.frontier_point import FrontierPoint
     from rockmate.planning.mark_prices import MarkPrice
     from rockmate.planning.options import PlanOptions
+    from rockmate.planning.session import FrontierPoint
     from rockmate.planning.strategies import STRATEGIES
     from rockmate.sharding.fully_shard import fully_shard
     from rockmate.sharding.simulated import simulated_ranks
@@ -125,7 +125,7 @@ _LAZY_NAMES = {
     "register_opaque": "rockmate.capture.opaque_functions",
     "save": "rockmate.ops.value_mark",
     "STRATEGIES": "rockmate.planning.strategies",
-    "FrontierPoint": "rockmate.planning.frontier_point",
+    "FrontierPoint": "rockmate.planning.session",
     "MarkPrice": "rockmate.planning.mark_prices",
     "PlanOptions": "rockmate.planning.options",
     "Planner": "rockmate.planner",

@@ -14,10 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -74,16 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record for record in read(options.plans / "plans.jsonl") if record["kind"] != "planner"
     ]
     known = {record["method"] for record in earlier}
-    with recorded_programs() as programs:
-        planner = Planner(workload.model, workload.sample)
-        sweep = (
-            _asked(planner, options.method) if options.method else _swept(planner, options.quick)
-        )
-        wanted = [
-            method for method in (*sweep, *_at_peaks(planner, points)) if method[0] not in known
-        ]
-        planned = list(_plan_all(planner, options.plans, wanted))
-    own = {"num_peer_points": len(points), "largest_program_ops": max(programs, default=0)}
+    planner = Planner(workload.model, workload.sample)
+    sweep = _asked(planner, options.method) if options.method else _swept(planner, options.quick)
+    wanted = [method for method in (*sweep, *_at_peaks(planner, points)) if method[0] not in known]
+    planned = list(_plan_all(planner, options.plans, wanted))
+    own = {"num_peer_points": len(points)}
     records = [_planner_record(planner) | own, *earlier, *planned]
     partial_listing = options.plans / "plans.partial"
     partial_listing.write_text(
@@ -91,24 +83,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     partial_listing.rename(options.plans / "plans.jsonl")
     return 0
-
-
-@contextmanager
-def recorded_programs() -> Iterator[list[int]]:
-    """Collects the number of ops of each 0/1 program that is built inside the context."""
-    solving: Any = import_module("checkmate.solve")
-    write, sizes = solving.build, list[int]()
-
-    def build(*args: Any, **options: Any) -> Any:
-        program = write(*args, **options)
-        sizes.append(len(program.recompute))
-        return program
-
-    solving.build = build
-    try:
-        yield sizes
-    finally:
-        solving.build = write
 
 
 def _planner_record(planner: Planner) -> Record:

@@ -156,7 +156,7 @@ class _ModelPlans:
         """Smallest peaks with only the loss returned, where blocks may run in chunks."""
         self.say("smallest peak in chunks")
         planner = self._loss_only_planner(machine=MACHINE)
-        forms = planner._variants  # pyright: ignore[reportPrivateUsage]
+        forms = planner._forms  # pyright: ignore[reportPrivateUsage]
         return {name: forms.min_peak(name).peak_bytes for name in ("rotor", DEFAULT)}
 
     def _loss_only_planner(self, **options: Any) -> Planner:

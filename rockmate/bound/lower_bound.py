@@ -17,13 +17,13 @@ largest of these over all points.
 | all other program points | a value evicted for two points is paid for once |
 | the forward, and recomputations before the point | they are free |
 
-`tight_bound_ms` restores one or two further points with a 0/1 program (`bound.multi_op_program`).
+`tight_bound_ms` restores a second point with a linear program (`bound.pair_program`).
 
 **Complexity.** One knapsack for each of at most 15 points, solved for all budgets at once by
 `checkmate.Curve`: exactly where its sweep gets through, else by the lower convex hull, which is a
 bound as well. A budget then takes milliseconds. `tight_bound_ms` takes up to seconds for a budget.
 
-**Not done.** More than three points together; memory while values are recomputed; the staged form's
+**Not done.** More than two points together; memory while values are recomputed; the staged form's
 bound, which is tighter but holds only for staged schedules. A bound is for the schedules of one
 graph: a step that may run in chunks has one graph for each way, and its bound is the least of
 theirs (`bound.protocol.MinBound`).
@@ -34,9 +34,8 @@ The proofs are in docs/internals/algorithms.md.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cached_property
-from itertools import combinations, permutations
 from math import inf, isinf
 from typing import NamedTuple
 
@@ -44,7 +43,8 @@ from checkmate import Curve
 from rockmate.bound.forward_point import forward_points
 from rockmate.bound.in_flight import in_flight_knapsack
 from rockmate.bound.knapsack import knapsack_of
-from rockmate.bound.multi_op_program import min_recompute_ms
+from rockmate.bound.linear_program import TIME_LIMIT_S
+from rockmate.bound.pair_program import min_recompute_ms
 from rockmate.bound.program_point import ProgramPoint, ProgramPoints
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
@@ -55,22 +55,14 @@ from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger(__name__)
 
-# Budget for which the exact pair is chosen, as a multiple of the bound on the peak.
-_TIGHT_BUDGET_FACTOR = 1.1
-# The exact pair is solved if its second point needs at least this share of the budget.
-_MIN_SECOND_SHARE = 0.5
-# Largest number of forward ops for which a pair is solved with whole numbers.
-_MAX_EXACT_OPS = 256
-# Largest number of forward ops for which sets of points are solved without whole numbers.
-_MAX_RELAXED_OPS = 600
-# Number of further points that are tried with the first one, without whole numbers.
-_NUM_RELAXED_POINTS = 4
-# Such a point is used at other budgets if it lifts the bound at half of the baseline's peak by more
-# than this share of the baseline's time.
+# Largest number of forward ops for which two points are looked at together.
+_MAX_PAIR_OPS = 600
+# Number of further points that are tried with the first one.
+_NUM_SECOND = 4
+# A budget near the smallest peak, as a multiple of the bound on the peak.
+_TIGHT = 1.1
+# A pair is used if it lifts the bound by more than this share of the baseline's time.
 _MIN_LIFT = 1e-4
-# Seconds for one program of several points. This is several times what one takes, so that a busy
-# machine seldom changes the answer.
-_PROGRAM_TIME_LIMIT_S = 10.0
 
 
 class _PointCurve(NamedTuple):
@@ -100,7 +92,15 @@ class _Binding(NamedTuple):
 
 
 class LowerBound:
-    """Lower bounds on the time of one graph's schedules."""
+    """Lower bounds on the time of one graph's schedules.
+
+    Attributes:
+        graph: as given.
+        costs: as given.
+        forced: ops of the forward that every schedule recomputes, since marks ask for it.
+        base_ms: the time of all first runs and of forced recomputations.
+        program_points: the points of the backward.
+    """
 
     def __init__(
         self, graph: Graph, costs: Costs, baseline_ms: float, *, solver_time: SolverTime
@@ -114,57 +114,32 @@ class LowerBound:
             solver_time: limit for the solves. The knapsacks are prepared within it, together with
                 whatever else shares it. Each question after that has the same limit anew, so that
                 an answer does not depend on the questions before it: one limit for the bound of a
-                budget, one for its saved values, one for each program of several points.
+                budget, one for its saved values, one for each pair of points.
         """
-        self._graph = graph
-        self._costs = costs
+        self.graph = graph
+        self.costs = costs
         # What every schedule takes: all first runs, and the recomputations that marks ask for.
         self._backward = [graph.ops[index] for index in baseline_schedule(graph).backward]
-        self._forced = forced_recomputations(graph.forward_ops, self._backward)
-        self._forced_ms = sum(costs.recompute[op.index].time_ms for op in self._forced)
-        self._baseline_ms = baseline_ms + self._forced_ms
+        self.forced = frozenset(forced_recomputations(graph.forward_ops, self._backward))
+        forced_ms = sum(costs.recompute[op.index].time_ms for op in self.forced)
+        self.base_ms = baseline_ms + forced_ms
         self._solver_time = solver_time
         self.program_points = ProgramPoints(graph, costs)
         self._binding_of: dict[int, _Binding] = {}
         self._tight_bound_of: dict[int, float] = {}
-        self._relaxed_ms_of: dict[tuple[frozenset[Op], int], float] = {}
         self._has_warned = False
-
-    # --- what it is about ---------------------------------------------------------------------
-
-    @property
-    def graph(self) -> Graph:
-        """The graph whose schedules it bounds."""
-        return self._graph
-
-    @property
-    def costs(self) -> Costs:
-        """The costs of its ops."""
-        return self._costs
-
-    @property
-    def forced(self) -> frozenset[Op]:
-        """Ops of the forward that every schedule recomputes, since marks ask for it."""
-        return frozenset(self._forced)
-
-    @property
-    def base_ms(self) -> float:
-        """The time of all first runs and of forced recomputations."""
-        return self._baseline_ms
 
     # --- bounds -------------------------------------------------------------------------------
 
     def bound_ms(self, budget_bytes: int) -> float:
         """A time that no schedule of at most `budget_bytes` beats; infinite if none can fit."""
         binding = self._binding_point(budget_bytes)
-        return self._baseline_ms if binding is None else self._baseline_ms + binding.recompute_ms
+        return self.base_ms if binding is None else self.base_ms + binding.recompute_ms
 
     def tight_bound_ms(self, budget_bytes: int) -> float:
-        """A bound of at least `bound_ms`, from two or three program points together.
+        """A bound of at least `bound_ms`, from two program points together.
 
-        Near the smallest peak a 0/1 program looks at two points; if it is not solved in time, its
-        proven bound counts. Linear programs look at two and three points, which says more where
-        branches meet. Both take up to seconds, so the search does without them.
+        That says more where branches meet. It takes up to seconds, so the search does without.
         """
         if budget_bytes not in self._tight_bound_of:
             self._tight_bound_of[budget_bytes] = self._compute_tight_bound_ms(budget_bytes)
@@ -203,13 +178,6 @@ class LowerBound:
         points = (*self.points, *self._forward_points)
         return max((point.min_bytes for point in points), default=0)
 
-    @property
-    def num_cut_short(self) -> int:
-        """Number of program points whose bound is a convex hull because of a time limit so far."""
-        if "_curves" not in self.__dict__:
-            return 0
-        return sum(curve.is_cut_short for _, curve, _ in self._curves)
-
     # --- one point ----------------------------------------------------------------------------
 
     @cached_property
@@ -219,10 +187,10 @@ class LowerBound:
             problem, values = knapsack_of(
                 self._ops_before(point),
                 point.after,
-                self._costs,
+                self.costs,
                 available=point.live | self._made_after(point),
                 with_states=True,
-                free=self._forced,
+                free=self.forced,
             )
             with self._solver_time.for_one_solve() as time_limit_s:
                 curves.append(_PointCurve(point, Curve(problem, time_limit_s=time_limit_s), values))
@@ -236,7 +204,7 @@ class LowerBound:
 
     def _ops_before(self, point: ProgramPoint) -> list[Op]:
         """Forward ops that run before a point in every schedule, and late ops."""
-        ops = [op for op in self._graph.ops if op.phase is not Phase.BACKWARD]
+        ops = [op for op in self.graph.ops if op.phase is not Phase.BACKWARD]
         if point.op.phase is Phase.BACKWARD:
             return ops
         before = set(point.before)
@@ -248,7 +216,7 @@ class LowerBound:
             return frozenset()
         before = set(point.before)
         return frozenset(
-            storage for op in self._graph.forward_ops if op not in before for storage in op.writes
+            storage for op in self.graph.forward_ops if op not in before for storage in op.writes
         )
 
     def _in_flight_curves(self) -> Iterator[_PointCurve]:
@@ -257,11 +225,11 @@ class LowerBound:
         Each bounds the time of every schedule as well.
         """
         border = self.program_points.border()
-        if self._graph.num_in_flight == 1 or border is None:
+        if self.graph.num_in_flight == 1 or border is None:
             return
         for point in (border, *self.points):
             problem, values = in_flight_knapsack(
-                self._graph, self._costs, point, self._backward, self._forced
+                self.graph, self.costs, point, self._backward, self.forced
             )
             with self._solver_time.for_one_solve() as time_limit_s:
                 yield _PointCurve(point, Curve(problem, time_limit_s=time_limit_s), values)
@@ -285,8 +253,7 @@ class LowerBound:
         solver_time = self._solver_time.restarted()
         # The time of a plan on the convex hull is an upper bound on the point's least time.
         upper_ms = [
-            curve.hull_plan_ms(budget_bytes - point.min_bytes)
-            for point, curve, _ in self._curves[:num_points]
+            curve.hull_plan_ms(budget_bytes - point.min_bytes) for point, curve, _ in self._curves
         ]
         best = _Binding(0, -inf)
         for index in sorted(range(len(upper_ms)), key=upper_ms.__getitem__, reverse=True):
@@ -301,7 +268,7 @@ class LowerBound:
         return best
 
     def _warn_of_hulls(self) -> None:
-        num_cut_short = self.num_cut_short
+        num_cut_short = sum(curve.is_cut_short for _, curve, _ in self._curves)
         if num_cut_short and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -310,116 +277,50 @@ class LowerBound:
                 num_cut_short,
             )
 
-    # --- several points -----------------------------------------------------------------------
+    # --- two points ---------------------------------------------------------------------------
 
     def _compute_tight_bound_ms(self, budget_bytes: int) -> float:
         bound_ms = self.bound_ms(budget_bytes)
         if isinf(bound_ms):
             return bound_ms
-        relaxed = (self._relaxed_ms(points, budget_bytes) for points in self._relaxed_sets)
-        recompute_ms = max(self._exact_pair_ms(budget_bytes), max(relaxed, default=0.0))
-        return max(bound_ms, self._baseline_ms + recompute_ms)
-
-    def _exact_pair_ms(self, budget_bytes: int) -> float:
-        """Recompute time that the exact pair demands; 0 where it is not solved."""
-        pair = self._exact_pair
-        if pair is None or pair[1].min_bytes < _MIN_SECOND_SHARE * budget_bytes:
-            return 0.0
-        return self._solve(pair, budget_bytes)[0] if self._is_exact_pair_solvable else 0.0
+        pairs = (self._pair_ms(*pair, budget_bytes) for pair in self._pairs)
+        return max(bound_ms, self.base_ms + max(pairs, default=0.0))
 
     @cached_property
-    def _exact_pair(self) -> tuple[ProgramPoint, ProgramPoint] | None:
-        """The binding point near the smallest peak, and the largest point after it.
+    def _pairs(self) -> list[tuple[ProgramPoint, ProgramPoint]]:
+        """Pairs of points that lift the bound somewhere; none if there are too many ops.
 
-        The same pair for every budget, so that the bound falls as the budget grows. None if nothing
-        is read after the first point, if there are too many ops, or several forwards in flight.
+        The first point with each of the fullest after it is tried at half of the baseline's peak,
+        where branches meet. The point that binds near the smallest peak is tried there, with the
+        largest after it. The pairs are the same for every budget, so that the bound falls as the
+        budget grows.
         """
-        if len(self._graph.forward_ops) > _MAX_EXACT_OPS or self._graph.num_in_flight > 1:
-            return None
-        if not self.points:
-            return None
-        binding = self._find_binding_point(self._tight_budget_bytes, len(self.points))
-        first = self._curves[binding.index].point
-        second = self.program_points.largest_after(first)
-        return None if second is None else (first, second)
-
-    @property
-    def _tight_budget_bytes(self) -> int:
-        return int(_TIGHT_BUDGET_FACTOR * self.peak_bound_bytes)
-
-    @cached_property
-    def _is_exact_pair_solvable(self) -> bool:
-        """Whether the pair is solved in time near the smallest peak; if not, it is never used."""
-        assert self._exact_pair is not None
-        is_solved = self._solve(self._exact_pair, self._tight_budget_bytes)[1]
-        if not is_solved:
-            logger.info(
-                "the lower bound looks at one program point at a time: the program of two was not "
-                "solved in %.1f s",
-                _PROGRAM_TIME_LIMIT_S,
-            )
-        return is_solved
-
-    @cached_property
-    def _relaxed_sets(self) -> list[tuple[ProgramPoint, ...]]:
-        """The points that are solved together with the first one, the same for every budget.
-
-        Each of `_relaxed_points` alone, and the pair of them that says most.
-        """
-        single = [(point,) for point in self._relaxed_points]
-        pairs = list(combinations(self._relaxed_points, 2))
-        if not pairs:
-            return [*single]
-        return [*single, max(pairs, key=lambda pair: self._relaxed_ms(pair, self._half_bytes))]
-
-    @cached_property
-    def _relaxed_points(self) -> list[ProgramPoint]:
-        """Points after the first that lift the bound at half of the baseline's peak.
-
-        In chains there are none. Empty as well if there are too many ops.
-        """
-        if len(self._graph.forward_ops) > _MAX_RELAXED_OPS or not self.points:
+        if len(self.graph.forward_ops) > _MAX_PAIR_OPS or not self.points:
             return []
-        fullest = self.program_points.fullest_after(self.points[0], _NUM_RELAXED_POINTS)
-        known_ms = self.bound_ms(self._half_bytes) - self._baseline_ms
-        enough_ms = known_ms + _MIN_LIFT * self._baseline_ms
-        return [p for p in fullest if self._relaxed_ms((p,), self._half_bytes) > enough_ms]
+        baseline = simulate(self.graph, baseline_schedule(self.graph), self.costs)
+        half_bytes, tight_bytes = baseline.peak_bytes // 2, int(_TIGHT * self.peak_bound_bytes)
+        first, points = self.points[0], self.program_points
+        binding = self._find_binding_point(tight_bytes, len(self.points))
+        tight = self._curves[binding.index].point
+        tried = [(first, each, half_bytes) for each in points.fullest_after(first, _NUM_SECOND)]
+        tried += [(tight, each, tight_bytes) for each in points.largest_after(tight)]
+        return [(one, other) for one, other, at in tried if self._lifts(one, other, at)]
 
-    @cached_property
-    def _half_bytes(self) -> int:
-        baseline = simulate(self._graph, baseline_schedule(self._graph), self._costs)
-        return baseline.peak_bytes // 2
+    def _lifts(self, one: ProgramPoint, other: ProgramPoint, budget_bytes: int) -> bool:
+        """Whether two points together say more than each alone."""
+        lift_ms = self.base_ms + self._pair_ms(one, other, budget_bytes)
+        return lift_ms > self.bound_ms(budget_bytes) + _MIN_LIFT * self.base_ms
 
-    def _relaxed_ms(self, others: tuple[ProgramPoint, ...], budget_bytes: int) -> float:
-        """Recompute time that the first point and others demand, without whole numbers.
-
-        The least over all orders in which the others can follow the first.
-        """
-        key = frozenset(point.op for point in others), budget_bytes
-        if key not in self._relaxed_ms_of:
-            orders = [
-                order
-                for order in permutations(others)
-                if not any(one.op in other.after for one, other in combinations(order, 2))
-            ]
-            self._relaxed_ms_of[key] = min(
-                self._solve((self.points[0], *order), budget_bytes, is_relaxed=True)[0]
-                for order in orders
-            )
-        return self._relaxed_ms_of[key]
-
-    def _solve(
-        self, points: Sequence[ProgramPoint], budget_bytes: int, *, is_relaxed: bool = False
-    ) -> tuple[float, bool]:
-        """Recompute time that points in this order demand, and whether the program was solved."""
+    def _pair_ms(self, first: ProgramPoint, second: ProgramPoint, budget_bytes: int) -> float:
+        """Recompute time that two points demand together; the second runs after the first."""
         with self._solver_time.restarted().for_one_solve() as time_limit_s:
             return min_recompute_ms(
-                [op for op in self._graph.ops if op.phase is not Phase.BACKWARD],
-                self._costs,
-                points,
+                [op for op in self.graph.ops if op.phase is not Phase.BACKWARD],
+                self.costs,
+                first,
+                second,
                 budget_bytes=budget_bytes,
-                readers=self._graph.readers,
-                free=self._forced,
-                is_relaxed=is_relaxed,
-                time_limit_s=min(time_limit_s, _PROGRAM_TIME_LIMIT_S),
+                readers=self.graph.readers,
+                free=self.forced,
+                time_limit_s=min(time_limit_s, TIME_LIMIT_S),
             )

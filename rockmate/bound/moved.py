@@ -26,9 +26,9 @@ from weakref import WeakKeyDictionary
 
 import pulp
 
-from checkmate import Knapsack, Status
-from checkmate.backend import has_highs, run
+from checkmate import Knapsack
 from rockmate.bound.knapsack import knapsack_of
+from rockmate.bound.linear_program import LinearProgram
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.program_point import ProgramPoint
 from rockmate.bound.protocol import Bounds, MinBound
@@ -36,15 +36,10 @@ from rockmate.costs.link import Link
 from rockmate.graph.ir import Op, Phase, Storage
 from rockmate.schedule.move_check import movable_storages
 
-# Slack of byte limits, and the share of the optimum that is deducted: above a solver's tolerances.
-_TOLERANCE = 1e-6
-# The baseline's time in a program: solvers stop within an absolute 1e-6 or so of the optimum.
-_SCALED_MS = 1e4
 # Share from which a value counts as moved.
 _MOST = 0.5
-# Number of points of the tight bound, and seconds for one program.
+# Number of points of the tight bound.
 _NUM_POINTS = 4
-_TIME_LIMIT_S = 10.0
 
 
 def with_moves(bounds: Bounds, movable: str, host_bytes: int | None) -> Bounds:
@@ -150,47 +145,32 @@ class _PointProgram:
         """The least time with so many bytes of the forward's values in memory at the point."""
         if room_bytes < 0:
             return inf
-        problem, scale = self._problem, _SCALED_MS / max(self._base_ms, 1e-9)
-        program = pulp.LpProblem("moves", pulp.LpMinimize)
-        saved = [program.add_variable(f"s{i}", 0, 1) for i in range(len(problem.value_bytes))]
-        moved = {i: program.add_variable(f"m{i}", 0, 1) for i in self._movable}
-        runs = {
-            i: program.add_variable(f"r{i}", 0, 1)
-            for i, op in enumerate(problem.ops)
-            if op.recomputable
-        }
-        program += _saved_limit(problem, saved, room_bytes)
-        _demand_reads(program, problem, saved, moved, runs)
+        problem, program = self._problem, LinearProgram(self._base_ms)
+        rows, scale = program.rows, program.scale
+        saved = [program.variable(f"s{i}") for i in range(len(problem.value_bytes))]
+        moved = {i: program.variable(f"m{i}") for i in self._movable}
+        runs = {i: program.variable(f"r{i}") for i, op in enumerate(problem.ops) if op.recomputable}
+        sizes = zip(problem.value_bytes, saved, strict=True)
+        program.limit_bytes(pulp.lpSum(size * each for size, each in sizes), room_bytes)
+        _demand_reads(rows, problem, saved, moved, runs)
         recompute_ms = pulp.lpSum(problem.ops[i].time_ms * scale * run for i, run in runs.items())
-        moved_bytes = pulp.lpSum(problem.value_bytes[i] * 1e-6 * each for i, each in moved.items())
+        moved_bytes = pulp.lpSum(problem.value_bytes[i] * each for i, each in moved.items())
         if host_bytes is not None:
-            program += moved_bytes <= host_bytes * 1e-6 * (1 + _TOLERANCE)
-        out_ms = moved_bytes * (scale / self._link.out_gb_per_s)
-        in_ms = moved_bytes * (scale / self._link.in_gb_per_s)
-        time_ms = program.add_variable("time", 0)
-        program.setObjective(1 * time_ms)
-        program += time_ms >= self._base_ms * scale + recompute_ms
-        program += time_ms >= self._before_ms * scale + in_ms
-        program += time_ms >= self._after_ms * scale + recompute_ms + out_ms
-        program += time_ms >= out_ms + in_ms
-        outcome = run(program, _TIME_LIMIT_S, "highs" if has_highs() else "cbc")
-        if outcome.status is Status.INFEASIBLE:
-            return inf
-        self.moved = frozenset(
-            self._values[i].index for i, each in moved.items() if (each.value() or 0.0) > _MOST
-        )
-        return max(self._base_ms, outcome.bound / scale - _TOLERANCE * self._base_ms)
-
-
-def _saved_limit(
-    problem: Knapsack, saved: Sequence[pulp.LpVariable], room_bytes: int
-) -> pulp.LpConstraint:
-    """That what is live fits the room, in shares of it, with a tolerance."""
-    scale = 1 / max(room_bytes, 1)
-    total = pulp.lpSum(
-        num_bytes * scale * each for num_bytes, each in zip(problem.value_bytes, saved, strict=True)
-    )
-    return total <= room_bytes * scale + _TOLERANCE
+            program.limit_bytes(moved_bytes, host_bytes)
+        out_ms = moved_bytes * (1e-6 * scale / self._link.out_gb_per_s)
+        in_ms = moved_bytes * (1e-6 * scale / self._link.in_gb_per_s)
+        time_ms = rows.add_variable("time", 0)
+        rows.setObjective(1 * time_ms)
+        rows += time_ms >= self._base_ms * scale + recompute_ms
+        rows += time_ms >= self._before_ms * scale + in_ms
+        rows += time_ms >= self._after_ms * scale + recompute_ms + out_ms
+        rows += time_ms >= out_ms + in_ms
+        least_ms = program.least_ms()
+        if least_ms < inf:
+            self.moved = frozenset(
+                self._values[i].index for i, each in moved.items() if (each.value() or 0.0) > _MOST
+            )
+        return max(self._base_ms, least_ms)
 
 
 def _demand_reads(

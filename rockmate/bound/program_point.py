@@ -146,13 +146,11 @@ class ProgramPoints:
             chosen.append(profile.ops[int(np.argmax(profile.min_bytes))])
         return tuple(map(self.at, chosen))
 
-    def largest_after(self, point: ProgramPoint) -> ProgramPoint | None:
-        """Of the points after one, that which needs most bytes; None if nothing is read there."""
+    def largest_after(self, point: ProgramPoint) -> list[ProgramPoint]:
+        """Of the points after one, that which needs most bytes; none if nothing is read there."""
         after = set(point.after)
-        sizes = {
-            op: min_bytes for op, min_bytes, num_after in self._rows() if op in after and num_after
-        }
-        return self.at(max(sizes, key=sizes.__getitem__)) if sizes else None
+        rows = [(size, op) for op, size, num_after in self._rows() if op in after and num_after]
+        return [self.at(max(rows, key=lambda row: row[0])[1])] if rows else []
 
     def fullest_after(self, point: ProgramPoint, num_points: int) -> list[ProgramPoint]:
         """Of the points after one, those with most bytes in memory if nothing is recomputed.

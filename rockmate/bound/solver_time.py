@@ -20,6 +20,7 @@ class SolverTime:
     Attributes:
         limit_s: seconds for all solves together.
         spent_s: seconds that solves have taken so far.
+        cut_short: for each solve that took all the time it was given, so has no proof, one entry.
     """
 
     def __init__(self, limit_s: float) -> None:
@@ -36,13 +37,16 @@ class SolverTime:
             raise ValueError(msg)
         self.limit_s = limit_s
         self.spent_s = 0.0
+        self.cut_short: list[float] = []
 
     def restarted(self) -> SolverTime:
         """The same limit with nothing spent.
 
         For questions whose answer must not depend on which questions were asked before.
         """
-        return SolverTime(self.limit_s)
+        restarted = SolverTime(self.limit_s)
+        restarted.cut_short = self.cut_short
+        return restarted
 
     @contextmanager
     def for_one_solve(self) -> Iterator[float]:
@@ -51,7 +55,11 @@ class SolverTime:
         It may take half of the remaining time.
         """
         begin = monotonic()
+        given_s = max(_LEAST_S, _SHARE * (self.limit_s - self.spent_s))
         try:
-            yield max(_LEAST_S, _SHARE * (self.limit_s - self.spent_s))
+            yield given_s
         finally:
-            self.spent_s += monotonic() - begin
+            taken_s = monotonic() - begin
+            self.spent_s += taken_s
+            if taken_s > given_s:
+                self.cut_short.append(taken_s)

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from checkmate.frontier import hull_positions
+
 Point = tuple[float, float]
 
 
@@ -48,20 +50,12 @@ def knees(points: Sequence[Point], *, max_num: int = 3, min_depth: float = 0.05)
 
 def lower_hull(points: Sequence[Point]) -> list[int]:
     """Indices of the lower convex hull from the least memory to the least time."""
-    hull: list[int] = []
+    front: list[int] = []
     for index in sorted(range(len(points)), key=lambda i: points[i]):
-        while len(hull) >= 2 and _turn(points[hull[-2]], points[hull[-1]], points[index]) <= 0:
-            hull.pop()
-        hull.append(index)
-    falling = hull[:1]
-    for index in hull[1:]:
-        if points[index][1] < points[falling[-1]][1]:
-            falling.append(index)
-    return falling
-
-
-def _turn(a: Point, b: Point, c: Point) -> float:
-    return (b[0] - a[0]) * (c[1] - a[1]) - (b[1] - a[1]) * (c[0] - a[0])
+        if not front or points[index][1] < points[front[-1]][1]:
+            front.append(index)
+    falling = front[::-1]
+    return [falling[place] for place in hull_positions([points[i] for i in falling])][::-1]
 
 
 def _depth(point: Point, first: Point, last: Point) -> float:

@@ -8,35 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from math import isqrt
 from typing import Protocol
 
 from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Graph
-from rockmate.planning.candidate import Candidate, by_peak, evaluate, feasible, frontier_at
+from rockmate.graph.blocks import Block, BlockChain, storages_of
+from rockmate.graph.ir import Graph, Storage
+from rockmate.planning.candidate import Candidate, by_peak, evaluate, feasible
 from rockmate.planning.family import Family, ScheduleMaker
+from rockmate.planning.lowering import lower_sequence
 from rockmate.schedule.schedule import baseline_schedule
-
-# Number of budgets of a frontier for searches that solve each budget by itself.
-FRONTIER_POINTS = 17
+from rotor import Backward, ForwardKeep, ForwardOnly, Step
+from rotor import Sequence as RotorSequence
 
 
 class Searcher(Protocol):
     """A search for the fastest schedule within any budget."""
-
-    @property
-    def num_unproved(self) -> int:
-        """The number of solves that have stopped at their time limit so far."""
-        ...
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest schedule found with a simulated peak of at most `budget_bytes`.
 
         None if the budget is below the minimum.
         """
-        ...
-
-    def frontier(self) -> list[tuple[int, Candidate]]:
-        """Budgets and the best candidate of each: budgets grow, times fall."""
         ...
 
     def minimum(self) -> Candidate:
@@ -51,7 +44,6 @@ class FamilySearch:
         graph: ops and storages.
         costs: of its ops.
         families: schedules, each family in order of growing solver budget.
-        num_unproved: number of solves behind the families that stopped at their time limit.
     """
 
     def __init__(
@@ -59,10 +51,7 @@ class FamilySearch:
         graph: Graph,
         costs: Costs,
         families: Sequence[Sequence[ScheduleMaker]],
-        *,
-        num_unproved: int = 0,
     ) -> None:
-        self.num_unproved = num_unproved
         simulated = partial(evaluate, graph, costs=costs)
         self._families = [Family(makers, simulated) for makers in families]
         self._grid = [
@@ -79,11 +68,35 @@ class FamilySearch:
         ]
         return feasible([*self._grid, *near_budget], budget_bytes)[0]
 
-    def frontier(self) -> list[tuple[int, Candidate]]:
-        """See `Searcher`; the budgets are the peaks of the grid's members."""
-        budgets = sorted({candidate.peak_bytes for candidate in self._grid})
-        return frontier_at(budgets, self.best_within)
-
     def minimum(self) -> Candidate:
         """See `Searcher`."""
         return min(self._grid, key=by_peak)
+
+
+def chen_family(graph: Graph, chain: BlockChain) -> ScheduleMaker:
+    """The schedule of Chen et al.: saves one boundary in every sqrt(n) blocks, recomputes the rest.
+
+    "Training Deep Nets with Sublinear Memory Cost", 2016. It has no budget, and equal segments
+    whatever the sizes of the blocks.
+    """
+    num_blocks = len(chain.blocks)
+    length = isqrt(num_blocks - 1) + 1
+    firsts = list(range(0, num_blocks, length))
+    steps: list[Step] = [ForwardOnly(stage) for stage in range(firsts[-1])]
+    for first in reversed(firsts):
+        segment = range(first, min(first + length, num_blocks))
+        steps += [ForwardKeep(block, block, 0) for block in segment]
+        steps += [Backward(block, block, 0) for block in reversed(segment)]
+    return partial(
+        lower_sequence,
+        graph,
+        chain,
+        RotorSequence(tuple(steps)),
+        lambda first, last, _: _all_of(chain.span(first, last)),
+    )
+
+
+def _all_of(block: Block) -> set[Storage]:
+    """All values that a block's forward could save for its backward."""
+    made = {storage for op in block.forward for storage in op.writes}
+    return made.intersection(storages_of(block))

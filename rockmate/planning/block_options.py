@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from checkmate import Knapsack, Solution, Status, pareto
 from rockmate.bound.knapsack import knapsack_of
@@ -43,14 +43,6 @@ class BlockOption:
     backward: PartSimulation
 
 
-@dataclass(frozen=True, slots=True)
-class SolvedBlock:
-    """The options of a block, and whether they are proved optimal."""
-
-    options: tuple[BlockOption, ...]
-    is_proved: bool
-
-
 class SolvedBlocks:
     """The options of solved blocks by structure and costs; graphs with equal blocks share them.
 
@@ -59,7 +51,7 @@ class SolvedBlocks:
     """
 
     def __init__(self) -> None:
-        self.by_key: dict[Hashable, SolvedBlock] = {}
+        self.by_key: dict[Hashable, tuple[BlockOption, ...]] = {}
         self._numbers: dict[Hashable, int] = {}
 
     def number_of(self, kind: Hashable) -> int:
@@ -67,65 +59,53 @@ class SolvedBlocks:
         return self._numbers.setdefault(kind, len(self._numbers))
 
 
+@dataclass(frozen=True, slots=True)
+class Solving:
+    """A graph in blocks, and what all solves about it share.
+
+    Attributes:
+        graph: ops and storages.
+        chain: its blocks.
+        costs: of its ops.
+        time: the time that all solves share.
+        solved: options of blocks of graphs of the same step; those that are solved are added.
+    """
+
+    graph: Graph
+    chain: BlockChain
+    costs: Costs
+    time: SolverTime
+    solved: SolvedBlocks = field(default_factory=SolvedBlocks)
+
+
 class OptionSolver:
     """Computes the options of blocks, each distinct block once.
 
     Args:
-        graph: ops and storages.
-        chain: its blocks.
-        costs: of its ops.
+        solving: the graph and its blocks.
         max_options: largest number of options of a block.
-        solver_time: the time that all solves share.
-        solved: blocks whose options are known already; those solved here are added.
 
     Attributes:
-        num_unproved: number of distinct blocks whose solve stopped at its time limit.
+        solved: options of distinct blocks.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        chain: BlockChain,
-        costs: Costs,
-        *,
-        max_options: int,
-        solver_time: SolverTime,
-        solved: SolvedBlocks | None = None,
-    ) -> None:
-        self.graph = graph
-        self.chain = chain
-        self.costs = costs
-        self.max_options = max_options
-        self.solver_time = solver_time
-        self.num_unproved = 0
-        self._solved = SolvedBlocks() if solved is None else solved
-        self._used: set[Hashable] = set()
+    def __init__(self, solving: Solving, *, max_options: int) -> None:
+        graph, chain, costs = solving.graph, solving.chain, solving.costs
+        self.graph, self.costs, self.max_options = graph, costs, max_options
+        self._time, self.solved = solving.time, solving.solved
         self._kinds = [
-            self._solved.number_of((kind_of(op, chain.carried), first, recompute))
+            self.solved.number_of((kind_of(op, chain.carried), first, recompute))
             for op, first, recompute in zip(graph.ops, costs.first, costs.recompute, strict=True)
         ]
         self._uncounted = chain.carried | {s for op in graph.ops for s in op.writes if s.is_output}
-
-    @property
-    def num_distinct(self) -> int:
-        """The number of distinct blocks asked for so far."""
-        return len(self._used)
 
     def options(self, block: Block) -> tuple[BlockOption, ...]:
         """The options of a block, from the most saved bytes to the least."""
         kinds = tuple(self._kinds[op.index] for op in (*block.forward, *block.backward))
         key = kinds, wiring_of(block), self.max_options
-        solved = self._solved.by_key.get(key)
-        if solved is None:
-            num_unproved = self.num_unproved
-            options = self._solve(block)
-            solved = self._solved.by_key[key] = SolvedBlock(
-                options, is_proved=self.num_unproved == num_unproved
-            )
-        elif key not in self._used and not solved.is_proved:
-            self.num_unproved += 1
-        self._used.add(key)
-        return solved.options
+        if key not in self.solved.by_key:
+            self.solved.by_key[key] = self._solve(block)
+        return self.solved.by_key[key]
 
     def _saved_sets(self, block: Block) -> list[set[Storage]]:
         kept = {block.output} if block.output else set()
@@ -150,10 +130,9 @@ class OptionSolver:
 
     def solve(self, problem: Knapsack, max_points: int) -> tuple[Solution, ...]:
         """At most so many points of the problem's Pareto set; unproved ones are logged."""
-        with self.solver_time.for_one_solve() as time_limit_s:
+        with self._time.for_one_solve() as time_limit_s:
             solutions = pareto(problem, max_points=max_points, time_limit_s=time_limit_s)
         if any(solution.status is not Status.OPTIMAL for solution in solutions):
-            self.num_unproved += 1
             logger.warning(
                 "the solver stopped at its time limit of %.3g s on a block of %d ops; raise "
                 "time_limit_s for a proved optimum",

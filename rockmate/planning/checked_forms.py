@@ -1,26 +1,41 @@
-"""The forms of a step with their costs, captured in the layouts that kernels give."""
+"""The forms of a step with their costs, captured in the layouts that kernels give.
+
+Beside the step as captured there are forms with fused kernels, and with convolutions that read
+channels last. Where fusing gains nothing, such as a BERT on a CPU whose ops are fused already, a
+plan of single ops may be faster: it has more values to choose from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import logging
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 
 import torch
 
+from rockmate._torch.distributed import first_offer
+from rockmate.capture.memory_format import output_layouts
+from rockmate.collector import gc_paused
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.layout_check import captured_in_kernel_layouts, check_traced
 from rockmate.costs.link import Link
 from rockmate.costs.machine import Machine
 from rockmate.costs.measure import measure_costs
+from rockmate.errors import InvalidSampleError, MissingCompilerError, UnsupportedModelError
+from rockmate.graph.convolution_formats import draws_of, may_read_channels_last
 from rockmate.graph.ir import Graph
+from rockmate.graph.step_options import StepOptions
 from rockmate.offload.link import link_to
 from rockmate.offload.request import OffloadRequest
-from rockmate.planning.chunk_variants import Variants
-from rockmate.planning.kernel_variants import in_one_format
-from rockmate.planning.stage import timed
+from rockmate.planning.form import Form
+from rockmate.planning.options import PlanOptions
 from rockmate.step import CapturedStep
+
+logger = logging.getLogger(__name__)
 
 FurtherForms = Callable[[CapturedStep], Callable[[], list[CapturedStep]] | None]
 """For a captured step what makes further forms of it; None if there are none."""
@@ -51,12 +66,25 @@ def costs_from(
     return costs_of
 
 
+@contextmanager
+def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
+    """Adds the seconds of a stage to `timings`; garbage collection is paused."""
+    begin = time.perf_counter()
+    try:
+        with gc_paused():
+            yield
+    finally:
+        seconds = time.perf_counter() - begin
+        timings[stage] = timings.get(stage, 0.0) + seconds
+        logger.debug("%s took %.2f s", stage, seconds)
+
+
 def checked_forms(
     capture: Callable[[], CapturedStep],
     further: FurtherForms,
-    form_of: Callable[[CapturedStep], Variants],
+    form_of: Callable[[CapturedStep], Form],
     timings: dict[str, float],
-) -> list[Variants]:
+) -> list[Form]:
     """The step as captured, and the further forms that a plan may have.
 
     Args:
@@ -66,26 +94,114 @@ def checked_forms(
         timings: takes the seconds of "capture", "compile" and "costs".
     """
 
-    def checked(step: CapturedStep) -> Variants:
+    def checked(step: CapturedStep) -> Form:
         with timed(timings, "costs"):
             try:
                 return form_of(step)
             finally:  # a call that passes have replaced is the cause of others' layouts
                 check_traced(() if step.absence else step.capture.traced)
 
-    def first() -> Variants:
+    def first() -> Form:
         with timed(timings, "capture"):
             step = capture()
         return checked(step)
 
     form = captured_in_kernel_layouts(first)
-    others = further(form.unchunked.step)
+    others = further(form.step)
     if others is None:
         return [form]
 
-    def rest() -> list[Variants]:
+    def rest() -> list[Form]:
         with timed(timings, "compile"):
             steps = others()
         return [checked(step) for step in steps]
 
     return in_one_format([form, *captured_in_kernel_layouts(rest)])
+
+
+def fused_forms(step: CapturedStep, options: PlanOptions) -> list[CapturedStep]:
+    """The step with fused kernels; none where there is no compiler, with a line in the log.
+
+    A kernel that is slower than its ops may be worth its memory. So where some are, there is a form
+    with them, too.
+    """
+    try:
+        fused = step.fused(progress=options.progress, compile_limit_s=options.compile_limit_s)
+    except MissingCompilerError as error:
+        logger.warning("kernels are not fused: %s", error)
+        return []
+    left = fused.options.unfused
+    whole = step.fused(unfused=(), compile_limit_s=options.compile_limit_s) if left else fused
+    return [fused] if whole.options.unfused == left else [fused, whole]
+
+
+def other_forms(
+    options: PlanOptions, step: CapturedStep, capture: Callable[[StepOptions], CapturedStep] | None
+) -> Callable[[], list[CapturedStep]] | None:
+    """What makes further forms of a step with fused kernels; None if there are none.
+
+    Args:
+        options: what was asked for.
+        step: as captured.
+        capture: captures it once more, with other options; None where times are not measured.
+    """
+    is_auto = options.kernels == "auto"
+    if capture is not None and not may_read_channels_last(step.capture.joint.graph):
+        capture = None
+    if options.kernels == "eager" or not (is_auto or capture):
+        return None
+
+    def forms() -> list[CapturedStep]:
+        found = fused_forms(step, options) if is_auto else []
+        if capture is not None and (found or not is_auto):
+            other = _with_channels_last(step, options, capture)
+            if other is not None and is_auto:
+                found += fused_forms(other, options)
+            elif other is not None:
+                limit_s = options.compile_limit_s
+                found.append(other.fused(progress=options.progress, compile_limit_s=limit_s))
+        return found
+
+    return forms
+
+
+def _with_channels_last(
+    step: CapturedStep, options: PlanOptions, capture: Callable[[StepOptions], CapturedStep]
+) -> CapturedStep | None:
+    """The form, op by op, with convolutions that read channels last and outputs in layouts.
+
+    None if more than rounding would differ, with a line in the log.
+    """
+    try:
+        changed = replace(
+            options.step,
+            kernels="eager",
+            memory_format="channels_last",
+            output_layouts=output_layouts(step.capture),
+        )
+        other = captured_in_kernel_layouts(lambda: capture(changed))
+    except (InvalidSampleError, UnsupportedModelError) as error:
+        logger.info("convolutions do not read channels last: %s", error)
+        return None
+    if draws_of(other.capture.joint.graph) != draws_of(step.capture.joint.graph):
+        logger.info("convolutions do not read channels last: other numbers would be drawn")
+        return None
+    return other
+
+
+def in_one_format(forms: Sequence[Form]) -> list[Form]:
+    """Of the forms with fused kernels, those in the memory format that is faster unplanned.
+
+    So the same kernels run at every budget. Ranks of a process group take the format of the first.
+    """
+    fused = [form for form in forms if form.step.options.kernels == "fused"]
+    formats = {_format_of(form): form for form in reversed(fused)}
+    if len(formats) < 2:
+        return [*forms]
+    fastest = min(formats, key=lambda each: formats[each].baseline.time_ms)
+    agreed = first_offer(f"memory format of {formats['as_given'].text}", fastest)
+    return [form for form in forms if form not in fused or _format_of(form) == agreed]
+
+
+def _format_of(form: Form) -> str:
+    return form.step.options.memory_format

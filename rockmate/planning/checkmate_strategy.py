@@ -15,14 +15,12 @@ from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_sta
 from rockmate.costs.cost import Costs
 from rockmate.errors import SolverLimitError
 from rockmate.graph.ir import Graph, Phase
-from rockmate.planning.candidate import Candidate, evaluate, frontier_at, linspace_int
+from rockmate.planning.candidate import Candidate, evaluate
 from rockmate.schedule.schedule import baseline_schedule, finish
 from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger(__name__)
 
-# Number of budgets of a frontier; each takes a solve.
-_FRONTIER_POINTS = 9
 # The smallest peak is found to this share of the baseline peak.
 _MIN_PEAK_TOLERANCE = 0.01
 
@@ -37,9 +35,6 @@ class CheckmateSearch:
 
     Raises:
         ValueError: the graph has several forwards in flight, which the program does not count.
-
-    Attributes:
-        num_unproved: always 0. A candidate without proof says so itself.
     """
 
     def __init__(self, graph: Graph, costs: Costs, *, time_limit_s: float) -> None:
@@ -49,7 +44,6 @@ class CheckmateSearch:
                 "forward before its backward; take another strategy"
             )
             raise ValueError(msg)
-        self.num_unproved = 0
         self._graph = graph
         self._costs = costs
         self._time_limit_s = time_limit_s
@@ -119,11 +113,6 @@ class CheckmateSearch:
             time_limit_s=self._time_limit_s,
             first_recompute_op=len(self._graph.forward_ops),
         )
-
-    def frontier(self) -> list[tuple[int, Candidate]]:
-        """See `Searcher`."""
-        low, high = self.minimum().peak_bytes, self._baseline.peak_bytes
-        return frontier_at(linspace_int(low, high, _FRONTIER_POINTS), self.best_within)
 
     def minimum(self) -> Candidate:
         """A schedule near the smallest peak, by bisection.

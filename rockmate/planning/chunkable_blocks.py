@@ -6,12 +6,16 @@ refusal says in words why a block runs whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cached_property
-from math import ceil
+from math import ceil, inf
 
 from rockmate.capture.options import Numerics
 from rockmate.graph.chunking.chunks import Chunks, SeparableBlocks
 from rockmate.graph.chunking.region import Refusal, Region
+from rockmate.plan.chunking_notes import ChunkingNote
+from rockmate.planning.candidate import Candidate
 from rockmate.step import CapturedStep
 
 # Numbers of chunks of the loss block to plan.
@@ -26,7 +30,7 @@ _MIN_PEAK_SHARE = 0.02
 # block, three such values are live together. Of 17 budgets that language models fit whole,
 # estimated for two machines, none had a faster plan in chunks below a share of 0.37.
 _MIN_BUDGET_SHARE = 1 / 3
-UNUSED_HINT = "it can be, and would be no faster by more than noise"
+_UNUSED_HINT = "it can be, and would be no faster by more than noise"
 _NOT_ALLOWED = "chunks add in another order (numerics='bitwise')"
 
 
@@ -135,3 +139,53 @@ class ChunkableBlocks:
 
 def _has_enough_rows(block: Region) -> bool:
     return block.num_rows >= _LAYER_CHUNKS * _MIN_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class FormNotes:
+    """The notes on one form of a step; a `ChunkingNotes`.
+
+    To find the blocks takes a copy of the graph, so it waits until a note is read.
+
+    Attributes:
+        blocks: of the step as captured.
+        chunks: of the form; None for the step as captured.
+        search: finds schedules without chunks.
+        budget_bytes: of the plan.
+    """
+
+    blocks: ChunkableBlocks
+    chunks: Chunks | None
+    search: Callable[[int], Candidate | None]
+    budget_bytes: int
+
+    @property
+    def loss_block(self) -> ChunkingNote:
+        """Whether the loss block runs in chunks, and why."""
+        block = self.blocks.loss
+        module = block.block if isinstance(block, Refusal) else block.name
+        if self.chunks:
+            return ChunkingNote(module=module, text=self.chunks.describe())
+        reason = self.blocks.loss_refusal or _UNUSED_HINT
+        return ChunkingNote(module=module, text=f"not in chunks: {reason}")
+
+    @property
+    def feed_forward(self) -> tuple[ChunkingNote, ...]:
+        """Whether each large feed-forward block runs in chunks, and why."""
+        return tuple(map(self._layer_note, self.blocks.feed_forward))
+
+    @property
+    def bitwise_ms(self) -> float | None:
+        """Time of the fastest schedule found without chunks, if the form is in chunks."""
+        if not self.chunks:
+            return None
+        found = self.search(self.budget_bytes)
+        return inf if found is None else found.time_ms
+
+    def _layer_note(self, block: Region | Refusal) -> ChunkingNote:
+        if isinstance(block, Refusal):
+            return ChunkingNote(module=block.block, text=f"not in chunks: {block}")
+        if self.chunks and (layers := self.chunks.layers) > 1:
+            return ChunkingNote(module=block.name, text=f"in {layers} chunks of its rows")
+        reason = self.blocks.layer_refusal(block) or _UNUSED_HINT
+        return ChunkingNote(module=block.name, text=f"not in chunks: {reason}")

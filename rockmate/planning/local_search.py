@@ -27,16 +27,11 @@ from functools import cached_property
 
 from tqdm import tqdm
 
-from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Graph, Op
-from rockmate.planning.baseline_search import FRONTIER_POINTS
 from rockmate.planning.candidate import (
     Candidate,
     fastest,
     feasible,
-    frontier_at,
     is_worth_refining,
-    linspace_int,
     repairable,
 )
 from rockmate.planning.family import Family
@@ -44,8 +39,6 @@ from rockmate.planning.min_peak import MinPeakPool
 from rockmate.planning.perturbation import Perturbation
 from rockmate.planning.search_problem import SearchProblem
 from rockmate.planning.search_trace import SearchTrace
-from rockmate.planning.starts import WarmStarts
-from rockmate.planning.stopping_rule import StoppingRule
 
 # The fastest schedule at the minimum budget sometimes fits in less, in practice never below this
 # fraction of it.
@@ -65,49 +58,23 @@ _MIN_GAIN = 1e-5
 class LocalSearch:
     """The search of the default strategy. Nothing is solved before it is asked for.
 
-    Args:
-        graph: ops and storages.
-        costs: of its ops.
-        starts: the warm starts, and the lower bound.
-        rule: when the search ends; None for the default tolerance and no limit.
-        backward: late and backward ops in the baseline's order; None for the graph's order.
-
     Attributes:
         problem: the graph with its baseline, starts and refiner.
         min_peak: the schedules of small peaks.
         traces: what the search for each budget did, by budget.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        costs: Costs,
-        starts: WarmStarts,
-        rule: StoppingRule | None = None,
-        *,
-        backward: Sequence[Op] | None = None,
-    ) -> None:
-        rule = rule or StoppingRule()
-        self.problem = SearchProblem(graph, costs, starts, rule, backward=backward)
+    def __init__(self, problem: SearchProblem) -> None:
+        self.problem = problem
         self.min_peak = MinPeakPool(self.problem)
         self.traces: dict[int, SearchTrace] = {}
         self._solved: dict[int, Candidate] = {}
         self._initial: dict[int, Candidate] = {}
         self._relaxed: dict[int, Candidate | None] = {}
 
-    @property
-    def num_unproved(self) -> int:
-        """See `Searcher`."""
-        return self.problem.starts.num_unproved
-
     def minimum(self) -> Candidate:
         """See `Searcher`."""
         return self.min_peak.minimum()
-
-    def frontier(self) -> list[tuple[int, Candidate]]:
-        """See `Searcher`."""
-        low, high = self.minimum().peak_bytes, self.problem.baseline.peak_bytes
-        return frontier_at(linspace_int(low, high, FRONTIER_POINTS), self.best_within)
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest schedule found with a simulated peak of at most `budget_bytes`.

@@ -8,9 +8,7 @@ from math import inf, nan
 
 from rockmate.bound.solver_time import SolverTime
 from rockmate.graph.ir import Graph
-from rockmate.planning.baseline_search import Searcher
-from rockmate.planning.block_options import SolvedBlocks
-from rockmate.planning.variant import Variant
+from rockmate.planning.form import Form, time_of
 
 # Number of marks for which an infeasible budget is explained, the first ones.
 MAX_EXPLAINED = 8
@@ -42,18 +40,18 @@ def mark_sources(graph: Graph) -> list[str]:
     return list(dict.fromkeys(sources))
 
 
-def variants_without_each(
-    variant: Variant, time_limit_s: float, *, most: int | None = None
-) -> Iterator[tuple[str, Variant]]:
+def forms_without_each(
+    form: Form, time_limit_s: float, *, most: int | None = None
+) -> Iterator[tuple[str, Form]]:
     """Each source of marks, and the step planned without its marks; measured costs are reused."""
-    for source in mark_sources(variant.graph)[:most]:
-        step = variant.step.without_marks(source)
-        assert [op.name for op in step.graph.ops] == [op.name for op in variant.graph.ops]
-        yield source, Variant(step, variant.costs, SolverTime(time_limit_s), SolvedBlocks())
+    for source in mark_sources(form.graph)[:most]:
+        step = form.step.without_marks(source)
+        assert [op.name for op in step.graph.ops] == [op.name for op in form.graph.ops]
+        yield source, Form(step, form.costs, SolverTime(time_limit_s))
 
 
 def price_within(
-    source: str, without: Variant, budget_bytes: int, strategy: str, *, marked: Variant
+    source: str, without: Form, budget_bytes: int, strategy: str, *, marked: Form
 ) -> MarkPrice:
     """The price of one mark.
 
@@ -65,8 +63,8 @@ def price_within(
         marked: the step with it.
     """
     search, marked_search = without.search(strategy), marked.search(strategy)
-    ms_with = _ms(marked_search, budget_bytes)
-    ms_without = min(ms_with, _ms(search, budget_bytes))
+    ms_with = time_of(marked_search.best_within(budget_bytes))
+    ms_without = min(ms_with, time_of(search.best_within(budget_bytes)))
     return MarkPrice(
         mark=source,
         minimum_peak_bytes=min(search.minimum().peak_bytes, marked_search.minimum().peak_bytes),
@@ -75,19 +73,13 @@ def price_within(
     )
 
 
-def advice_on_marks(unchunked: Variant, strategy: str, time_limit_s: float) -> str:
+def advice_on_marks(captured: Form, strategy: str, time_limit_s: float) -> str:
     """What the smallest peak would be without each of the marks; empty if there are none."""
     peaks = [
-        (variant.search(strategy).minimum().peak_bytes, source)
-        for source, variant in variants_without_each(unchunked, time_limit_s, most=MAX_EXPLAINED)
+        (form.search(strategy).minimum().peak_bytes, source)
+        for source, form in forms_without_each(captured, time_limit_s, most=MAX_EXPLAINED)
     ]
     if not peaks:
         return ""
     texts = [f"without {source!r} it is {peak:,} bytes" for peak, source in sorted(peaks)]
     return f"Marks take part in that peak: {'; '.join(texts)}."
-
-
-def _ms(search: Searcher, budget_bytes: int) -> float:
-    """Time of the fastest schedule found; infinite if none fits."""
-    found = search.best_within(budget_bytes)
-    return inf if found is None else found.time_ms

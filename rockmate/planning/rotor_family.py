@@ -10,11 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from rockmate.bound.solver_time import SolverTime
-from rockmate.costs.cost import Costs
-from rockmate.graph.blocks import BlockChain
-from rockmate.graph.ir import Graph, Storage
-from rockmate.planning.block_options import BlockOption, OptionSolver, SolvedBlocks, storages_at
+from rockmate.graph.ir import Storage
+from rockmate.planning.block_options import BlockOption, OptionSolver, Solving, storages_at
 from rockmate.planning.family import ScheduleMaker
 from rockmate.planning.lowering import lower_sequence
 from rockmate.schedule.schedule import Schedule
@@ -37,13 +34,9 @@ class RotorFamily:
     """Rotor's table over the blocks of a graph and their options.
 
     Args:
-        graph: ops and storages.
-        chain: its blocks.
-        costs: of its ops.
+        solving: the graph and its blocks.
         max_bytes: the largest budget that matters.
-        solver_time: the time that the solves of all blocks share.
         max_slots: limit on the table's resolution. Its smallest peak is exact at any resolution.
-        solved: blocks whose options are known already.
         spans: lengths, in blocks, of the spans that have options.
         is_all_or_nothing: each block saves everything or is recomputed as a whole: Rotor without
             options or spans.
@@ -51,22 +44,15 @@ class RotorFamily:
 
     def __init__(
         self,
-        graph: Graph,
-        chain: BlockChain,
-        costs: Costs,
+        solving: Solving,
         *,
         max_bytes: int,
-        solver_time: SolverTime,
         max_slots: int = 500,
-        solved: SolvedBlocks | None = None,
         spans: Sequence[int] = SPANS,
         is_all_or_nothing: bool = False,
     ) -> None:
-        self.graph = graph
-        self.chain = chain
-        self.solver = OptionSolver(
-            graph, chain, costs, max_options=_MAX_OPTIONS, solver_time=solver_time, solved=solved
-        )
+        self.graph, self.chain = solving.graph, solving.chain
+        self.solver = OptionSolver(solving, max_options=_MAX_OPTIONS)
         self._spans = (1,) if is_all_or_nothing else tuple(spans)
         self._num_options = 1 if is_all_or_nothing else _MAX_OPTIONS
         self._options: dict[tuple[int, int], Sequence[BlockOption]] = {}

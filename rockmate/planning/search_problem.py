@@ -21,17 +21,13 @@ class SearchProblem:
     """A graph with its warm starts, its baseline and the refiner of its schedules.
 
     Args:
-        graph: ops and storages.
-        costs: of its ops.
-        starts: the schedules to begin with, and the lower bound.
-        rule: when the search ends.
         backward: late and backward ops in the baseline's order; None for the graph's order.
 
     Attributes:
-        graph: as given.
-        costs: as given.
-        starts: as given.
-        rule: as given.
+        graph: ops and storages.
+        costs: of its ops.
+        starts: the schedules to begin with, and the lower bound.
+        rule: when the search ends; by default at the default tolerance, without limit.
         refiner: repairs and refines schedules of the graph.
         baseline: the schedule without recomputation.
     """
@@ -41,14 +37,12 @@ class SearchProblem:
         graph: Graph,
         costs: Costs,
         starts: WarmStarts,
-        rule: StoppingRule,
+        rule: StoppingRule | None = None,
         *,
         backward: Sequence[Op] | None = None,
     ) -> None:
-        self.graph = graph
-        self.costs = costs
-        self.starts = starts
-        self.rule = rule
+        self.graph, self.costs, self.starts = graph, costs, starts
+        self.rule = rule or StoppingRule()
         self.refiner = ScheduleRefiner(graph, costs)
         self.baseline = self.refiner.evaluate(baseline_schedule(graph, backward))
 

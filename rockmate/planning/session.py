@@ -1,6 +1,6 @@
 """A planning session: a step captured once, its costs, and plans for any number of budgets.
 
-capture_step -> costs -> chunk variants -> search -> Plan. A session knows no `RockmateModule`. It
+capture_step -> costs -> chunk forms -> search -> Plan. A session knows no `RockmateModule`. It
 returns plans as data (`Plan`) and with the code that runs them (`PlannedCall`).
 """
 
@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Self
 
 from torch import nn
 
+from rockmate.bound.protocol import MinBound
+from rockmate.bound.solver_time import SolverTime
 from rockmate.budget import (
     Budget,
     OnInfeasible,
@@ -29,31 +32,47 @@ from rockmate.errors import InfeasibleBudgetError
 from rockmate.fusion.report import FusionReport
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
+from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate
-from rockmate.planning.checked_forms import FurtherForms, checked_forms, costs_from
-from rockmate.planning.chunk_variants import Variants
-from rockmate.planning.frontier_point import FrontierPoint
-from rockmate.planning.kernel_variants import KernelVariants, other_forms
+from rockmate.planning.checked_forms import (
+    FurtherForms,
+    checked_forms,
+    costs_from,
+    other_forms,
+    timed,
+)
+from rockmate.planning.form import Form
+from rockmate.planning.forms import Forms
 from rockmate.planning.mark_prices import (
     MarkPrice,
     advice_on_marks,
+    forms_without_each,
     price_within,
-    variants_without_each,
 )
-from rockmate.planning.monotone import never_slower
-from rockmate.planning.moved_forms import MovedForms
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.search_trace import gap_bar
 from rockmate.planning.simulated_capture import captured_step, machine_of
-from rockmate.planning.stage import timed
-from rockmate.planning.step_forms import StepForms
 from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.planning.strategies import UNMOVED
-from rockmate.planning.variant import Variant
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontierPoint:
+    """The peak and time of the plan for one budget.
+
+    Attributes:
+        budget_bytes: the budget.
+        predicted_peak_bytes: the peak of its plan, at most the budget.
+        predicted_ms: the time of one forward and backward, in milliseconds.
+    """
+
+    budget_bytes: int
+    predicted_peak_bytes: int
+    predicted_ms: float
 
 
 class PlanningSession:
@@ -120,18 +139,22 @@ class PlanningSession:
         self._mark_advice: dict[str, str] = {}
         self._offload = options.moves
         costs_of = costs_from(machine, self._offload, progress=options.progress)
-        form_of = partial(Variants, costs_of=costs_of, numerics=options.numerics, rule=self._rule)
+        solver_time, solved = SolverTime(options.time_limit_s), SolvedBlocks()
+
+        def form_of(step: CapturedStep) -> Form:
+            return Form(step, costs_of(step.graph), solver_time, solved, self._rule)
+
         forms = checked_forms(capture, others, form_of, self.timings)
-        steps = [each.unchunked.step for each in forms]
+        steps = [each.step for each in forms]
         self._step = steps[0]
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
-        self._variants: StepForms = forms[0] if len(forms) == 1 else KernelVariants(forms)
-        if self._offload is not None:
-            self._variants = MovedForms(self._variants, self._offload)
+        self._forms = Forms(
+            forms, form_of, numerics=self.numerics, rule=self._rule, request=self._offload
+        )
         with timed(self.timings, "solve"):
-            self._variants.minimum("rockmate")
-        baseline = self._variants.unchunked.baseline
+            self._forms.minimum("rockmate")
+        baseline = self._forms.captured.baseline
         self.baseline_peak_bytes = baseline.peak_bytes
         self.baseline_ms = baseline.time_ms
 
@@ -141,7 +164,7 @@ class PlanningSession:
 
         It is the same on all ranks that plan for the same step, whatever times they measure.
         """
-        return self._variants.unchunked.text
+        return self._forms.captured.text
 
     @cached_property
     def minimum_peak_bytes(self) -> int:
@@ -178,7 +201,7 @@ class PlanningSession:
         if plan is not None:
             return plan
         with gc_paused():
-            minimum_bytes = self._variants.min_peak(strategy).peak_bytes
+            minimum_bytes = self._forms.min_peak(strategy).peak_bytes
             smallest = self.plan(minimum_bytes, strategy=strategy)
         if on_infeasible == "error":
             error = InfeasibleBudgetError(
@@ -213,10 +236,10 @@ class PlanningSession:
         """
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
         with gc_paused():
-            unchunked = self._variants.unchunked
+            captured = self._forms.captured
             return tuple(
-                price_within(source, variant, budget_bytes, strategy, marked=unchunked)
-                for source, variant in variants_without_each(unchunked, self._rule.time_limit_s)
+                price_within(source, form, budget_bytes, strategy, marked=captured)
+                for source, form in forms_without_each(captured, self._rule.time_limit_s)
             )
 
     def _advice_on_marks(self, strategy: str) -> str:
@@ -224,7 +247,7 @@ class PlanningSession:
         if strategy not in self._mark_advice:
             with gc_paused():
                 self._mark_advice[strategy] = advice_on_marks(
-                    self._variants.unchunked, strategy, self._rule.time_limit_s
+                    self._forms.captured, strategy, self._rule.time_limit_s
                 )
         return self._mark_advice[strategy]
 
@@ -233,7 +256,7 @@ class PlanningSession:
             with gc_paused():
                 self._rule.begin()
                 with gap_bar(is_shown=self.options.progress):
-                    best = self._variants.best_within(budget_bytes, strategy)
+                    best = self._forms.best_within(budget_bytes, strategy)
                 if best is None:
                     return None
                 self._keep({budget_bytes: self._as_plan(budget_bytes, strategy, *best)}, strategy)
@@ -271,7 +294,7 @@ class PlanningSession:
         wanted = sorted({parse_budget(each, self.baseline_peak_bytes) for each in listed})
         with gc_paused():
             self._rule.begin(max(1, len(wanted)))
-            found = self._variants.best_within_each(wanted, progress=progress)
+            found = self._forms.best_within_each(wanted, progress=progress)
             plans = {
                 budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
                 for budget_bytes, best in found.items()
@@ -295,7 +318,7 @@ class PlanningSession:
         Raises:
             PlanMismatchError: the plan was made for another step.
         """
-        return self._variants.step_for(plan.options).planned_call(plan)
+        return self._forms.step_for(plan.options).planned_call(plan)
 
     def frontier(self, *, strategy: str = "rockmate") -> tuple[FrontierPoint, ...]:
         """The least time found for budgets from the smallest peak to the baseline's.
@@ -304,7 +327,7 @@ class PlanningSession:
         budget.
         """
         with gc_paused():
-            points = self._variants.frontier(strategy)
+            points = self._forms.frontier(strategy)
         return tuple(
             FrontierPoint(
                 budget_bytes=budget_bytes,
@@ -319,7 +342,7 @@ class PlanningSession:
 
         It refers to plans without chunks.
         """
-        return self._variants.minimum(strategy).peak_bytes
+        return self._forms.minimum(strategy).peak_bytes
 
     def lower_bound_ms(self, budget: Budget) -> float:
         """A time, in milliseconds, that no plan of this planner beats; infinite if none can fit.
@@ -332,12 +355,10 @@ class PlanningSession:
         if (budget_bytes, "rockmate") in self._plans:  # handed on from a smaller one, perhaps
             return self._plans[budget_bytes, "rockmate"].lower_bound_ms
         with gc_paused():
-            return self._variants.bounds_within(budget_bytes).tight_bound_ms(budget_bytes)
+            return self._forms.bounds_within(budget_bytes).tight_bound_ms(budget_bytes)
 
-    def _as_plan(
-        self, budget_bytes: int, strategy: str, variant: Variant, candidate: Candidate
-    ) -> Plan:
-        broken = broken_mark(variant.snapshot, candidate.schedule)
+    def _as_plan(self, budget_bytes: int, strategy: str, form: Form, candidate: Candidate) -> Plan:
+        broken = broken_mark(form.snapshot, candidate.schedule)
         assert not broken, f"the search broke a mark: {broken}"
         return Plan(
             budget_bytes=budget_bytes,
@@ -348,18 +369,38 @@ class PlanningSession:
             minimum_peak_bytes=self.minimum_peak_bytes,
             schedule=candidate.schedule,
             simulation=candidate.simulation,
-            costs=variant.costs,
-            snapshot=variant.snapshot,
-            chain=variant.chain,
-            options=variant.step.options,
-            chunking_notes=self._variants.notes(variant, budget_bytes),
-            fusion=variant.step.fusion.report if variant.step.fusion else None,
-            captured=variant.graph,
+            costs=form.costs,
+            snapshot=form.snapshot,
+            chain=form.chain,
+            options=form.step.options,
+            chunking_notes=self._forms.notes(form, budget_bytes),
+            fusion=form.step.fusion.report if form.step.fusion else None,
+            captured=form.graph,
             strategy=strategy,
             machine=self._machine.name if self._machine else None,
             offload=self._offload,
             gap_tolerance=self._rule.gap_tolerance,
             is_cut_short=self._rule.is_late,
-            bounds=self._variants.bounds_within(budget_bytes),
-            num_unproved_blocks=variant.search(strategy).num_unproved + (not candidate.is_proved),
+            bounds=self._forms.bounds_within(budget_bytes),
+            num_unproved_blocks=form.num_unproved + (not candidate.is_proved),
         )
+
+
+def never_slower(plans: Mapping[int, Plan]) -> dict[int, Plan]:
+    """The plans by growing budget, none of them slower than one for less memory.
+
+    A search is a heuristic, and now and then the plan that it finds for more memory is a little
+    slower. A plan that fits a smaller budget fits a larger one.
+
+    Args:
+        plans: by budget in bytes.
+    """
+    found: dict[int, Plan] = {}
+    fastest: Plan | None = None
+    for budget_bytes, plan in sorted(plans.items()):
+        chosen = plan
+        if fastest is not None and fastest.predicted_ms < plan.predicted_ms:
+            both = partial(tuple, (plan.bounds, fastest.bounds))  # the plan may be of another form
+            chosen = replace(fastest, budget_bytes=budget_bytes, bounds=MinBound(both))
+        found[budget_bytes] = fastest = chosen
+    return found

@@ -1,21 +1,17 @@
 """Warm starts: the schedules that the local search begins with, each solved on demand.
 
-`WarmStarts` is the interface, `SolverWarmStarts` fills it from the lower bound's relaxation, the
-knapsack and rotor's table. Most budgets need only some of them.
+Most budgets need only some of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any, Protocol
+from dataclasses import replace
+from functools import cached_property, partial
 
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.solver_time import SolverTime
-from rockmate.costs.cost import Costs, unit_times
-from rockmate.graph.blocks import BlockChain
-from rockmate.graph.ir import Graph
-from rockmate.planning.block_options import SolvedBlocks
+from rockmate.costs.cost import unit_times
+from rockmate.planning.block_options import Solving
 from rockmate.planning.family import ScheduleMaker
 from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.planning.rotor_family import RotorFamily
@@ -33,119 +29,55 @@ _MIN_PEAK_SPANS = (1, 2)
 _ONE_SLOT = 1
 
 
-class WarmStarts(Protocol):
-    """The schedules that solvers propose for a graph, each solved when it is first asked for."""
+class WarmStarts:
+    """Warm starts from the relaxation, the knapsack and rotor's table.
 
-    @property
-    def num_unproved(self) -> int:
-        """The number of solves that have stopped at their time limit so far."""
-        ...
+    Args:
+        solving: the graph and its blocks.
+        lower_bound: of its schedules' times.
+        max_bytes: the largest budget that matters.
+    """
+
+    def __init__(self, solving: Solving, lower_bound: LowerBound, *, max_bytes: int) -> None:
+        self._solving, self._lower_bound, self._max_bytes = solving, lower_bound, max_bytes
+
+    def bound_ms(self, budget_bytes: int) -> float:
+        """A lower bound on the time of every schedule within the budget."""
+        return self._lower_bound.bound_ms(budget_bytes)
 
     def from_relaxation(self, budget_bytes: int) -> Schedule | None:
         """A schedule with the lower bound's own time; its peak may exceed the budget.
 
         None if the budget is infeasible in the relaxation.
         """
-        ...
+        saved = self._lower_bound.saved_values_within(budget_bytes)
+        return None if saved is None else self._knapsack.schedule_saving(saved)
 
     def from_knapsack(self, max_saved_bytes: int) -> Schedule | None:
         """The fastest schedule that saves at most so many bytes and recomputes the rest once.
 
         None if there is none.
         """
-        ...
-
-    def from_rotor(self) -> Sequence[ScheduleMaker]:
-        """Schedules that may recompute a value several times, in order of growing solver budget."""
-        ...
-
-    def min_peak(self) -> Sequence[ScheduleMaker]:
-        """Schedules of small peaks; equal for equal graphs, whatever the op times."""
-        ...
-
-    def bound_ms(self, budget_bytes: int) -> float:
-        """A lower bound on the time of every schedule within the budget."""
-        ...
-
-
-class SolverWarmStarts:
-    """Warm starts from the relaxation, the knapsack and rotor's table.
-
-    Args:
-        graph: ops and storages.
-        chain: its blocks.
-        costs: of its ops.
-        lower_bound: of its schedules' times.
-        max_bytes: the largest budget that matters.
-        solver_time: the time that all solves share.
-        solved: blocks whose options are known already.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        chain: BlockChain,
-        costs: Costs,
-        lower_bound: LowerBound,
-        *,
-        max_bytes: int,
-        solver_time: SolverTime,
-        solved: SolvedBlocks | None = None,
-    ) -> None:
-        self._graph, self._chain, self._costs, self._lower_bound = graph, chain, costs, lower_bound
-        self._max_bytes, self._solver_time = max_bytes, solver_time
-        self._solved = SolvedBlocks() if solved is None else solved
-        self._rotor_families: list[RotorFamily] = []
-
-    @property
-    def num_unproved(self) -> int:
-        """See `WarmStarts`."""
-        knapsack = self._knapsack.num_unproved if "_knapsack" in self.__dict__ else 0
-        rotor = sum(family.solver.num_unproved for family in self._rotor_families)
-        return self._lower_bound.num_cut_short + knapsack + rotor
-
-    def bound_ms(self, budget_bytes: int) -> float:
-        """See `WarmStarts`."""
-        return self._lower_bound.bound_ms(budget_bytes)
-
-    def from_relaxation(self, budget_bytes: int) -> Schedule | None:
-        """See `WarmStarts`."""
-        saved = self._lower_bound.saved_values_within(budget_bytes)
-        return None if saved is None else self._knapsack.schedule_saving(saved)
-
-    def from_knapsack(self, max_saved_bytes: int) -> Schedule | None:
-        """See `WarmStarts`."""
         return self._knapsack.fastest_saving(max_saved_bytes)
 
     def from_rotor(self) -> Sequence[ScheduleMaker]:
-        """See `WarmStarts`."""
-        return self._rotor_family(self._costs).makers()
+        """Schedules that may recompute a value several times, in order of growing solver budget."""
+        return RotorFamily(self._solving, max_bytes=self._max_bytes).makers()
 
     def min_peak(self) -> Sequence[ScheduleMaker]:
-        """The tightest schedules of two tables that count ops instead of timing them.
+        """Schedules of small peaks; equal for equal graphs, whatever the op times.
 
+        They are the tightest of two tables that count ops instead of timing them.
         One has several options a block. In the other, each block saves everything or is recomputed
         as a whole, so the result is never worse than Rotor's own.
         """
-        costs = unit_times(self._costs)
-        with_options = self._rotor_family(costs, max_slots=_MIN_PEAK_SLOTS, spans=_MIN_PEAK_SPANS)
+        solving = replace(self._solving, costs=unit_times(self._solving.costs))
+        family = partial(RotorFamily, solving, max_bytes=self._max_bytes)
+        with_options = family(max_slots=_MIN_PEAK_SLOTS, spans=_MIN_PEAK_SPANS)
         tightest = with_options.makers()[:_NUM_MIN_PEAK_STARTS]
-        plain_rotor = self._rotor_family(costs, max_slots=_ONE_SLOT, is_all_or_nothing=True)
+        plain_rotor = family(max_slots=_ONE_SLOT, is_all_or_nothing=True)
         return [*tightest, *plain_rotor.makers()[:1]]
 
     @cached_property
     def _knapsack(self) -> KnapsackFamily:
-        return KnapsackFamily(self._graph, self._chain, self._costs, solver_time=self._solver_time)
-
-    def _rotor_family(self, costs: Costs, **options: Any) -> RotorFamily:
-        family = RotorFamily(
-            self._graph,
-            self._chain,
-            costs,
-            max_bytes=self._max_bytes,
-            solver_time=self._solver_time,
-            solved=self._solved,
-            **options,
-        )
-        self._rotor_families.append(family)
-        return family
+        return KnapsackFamily(self._solving)

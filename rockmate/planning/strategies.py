@@ -1,43 +1,36 @@
-"""The planning strategies by name, each as a search."""
+"""The planning strategies by name, each as a search of one graph."""
 
 from __future__ import annotations
+
+from functools import cached_property
 
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
-from rockmate.graph.blocks import BlockChain
+from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph
-from rockmate.planning.baseline_search import FamilySearch, Searcher
-from rockmate.planning.block_options import SolvedBlocks
+from rockmate.planning.baseline_search import FamilySearch, Searcher, chen_family
+from rockmate.planning.block_options import SolvedBlocks, Solving
 from rockmate.planning.branch_order import memory_minimizing_order
 from rockmate.planning.checkmate_strategy import CheckmateSearch
-from rockmate.planning.chen_family import chen_family
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.rotor_family import RotorFamily
-from rockmate.planning.starts import SolverWarmStarts
+from rockmate.planning.search_problem import SearchProblem
+from rockmate.planning.starts import WarmStarts
 from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.schedule.schedule import baseline_schedule
-from rockmate.schedule.simulate import simulate
+from rockmate.schedule.simulate import Simulation, simulate
 
 STRATEGIES = ("none", "chen", "rotor", "checkmate", "recompute", "bitwise", "rockmate")
+DEFAULT = "rockmate"
 # The default without moves, to compare with where values may move; else the default itself.
 UNMOVED = "recompute"
 # The default without chunks and moves, to compare with where plans may be in chunks.
 BITWISE = "bitwise"
 
 
-def make_search(
-    strategy: str,
-    graph: Graph,
-    chain: BlockChain,
-    costs: Costs,
-    *,
-    lower_bound: LowerBound,
-    solver_time: SolverTime,
-    solved: SolvedBlocks | None = None,
-    rule: StoppingRule | None = None,
-) -> Searcher:
-    """The search of a strategy, for any budget.
+class Searches:
+    """A graph with its lower bound and the searches for its schedules, each made on demand.
 
     * "none" recomputes nothing; "chen" saves one boundary in every sqrt(n) blocks.
     * "rotor" saves or recomputes each block as a whole, by a dynamic program.
@@ -46,73 +39,89 @@ def make_search(
       rotor with several options for blocks and spans; "recompute" and "bitwise" are it, too.
 
     Args:
-        strategy: one of `STRATEGIES`.
         graph: ops and storages.
-        chain: its blocks.
         costs: of its ops.
-        lower_bound: of its schedules' times; "rockmate" stops near it.
         solver_time: the time that all solves share. "checkmate" may take all of it for each budget.
         solved: block options of other graphs of the same step; those solved here are added.
-        rule: when the search of "rockmate" ends; None for the default tolerance and no limit.
-
-    Raises:
-        ValueError: the strategy is unknown, or plans one forward in flight and more are asked for.
+        rule: when the local search ends; None for the default tolerance and no limit.
     """
-    if strategy not in STRATEGIES:
-        msg = f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}"
-        raise ValueError(msg)
-    if strategy in ("none", "chen"):
-        families = [[chen_family(graph, chain)]] if strategy == "chen" else []
-        return FamilySearch(graph, costs, families)
-    if strategy == "checkmate":
-        return CheckmateSearch(graph, costs, time_limit_s=solver_time.limit_s)
-    if strategy == "rotor":
-        rotor = RotorFamily(
-            graph,
-            chain,
-            costs,
-            max_bytes=_baseline_peak_bytes(graph, costs),
-            solver_time=solver_time,
-            solved=solved,
-            is_all_or_nothing=True,
+
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        solver_time: SolverTime,
+        solved: SolvedBlocks | None = None,
+        rule: StoppingRule | None = None,
+    ) -> None:
+        self.graph, self.costs = graph, costs
+        self._solver_time, self._rule = solver_time, rule
+        self._solved = SolvedBlocks() if solved is None else solved
+        self._made: dict[str, Searcher] = {}
+
+    def with_graph(self, graph: Graph) -> Searches:
+        """The searches of another graph of the same ops."""
+        return Searches(graph, self.costs, self._solver_time, rule=self._rule)
+
+    @cached_property
+    def blocks(self) -> BlockChain:
+        """Its chain of blocks."""
+        return partition(self.graph)
+
+    @cached_property
+    def baseline(self) -> Simulation:
+        """The simulated schedule without recomputation."""
+        return simulate(self.graph, baseline_schedule(self.graph), self.costs)
+
+    @cached_property
+    def lower_bound(self) -> LowerBound:
+        """The lower bound on the time of its schedules."""
+        return LowerBound(
+            self.graph, self.costs, self.baseline.time_ms, solver_time=self._solver_time
         )
-        return FamilySearch(graph, costs, [rotor.makers()], num_unproved=rotor.solver.num_unproved)
-    return make_local_search(
-        graph,
-        chain,
-        costs,
-        lower_bound=lower_bound,
-        solver_time=solver_time,
-        solved=solved,
-        rule=rule,
-    )
 
+    @cached_property
+    def local_search(self) -> LocalSearch:
+        """The search of the default strategy."""
+        backward = memory_minimizing_order(self.graph, self.costs)
+        chain = self.blocks if backward is None else self.blocks.with_backward_as_in(backward)
+        max_bytes = self.baseline.peak_bytes
+        starts = WarmStarts(self._solving(chain), self.lower_bound, max_bytes=max_bytes)
+        return LocalSearch(
+            SearchProblem(self.graph, self.costs, starts, self._rule, backward=backward)
+        )
 
-def make_local_search(
-    graph: Graph,
-    chain: BlockChain,
-    costs: Costs,
-    *,
-    lower_bound: LowerBound,
-    solver_time: SolverTime,
-    solved: SolvedBlocks | None = None,
-    rule: StoppingRule | None = None,
-) -> LocalSearch:
-    """The search of "rockmate"; arguments as for `make_search`."""
-    backward = memory_minimizing_order(graph, costs)
-    if backward is not None:
-        chain = chain.with_backward_as_in(backward)
-    starts = SolverWarmStarts(
-        graph,
-        chain,
-        costs,
-        lower_bound,
-        max_bytes=_baseline_peak_bytes(graph, costs),
-        solver_time=solver_time,
-        solved=solved,
-    )
-    return LocalSearch(graph, costs, starts, rule, backward=backward)
+    def _solving(self, chain: BlockChain) -> Solving:
+        return Solving(self.graph, chain, self.costs, self._solver_time, self._solved)
 
+    @property
+    def num_unproved(self) -> int:
+        """The number of solves, of all graphs of the step, that were out of time so far."""
+        return len(self._solver_time.cut_short)
 
-def _baseline_peak_bytes(graph: Graph, costs: Costs) -> int:
-    return simulate(graph, baseline_schedule(graph), costs).peak_bytes
+    def search(self, strategy: str) -> Searcher:
+        """The search of a strategy.
+
+        Raises:
+            ValueError: the strategy is unknown, or plans one forward in flight and more are asked
+                for.
+        """
+        if strategy not in STRATEGIES:
+            msg = f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}"
+            raise ValueError(msg)
+        if strategy in (DEFAULT, UNMOVED, BITWISE):
+            return self.local_search
+        if strategy not in self._made:
+            self._made[strategy] = self._new_search(strategy)
+        return self._made[strategy]
+
+    def _new_search(self, strategy: str) -> Searcher:
+        if strategy == "checkmate":
+            return CheckmateSearch(self.graph, self.costs, time_limit_s=self._solver_time.limit_s)
+        if strategy != "rotor":
+            families = [[chen_family(self.graph, self.blocks)]] if strategy == "chen" else []
+            return FamilySearch(self.graph, self.costs, families)
+        rotor = RotorFamily(
+            self._solving(self.blocks), max_bytes=self.baseline.peak_bytes, is_all_or_nothing=True
+        )
+        return FamilySearch(self.graph, self.costs, [rotor.makers()])

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-import checkmate
 from bench import branched, branched_page, models
-from bench.comparison.plans import recorded_programs
 from bench.comparison.result import ModelResult
 from bench.models.branched import modules_at
 
@@ -35,7 +33,6 @@ PLANNER = {
     "num_blocks": 2,
     "largest_block_ops": 50,
     "largest_part_ops": 50,
-    "largest_program_ops": 41,
 }
 
 
@@ -120,28 +117,8 @@ def test_page_tells_hits_from_misses() -> None:
         in text
     )  # the minimum is below
     assert f"of that of checkpoints: largest | <= 0.80 | {290 / 380:.3f} | unet | hit |" in text
-    assert "| ops in one 0/1 program: most | <= 40.00 | 41.000 | unet | **miss** |" in text
     assert "| planning without capture, in s: largest | <= 20.00 | 6.000 | unet | hit |" in text
     assert "| unet | 0.35 | infeasible: the least peak is 0.00029 MB |" in text
-
-
-def test_programs_are_recorded_where_the_sweep_is_too_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    ops = tuple(
-        checkmate.Op(time_ms=1.0 + n, inputs=(n - 1,) if n else (), outputs=(n,)) for n in range(6)
-    )
-    problem = checkmate.Knapsack(
-        ops=ops, value_bytes=(7, 11, 13, 17, 19, 23), required=frozenset({1, 3, 5})
-    )
-    with recorded_programs() as programs:
-        swept = checkmate.pareto(problem)
-    assert programs == []
-    monkeypatch.setattr("checkmate.frontier._MAX_PART_LABELS", 1)
-    with recorded_programs() as programs:
-        solved = checkmate.pareto(problem)
-    assert set(programs) == {6}
-    assert [(s.saved_bytes, s.time_ms) for s in solved] == [
-        (s.saved_bytes, s.time_ms) for s in swept
-    ]
 
 
 def test_every_model_that_is_no_chain_is_in_the_table_and_most_have_natural_modules() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import random
 from dataclasses import replace
-from itertools import combinations, pairwise, permutations
 from math import inf
 from typing import Any
 
@@ -42,9 +41,10 @@ from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.blocks import partition
 from rockmate.graph.ir import Op, Phase
+from rockmate.planning.block_options import Solving
 from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.schedule.schedule import baseline_schedule
-from rockmate.schedule.simulate import Simulation, simulate
+from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
 
 ROUNDING = 1 - 1e-9  # of a sum of times: the order of addition, and ticks of 1e-12 of the total
@@ -106,35 +106,7 @@ def test_the_bound_is_the_largest_that_any_point_alone_gives(name: str) -> None:
         assert bounds.bound_ms(budget_bytes) == least_ms + again_ms
 
 
-def test_two_points_say_more_than_one_near_the_smallest_peak() -> None:
-    gained = []
-    for name in SMALL:
-        bounds = certificate(name)
-        gained += [
-            bounds.tight_bound_ms(peak) > bounds.bound_ms(peak) + 1e-4 * time_ms
-            for peak, time_ms in reached(name)
-        ]
-        values = [
-            bounds.tight_bound_ms(budget) for budget in budgets_between(0, reached(name)[-1][0], 25)
-        ]
-        assert all(tight >= loose * ROUNDING for tight, loose in pairwise(values))
-    assert any(gained)
-
-
-def test_two_points_without_whole_numbers_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rockmate.bound.lower_bound, "_MAX_EXACT_OPS", 0)
-    for name in SMALL:
-        bounds = certificate(name)
-        assert all(
-            bounds.tight_bound_ms(peak_bytes) <= time_ms / ROUNDING
-            for peak_bytes, time_ms in reached(name)
-        )
-
-
-def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[LowerBound, Simulation, int]:
-    """Bounds without whole numbers of a small HRNet, its step with nothing recomputed, and half of
-    that one's peak."""
-    monkeypatch.setattr(rockmate.bound.lower_bound, "_MAX_EXACT_OPS", 0)
+def test_two_points_say_more_where_branches_meet() -> None:
     images = {"images": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
     graph = capture_step(HRNet((8, 16, 32), num_exchanges=2, depth=1, classes=10), images).graph
     times_ms = [
@@ -144,17 +116,8 @@ def branched(monkeypatch: pytest.MonkeyPatch) -> tuple[LowerBound, Simulation, i
     by_bytes = tuple(Cost(time_ms=1e-6 + time_ms, overhead_bytes=0) for time_ms in times_ms)
     costs = Costs(first=by_bytes, recompute=by_bytes, num_distinct=len(by_bytes))
     baseline = simulate(graph, baseline_schedule(graph), costs)
-    return (
-        LowerBound(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0)),
-        baseline,
-        baseline.peak_bytes // 2,
-    )
-
-
-def test_two_points_without_whole_numbers_say_more_where_branches_meet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bounds, baseline, budget_bytes = branched(monkeypatch)
+    bounds = LowerBound(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0))
+    budget_bytes = baseline.peak_bytes // 2
     assert (
         bounds.bound_ms(budget_bytes) + 1e-3 * baseline.time_ms
         < bounds.tight_bound_ms(budget_bytes)
@@ -163,80 +126,31 @@ def test_two_points_without_whole_numbers_say_more_where_branches_meet(
 
 
 @functools.cache
-def three_points(name: str, *, is_relaxed: bool) -> list[tuple[float, float, float, float]]:
-    """For each schedule: its time, the bound with one further point, the bounds of both orders of
-    two."""
+def pairs(name: str) -> list[tuple[float, float, float]]:
+    """For each schedule its time, and the bounds of the first point alone and with another one."""
     bounds, found = certificate(name), []
-    first = bounds.points[0]
-    behind = [bounds.program_points.at(op) for op in first.after]
-    pairs = [
-        (one, other)
-        for one, other in combinations(behind, 2)
-        if other.op not in one.after and one.op not in other.after
-    ]
-    least_ms = bounds.bound_ms(reached(name)[-1][0])
-    for pair in random.Random(0).sample(pairs, 6):
+    behind = [bounds.program_points.at(op) for op in bounds.points[0].after]
+    base_ms = bounds.base_ms
+    for second in random.Random(0).sample(behind, 6):
         for peak_bytes, time_ms in reached(name):
-            orders = [
-                bounds._solve((first, *order), peak_bytes, is_relaxed=is_relaxed)
-                for order in permutations(pair)
-            ]  # pyright: ignore[reportPrivateUsage]
-            less, more = sorted(least_ms + again_ms for again_ms, _ in orders)
-            ones = [bounds._solve((first, one), peak_bytes, is_relaxed=is_relaxed) for one in pair]  # pyright: ignore[reportPrivateUsage]
-            found.append((time_ms, least_ms + max(again_ms for again_ms, _ in ones), less, more))
+            point, curve, _ = bounds._curves[0]  # pyright: ignore[reportPrivateUsage]
+            one_ms = base_ms + curve.bound_ms(peak_bytes - point.min_bytes)
+            both_ms = base_ms + bounds._pair_ms(bounds.points[0], second, peak_bytes)  # pyright: ignore[reportPrivateUsage]
+            found.append((time_ms, one_ms, both_ms))
     return found
 
 
-@pytest.mark.parametrize("is_relaxed", [True, False])
 @pytest.mark.parametrize("name", SMALL)
-def test_three_points_hold_whichever_comes_first(name: str, is_relaxed: bool) -> None:
-    assert all(
-        less <= time_ms / ROUNDING
-        for time_ms, _, less, _ in three_points(name, is_relaxed=is_relaxed)
-    )
+def test_any_two_points_hold(name: str) -> None:
+    assert all(both_ms <= time_ms / ROUNDING for time_ms, _, both_ms in pairs(name))
 
 
-def test_three_points_in_one_order_are_found_out() -> None:
-    for is_relaxed in (True, False):
-        assert any(
-            more > time_ms / ROUNDING
-            for name in SMALL
-            for time_ms, _, _, more in three_points(name, is_relaxed=is_relaxed)
-        )
-
-
-def test_three_points_say_more_than_two() -> None:
+def test_two_points_say_more_than_one() -> None:
     assert any(
-        less > two + 1e-3 * time_ms
+        both_ms > one_ms + 1e-3 * time_ms
         for name in SMALL
-        for time_ms, two, less, _ in three_points(name, is_relaxed=True)
+        for time_ms, one_ms, both_ms in pairs(name)
     )
-
-
-def test_three_points_without_whole_numbers_say_no_less_than_two() -> None:
-    assert all(
-        less >= two - 1e-5 * time_ms
-        for name in SMALL
-        for time_ms, two, less, _ in three_points(name, is_relaxed=True)
-    )
-
-
-def test_three_points_are_looked_at_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    right = rockmate.bound.lower_bound.min_recompute_ms
-
-    def noted(ops: Any, costs: Any, points: list[ProgramPoint], **named: Any) -> tuple[float, bool]:
-        again_ms, is_solved = right(ops, costs, points, **named)
-        asked.append(len(points))
-        return again_ms * (2 if len(points) == 3 else 1), is_solved
-
-    monkeypatch.setattr(rockmate.bound.lower_bound, "min_recompute_ms", noted)
-    bounds, baseline, budget_bytes = branched(monkeypatch)
-    assert (
-        bounds.tight_bound_ms(budget_bytes)
-        > bounds.bound_ms(budget_bytes) + 0.05 * baseline.time_ms
-    )
-    assert {2, 3} <= set(asked)
 
 
 @pytest.mark.parametrize("fault", ["no room", "nothing live"])
@@ -245,20 +159,21 @@ def test_two_points_that_count_too_much_are_found_out(
 ) -> None:
     right = rockmate.bound.lower_bound.min_recompute_ms
 
-    def wrong(ops: Any, costs: Any, points: list[ProgramPoint], **named: Any) -> tuple[float, bool]:
+    def wrong(ops: Any, costs: Any, *points: ProgramPoint, **named: Any) -> float:
         changed: dict[str, Any] = {
             "no room": {"min_bytes": named["budget_bytes"]},
             "nothing live": {"live": frozenset()},
         }[fault]
-        return right(ops, costs, [replace(point, **changed) for point in points], **named)
+        return right(ops, costs, *(replace(point, **changed) for point in points), **named)
 
     monkeypatch.setattr(rockmate.bound.lower_bound, "min_recompute_ms", wrong)
-    beaten = []
-    for name in SMALL:
-        bounds = certificate(name)
-        beaten += [
-            time_ms < bounds.tight_bound_ms(peak) * ROUNDING for peak, time_ms in reached(name)
+    pairs.cache_clear()
+    try:
+        beaten = [
+            time_ms < both_ms * ROUNDING for name in SMALL for time_ms, _, both_ms in pairs(name)
         ]
+    finally:
+        pairs.cache_clear()
     assert any(beaten)
 
 
@@ -296,7 +211,7 @@ def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_point_deci
     graph, costs = small(name)
     found, chain = certificate(name), partition(graph)
     baseline = simulate(graph, baseline_schedule(graph), costs)
-    one_level = KnapsackFamily(graph, chain, costs, solver_time=SolverTime(30.0))
+    one_level = KnapsackFamily(Solving(graph, chain, costs, SolverTime(30.0)))
     num_reached = 0
     for budget_bytes in budgets_between(found.peak_bound_bytes, baseline.peak_bytes, 12):
         kept = found.saved_values_within(budget_bytes)
@@ -458,9 +373,9 @@ def test_a_plan_asks_for_two_points_when_its_bound_is_read_and_not_before(
 ) -> None:
     asked: list[object] = []
 
-    def min_recompute_ms(*_: object, time_limit_s: float, **__: object) -> tuple[float, bool]:
+    def min_recompute_ms(*_: object, time_limit_s: float, **__: object) -> float:
         asked.append(time_limit_s)
-        return 0.0, True
+        return 0.0
 
     monkeypatch.setattr(rockmate.bound.lower_bound, "min_recompute_ms", min_recompute_ms)
     workload = models.tiny("unet")

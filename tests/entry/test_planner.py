@@ -17,7 +17,7 @@ from stopwatch import least_seconds
 
 import rockmate.planning.checked_forms
 import rockmate.planning.session
-import rockmate.planning.variant
+import rockmate.planning.strategies
 from rockmate import FrontierPoint, Plan, Planner, RockmateModule
 from rockmate.costs.cost import Cost, Costs
 from rockmate.schedule.schedule import Schedule
@@ -117,7 +117,7 @@ def test_further_budgets_cost_no_capture_no_measurement_and_little_time(
     for module, name in (
         (rockmate.planning.session, "captured_step"),
         (rockmate.planning.checked_forms, "measure_costs"),
-        (rockmate.planning.variant, "partition"),
+        (rockmate.planning.strategies, "partition"),
     ):
         monkeypatch.setattr(module, name, never)
     for budget in budgets_of(case.planner, 7):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bench import measure
 from rockmate import InfeasibleBudgetError, Planner, RockmateModule, SignatureMismatchError
 from rockmate.planning import checked_forms as planner_file
-from rockmate.planning import variant as variant_file
+from rockmate.planning.strategies import Searches
 
 LARGEST = (4, 48)
 SMALLER = [(4, 31), (2, 48), (3, 7)]
@@ -72,7 +72,7 @@ def no_more_planning(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a smaller shape was measured and solved for")
 
     monkeypatch.setattr(planner_file, "measure_costs", refuse)
-    monkeypatch.setattr(variant_file, "make_search", refuse)
+    monkeypatch.setattr(Searches, "search", refuse)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

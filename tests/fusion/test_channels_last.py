@@ -194,9 +194,9 @@ def test_the_format_that_is_faster_unplanned_serves_every_budget(
     monkeypatch.setattr(checked_forms, "in_one_format", noted)
     planner = Planner(model, x, kernels="fused")
     (forms,) = chosen_from
-    formats = [form.unchunked.step.options.memory_format for form in forms]
+    formats = [form.step.options.memory_format for form in forms]
     assert formats == ["as_given", "channels_last"]
-    assert planner.baseline_ms == min(form.unchunked.baseline.time_ms for form in forms)
+    assert planner.baseline_ms == min(form.baseline.time_ms for form in forms)
 
     monkeypatch.setattr(checked_forms, "in_one_format", lambda forms: list(forms)[-1:])
     planner = Planner(model, x, kernels="fused")

@@ -102,13 +102,13 @@ def test_the_peak_without_recomputation_is_no_higher_than_with_single_ops(name: 
 def test_auto_is_never_slower_than_either_form_and_prefers_what_fits() -> None:
     workload, _, _ = case("gpt2")
     auto = PlanningSession(workload.model, workload.sample, kernels="auto")
-    forms = auto._variants._forms  # pyright: ignore[reportAttributeAccessIssue]
+    forms = [each.whole for each in auto._forms.chunked]
     assert len(forms) == 2
     smallest = auto.minimum_peak_bytes
-    assert smallest == min(form.minimum("rockmate").peak_bytes for form in forms)
+    assert smallest == min(form.local_search.minimum().peak_bytes for form in forms)
     for budget in (auto.baseline_peak_bytes, smallest):
-        best = [form.best_within(budget, "rockmate") for form in forms]
-        expected = min(candidate.time_ms for _, candidate in filter(None, best))
+        best = [form.local_search.best_within(budget) for form in forms]
+        expected = min(candidate.time_ms for candidate in filter(None, best))
         plan = auto.plan(budget)
         assert plan.predicted_ms == expected
         assert plan.lower_bound_ms <= plan.predicted_ms
@@ -124,14 +124,16 @@ def test_auto_considers_kernels_that_are_slower_but_save_memory(
     times = iter([2.0, 1.0] * 1000)
     monkeypatch.setattr("rockmate.fusion.kernels.time_ms", lambda *_: next(times))
     auto = PlanningSession(workload.model, workload.sample, kernels="auto")
-    single, fused, whole = auto._variants._forms  # pyright: ignore[reportAttributeAccessIssue]
-    assert fused.unchunked.step.fusion.report.num_places == 0
-    assert whole.unchunked.step.fusion.report.num_places > 0
-    smallest = whole.minimum("rockmate").peak_bytes
-    assert smallest < single.minimum("rockmate").peak_bytes
+    single, fused, whole = (each.whole for each in auto._forms.chunked)
+    assert fused.step.fusion is not None
+    assert whole.step.fusion is not None
+    assert fused.step.fusion.report.num_places == 0
+    assert whole.step.fusion.report.num_places > 0
+    smallest = whole.local_search.minimum().peak_bytes
+    assert smallest < single.local_search.minimum().peak_bytes
     plan = auto.plan(smallest)
     assert plan.options.kernels == "fused"
-    assert plan.options.unfused == whole.unchunked.step.options.unfused
+    assert plan.options.unfused == whole.step.options.unfused
     plan.save(tmp_path / "plan.json")
     loaded = RockmateModule(workload.model, workload.sample, plan=Plan.load(tmp_path / "plan.json"))
     torch.testing.assert_close(

@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import rockmate.fusion.kernels
 from rockmate import RockmateModule
 from rockmate.fusion.report import FusionReport
-from rockmate.planning.kernel_variants import KernelVariants
+from rockmate.planning.form import Found
+from rockmate.planning.forms import Forms
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
@@ -41,6 +42,15 @@ def trained(rank: int, kernels: str | None) -> tuple[list[Tensor], RockmateModul
     return [parameter.detach() for parameter in model.parameters()], module
 
 
+def best_of_rank(rank: int) -> Any:
+    def best_within(forms: Forms, budget_bytes: int, strategy: str) -> Found | None:
+        form = forms.chunked[rank].whole
+        best = form.search(strategy).best_within(budget_bytes)
+        return best and Found(form, best)
+
+    return best_within
+
+
 def check(rank: int, store: str, kernels: str) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group(
@@ -50,9 +60,7 @@ def check(rank: int, store: str, kernels: str) -> None:
     times = iter([1.0 + rank, 1.5] * 1000)
     rockmate.fusion.kernels.time_ms = lambda *_: next(times)
     if kernels == "auto":  # each rank finds another form to be faster
-        KernelVariants.best_within = lambda self, budget_bytes, strategy: self._forms[
-            rank
-        ].best_within(budget_bytes, strategy)
+        Forms.best_within = best_of_rank(rank)
     weights, module = trained(rank, kernels)
     assert isinstance(module, RockmateModule)
     report = module.plan.fusion

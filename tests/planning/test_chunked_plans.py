@@ -39,13 +39,13 @@ from rockmate.costs.measure import measure_costs
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.parameters import owner_names
 from rockmate.planning.candidate import linspace_int
+from rockmate.planning.form import Form
 from rockmate.planning.local_search import LocalSearch
-from rockmate.planning.variant import Variant
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
-from rockmate.step import capture_step
+from rockmate.step import CapturedStep, capture_step
 
 # --- plans ----------------------------------------------------------------------------------------
 
@@ -97,16 +97,15 @@ def test_where_chunks_are_faster_by_more_than_noise() -> None:
     budgets = linspace_int(whole.minimum_peak_bytes // 2, whole.baseline_peak_bytes, 30)
     together = layered().plans(budgets)
     planner = layered()
-    alone = {each: planner._variants.best_within(each, "rockmate") for each in reversed(budgets)}
+    alone = {each: planner._forms.best_within(each, "rockmate") for each in reversed(budgets)}
     num_chunked = 0
     for budget, plan in together.items():
         found = alone[budget]
         assert found is not None
-        variant, candidate = found
-        bitwise = whole._variants.best_within(budget, "rockmate")
-        whole_ms = inf if bitwise is None else bitwise[1].time_ms
+        bitwise = whole._forms.best_within(budget, "rockmate")
+        whole_ms = inf if bitwise is None else bitwise.time_ms
         for options, ms in (
-            (variant.step.options, candidate.time_ms),
+            (found.form.step.options, found.time_ms),
             (plan.options, plan.predicted_ms),
         ):
             assert ms <= whole_ms * 1.001
@@ -115,7 +114,7 @@ def test_where_chunks_are_faster_by_more_than_noise() -> None:
         if plan.options.loss_chunks and plan.bitwise_ms != inf:
             assert plan.bitwise_ms == pytest.approx(whole_ms)
             assert "x without chunks, with numerics=" in plan.summary()
-    times = [candidate.time_ms for _, candidate in filter(None, alone.values())]
+    times = [found.time_ms for found in filter(None, alone.values())]
     assert times == sorted(times)
     assert 5 < num_chunked < len(together) == 30
     assert not together[budgets[-1]].options.loss_chunks
@@ -126,10 +125,16 @@ def test_chunks_that_are_measured_as_faster_are_not_trusted(
 ) -> None:
     """Half of the time in chunks is no reason for chunks where the step has room."""
     planner = layered()
-    variants: Any = planner._variants
-    right = variants._costs_of
-    monkeypatch.setattr(variants, "_costs_of", lambda graph: scaled_times(right(graph), 0.5))
-    chunked = variants._variant(Chunks(4, "at_once"))
+    (forms,) = planner._forms.chunked
+    right = forms._form_of  # pyright: ignore[reportPrivateUsage]
+
+    def halved(step: CapturedStep) -> Form:
+        form = right(step)
+        return form.with_costs(scaled_times(form.costs, 0.5))
+
+    monkeypatch.setattr(forms, "_form_of", halved)
+    chunked = forms.form(Chunks(4, "at_once"))
+    assert chunked is not None
     assert chunked.baseline.time_ms == pytest.approx(1.01 * planner.baseline_ms)
     assert not planner.plan(1.0).options.loss_chunks
 
@@ -350,7 +355,7 @@ def test_few_of_the_schedules_in_chunks_are_thoroughly_improved(
 ) -> None:
     planner = layered()
     budget_bytes = planner.minimum_peak_bytes - 1
-    whole = planner._variants.unchunked
+    whole = planner._forms.captured
     calls = {"quick_start": 0, "best_within": 0}  # of steps in chunks
 
     def counted(kind: type, name: str) -> None:
@@ -362,7 +367,7 @@ def test_few_of_the_schedules_in_chunks_are_thoroughly_improved(
 
         monkeypatch.setattr(kind, name, count)
 
-    counted(Variant, "quick_start")
+    counted(Form, "quick_start")
     counted(LocalSearch, "best_within")
     plan = planner.plan(budget_bytes)
     assert plan.options.loss_chunks
@@ -395,13 +400,12 @@ class Smoothed(nn.Module):
 
 
 def test_long_loss_blocks_are_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is left to an integer program, and no value of tokens x classes is in memory as a
-    whole."""
+    """No problem is too wide, and no value of tokens x classes is in memory as a whole."""
 
     def refuse(*_: object, **__: object) -> None:
-        pytest.fail("an integer program is solved")
+        pytest.fail("a problem is too wide")
 
-    monkeypatch.setattr(sys.modules["checkmate.pareto"], "solve_by_ilp", refuse)
+    monkeypatch.setattr(sys.modules["checkmate.pareto"], "convex_hull", refuse)
     words = torch.randint(0, 2048, (2, 128), generator=torch.Generator().manual_seed(0))
     planner = Planner(Smoothed().train(), {"words": words, "labels": words.flip(0)})
     smallest = planner.plan(planner.frontier()[0].budget_bytes)

@@ -11,7 +11,7 @@ from small_graphs import fixed
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import linspace_int
-from rockmate.planning.monotone import never_slower
+from rockmate.planning.session import never_slower
 from rockmate.schedule.simulate import simulate
 
 
@@ -63,11 +63,11 @@ def test_budgets_asked_for_one_by_one_hand_faster_plans_on(
     low, high = planner.minimum_peak_bytes, planner.baseline_peak_bytes
     middle = (low + high) // 2
     first = planner.plan(middle)
-    slow = planner._variants.best_within(low, "rockmate")
-    monkeypatch.setattr(planner._variants, "best_within", lambda *_: slow)
+    slow = planner._forms.best_within(low, "rockmate")
+    monkeypatch.setattr(planner._forms, "best_within", lambda *_: slow)
     found = planner.plan(high)
     assert slow is not None
-    assert slow[1].time_ms > first.predicted_ms
+    assert slow.time_ms > first.predicted_ms
     assert found.schedule == first.schedule
     assert found.budget_bytes == high
     assert planner.plan(high) is found

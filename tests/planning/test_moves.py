@@ -32,6 +32,7 @@ from rockmate.planning.family import ScheduleMaker
 from rockmate.planning.live_ranges import LiveRanges
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.moves import remove_recomputations, spill_until_feasible
+from rockmate.planning.search_problem import SearchProblem
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import Simulation, simulate
 
@@ -149,7 +150,6 @@ class Given:
     """Random schedules in place of what solvers propose, and no bound."""
 
     schedules: list[Schedule]
-    num_unproved: int = 0
 
     def bound_ms(self, budget_bytes: int) -> float:
         return 0.0
@@ -179,7 +179,7 @@ def _num_improved(name: str) -> int:
     graph, costs = small(name)
     rng = random.Random(7)
     schedules = [random_schedule(graph, rng) for _ in range(12)]
-    search = LocalSearch(graph, costs, Given(schedules))
+    search = LocalSearch(SearchProblem(graph, costs, Given(schedules)))
     given = [
         simulate(graph, schedule, costs) for schedule in [*schedules, baseline_schedule(graph)]
     ]

@@ -66,7 +66,7 @@ def test_a_wide_tolerance_ends_the_search_early(monkeypatch: pytest.MonkeyPatch)
     assert other.predicted_peak_bytes <= budget
     assert other.status == "within_gap"
     assert other.predicted_ms - other.quick_lower_bound_ms <= 0.5 * other.baseline_ms
-    stages = [len(planner._variants.unchunked.local_search.traces[budget].steps)
+    stages = [len(planner._forms.captured.local_search.traces[budget].steps)
               for planner in (exact, rough)]  # fmt: skip
     assert stages[1] < stages[0] / 3
     assert one.predicted_ms <= other.predicted_ms
@@ -108,7 +108,7 @@ def test_each_improving_schedule_is_a_line_in_the_log(
         plan = planner.plan(budget)
     records = [record for record in caplog.records if record.name.endswith("search_trace")]
     lines = [record.getMessage() for record in records if record.levelno == logging.INFO]
-    trace = planner._variants.unchunked.local_search.traces[budget]
+    trace = planner._forms.captured.local_search.traces[budget]
     improving = [step for step in trace.steps if step.gain is None or step.gain > 0]
     assert len(lines) == len(improving) >= 2
     assert f"{plan.predicted_ratio:.4f}x" in lines[-1]

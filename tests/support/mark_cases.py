@@ -16,12 +16,11 @@ from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.roles import copied_capture
 from rockmate.costs.cost import Costs
-from rockmate.graph.blocks import partition
 from rockmate.graph.ir import Graph, Phase
 from rockmate.graph.mark_request import Mark
 from rockmate.graph.node_marks import MARKS
 from rockmate.planning.baseline_search import Searcher
-from rockmate.planning.strategies import make_search
+from rockmate.planning.strategies import Searches
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import CapturedStep, capture_step, step_of
@@ -94,17 +93,8 @@ def broken(graph: Graph, schedule: Schedule) -> list[str]:
 
 def search_of(strategy: str, graph: Graph, costs: Costs) -> tuple[Searcher, LowerBound]:
     """The search of a strategy and the lower bound, both for one graph."""
-    least_ms = simulate(graph, baseline_schedule(graph), costs).time_ms
-    bound = LowerBound(graph, costs, least_ms, solver_time=SolverTime(10.0))
-    search = make_search(
-        strategy,
-        graph,
-        partition(graph),
-        costs,
-        lower_bound=bound,
-        solver_time=SolverTime(10.0),
-    )
-    return search, bound
+    searches = Searches(graph, costs, SolverTime(10.0))
+    return searches.search(strategy), searches.lower_bound
 
 
 def random_marked(

@@ -20,10 +20,10 @@ from rockmate.costs.cost import Costs
 from rockmate.frames.schedule_cost import ScheduleCost
 from rockmate.graph.blocks import Block, kind_of, wiring_of
 from rockmate.graph.ir import Graph
-from rockmate.planning.block_options import OptionSolver, SolvedBlocks, storages_at
+from rockmate.planning.block_options import OptionSolver, SolvedBlocks, Solving, storages_at
+from rockmate.planning.form import Form
 from rockmate.planning.lowering import lower_saved
 from rockmate.planning.stopping_rule import StoppingRule
-from rockmate.planning.variant import Variant
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import CapturedStep
@@ -87,17 +87,16 @@ def structure_of(graph: Graph) -> Hashable:
 
 def _schedules(step: CapturedStep, costs: Costs) -> Iterator[Schedule]:
     graph, solved, solver_time = step.graph, SolvedBlocks(), SolverTime(_SECONDS)
-    variant = Variant(step, costs, solver_time, solved, StoppingRule(_GAP, _SECONDS))
+    form = Form(step, costs, solver_time, solved, StoppingRule(_GAP, _SECONDS))
     yield baseline_schedule(graph)
-    chain = variant.blocks
+    chain = form.blocks
     whole = chain.span(0, len(chain.blocks) - 1)
-    solver = OptionSolver(
-        graph, chain, costs, max_options=_MOST_SAVED_SETS, solver_time=solver_time, solved=solved
-    )
+    solving = Solving(graph, chain, costs, solver_time, solved)
+    solver = OptionSolver(solving, max_options=_MOST_SAVED_SETS)
     for option in solver.options(whole):
         yield lower_saved(graph, chain, storages_at(whole, option.saved))
-    search = variant.local_search
-    least, most = search.minimum().peak_bytes, variant.baseline.peak_bytes
+    search = form.local_search
+    least, most = search.minimum().peak_bytes, form.baseline.peak_bytes
     budgets = {least + (most - least) * each // _NUM_BUDGETS for each in range(_NUM_BUDGETS)}
     for candidate in search.best_within_each(sorted(budgets)).values():
         yield candidate.schedule

@@ -1,0 +1,87 @@
+"""A form of a step: the step as captured, with other kernels or in chunks, and its costs."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from math import inf
+from typing import NamedTuple
+
+from rockmate.bound.solver_time import SolverTime
+from rockmate.costs.cost import Costs
+from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
+from rockmate.graph.snapshot_capture import snapshot_chain, snapshot_of
+from rockmate.planning.block_options import SolvedBlocks
+from rockmate.planning.candidate import Candidate
+from rockmate.planning.stopping_rule import StoppingRule
+from rockmate.planning.strategies import Searches
+from rockmate.step import CapturedStep
+
+
+class Form(Searches):
+    """A step and its costs, with all that planning it takes, each part computed on demand.
+
+    Args:
+        step: as captured, with fused kernels, with other layouts, or in chunks.
+        costs: of its ops.
+        solver_time: the time that all solves share.
+        solved: block options that forms share.
+        rule: when the search of the default strategy ends; None for no limit.
+    """
+
+    def __init__(
+        self,
+        step: CapturedStep,
+        costs: Costs,
+        solver_time: SolverTime,
+        solved: SolvedBlocks | None = None,
+        rule: StoppingRule | None = None,
+    ) -> None:
+        super().__init__(step.graph, costs, solver_time, solved, rule)
+        self.step = step
+
+    def with_costs(self, costs: Costs) -> Form:
+        """The same step with other costs."""
+        return Form(self.step, costs, self._solver_time, self._solved, self._rule)
+
+    @cached_property
+    def snapshot(self) -> StepSnapshot:
+        """The step as plain values."""
+        return snapshot_of(self.graph, self.step.call)
+
+    @property
+    def text(self) -> str:
+        """Tells the step and its options, whatever its costs."""
+        options = self.step.options.to_json()
+        return f"{self.snapshot.fingerprint} {self.snapshot.call_fingerprint} {options}"
+
+    @cached_property
+    def chain(self) -> SnapshotChain:
+        """Its blocks as plain values."""
+        return snapshot_chain(self.blocks)
+
+    def quick_start(self, budget_bytes: int) -> Candidate | None:
+        """The relaxation's schedule made to fit a budget; None if there is none or repair fails.
+
+        It takes milliseconds, where the search's own starts need the smallest peak first. Where
+        repair fails, the budget is close to that peak, and plans take very long.
+        """
+        relaxed = self.local_search.relaxed(budget_bytes)
+        refiner = self.local_search.problem.refiner
+        return relaxed and refiner.repair_and_refine(relaxed, budget_bytes)
+
+
+class Found(NamedTuple):
+    """A schedule that was found, and the form whose schedule it is."""
+
+    form: Form
+    candidate: Candidate
+
+    @property
+    def time_ms(self) -> float:
+        """The time of the schedule."""
+        return self.candidate.time_ms
+
+
+def time_of(found: Found | Candidate | None) -> float:
+    """The time of a schedule; infinite if there is none."""
+    return inf if found is None else found.time_ms

@@ -1,0 +1,188 @@
+"""The forms of a step, and the fastest schedule of all within a budget: one loop over all forms.
+
+A form is a step and its costs: as captured, with fused kernels, with convolutions that read
+channels last, and each of these in chunks. The loop is a branch and bound. Each form has an initial
+schedule; the fastest comes first; a form is left out if its lower bound, or what its search may
+gain at most by experience, is no faster than the incumbent. Moves are tried from what it finds
+(`moved_search`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from rockmate.bound.moved import with_moves
+from rockmate.bound.protocol import Bounds, MinBound
+from rockmate.capture.options import Numerics
+from rockmate.graph.step_options import StepOptions
+from rockmate.offload.request import OffloadRequest
+from rockmate.plan.chunking_notes import ChunkingNotes
+from rockmate.planning.candidate import Candidate, by_time, fastest, frontier_at, linspace_int
+from rockmate.planning.chunkable_blocks import FormNotes
+from rockmate.planning.chunked_forms import ChunkedForms
+from rockmate.planning.form import Form, Found, time_of
+from rockmate.planning.moved_search import MovedSearch
+from rockmate.planning.stopping_rule import StoppingRule
+from rockmate.planning.strategies import BITWISE, DEFAULT, UNMOVED
+from rockmate.step import CapturedStep
+
+# Share of an initial schedule's gap to the lower bound that the rest of the search may close.
+_GAP_REDUCTION = 0.35
+# The same for a quick start, which is further from what the search ends with.
+_QUICK_GAP_REDUCTION = 0.6
+# Number of budgets of a frontier; of "checkmate", each of which takes a solve of the whole graph.
+FRONTIER_POINTS, _FRONTIER_SOLVES = 17, 9
+
+
+class Forms:
+    """The forms of a step.
+
+    Args:
+        whole: the forms without chunks; the step as captured first.
+        form_of: finds the costs of a step in chunks.
+        numerics: as for `Planner`.
+        rule: when searches end.
+        request: where values may move; None for nowhere.
+
+    Attributes:
+        captured: the step as captured.
+        chunked: each form without chunks, with its forms in chunks.
+    """
+
+    def __init__(
+        self,
+        whole: Sequence[Form],
+        form_of: Callable[[CapturedStep], Form],
+        *,
+        numerics: Numerics,
+        rule: StoppingRule,
+        request: OffloadRequest | None = None,
+    ) -> None:
+        self.captured = whole[0]
+        self.chunked = [ChunkedForms(each, form_of, numerics=numerics, rule=rule) for each in whole]
+        self._request, self._moved = request, None
+        if request is not None:
+            self._moved = MovedSearch(self.captured, request, self._unmoved_within)
+
+    def _whole(self, strategy: str) -> list[Form]:
+        """The forms without chunks that a strategy chooses from: "bitwise" has eager's kernels."""
+        return [self.captured] if strategy == BITWISE else [each.whole for each in self.chunked]
+
+    # --- one form ---
+
+    def step_for(self, options: StepOptions) -> CapturedStep:
+        """The step that was captured, and put in chunks, with these options."""
+        chunked = self._chunked_of(options)
+        for form in (chunked.whole, *chunked.known.values()):
+            if form is not None and form.step.options == options:
+                return form.step
+        step = chunked.whole.step
+        if options.kernels == "fused":  # as another rank has them
+            step = step.fused(unfused=options.unfused)
+        return step.with_chunks_of(options)
+
+    def notes(self, form: Form, budget_bytes: int) -> ChunkingNotes:
+        """How the chunkable blocks run in a form, and how long the step takes without chunks."""
+        blocks = self._chunked_of(form.step.options).blocks
+        search = self.captured.local_search.best_within
+        return FormNotes(blocks, form.step.options.loss_chunks, search, budget_bytes)
+
+    def _chunked_of(self, options: StepOptions) -> ChunkedForms:
+        """The forms with the kernels of these options, or the nearest to them."""
+
+        def likeness(each: ChunkedForms) -> tuple[bool, bool]:
+            own = each.whole.step.options
+            return own.kernels == options.kernels, own.unfused == options.unfused
+
+        return max(self.chunked, key=likeness)
+
+    # --- the fastest schedule ---
+
+    def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
+        """The fastest schedule found within the budget, and its form; None if none fits."""
+        found = self._unmoved_within(budget_bytes, strategy)
+        if self._moved is None or strategy != DEFAULT:
+            return found
+        return self._moved.best_within(budget_bytes, found)
+
+    def _unmoved_within(self, budget_bytes: int, strategy: str = DEFAULT) -> Found | None:
+        if strategy not in (DEFAULT, UNMOVED):
+            each = ((form, form.search(strategy)) for form in self._whole(strategy))
+            found = ((form, search.best_within(budget_bytes)) for form, search in each)
+            fitting = (Found(form, candidate) for form, candidate in found if candidate)
+            return min(fitting, key=time_of, default=None)
+        starts: list[Found] = []
+        for chunked in self.chunked:
+            starts += chunked.starts(budget_bytes, min(map(time_of, starts), default=inf))
+        best: Found | None = None
+        for form, quick in sorted(starts, key=lambda start: by_time(start.candidate)):
+            bound_ms = form.lower_bound.bound_ms(budget_bytes)
+            if _expected_ms(quick, bound_ms, _QUICK_GAP_REDUCTION) >= time_of(best):
+                continue
+            # The quick start may fit where the search's own smallest peak does not.
+            start = fastest(quick, form.local_search.initial_within(budget_bytes))
+            if _expected_ms(start, bound_ms, _GAP_REDUCTION) >= time_of(best):
+                continue
+            candidate = fastest(start, form.local_search.best_within(budget_bytes))
+            if candidate.time_ms < time_of(best):
+                best = Found(form, candidate)
+        return best
+
+    def best_within_each(
+        self, budgets: Sequence[int], *, progress: bool = False
+    ) -> dict[int, Found]:
+        """The schedules of the default strategy for many budgets, planned together.
+
+        Budgets that no schedule fits are left out.
+        """
+        best: dict[int, Found] = {}
+        for chunked in self.chunked:
+            chunked.improve(best, budgets, progress=progress)
+        if self._moved is not None:
+            moved = {each: self._moved.best_within(each, best.get(each)) for each in budgets}
+            best = {budget: found for budget, found in moved.items() if found is not None}
+        return dict(sorted(best.items()))
+
+    def frontier(self, strategy: str) -> list[tuple[int, Candidate]]:
+        """Budgets and the best candidate of each: budgets grow, times fall."""
+        low = self.min_peak(strategy).peak_bytes
+        high = max(low, self.captured.baseline.peak_bytes)
+        number = _FRONTIER_SOLVES if strategy == "checkmate" else FRONTIER_POINTS
+
+        def candidate_within(budget_bytes: int) -> Candidate | None:
+            found = self.best_within(budget_bytes, strategy)
+            return None if found is None else found.candidate
+
+        return frontier_at(linspace_int(low, high, number), candidate_within)
+
+    # --- bounds and minima ---
+
+    def bounds_within(self, budget_bytes: int) -> Bounds:
+        """Lower bounds that hold for every plan of this budget, whatever the strategy."""
+        bounds = MinBound(
+            lambda: (bound for chunked in self.chunked for bound in chunked.bounds(budget_bytes))
+        )
+        if self._request is None:
+            return bounds
+        return with_moves(bounds, self._request.device_type, self._request.host_bytes)
+
+    def minimum(self, strategy: str) -> Candidate:
+        """The schedule of the smallest peak that is the same at any times, without chunks."""
+        found = [form.search(strategy).minimum() for form in self._whole(strategy)]
+        if self._moved is not None and strategy == DEFAULT:
+            found.append(self._moved.minimum)
+        return min(found, key=lambda candidate: candidate.peak_bytes)
+
+    def min_peak(self, strategy: str) -> Candidate:
+        """The schedule of the smallest peak of all forms."""
+        smallest = self.minimum(strategy)
+        if strategy in (DEFAULT, UNMOVED):
+            for chunked in self.chunked:
+                smallest = chunked.smallest(smallest)
+        return smallest
+
+
+def _expected_ms(start: Candidate, bound_ms: float, reduction: float) -> float:
+    """The time that a search is expected to reach from a start."""
+    return start.time_ms - reduction * (start.time_ms - bound_ms)

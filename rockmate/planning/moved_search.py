@@ -1,0 +1,187 @@
+"""Plans with moves: schedules for larger budgets, brought within a budget by moves.
+
+Recomputation and moves are chosen together in this way: a schedule for a budget B' >= B recomputes
+what does not fit B', and what exceeds B of it moves. Of a grid of B', which is refined around its
+best, the fastest is taken, by the replay in lanes. The schedule without moves for B itself is one
+of them, so a plan with moves never takes longer than that without. Schedules for larger budgets
+serve every smaller one, so many budgets take little longer than one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, cached_property
+from itertools import pairwise
+from math import inf, sqrt
+
+from rockmate.bound.moved import MovedBound, with_moves
+from rockmate.offload.request import OffloadRequest
+from rockmate.planning.candidate import (
+    Candidate,
+    by_peak,
+    by_time,
+    evaluate,
+)
+from rockmate.planning.form import Form, Found
+from rockmate.planning.free_values import with_free_values
+from rockmate.planning.moving import MoveFinder
+from rockmate.schedule.schedule import baseline_schedule, finish
+
+# Budgets whose schedules moves begin with: shares of the baseline's peak, each the last one divided
+# by this ratio, and how often the grid is refined around the best of them.
+_RATIO = 1.25
+_NUM_REFINEMENTS = 2
+# A plan further above the bound than this share of the baseline's time is searched for from the
+# bound's relaxation, with these shares of the budget left to values on their way.
+_FAR, _ROOMS = 0.02, (0.0, 0.05, 0.1, 0.2, 0.35)
+# How often, if nothing is found, the largest values stay and the search begins again.
+_NUM_RETRIES = 2
+
+
+class MovedSearch:
+    """The search for schedules whose values may move.
+
+    Args:
+        captured: the step as captured.
+        request: where values move to.
+        unmoved_within: gives the fastest schedule without moves within a budget.
+    """
+
+    def __init__(
+        self,
+        captured: Form,
+        request: OffloadRequest,
+        unmoved_within: Callable[[int], Found | None],
+    ) -> None:
+        self._captured, self._request = captured, request
+        self._unmoved_within = cache(unmoved_within)
+        self._finders: dict[Form, MoveFinder] = {}
+
+    @cached_property
+    def minimum(self) -> Candidate:
+        """The schedule of the smallest peak that is found without chunks."""
+        form = self._captured
+        baseline = evaluate(form.graph, baseline_schedule(form.graph), form.costs)
+        smallest = form.local_search.minimum()
+        return min((self._least(form, start) for start in (smallest, baseline)), key=by_peak)
+
+    def _least(self, form: Form, unmoved: Candidate) -> Candidate:
+        """A schedule brought to the smallest peak that moves reach."""
+        finder = self._finder(form)
+        least_bytes = finder.least_peak(unmoved.schedule, unmoved.simulation)
+        moved = self._moved(form, unmoved, least_bytes)
+        return unmoved if moved is None else min(unmoved, moved, key=by_peak)
+
+    def best_within(self, budget_bytes: int, unmoved: Found | None) -> Found | None:
+        """The fastest schedule found within a budget; None if moves do not bring any there.
+
+        Args:
+            budget_bytes: the budget.
+            unmoved: the fastest without moves; None if none fits.
+        """
+        top_bytes = self._captured.baseline.peak_bytes
+        smallest = self._captured.local_search.minimum()
+        found = [unmoved] if unmoved is not None else []
+        if smallest.peak_bytes > budget_bytes:
+            moved = self._moved(self._captured, smallest, budget_bytes)
+            found += [] if moved is None else [Found(self._captured, moved)]
+        times: dict[int, float] = {}
+        grid = _grid(max(budget_bytes, smallest.peak_bytes), top_bytes)
+        for _ in range(_NUM_REFINEMENTS + 1):
+            for start_bytes in grid:
+                limit_ms = min((each.time_ms for each in found), default=inf)
+                moved = self._from_start(start_bytes, budget_bytes, limit_ms)
+                times[start_bytes] = inf if moved is None else moved.time_ms
+                found += [] if moved is None else [moved]
+            grid = _between(times)
+        best = min(found, key=lambda each: by_time(each.candidate), default=None)
+        form = self._captured
+        bound = with_moves(form.lower_bound, self._request.device_type, self._request.host_bytes)
+        assert isinstance(bound, MovedBound)
+        limit_ms = bound.bound_ms(budget_bytes) + _FAR * form.baseline.time_ms
+        if limit_ms < inf and (best is None or best.time_ms > limit_ms):
+            found += self._from_relaxation(bound, budget_bytes)
+        return min(found, key=lambda each: by_time(each.candidate), default=None)
+
+    def _from_relaxation(self, bound: MovedBound, budget_bytes: int) -> list[Found]:
+        """Schedules that move what the relaxation of the bound moves.
+
+        What they recompute is searched for with these values free of charge, and some room for
+        those that are on their way.
+        """
+        moved = bound.moved_values(budget_bytes)
+        found: list[Found] = []
+        for _ in range(_NUM_RETRIES + 1):
+            if found or not moved:
+                break
+            found = self._with_free_values(moved, budget_bytes)
+            moved = self._without_largest(moved)
+        return found
+
+    def _without_largest(self, values: Collection[int]) -> frozenset[int]:
+        """Those that may find room on their way back where the largest do not."""
+        storages = self._captured.graph.storages
+        most = max(storages[value].num_bytes for value in values)
+        return frozenset(value for value in values if storages[value].num_bytes < most)
+
+    def _with_free_values(self, moved: Collection[int], budget_bytes: int) -> list[Found]:
+        form = self._captured
+        graph = with_free_values(form.graph, moved)
+        free = form.with_graph(graph)
+        found: list[Found] = []
+        for room in _ROOMS:
+            start = free.local_search.best_within(int((1 - room) * budget_bytes))
+            if start is None:
+                continue
+            schedule = finish(form.graph, start.schedule.forward, start.schedule.backward)
+            whole = evaluate(form.graph, schedule, form.costs)
+            candidate = self._moved(form, whole, budget_bytes, moved)
+            found += [] if candidate is None else [Found(form, candidate)]
+        return found
+
+    def _from_start(self, start_bytes: int, budget_bytes: int, limit_ms: float) -> Found | None:
+        """The schedule for a larger budget, moved within a budget; None if it is no faster."""
+        start = self._unmoved_within(start_bytes)
+        if start is None or start.time_ms >= limit_ms:
+            return None
+        moved = self._moved(*start, budget_bytes)
+        return None if moved is None else Found(start.form, moved)
+
+    def _moved(
+        self,
+        form: Form,
+        start: Candidate,
+        budget_bytes: int,
+        preferred: Collection[int] = (),
+    ) -> Candidate | None:
+        found = self._finder(form).within(start.schedule, start.simulation, budget_bytes, preferred)
+        if found is None:
+            return None
+        schedule, simulation = found
+        return Candidate(schedule=schedule, simulation=simulation, is_proved=start.is_proved)
+
+    def _finder(self, form: Form) -> MoveFinder:
+        if form not in self._finders:
+            self._finders[form] = MoveFinder(form.graph, form.costs, self._request)
+        return self._finders[form]
+
+
+def _grid(least_bytes: int, top_bytes: int) -> list[int]:
+    """Budgets from the largest down, whatever budget is planned, so that they are planned once."""
+    found, share = [], 1.0
+    while share * top_bytes > least_bytes:
+        found.append(int(share * top_bytes))
+        share /= _RATIO
+    return found
+
+
+def _between(times: Mapping[int, float]) -> list[int]:
+    """The middles between the best of some budgets and its neighbours."""
+    best = min(times, key=times.__getitem__, default=None)
+    if best is None or times[best] == inf:
+        return []
+    ordered = sorted(times)
+    place = ordered.index(best)
+    around = ordered[max(place - 1, 0) : place + 2]
+    middles = (int(sqrt(one * other)) for one, other in pairwise(around))
+    return [middle for middle in middles if middle not in times]

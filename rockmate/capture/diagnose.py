@@ -66,7 +66,8 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
     is_runtime_error = type(error) is RuntimeError and "INTERNAL ASSERT FAILED" not in str(error)
     if is_runtime_error or isinstance(error, _OF_FORWARD):
         return InvalidSampleError(
-            f"{type(model).__name__} raised on the sample input{where}: {what}"
+            f"{type(model).__name__} raised on the sample input{where}: {what}. Where the plain "
+            f"model runs it,{advice_to_leave(model, path)}."
         )
     return UnsupportedModelError(f"{type(model).__name__} cannot be captured{where}: {what}")
 
@@ -155,10 +156,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 def needs_values(error: BaseException) -> bool:
     """Whether what raised an error needs a value of a fake tensor, which has none."""
-    return any(
-        _reads_values(cause) or _makes_shape(cause) or ".numpy() is not supported" in str(cause)
-        for cause in _causes(error)
-    )
+    return any(_reads_values(cause) or _makes_shape(cause) for cause in _causes(error))
 
 
 def _makes_shape(error: BaseException) -> bool:
@@ -171,7 +169,8 @@ def _reads_values(error: BaseException) -> bool:
         "DataDependentOutputException",
         "UserError",
     }
-    return is_known or "data-dependent" in str(error) or "_local_scalar_dense" in str(error)
+    texts = ("data-dependent", "_local_scalar_dense", ".numpy() is not supported")
+    return is_known or any(text in str(error) for text in texts)
 
 
 def _user_line(error: BaseException) -> str:

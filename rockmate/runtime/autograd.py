@@ -368,8 +368,9 @@ def _may_be_needed_early(parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _layouts(program: Program, kind: RoleKind) -> dict[int, PlannedLayout]:
+    free = program.free_tangents if kind is RoleKind.TANGENT else ()
     return {
-        role.index: PlannedLayout(fake)
+        role.index: PlannedLayout(fake, is_needed=role.index not in free)
         for role, fake in program.layouts.items()
         if role.kind is kind and not role.inner  # a signature has the strides of tensors inside
     }

@@ -29,6 +29,7 @@ from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter
 from rockmate.runtime.hook_schedule import HookSchedule, accumulated_names
+from rockmate.runtime.planned_layout import needs_its_layout
 from rockmate.runtime.program import Argument, ArgumentKind, Program
 from rockmate.runtime.undefined_tangents import BackwardVariants
 from rockmate.schedule.flights import Flights
@@ -93,6 +94,7 @@ def emit(
         constants=graph.constants,
         differentiable=_differentiable(graph),
         layouts=_layouts(graph),
+        free_tangents=_free_tangents(graph),
         runs_below_autograd=all(_is_own(op.node.target) for op in graph.ops),
         num_in_flight=graph.num_in_flight,
         slots=_slots(graph, schedule),
@@ -132,6 +134,15 @@ def _layouts(graph: Graph) -> dict[Role, torch.Tensor]:
     """The fake tensor of each input of the call and of each tangent."""
     kinds = {RoleKind.INPUT, RoleKind.TANGENT}
     return {role: node.meta["val"] for node, role in graph.inputs if role.kind in kinds}
+
+
+def _free_tangents(graph: Graph) -> frozenset[int]:
+    """See `Program.free_tangents`."""
+    return frozenset(
+        role.index
+        for node, role in graph.inputs
+        if role.kind is RoleKind.TANGENT and not needs_its_layout(node)
+    )
 
 
 def _wrappings(graph: Graph) -> dict[str, Wrapping]:

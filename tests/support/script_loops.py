@@ -19,6 +19,10 @@ from script_layers import WIDTH
 from torch import Tensor, nn
 
 LOOPS: dict[str, Callable[[], Habit]] = {}
+BATCHES = (
+    "batch in an object", "batch in a dataclass", "batch in a named tuple", "batch in a user dict",
+    "batch in a subclass of dict",
+)  # fmt: skip
 
 
 class Habit:

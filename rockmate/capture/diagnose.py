@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ _MOST_NAMED = 4
 # Errors that a forward raises by itself on a sample that does not fit it. A `RuntimeError` is one,
 # but its subclasses are of the tracer and of the device.
 _OF_FORWARD = (TypeError, ValueError, IndexError, KeyError, AttributeError)
+_INTERNAL = re.compile(r"AOT|[Ff]ake|[Pp]roxy|Functional|SymInt|SymNode|ASSERT")
+"""Names that no user has written."""
 
 
 def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
@@ -69,7 +72,11 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             f"{type(model).__name__} raised on the sample input{where}: {what}. Where the plain "
             f"model runs it,{advice_to_leave(model, path)}."
         )
-    return UnsupportedModelError(f"{type(model).__name__} cannot be captured{where}: {what}")
+    told = "" if _INTERNAL.search(text) else f": {text}"
+    return UnsupportedModelError(
+        f"{type(model).__name__} cannot be captured{where}{told}. Change what it does there, "
+        f"or{advice_to_leave(model, path)}."
+    )
 
 
 def refuse_effects(graph: fx.Graph, model: nn.Module) -> None:
@@ -183,5 +190,5 @@ def _user_line(error: BaseException) -> str:
         and torch_root not in Path(frame.filename).parents
         and frame.line
     ]
-    frames = [frame for frame in frames if "contextlib" not in frame.filename]
+    frames = [f for f in frames if Path(f.filename).stem not in {"contextlib", "functools"}]
     return f" at {frames[-1].filename}:{frames[-1].lineno} (`{frames[-1].line}`)" if frames else ""

@@ -95,7 +95,7 @@ class Program:
         constants: tensors that belong to the graphs themselves, by name.
         differentiable: indices of the outputs that have a gradient.
         layouts: for each input and tangent a fake tensor with the strides that the code relies on.
-        free_tangents: indices of the outputs whose tangent may have other strides than in `layouts`.
+        free_tangents: indices of the outputs whose tangent may have other strides than there.
         runs_below_autograd: whether autograd has nothing to do for any op. Ops of other libraries
             may differentiate inside.
         forward_code: the forward's source.

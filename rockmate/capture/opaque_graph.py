@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rockmate._torch.storage import StorageWeakRef, storage_id
 from rockmate.capture.opaque_inputs import ReleasableInputs
+from rockmate.errors import BackwardError
 from rockmate.ops.undefined_gradient import undefined_gradient
 
 
@@ -86,6 +87,8 @@ class RunGraph:
     def of(cls, run: SavedRun) -> RunGraph:
         """The graph of a run, from its outputs to the inputs that require a gradient."""
         wanted = [leaf for leaf in run.leaves if leaf.requires_grad]
+        for leaf in wanted:
+            leaf.register_post_accumulate_grad_hook(_refuse)
         return cls(
             wanted,
             [get_gradient_edge(output) if output.requires_grad else None for output in run.outputs],
@@ -119,6 +122,16 @@ class RunGraph:
             values.append(value if gradient is not None else undefined_gradient(value))
             seen.add(storage_id(made))
         return values
+
+
+def _refuse(_: Tensor) -> None:
+    """Raises where a backward other than that of the run has come to one of its inputs."""
+    msg = (
+        "a value within an untraced submodule reaches the loss by a hook or an attribute, so that "
+        "what is before the submodule would miss its gradient. Return the value from the "
+        'submodule, or keep the budget without a plan: mode="frames".'
+    )
+    raise BackwardError(msg)
 
 
 # --- memory of a run ------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter
 from rockmate.runtime.hook_schedule import HookSchedule, accumulated_names
-from rockmate.runtime.planned_layout import needs_its_layout
 from rockmate.runtime.program import Argument, ArgumentKind, Program
 from rockmate.runtime.undefined_tangents import BackwardVariants
 from rockmate.schedule.flights import Flights
@@ -39,6 +38,7 @@ from rockmate.schedule.schedule import Schedule, last_reads
 # Namespaces of PyTorch's own ops.
 _NAMESPACES = {"aten", "prims"}
 _NO_FLIGHTS = Flights()
+_aten = torch.ops.aten
 
 
 def emit(
@@ -94,7 +94,6 @@ def emit(
         constants=graph.constants,
         differentiable=_differentiable(graph),
         layouts=_layouts(graph),
-        free_tangents=_free_tangents(graph),
         runs_below_autograd=all(_is_own(op.node.target) for op in graph.ops),
         num_in_flight=graph.num_in_flight,
         slots=_slots(graph, schedule),
@@ -131,18 +130,20 @@ def _differentiable(graph: Graph) -> frozenset[int]:
 
 
 def _layouts(graph: Graph) -> dict[Role, torch.Tensor]:
-    """The fake tensor of each input of the call and of each tangent."""
+    """The fake tensor of each input of the call and of each tangent whose readers rely on it."""
     kinds = {RoleKind.INPUT, RoleKind.TANGENT}
-    return {role: node.meta["val"] for node, role in graph.inputs if role.kind in kinds}
-
-
-def _free_tangents(graph: Graph) -> frozenset[int]:
-    """See `Program.free_tangents`."""
-    return frozenset(
-        role.index
+    return {
+        role: node.meta["val"]
         for node, role in graph.inputs
-        if role.kind is RoleKind.TANGENT and not needs_its_layout(node)
-    )
+        if role.kind in kinds and not all(map(_takes_any_strides, node.users))
+    }
+
+
+def _takes_any_strides(reader: fx.Node) -> bool:
+    """Whether results lie alike for all strides of a matrix, by which the op rounds."""
+    if reader.target is _aten.t.default:
+        return all(map(_takes_any_strides, reader.users))
+    return reader.target in {_aten.mm.default, _aten.sum.dim_IntList}
 
 
 def _wrappings(graph: Graph) -> dict[str, Wrapping]:

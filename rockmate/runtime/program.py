@@ -94,8 +94,7 @@ class Program:
             its process group.
         constants: tensors that belong to the graphs themselves, by name.
         differentiable: indices of the outputs that have a gradient.
-        layouts: for each input and tangent a fake tensor with the strides that the code relies on.
-        free_tangents: indices of the outputs whose tangent may have other strides than there.
+        layouts: for inputs and tangents a fake tensor with the strides that the code relies on.
         runs_below_autograd: whether autograd has nothing to do for any op. Ops of other libraries
             may differentiate inside.
         forward_code: the forward's source.
@@ -123,7 +122,6 @@ class Program:
     constants: Mapping[str, torch.Tensor]
     differentiable: frozenset[int]
     layouts: Mapping[Role, torch.Tensor]
-    free_tangents: frozenset[int]
     runs_below_autograd: bool
     forward_code: str
     backward_code: str

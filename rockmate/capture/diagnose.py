@@ -21,8 +21,7 @@ _MOST_NAMED = 4
 # Errors that a forward raises by itself on a sample that does not fit it. A `RuntimeError` is one,
 # but its subclasses are of the tracer and of the device.
 _OF_FORWARD = (TypeError, ValueError, IndexError, KeyError, AttributeError)
-_INTERNAL = re.compile(r"AOT|[Ff]ake|[Pp]roxy|Functional|SymInt|SymNode|ASSERT")
-"""Names that no user has written."""
+_INTERNAL = re.compile(r"AOT|[Ff]ake|[Pp]roxy|Functional|Sym(Int|Node)|ASSERT")  # no user's names
 
 
 def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:

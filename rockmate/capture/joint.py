@@ -362,10 +362,7 @@ def _input_role(descriptor: Any) -> Role:
         case "SubclassGetAttrAOTInput":
             base = _input_role(descriptor.base)
             return replace(base, inner=(*base.inner, descriptor.attr))
-    msg = (
-        "the step reads what is no parameter, buffer or tensor among the arguments, and a plan has "
-        "no place for it. Pass it as an argument, or register it."
-    )
+    msg = "the step reads what is no parameter, buffer or argument. Pass it, or register it."
     raise UnsupportedModelError(msg)
 
 

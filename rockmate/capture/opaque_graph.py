@@ -41,11 +41,8 @@ class Layout:
     def laid_out(self, tensor: Tensor) -> Tensor:
         """The tensor if it has this layout, and its memory to itself; else a copy that has."""
         has_gaps = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-        return (
-            tensor
-            if tensor.stride() == self.stride and not has_gaps
-            else self.empty().copy_(tensor)
-        )
+        fits = tensor.stride() == self.stride and not has_gaps
+        return tensor if fits else self.empty().copy_(tensor)
 
 
 @dataclass(slots=True)
@@ -78,9 +75,8 @@ class RunGraph:
     """The autograd graph of one run."""
 
     leaves: list[Tensor]
-    ends: list[
-        GradientEdge | None
-    ]  # of the outputs, whose memory would be held with the tensors themselves
+    # Of the outputs, whose memory would be held with the tensors themselves.
+    ends: list[GradientEdge | None]
     loan: ReleasableInputs
 
     @classmethod
@@ -102,21 +98,14 @@ class RunGraph:
         layouts: Sequence[Layout],
     ) -> list[Tensor]:
         """Gradients of the inputs that require one, given those of the outputs."""
-        pairs = [
-            (end, gradient)
-            for end, gradient in zip(self.ends, gradients, strict=True)
-            if not (end is None or gradient is None)
-        ]
-        ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
+        pairs = zip(self.ends, gradients, strict=True)
+        both = [(end, each) for end, each in pairs if not (end is None or each is None)]
+        ends, given = [end for end, _ in both], [gradient for _, gradient in both]
         with self.loan.given(borrowed):
             found = torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
-        values, seen = (
-            [],
-            {*storage_keys(gradient for gradient in gradients if gradient is not None)},
-        )
-        for gradient, layout in zip(
-            found, layouts, strict=True
-        ):  # each is memory of its own: the plan counts it so
+        values, seen = [], {*storage_keys(each for each in gradients if each is not None)}
+        for gradient, layout in zip(found, layouts, strict=True):
+            # Each is memory of its own: the plan counts it so.
             made = layout.empty().zero_() if gradient is None else gradient
             value = layout.laid_out(made.clone() if storage_id(made) in seen else made)
             values.append(value if gradient is not None else undefined_gradient(value))
@@ -142,12 +131,9 @@ class HeldMemory:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self.keys = storage_keys(tensors)
-        self.num_bytes = {
-            storage_id(tensor): tensor.untyped_storage().nbytes() for tensor in tensors
-        }
-        self._references = {
-            storage_id(tensor): StorageWeakRef(tensor.untyped_storage()) for tensor in tensors
-        }
+        storages = {storage_id(tensor): tensor.untyped_storage() for tensor in tensors}
+        self.num_bytes = {key: each.nbytes() for key, each in storages.items()}
+        self._references = {key: StorageWeakRef(each) for key, each in storages.items()}
 
     def held(self) -> set[int]:
         """Those that something still holds."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import multiprocessing
 import os
+import pkgutil
 import signal
 import sys
 import time
@@ -13,6 +17,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import rockmate
 
 Record = dict[str, Any]
 Task = TypeVar("Task")
@@ -37,6 +43,7 @@ def run_each(
     `verdict` "error", one that takes longer than `limit_s` seconds gives "timeout".
     """
     waiting, running = list(tasks), list[_Job]()
+    _share_imports()
     while waiting or running:
         while waiting and len(running) < parallel:
             running.append(_start(waiting.pop(0), measure))
@@ -48,8 +55,17 @@ def run_each(
                 yield job.task, record
 
 
+def _share_imports() -> None:
+    """Imports what planning needs, so that no process does, nor collects these objects."""
+    for found in pkgutil.walk_packages(rockmate.__path__, "rockmate."):
+        if not found.name.endswith("__main__"):
+            with contextlib.suppress(ImportError):  # of an optional package
+                importlib.import_module(found.name)
+    importlib.import_module("torch._functorch.aot_autograd")
+    gc.freeze()
+
+
 def _start(task: Any, measure: Callable[[Any], Record]) -> _Job:
-    # A fork has the imports already.
     context = multiprocessing.get_context("fork")
     answers, sender = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(task, measure, sender), daemon=True)

@@ -206,7 +206,15 @@ def _peak(run: Any, budget: int = 0) -> int:
         if step == first:
             run.forward_and_backward(step)
         else:
-            found.append(allocator_peak(functools.partial(_step, run, step)))
+            try:
+                found.append(allocator_peak(functools.partial(_step, run, step)))
+            except RockmateError as error:
+                if "a profiler is running" not in str(error):
+                    raise
+                run.prefetch(step)
+                run.forward_and_backward(step)  # is planned for
+                run.prefetch(step)
+                found.append(allocator_peak(functools.partial(_step, run, step)))
             if budget == 0 or found[-1] <= budget:
                 break
         run.optimizer.zero_grad(set_to_none=False)

@@ -93,11 +93,23 @@ def _run(options: argparse.Namespace, lines: Path) -> None:
     with lines.open("a", encoding="utf-8") as file:
         found = run_each(scripts, outcome, parallel=options.parallel, limit_s=options.limit)
         for script, record in tqdm(found, total=len(scripts), unit="script"):
-            line = head | {"seed": script.seed, "mode": script.mode, "kinds": script.kinds} | record
+            drawn = {"seed": script.seed, "mode": script.mode, "kinds": script.kinds}
+            line = head | drawn | short(record)
             file.write(json.dumps(line) + "\n")
             file.flush()
             if record["verdict"] in FAULTS:
                 tqdm.write(f"{record['verdict']}: {_command(line)}: {record['detail'][:_LONGEST]}")
+            head = {"commit": head["commit"]}  # the first line of a run has the whole
+
+
+def short(record: Record) -> Record:
+    """A record with the first words of each of its texts, and without those that say nothing."""
+    texts = {
+        name: [each[:_LONGEST] for each in record[name]]
+        for name in ("advices", "heard")
+        if record.get(name)
+    }
+    return {k: v for k, v in record.items() if k not in ("advices", "heard") and v != ""} | texts
 
 
 def page(records: Sequence[Record]) -> list[str]:
@@ -134,8 +146,16 @@ def page(records: Sequence[Record]) -> list[str]:
         "",
         *_table(counted, "kind", lambda record: record["kinds"]),
         "",
-        machine_text(records[-1]),
+        _ran(records),
     ]
+
+
+def _ran(records: Sequence[Record]) -> str:
+    """On what, and how many at each commit."""
+    commits = Counter(each["commit"] for each in records)
+    counts = ", ".join(f"{number} at {commit}" for commit, number in commits.items())
+    machine = next((each for each in reversed(records) if "machine" in each), None)
+    return f"Scripts by commit: {counts}. {machine_text(machine) if machine else ''}"
 
 
 def _table(records: Sequence[Record], what: str, keys: Any) -> list[str]:
@@ -160,7 +180,7 @@ def _faults(records: Sequence[Record]) -> list[str]:
             each["verdict"],
             ", ".join(each["kinds"]),
             f"`{_command(each)}`",
-            each["detail"].replace("|", "\\|")[:_LONGEST],
+            each.get("detail", "").replace("|", "\\|")[:_LONGEST],
         ]
         for each in found
     ]

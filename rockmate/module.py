@@ -52,7 +52,7 @@ from rockmate.runtime.delegation import (
     with_signature_of,
 )
 from rockmate.runtime.methods import Methods, names_of_methods, twin_of
-from rockmate.runtime.model_checks import refuse_transforms
+from rockmate.runtime.model_checks import is_lazy, refuse_transforms
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.runtime.ungraded import UngradedCalls
 from rockmate.runtime.wrapper import Wrapper
@@ -193,7 +193,7 @@ class RockmateModule(Wrapper):
         self._plans = PlanCache(plain, request, trial=trial, **refuses)
         self._plans.new_plans.hands_over = mode == "auto"
         self._take_methods(names, self._plans)
-        if sample_input is not None:
+        if sample_input is not None and not is_lazy(plain):
             try:
                 self._plans.plan_for_sample(sample_input)
             except _CAPTURE_ERRORS as error:

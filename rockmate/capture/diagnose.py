@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ _MOST_NAMED = 4
 # Errors that a forward raises by itself on a sample that does not fit it. A `RuntimeError` is one,
 # but its subclasses are of the tracer and of the device.
 _OF_FORWARD = (TypeError, ValueError, IndexError, KeyError, AttributeError)
+_INTERNAL = re.compile(r"AOT|[Ff]ake|[Pp]roxy|Functional|Sym(Int|Node)|ASSERT")  # no user's names
 
 
 def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
@@ -66,9 +68,14 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
     is_runtime_error = type(error) is RuntimeError and "INTERNAL ASSERT FAILED" not in str(error)
     if is_runtime_error or isinstance(error, _OF_FORWARD):
         return InvalidSampleError(
-            f"{type(model).__name__} raised on the sample input{where}: {what}"
+            f"{type(model).__name__} raised on the sample input{where}: {what}. Where the plain "
+            f"model runs it,{advice_to_leave(model, path)}."
         )
-    return UnsupportedModelError(f"{type(model).__name__} cannot be captured{where}: {what}")
+    told = "" if _INTERNAL.search(text) else f": {text}"
+    return UnsupportedModelError(
+        f"{type(model).__name__} cannot be captured{where}{told}. Change what it does there, "
+        f"or{advice_to_leave(model, path)}."
+    )
 
 
 def refuse_effects(graph: fx.Graph, model: nn.Module) -> None:
@@ -155,10 +162,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 def needs_values(error: BaseException) -> bool:
     """Whether what raised an error needs a value of a fake tensor, which has none."""
-    return any(
-        _reads_values(cause) or _makes_shape(cause) or ".numpy() is not supported" in str(cause)
-        for cause in _causes(error)
-    )
+    return any(_reads_values(cause) or _makes_shape(cause) for cause in _causes(error))
 
 
 def _makes_shape(error: BaseException) -> bool:
@@ -171,7 +175,8 @@ def _reads_values(error: BaseException) -> bool:
         "DataDependentOutputException",
         "UserError",
     }
-    return is_known or "data-dependent" in str(error) or "_local_scalar_dense" in str(error)
+    texts = ("data-dependent", "_local_scalar_dense", ".numpy() is not supported")
+    return is_known or any(text in str(error) for text in texts)
 
 
 def _user_line(error: BaseException) -> str:
@@ -184,5 +189,5 @@ def _user_line(error: BaseException) -> str:
         and torch_root not in Path(frame.filename).parents
         and frame.line
     ]
-    frames = [frame for frame in frames if "contextlib" not in frame.filename]
+    frames = [f for f in frames if Path(f.filename).stem not in {"contextlib", "functools"}]
     return f" at {frames[-1].filename}:{frames[-1].lineno} (`{frames[-1].line}`)" if frames else ""

@@ -362,7 +362,7 @@ def _input_role(descriptor: Any) -> Role:
         case "SubclassGetAttrAOTInput":
             base = _input_role(descriptor.base)
             return replace(base, inner=(*base.inner, descriptor.attr))
-    msg = f"the model needs an input of kind {kind} ({descriptor}), which is not supported"
+    msg = "the step reads what is no parameter, buffer or argument. Pass it, or register it."
     raise UnsupportedModelError(msg)
 
 
@@ -415,7 +415,10 @@ def _output_role(descriptor: Any, wrappings: Mapping[Role, Wrapping]) -> Role:
         if target.kind is RoleKind.INPUT:
             kind = RoleKind.INPUT_GRADIENT
             return Role(kind, index=target.index, wrapping=wrappings.get(target))
-    msg = f"the model has an output of kind {kind} ({descriptor}), which is not supported"
+        name = target.name or "a tensor that the model reads"
+        msg = f"{name} requires a gradient, but is no parameter or argument. Make it one."
+        raise UnsupportedModelError(msg)
+    msg = "the step has a result besides outputs, updates and gradients. Return it, or detach it."
     raise UnsupportedModelError(msg)
 
 

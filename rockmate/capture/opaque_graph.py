@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rockmate._torch.storage import storage_id
+from rockmate.errors import BackwardError
 from rockmate.ops.undefined_gradient import undefined_gradient
 
 
@@ -37,11 +38,8 @@ class Layout:
     def laid_out(self, tensor: Tensor) -> Tensor:
         """The tensor if it has this layout, and its memory to itself; else a copy that has."""
         has_gaps = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
-        return (
-            tensor
-            if tensor.stride() == self.stride and not has_gaps
-            else self.empty().copy_(tensor)
-        )
+        fits = tensor.stride() == self.stride and not has_gaps
+        return tensor if fits else self.empty().copy_(tensor)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +54,10 @@ class RunGraph:
     def of(cls, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> RunGraph:
         """The graph of a run, from its outputs to the inputs that require a gradient."""
         ends = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
-        return cls([leaf for leaf in leaves if leaf.requires_grad], ends)
+        wanted = [leaf for leaf in leaves if leaf.requires_grad]
+        for leaf in wanted:
+            leaf.register_post_accumulate_grad_hook(_refuse)
+        return cls(wanted, ends)
 
     def differentiate(
         self, gradients: Sequence[Tensor | None], layouts: Sequence[Layout]

@@ -78,4 +78,5 @@ def _can_split(model: nn.Module, path: str) -> bool:
 
 
 def _num_parameters(model: nn.Module, path: str) -> int:
-    return sum(parameter.numel() for parameter in model.get_submodule(path).parameters())
+    parameters = model.get_submodule(path).parameters()
+    return sum(0 if nn.parameter.is_lazy(each) else each.numel() for each in parameters)

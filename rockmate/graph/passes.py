@@ -123,25 +123,6 @@ def run_passes(
     return graph
 
 
-def verify_joint(capture: Capture) -> None:
-    """Asserts what every pass over a joint graph keeps.
-
-    The fx graph is well formed. Its placeholders and constants are the capture's inputs, and each
-    returned value has a role. Each node that is read has a fake value.
-    """
-    graph = capture.joint.graph
-    graph.lint()
-    sources = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
-    inputs = {node for node, _ in capture.inputs}
-    assert sources == inputs, f"{sources ^ inputs} are inputs of the graph or of the capture only"
-    returned = graph.output_node().args[0]
-    assert isinstance(returned, tuple | list)
-    for value, role in zip(returned, capture.output_roles, strict=True):
-        assert value is not None or role is None, f"nothing is returned for {role}"
-    for node in graph.nodes:
-        assert not node.users or "val" in node.meta, f"{node} has no fake value"
-
-
 def _rewrite(name: str, keeps: str, function: Callable[[fx.Graph], None]) -> Pass[Capture]:
     def run(capture: Capture, _options: PassOptions) -> Capture:
         function(capture.joint.graph)

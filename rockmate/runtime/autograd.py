@@ -97,7 +97,7 @@ class Runner:
             first: index of the input, and position.
         parameter_gradients: positions of the returned parameter gradients in those.
         input_layouts: index of an input -> the layout that the program relies on.
-        tangent_layouts: index of an output -> the layout of its tangent.
+        tangent_layouts: index of an output -> the layout of its tangent that is relied on.
     """
 
     def __init__(
@@ -243,7 +243,7 @@ class Runner:
         """The backward for these tangents; see `rockmate.runtime.undefined_tangents`."""
         if all(tangent is not None for tangent in tangents):  # `in` would compare with each tensor
             return self.backward
-        undefined = frozenset(index for index in self.tangent_layouts if tangents[index] is None)
+        undefined = frozenset(i for i in self.program.differentiable if tangents[i] is None)
         if not undefined:
             return self.backward
         if undefined not in self._backwards:

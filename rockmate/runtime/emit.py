@@ -38,6 +38,7 @@ from rockmate.schedule.schedule import Schedule, last_reads
 # Namespaces of PyTorch's own ops.
 _NAMESPACES = {"aten", "prims"}
 _NO_FLIGHTS = Flights()
+_aten = torch.ops.aten
 
 
 def emit(
@@ -129,9 +130,20 @@ def _differentiable(graph: Graph) -> frozenset[int]:
 
 
 def _layouts(graph: Graph) -> dict[Role, torch.Tensor]:
-    """The fake tensor of each input of the call and of each tangent."""
+    """The fake tensor of each input of the call and of each tangent whose readers rely on it."""
     kinds = {RoleKind.INPUT, RoleKind.TANGENT}
-    return {role: node.meta["val"] for node, role in graph.inputs if role.kind in kinds}
+    return {
+        role: node.meta["val"]
+        for node, role in graph.inputs
+        if role.kind in kinds and not all(map(_takes_any_strides, node.users))
+    }
+
+
+def _takes_any_strides(reader: fx.Node) -> bool:
+    """Whether results lie alike for all strides of a matrix, by which the op rounds."""
+    if reader.target is _aten.t.default:
+        return all(map(_takes_any_strides, reader.users))
+    return reader.target in {_aten.mm.default, _aten.sum.dim_IntList}
 
 
 def _wrappings(graph: Graph) -> dict[str, Wrapping]:

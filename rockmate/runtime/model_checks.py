@@ -18,20 +18,20 @@ from rockmate.runtime.ddp import refuse_sharded
 logger = logging.getLogger(__name__)
 
 
-def is_uninitialized(tensor: torch.Tensor) -> bool:
+def is_lazy(model: nn.Module) -> bool:
     """Whether a tensor of a lazy module has no size yet."""
-    return nn.parameter.is_lazy(tensor)
+    return any(map(nn.parameter.is_lazy, (*model.parameters(), *model.buffers())))
 
 
 def refuse_uninitialized(model: nn.Module) -> None:
     """Raises for a model with lazy modules that have not run."""
     named = (*model.named_parameters(), *model.named_buffers())
-    name = next((name for name, tensor in named if is_uninitialized(tensor)), "")
+    name = next((name for name, tensor in named if nn.parameter.is_lazy(tensor)), "")
     if name:
         msg = (
             f"{name} belongs to a lazy module, and has no size before the first call. Run the "
-            "model once before it is wrapped, or give no sample: the plain model then runs the "
-            "first call."
+            "model once before it is planned for, or wrap it: the plain model then runs the first "
+            "call."
         )
         raise InvalidSampleError(msg)
 

@@ -94,7 +94,7 @@ class Program:
             its process group.
         constants: tensors that belong to the graphs themselves, by name.
         differentiable: indices of the outputs that have a gradient.
-        layouts: for each input and tangent a fake tensor with the strides that the code relies on.
+        layouts: for inputs and tangents a fake tensor with the strides that the code relies on.
         runs_below_autograd: whether autograd has nothing to do for any op. Ops of other libraries
             may differentiate inside.
         forward_code: the forward's source.

@@ -13,7 +13,7 @@ from rockmate.capture.model_signature import ModelWatch
 from rockmate.capture.signature import CallSignature, flatten_call
 from rockmate.capture.traced_forward import ModuleReplacedError
 from rockmate.errors import TrialError
-from rockmate.runtime.model_checks import is_uninitialized
+from rockmate.runtime.model_checks import is_lazy
 from rockmate.state.opened_object import tensors_within
 
 logger = logging.getLogger(__name__)
@@ -34,10 +34,10 @@ class UngradedCalls:
     def includes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call is one, as far as that is known before it runs."""
         if self._trained is None or not self._trained.requires_grad:
-            members = [*self._model.parameters(), *self._model.buffers()]
-            self._is_lazy = any(map(is_uninitialized, members))
+            self._is_lazy = is_lazy(self._model)
             if self._is_lazy:
                 return True
+            members = (*self._model.parameters(), *self._model.buffers())
             self._trained = next((each for each in members if each.requires_grad), None)
         if self._trained is None:
             return not any(each.requires_grad for each in tensors_within((args, kwargs)))

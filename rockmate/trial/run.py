@@ -44,6 +44,7 @@ _ROUNDING_ULPS = 1024
 """Of single precision and finer: what sums in another order, over the depth of a model, amount to.
 Values that belong to another step differ by a thousand times as much."""
 _COARSE_ULPS = 8  # of shorter formats, in which each op rounds that much
+_PLAIN = "Train the plain model, module.original"
 
 
 def run_beside_eager(
@@ -87,7 +88,7 @@ def run_beside_eager(
     before.put_back(writes, random)
     tables = {id(each) for part in modules_within(model) for each in module_hooks_of(vars(part))}
     sets_up = not tables.isdisjoint(eager.contents)
-    raise TrialError(_text(found, conditions, sets_up=sets_up), sets_up=sets_up)
+    raise TrialError(_text(found, model, conditions, sets_up=sets_up), sets_up=sets_up)
 
 
 def _of_plain(
@@ -147,7 +148,7 @@ def _rounding(before: CallState) -> float:
     return _ROUNDING_ULPS * single if ulp <= single else _COARSE_ULPS * ulp
 
 
-def _text(found: str, conditions: Conditions, *, sets_up: bool) -> str:
+def _text(found: str, model: nn.Module, conditions: Conditions, *, sets_up: bool) -> str:
     what = conditions.what
     text = f"{what} is not what the plain model does: {found}. The call has been undone. "
     if sets_up:
@@ -156,14 +157,12 @@ def _text(found: str, conditions: Conditions, *, sets_up: bool) -> str:
             "model once before it is wrapped."
         )
     if not conditions.is_captured:
-        return (
-            f'{text}Leave the submodule that does it whole, keep=["its.path"]. trial="never" looks '
-            "away: the step is then as frames run it."
-        )
+        whole = [path for path, _ in model.named_modules() if found.startswith(f"{path}.")]
+        leave = f"Leave the submodule that does it whole, keep={whole!r}" if whole else _PLAIN
+        return f'{text}{leave}. trial="never" looks away: the step is then as frames run it.'
     return (
         f"{text}"
         "What a forward reads and changes in Python is fixed when it is planned: keep what changes "
-        "from step to step in a buffer (register_buffer) or pass it as an argument; or leave the "
-        'submodule that does it out of the plan, untraced=["its.path"]; or plan nothing, '
-        'mode="frames". trial="never" looks away: the step is then as it was planned.'
+        "from step to step in a buffer (register_buffer) or pass it as an argument; or plan "
+        'nothing, mode="frames". trial="never" looks away: the step is then as it was planned.'
     )

@@ -469,6 +469,17 @@ def test_hooks_of_the_submodule_itself_run_once() -> None:
     _agree(model, RockmateModule(model, IMAGE, 1.0, untraced=["halting"]), IMAGE)
 
 
+def test_a_value_that_a_hook_hands_out_is_no_part_of_the_loss() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    seen: list[torch.Tensor] = []
+    model[1][0].register_forward_hook(lambda module, args, output: seen.append(output + 1))
+    x = torch.randn(4, 8)
+    module = RockmateModule(model, x, 1.0, untraced=["1"])
+    output = module(x)
+    with pytest.raises(BackwardError, match="reaches the loss by a hook"):
+        (output.sum() + seen[-1].square().sum()).backward()
+
+
 def test_a_copy_runs_its_own_submodules() -> None:
     torch.manual_seed(0)
     model = Tower(normalizes=True)

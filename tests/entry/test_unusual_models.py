@@ -12,7 +12,7 @@ import torch
 from helpers import assert_same, one_step, train
 from torch import Tensor, nn
 
-from rockmate import InvalidSampleError, Plan, RockmateModule, UnsupportedModelError
+from rockmate import InvalidSampleError, Plan, Planner, RockmateModule, UnsupportedModelError
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
@@ -117,20 +117,22 @@ def test_bit_for_bit(make: type[Net], options: dict[str, Any]) -> None:
         assert_same(one_step(module, model, loss, step), one_step(plain, plain, loss, step))
 
 
+@pytest.mark.parametrize("sample", [None, X])
 @pytest.mark.parametrize("mode", ["plan", "auto", "frames"])
 def test_lazy_modules_are_planned_after_the_call_that_makes_them(
-    mode: Any, caplog: pytest.LogCaptureFixture
+    mode: Any, sample: Tensor | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "rockmate")
 
     def made() -> nn.Module:
-        return nn.Sequential(nn.LazyLinear(16), nn.Dropout(0.1), Net(), nn.LazyBatchNorm1d())
+        first = nn.Sequential(nn.Sequential(nn.LazyLinear(16), nn.Dropout(0.1)), nn.Tanh())
+        return nn.Sequential(first, Net(), nn.LazyBatchNorm1d())
 
     model = made()
     plain = made()
     plain.load_state_dict(model.state_dict())
     options = {} if mode == "frames" else {"numerics": "bitwise"}
-    module = RockmateModule(model, budget=0.9, on_infeasible="least", mode=mode, **options)
+    module = RockmateModule(model, sample, 0.9, on_infeasible="least", mode=mode, **options)
 
     def loss(each: Any, _: int) -> tuple[Tensor, Tensor]:
         output = each(X)
@@ -142,11 +144,10 @@ def test_lazy_modules_are_planned_after_the_call_that_makes_them(
     assert sum("lazy modules" in each for each in caplog.messages) == 1
 
 
-def test_lazy_modules_with_a_sample_are_refused_by_name() -> None:
+def test_lazy_modules_that_have_not_run_are_refused_by_name() -> None:
     model = nn.Sequential(nn.LazyLinear(16), Net())
     with pytest.raises(InvalidSampleError, match=r"0\.weight belongs to a lazy module"):
-        RockmateModule(model, X, 0.9)
-    assert not RockmateModule(model, X, 0.9, mode="auto").is_planned  # frames
+        Planner(model, X)
 
 
 class Around(nn.Module):

@@ -10,7 +10,7 @@ import architectures
 import models
 import pytest
 import torch
-from joint_graphs import captured_for
+from joint_graphs import captured_for, verify_joint
 from torch import Tensor, nn
 
 from rockmate.capture.roles import Capture
@@ -19,7 +19,7 @@ from rockmate.fusion.groups import Group, find_groups, sources_of
 from rockmate.fusion.rewrite import Fusion
 from rockmate.graph.build import build_graph
 from rockmate.graph.ir import Graph, Op, Phase
-from rockmate.graph.passes import REWRITES, run_passes, verify_joint
+from rockmate.graph.passes import REWRITES, run_passes
 
 NAMES = ("gpt2", "llama", "bert-base", "t5-small", "vit-base", "hf-resnet", "resnet50", "encoder")
 

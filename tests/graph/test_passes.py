@@ -9,7 +9,7 @@ import models
 import pytest
 import torch
 from helpers import same_bits
-from joint_graphs import assert_same_bits, captured_for, made_up, run
+from joint_graphs import assert_same_bits, captured_for, made_up, run, verify_joint
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -28,7 +28,6 @@ from rockmate.graph.passes import (
     Pass,
     PassOptions,
     run_passes,
-    verify_joint,
 )
 
 

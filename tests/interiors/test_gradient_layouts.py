@@ -70,6 +70,17 @@ def trained(module: nn.Module, model: nn.Module, losses: list[Loss]) -> list[Ten
     return found
 
 
+@pytest.mark.parametrize("shape", [(48, WIDTH), (2, 24, WIDTH)])
+def test_a_plan_takes_the_gradient_of_a_linear_head_as_it_lies(shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    x, found = torch.randn(shape), list[Any]()
+    for each in (model, RockmateModule(copy.deepcopy(model), x, 1.0, numerics="bitwise")):
+        each(x).mT.contiguous().cos().mean().backward()
+        found.append([parameter.grad for parameter in each.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
 def framed(model: nn.Module) -> RockmateModule:
     return RockmateModule(model, None, 0.5, mode="frames", on_infeasible="least")
 

@@ -17,6 +17,25 @@ from rockmate.capture.signature import flatten_call, optional_keywords, sample_c
 SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 3e38)
 
 
+def verify_joint(capture: Capture) -> None:
+    """Asserts what every pass over a joint graph keeps.
+
+    The fx graph is well formed. Its placeholders and constants are the capture's inputs, and each
+    returned value has a role. Each node that is read has a fake value.
+    """
+    graph = capture.joint.graph
+    graph.lint()
+    sources = {node for node in graph.nodes if node.op in ("placeholder", "get_attr")}
+    inputs = {node for node, _ in capture.inputs}
+    assert sources == inputs, f"{sources ^ inputs} are inputs of the graph or of the capture only"
+    returned = graph.output_node().args[0]
+    assert isinstance(returned, tuple | list)
+    for value, role in zip(returned, capture.output_roles, strict=True):
+        assert value is not None or role is None, f"nothing is returned for {role}"
+    for node in graph.nodes:
+        assert not node.users or "val" in node.meta, f"{node} has no fake value"
+
+
 def captured(model: nn.Module, *args: Any, **kwargs: Any) -> Capture:
     tensors, call = flatten_call(args, kwargs, frozenset())
     return capture_joint(model, tensors, call.structure, differentiable="all")

@@ -17,7 +17,7 @@ import numpy as np
 import script_layers
 import torch
 from script_layers import LAYERS, ROWS, WIDTH, Block
-from script_loops import LOOPS
+from script_loops import BATCHES, LOOPS
 from torch import Tensor, nn
 
 NUM_STEPS = 4
@@ -64,10 +64,14 @@ class Script:
         drawn = {first, *layers, *habits} if kinds is None else set(kinds)
         chosen = sorted(drawn & set(LAYERS))
         draw.shuffle(chosen)
+        # What holds the batch is put around it last, and once.
+        habits = sorted(drawn & set(LOOPS), key=lambda each: (each in BATCHES, each))
+        num_batches = len(drawn & set(BATCHES))
+        habits = habits[: len(habits) - max(0, num_batches - 1)]
         return Script(
             seed=seed,
             layers=tuple(chosen),
-            habits=tuple(sorted(drawn & set(LOOPS))),
+            habits=tuple(habits),
             mode=mode or MODES[(seed + seed // len(KINDS)) % len(MODES)],
             share=draw.choice((0.7, 1.0)),
             has_sample=draw.random() < 0.5,

@@ -17,8 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from script_layers import WIDTH
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 LOOPS: dict[str, Callable[[], Habit]] = {}
+BATCHES = (
+    "batch in an object", "batch in a dataclass", "batch in a named tuple", "batch in a user dict",
+    "batch in a subclass of dict",
+)  # fmt: skip
 
 
 class Habit:
@@ -185,6 +190,45 @@ class InputIsAnActivation(Habit):
 
     def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
         return given | {"x": script.others[0](given["x"]).tanh()}
+
+
+class JudgedByAnother(Habit):
+    """Another network judges the output, and is trained in turn, on what the model has given."""
+
+    is_measured = False
+
+    def prepare(self, script: Any) -> None:
+        self.judge = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        script.others.append(self.judge)
+
+    def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
+        return loss + F.softplus(-self.judge(output.float())).mean()
+
+    def after(self, script: Any, step: int) -> None:
+        self.judge.zero_grad()
+        given = script.last_output.float()
+        scores = self.judge(given), self.judge(torch.ones_like(given))
+        (F.softplus(scores[0]).mean() + F.softplus(-scores[1]).mean()).backward()
+
+
+class JudgeOfAnother(Habit):
+    """Before each step, another network is trained on what the frozen model says of its output."""
+
+    is_measured = False
+
+    def prepare(self, script: Any) -> None:
+        self.maker = nn.Linear(WIDTH, WIDTH)
+        script.others.append(self.maker)
+
+    def before(self, script: Any, step: int) -> None:
+        parameters = [each for each in script.model.parameters() if each.requires_grad]
+        for each in parameters:
+            each.requires_grad_(False)
+        noise = torch.linspace(-1, 1, 48 * WIDTH).view(48, WIDTH)
+        given = script.inputs(step, 3) | {"x": self.maker(noise).tanh().to(script.dtype)}
+        F.softplus(-script.callee(**given).float()).mean().backward()
+        for each in parameters:
+            each.requires_grad_()
 
 
 class InputOverwritten(Habit):

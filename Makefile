@@ -3,14 +3,14 @@
 #   make test TESTS="tests/plan -x"     a part of the quick tiers
 #   make test-versions VERSIONS="-k 2.11"   one version of PyTorch, see noxfile.py
 #   PYTHON=python3.12 make test        another interpreter (3.11 and later)
-#   make bench BENCH="--model bert-base --budget 0.5"
+#   make bench BENCH='--model bert-base --method "rockmate: 0.5"'
 #   make demo DEMO="--budget 0.3 --steps 10"
 
 PYTHON ?= python3
 VENV ?= .venv
 DEMO ?=
 TESTS ?=
-BENCH ?= --model gpt2-deep --budget 1.0 --budget 0.5 --budget 0.25 --budget minimum --checkpoint
+BENCH ?= --model gpt2-deep --method checkpoint --method "rockmate: 1.0" --method "rockmate: 0.5" --method "rockmate: minimum"
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -45,7 +45,7 @@ docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 bench: $(INSTALLED)
-	$(BIN)/python -m bench.run $(BENCH)
+	$(BIN)/python -m bench.compare --output bench-out/compared $(BENCH)
 
 # torch first and by its pinned version, so that pip settles on one build before anything else asks for torch.
 $(INSTALLED): pyproject.toml constraints.txt
@@ -56,5 +56,5 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) demo-out site build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) demo-out bench-out site build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

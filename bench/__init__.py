@@ -2,16 +2,16 @@
 
 | folder or file | has |
 |---|---|
+| `command` | the options, lines and pages of all commands |
+| `pages` | tables, targets, pictures, where lines come from |
+| `measure` | the meters of peaks and times |
 | `models`, `unet` | the workloads |
 | `peers` | the other ways to train in less memory |
-| `measure` | the meters of peaks and times |
-| `comparison`, `compare`, `branched` | all methods on one model, measured; the commands |
-| `quality`, `plan_quality` | plans beside a lower bound and other planners; the command |
+| `comparison`, `compare` | all methods on one model, measured; the command |
+| `quality`, `plan_quality` | plans beside a lower bound and other strategies; the command |
 | `fingerprint` | digests of plans, to compare two versions of the code |
-| `release` | everything that README states, by one command |
 | `results` | pages and data |
 
-`run`, `loss_block`, `chunk_curves`, `lengths`, `call_cost`, `sweep_time`, `rotor_time`, `estimate`
-and `walkthrough` are commands of their own. The packages that are measured import nothing from
-here.
+The other files are commands of their own; docs/internals/benchmarks.md lists them with their pages.
+The packages that are measured import nothing from here.
 """

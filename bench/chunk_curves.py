@@ -1,252 +1,162 @@
 """Predicted time over memory with and without chunks, for kinds of language models.
 
-    python -m bench.chunk_curves --output bench/results/chunk_curves_cpu_202611
+    python -m bench.chunk_curves           # writes bench/results/chunk_curves_cpu_<yyyymm>.*
 
 The models are Hugging Face architectures with two layers and a large vocabulary, which sets their
-peak as it does at full size. They return only their loss. Writes STEM.md and STEM.png. Op times are
-estimated for one CPU, so both curves have the same ones. `bench.loss_block` measures whole steps.
+peak as it does at full size. They return only their loss (`outputs="loss"`). Op times are estimated
+for one CPU, so both curves have the same ones. Peak is that of the schedule without recomputation
+and without chunks; shares and time ratios are relative to that schedule.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
-from torch import Tensor, nn
 
-from bench.machine import machine_record
-from bench.pages import machine_section, table
-from bench.panels import figure_of
+from bench import command
+from bench.command import Record
+from bench.models import batches
+from bench.models.hf import TOKENS, halves, hf, usual
+from bench.pages import INK, OURS_COLOR, Column, Line, about, picture, records_table
 from rockmate import InfeasibleBudgetError, Planner
 
-_VOCABULARY = 8192
-_TOKENS = (2, 256)
-_MACHINE = "cpu-avx2"
-_WHISPER_POSITIONS = 64
-_SHARES = (0.5, 0.25)
-_DECODER = {
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "vocab_size": _VOCABULARY,
-    "pad_token_id": 0,
-}
-_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Curve:
-    """One model's curves.
-
-    Attributes:
-        name: Of the model.
-        peak_bytes: Peak without recomputation and without chunks.
-        time_ms: Time of the same schedule.
-        points: Without and with chunks: peaks in bytes and times in ms, by growing peak.
-        ratios: Without and with chunks: predicted time over `time_ms` at `_SHARES` of
-            `peak_bytes`; None for an infeasible budget.
-    """
-
-    name: str
-    peak_bytes: int
-    time_ms: float
-    points: tuple[list[tuple[int, float]], list[tuple[int, float]]]
-    ratios: tuple[list[float | None], list[float | None]]
-
-
-def _tokens(seed: int, shape: tuple[int, int] = _TOKENS) -> Tensor:
-    return torch.randint(3, _VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def _model(kind: str, head: str, **configuration: Any) -> nn.Module:
-    config = getattr(transformers, f"{kind}Config")(**configuration)
-    return getattr(transformers, f"{kind}{head}")(config)
-
-
-_GPT2 = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": _VOCABULARY}
-_OPT = {
-    "hidden_size": 128,
-    "ffn_dim": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "word_embed_proj_dim": 128,
-    "vocab_size": _VOCABULARY,
-}
-_BERT = {
-    "hidden_size": 128,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": _VOCABULARY,
-}
-_T5 = {
-    "d_model": 128,
-    "d_kv": 32,
-    "d_ff": 512,
-    "num_layers": 2,
-    "num_heads": 4,
-    "vocab_size": _VOCABULARY,
-    "decoder_start_token_id": 0,
-}
-_WHISPER = {
-    "d_model": 128,
-    **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
-    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
-    **{f"{side}_ffn_dim": 512 for side in ("encoder", "decoder")},
-    "max_source_positions": _WHISPER_POSITIONS,
-    "vocab_size": _VOCABULARY,
-    **_SPECIAL,
-}
+_WORDS, _SHAPE, _MACHINE, _POSITIONS, _SHARES = 8192, (2, 256), "cpu-avx2", 64, (0.5, 0.25)
+_DECODER = usual(2, 128, 4, 352, _WORDS) | {"num_key_value_heads": 4, "head_dim": 32}
+_WHISPER = halves(2, 128, 4) | TOKENS | {"max_source_positions": _POSITIONS}
 _MODELS = {
-    "GPT-2": partial(_model, "GPT2", "LMHeadModel", **_GPT2),
-    "Llama": partial(_model, "Llama", "ForCausalLM", **_DECODER),
-    "Qwen3": partial(_model, "Qwen3", "ForCausalLM", **_DECODER),
-    "Gemma 2": partial(_model, "Gemma2", "ForCausalLM", **_DECODER, final_logit_softcapping=30.0),
-    "Mistral": partial(_model, "Mistral", "ForCausalLM", **_DECODER),
-    "OPT": partial(_model, "OPT", "ForCausalLM", **_OPT),
-    "BERT": partial(_model, "Bert", "ForMaskedLM", **_BERT),
-    "T5": partial(_model, "T5", "ForConditionalGeneration", **_T5),
-    "Whisper": partial(_model, "Whisper", "ForConditionalGeneration", **_WHISPER),
-}
+    "GPT-2": partial(hf, "GPT2LMHeadModel", n_layer=2, n_embd=128, n_head=4, vocab_size=_WORDS),
+    "Llama": partial(hf, "LlamaForCausalLM", **_DECODER),
+    "Qwen3": partial(hf, "Qwen3ForCausalLM", **_DECODER),
+    "Gemma 2": partial(hf, "Gemma2ForCausalLM", **_DECODER, final_logit_softcapping=30.0),
+    "Mistral": partial(hf, "MistralForCausalLM", **_DECODER),
+    "OPT": partial(
+        hf, "OPTForCausalLM", hidden_size=128, ffn_dim=512, num_hidden_layers=2,
+        num_attention_heads=4, word_embed_proj_dim=128, vocab_size=_WORDS,
+    ),
+    "BERT": partial(hf, "BertForMaskedLM", **usual(2, 128, 4, 512, _WORDS)),
+    "T5": partial(
+        hf, "T5ForConditionalGeneration", d_model=128, d_kv=32, d_ff=512, num_layers=2, num_heads=4,
+        vocab_size=_WORDS, decoder_start_token_id=0,
+    ),
+    "Whisper": partial(
+        hf, "WhisperForConditionalGeneration", **_WHISPER, vocab_size=_WORDS,
+        decoder_start_token_id=1,
+    ),
+}  # fmt: skip
+
+
+def measured(name: str) -> Record:
+    """Both curves of one model, as peaks in bytes and times in ms, and times at `_SHARES`."""
+    torch.manual_seed(0)
+    model, draw = _MODELS[name](), torch.Generator().manual_seed(1)
+    batch = batches.causal(_SHAPE, _WORDS)(draw)
+    if name == "T5":
+        batch = batches.translated(_SHAPE, _SHAPE, _WORDS)(draw)
+    if name == "Whisper":
+        del batch["input_ids"]
+        batch["input_features"] = batches.normal(_SHAPE[0], 80, 2 * _POSITIONS)(draw)
+    command.say(name)
+    plain, chunked = (
+        Planner(model, batch, outputs="loss", machine=_MACHINE, numerics=numerics)
+        for numerics in ("bitwise", "any_order")
+    )
+    return {
+        "model": name,
+        "peak_bytes": plain.baseline_peak_bytes,
+        "ms": plain.baseline_ms,
+        "curves": [
+            [(p.predicted_peak_bytes, p.predicted_ms) for p in planner.frontier()]
+            for planner in (plain, chunked)
+        ],
+        "ratios": [
+            [_ratio(planner, int(share * plain.baseline_peak_bytes), plain) for share in _SHARES]
+            for planner in (plain, chunked)
+        ],
+    }
+
+
+def _ratio(planner: Planner, budget_bytes: int, plain: Planner) -> float | None:
+    try:
+        return planner.plan(budget_bytes).predicted_ms / plain.baseline_ms
+    except InfeasibleBudgetError:
+        return None
+
+
+_Pair = tuple[Record, bool]
+
+
+def _least(record: Record, may_chunk: bool) -> float:
+    return record["curves"][may_chunk][0][0] / record["peak_bytes"]
+
+
+def _time_column(place: int) -> Column:
+    def cell(pair: _Pair) -> str:
+        ratio = pair[0]["ratios"][pair[1]][place]
+        return "infeasible" if ratio is None else f"{ratio:.3f}"
+
+    return f"time at {_SHARES[place]:g} of it", cell
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("model", lambda pair: pair[0]["model"]),
+    ("peak MB", lambda pair: f"{pair[0]['peak_bytes'] / 1e6:.1f}"),
+    ("chunks", lambda pair: "yes" if pair[1] else "no"),
+    ("least peak", lambda pair: f"{_least(*pair):.3f}"),
+    *map(_time_column, range(len(_SHARES))),
+)
+
+
+def page(records: Sequence[Record]) -> list[str]:
+    """The table, with the least peaks as its headline."""
+    newest = command.newest(records, "model")
+    least = [_least(record, True) for record in newest]
+    pairs = [(record, may_chunk) for record in newest for may_chunk in (False, True)]
+    return [
+        "# Curves with and without chunks",
+        "",
+        f"**With chunks, the least peak of {len(newest)} language models is {min(least):.2f} to "
+        f"{max(least):.2f} of the peak without recomputation and without chunks.**",
+        "",
+        *records_table(_COLUMNS, pairs),
+        "",
+        *about(newest, __doc__),
+    ]
+
+
+def _panel(record: Record) -> tuple[str, list[Line]]:
+    lines = []
+    for curve, color, label in zip(
+        record["curves"], (INK, OURS_COLOR), ("without chunks", "with chunks"), strict=True
+    ):
+        points = [(b / record["peak_bytes"], ms / record["ms"]) for b, ms in curve]
+        style = {"color": color, "marker": ".", "label": label}
+        lines.append(Line([*points, (1.05, points[-1][1])], style, step="post"))
+    return f"{record['model']}: {record['peak_bytes'] / 1e6:.3g} MB", lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plans, and writes page and picture."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.chunk_curves", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument(
-        "--model", action="append", choices=list(_MODELS), help="repeatable; default: all"
-    )
-    parser.add_argument(
-        "--output", type=Path, required=True, metavar="STEM", help="write STEM.md and STEM.png"
-    )
+    parser = command.parser("chunk_curves", __doc__, models=_MODELS, stem="chunk_curves_cpu")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    curves = [curve_of(name) for name in options.model or _MODELS]
-    Path(f"{options.output}.md").write_text(_page(curves))
-    _save(curves, Path(f"{options.output}.png"))
-    sys.stdout.write(_page(curves))
+    status = command.run("chunk_curves", options, map(measured, options.model or _MODELS), page)
+    newest = command.newest(command.read(command.lines_of(options)), "model")
+    if status:
+        return status
+    picture(
+        Path(f"{options.output}.png"),
+        dict(map(_panel, newest)),
+        across="peak, as a share of the baseline's",
+        up="predicted time over the baseline's",
+        limits=(0.9, 2.5),
+        columns=3,
+        size=(4, 3),
+    )
     return 0
-
-
-def curve_of(name: str) -> Curve:
-    """Both curves of one model."""
-    torch.manual_seed(0)
-    model = _MODELS[name]().train()
-    batch = {"labels": _tokens(1)}
-    batch |= (
-        {"input_features": torch.randn(_TOKENS[0], 80, 2 * _WHISPER_POSITIONS)}
-        if name == "Whisper"
-        else {"input_ids": _tokens(1)}
-    )
-    if name == "T5":
-        batch["labels"] = _tokens(2)
-    sys.stderr.write(f"bench: {name}\n")
-    planners = [
-        Planner(model, batch, outputs="loss", machine=_MACHINE, numerics=numerics)
-        for numerics in ("bitwise", "any_order")
-    ]
-    whole = planners[0]
-    without, chunked = (
-        [(p.predicted_peak_bytes, p.predicted_ms) for p in planner.frontier()]
-        for planner in planners
-    )
-    return Curve(
-        name=name,
-        peak_bytes=whole.baseline_peak_bytes,
-        time_ms=whole.baseline_ms,
-        points=(without, chunked),
-        ratios=(_ratios(planners[0], whole), _ratios(planners[1], whole)),
-    )
-
-
-def _ratios(planner: Planner, whole: Planner) -> list[float | None]:
-    found: list[float | None] = []
-    for share in _SHARES:
-        try:
-            found.append(
-                planner.plan(int(share * whole.baseline_peak_bytes)).predicted_ms
-                / whole.baseline_ms
-            )
-        except InfeasibleBudgetError:
-            found.append(None)
-    return found
-
-
-def _page(curves: Sequence[Curve]) -> str:
-    shares = [f"{share:g}" for share in _SHARES]
-    columns = ("model", "peak MB", "chunks", "least peak", *(f"time at {s} of it" for s in shares))
-    rows = [_row(curve, may_chunk) for curve in curves for may_chunk in (False, True)]
-    least = [curve.points[True][0][0] / curve.peak_bytes for curve in curves]
-    lines = [
-        "# Curves with and without chunks",
-        "",
-        f"**With chunks, the least peak of {len(curves)} language models is {min(least):.2f} to "
-        f"{max(least):.2f} of the peak without recomputation and without chunks.**",
-        "",
-        *table(columns, rows),
-        "",
-        *machine_section(machine_record("bench.chunk_curves")),
-        "",
-        "## How it was planned",
-        "",
-        f"Peaks and times are predicted, with op times estimated for `{_MACHINE}`. The models have "
-        'two layers and return only their loss (`outputs="loss"`). Peak is that of the schedule '
-        "without recomputation and without chunks; shares and time ratios are relative to that "
-        "schedule.",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _row(curve: Curve, may_chunk: bool) -> list[str]:
-    ratios = curve.ratios[may_chunk]
-    return [
-        *(curve.name, f"{curve.peak_bytes / 1e6:.1f}", "yes" if may_chunk else "no"),
-        f"{curve.points[may_chunk][0][0] / curve.peak_bytes:.3f}",
-        *(f"{ratio:.3f}" if ratio is not None else "infeasible" for ratio in ratios),
-    ]
-
-
-def _save(curves: Sequence[Curve], path: Path) -> None:
-    """Draws one panel for each model; needs matplotlib."""
-    figure, panels = figure_of(len(curves), columns=3, width=4, height=3)
-    for curve, panel in zip(curves, panels, strict=True):
-        for points, color, label in zip(
-            curve.points, ("#2b2e33", "#1f6fb4"), ("without chunks", "with chunks"), strict=True
-        ):
-            shares, ratios = (
-                [b / curve.peak_bytes for b, _ in points],
-                [ms / curve.time_ms for _, ms in points],
-            )
-            panel.step(
-                [*shares, 1.05],
-                [*ratios, ratios[-1]],
-                where="post",
-                color=color,
-                linewidth=1.4,
-                label=label,
-            )
-            panel.plot(shares, ratios, ".", color=color, markersize=4)
-        panel.set_title(f"{curve.name}: {curve.peak_bytes / 1e6:.3g} MB")
-        panel.set_xlim(0, 1.05)
-        panel.set_ylim(0.9, 2.5)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(color="#e4e6ea", linewidth=0.8)
-    panels[0].legend(frameon=False)
-    figure.supxlabel("peak, as a share of the baseline's")
-    figure.supylabel("predicted time over the baseline's")
-    figure.savefig(path, dpi=110)
 
 
 if __name__ == "__main__":

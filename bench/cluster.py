@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -34,6 +35,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from bench.models.hf import hf, usual
+from bench.pages import Column, records_table, table
 from rockmate import InfeasibleBudgetError, Machine, Planner, fully_shard
 from rockmate.costs.machine import load_machine
 from rockmate.ops.shards import gather_shards
@@ -104,25 +107,23 @@ class Row(NamedTuple):
 
 def model_and_batch(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Tensor]]:
     """The model without memory, and a batch of one rank."""
-    import transformers
-
     size = SIZES[options.model]
-    config = transformers.LlamaConfig(
-        vocab_size=128256,
-        hidden_size=size.width,
-        intermediate_size=size.inner,
-        num_hidden_layers=options.layers or size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=8,
-        max_position_embeddings=options.length,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).train()
+        model = hf(
+            "LlamaForCausalLM",
+            **usual(options.layers or size.layers, size.width, size.heads, size.inner, 128256),
+            num_key_value_heads=8, max_position_embeddings=options.length, bos_token_id=0,
+            eos_token_id=0,
+        )  # fmt: skip
         tokens = torch.zeros(options.batch, options.length, dtype=torch.long)
     return model, {"input_ids": tokens, "labels": tokens}
+
+
+def meta_llama(size: str, *, layers: int | None = None, length: int = 8192) -> Any:
+    """A Llama-3 in bfloat16 on the meta device, and one sequence."""
+    options = argparse.Namespace(model=size, layers=layers, length=length, batch=1)
+    model, sample = model_and_batch(options)
+    return model.to(torch.bfloat16), sample
 
 
 def planner_for(
@@ -229,34 +230,29 @@ def frontier_rows(mesh: str, options: argparse.Namespace) -> Iterator[Row]:
         yield row_of(best, mesh, f"{budget:g}", options, is_hidden=is_hidden)
 
 
-FRONTIER_HEADER = """\
-| ranks | budget | activations, gathered weights | with weights and AdamW | sum of times | \
-step with overlap | tokens/s a rank | gathers | planned with hidden collectives |
-|---|---|---|---|---|---|---|---|---|"""
+_FRONTIER: tuple[Column, ...] = (
+    ("ranks", lambda r: r.mesh),
+    ("budget", lambda r: r.budget),
+    ("activations, gathered weights", lambda r: f"{r.peak_gib:.1f} GiB"),
+    ("with weights and AdamW", lambda r: f"{r.rank_gib:.1f} GiB"),
+    ("sum of times", lambda r: f"{r.sum_ms:,.0f} ms"),
+    ("step with overlap", lambda r: f"{r.overlapped_ms:,.0f} ms"),
+    ("tokens/s a rank", lambda r: f"{r.tokens_per_s:,.0f}"),
+    ("gathers", lambda r: str(r.num_gathers)),
+    ("planned with hidden collectives", lambda r: "yes" if r.is_hidden else "no"),
+)
+_PUBLISHED_COLUMNS = ("GPUs", "", "tokens/s a GPU", "times the reported", "memory", "gathers")
 
 
-def frontier_text(row: Row) -> str:
-    """A row in Markdown."""
-    return (
-        f"| {row.mesh} | {row.budget} | {row.peak_gib:.1f} GiB | {row.rank_gib:.1f} GiB "
-        f"| {row.sum_ms:,.0f} ms | {row.overlapped_ms:,.0f} ms | {row.tokens_per_s:,.0f} "
-        f"| {row.num_gathers} | {'yes' if row.is_hidden else 'no'} |"
-    )
-
-
-PUBLISHED_HEADER = """\
-| GPUs | | tokens/s a GPU | times the reported | memory | gathers |
-|---|---|---|---|---|---|"""
-
-
-def published_lines(options: argparse.Namespace) -> Iterator[str]:
+def published_rows(options: argparse.Namespace) -> Iterator[list[str]]:
     """What is reported, the same schedule simulated, and plans at the reported memory."""
     rows = [row for row in PUBLISHED if row.model == options.model]
     for num_ranks in dict.fromkeys(row.ranks for row in rows):
         reported = [row for row in rows if row.ranks == num_ranks]
         for row in reported:
             memory = f"{row.gib:.1f} GiB" if row.gib else "-"
-            yield f"| {num_ranks} | reported: {row.what} | {row.tokens_per_s:,} | 1 | {memory} | |"
+            speed = f"{row.tokens_per_s:,}"
+            yield [str(num_ranks), f"reported: {row.what}", speed, "1", memory, ""]
         first = reported[0]
         theirs = planner_for(
             options, options.machine, str(num_ranks), saves_products=first.saves_products
@@ -272,25 +268,24 @@ def published_lines(options: argparse.Namespace) -> Iterator[str]:
             found.append(row_of(plan, str(num_ranks), f"a plan within {gib:.1f} GiB", options))
         for row in found:
             shares = " and ".join(f"{row.tokens_per_s / r.tokens_per_s:.2f}" for r in reported)
-            yield (
-                f"| {num_ranks} | {row.budget} | {row.tokens_per_s:,.0f} | {shares} "
-                f"| {row.rank_gib:.1f} GiB | {row.num_gathers} |"
-            )
+            yield [
+                *(str(num_ranks), row.budget, f"{row.tokens_per_s:,.0f}", shares),
+                *(f"{row.rank_gib:.1f} GiB", str(row.num_gathers)),
+            ]
 
 
-def lines(options: argparse.Namespace) -> Iterator[str]:
+def lines(options: argparse.Namespace) -> list[str]:
     """The table that was asked for."""
     if options.published:
-        yield PUBLISHED_HEADER
-        yield from published_lines(options)
-        return
-    yield FRONTIER_HEADER
-    for mesh in options.ranks.split(","):
-        yield from map(frontier_text, frontier_rows(mesh, options))
+        return table(_PUBLISHED_COLUMNS, published_rows(options))
+    meshes = options.ranks.split(",")
+    return records_table(
+        _FRONTIER, (row for mesh in meshes for row in frontier_rows(mesh, options))
+    )
 
 
 def main() -> None:
-    """Prints the table, row by row."""
+    """Prints the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", choices=SIZES, default="8b")
     parser.add_argument("--layers", type=int)
@@ -307,11 +302,10 @@ def main() -> None:
     options.machine = load_machine("h100")
     if options.published:
         options.machine = replace(options.machine, bandwidth_gb_per_s=THEIR_BANDWIDTH_GB_PER_S)
-    for line in lines(options):
-        print(line, flush=True)  # noqa: T201
-        if options.output:
-            with options.output.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
+    text = "\n".join(lines(options)) + "\n"
+    sys.stdout.write(text)
+    if options.output:
+        options.output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,17 +24,18 @@ wheels: `pip download pulp highspy -d wheels`, then `pip install --no-index -f w
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench import command
 from bench.campaign import measure
 from bench.campaign.offload import offloaded_step, save_on_cpu_step
 from bench.campaign.page import SAVE_ON_CPU, page
@@ -66,33 +67,24 @@ class Case:
 
 def cases(models: Mapping[str, GpuModel], device: torch.device, *, tiny: bool) -> Iterator[Case]:
     """All cases, part by part."""
-    for name, model in models.items():
-        yield Case("correctness", name, "", lambda m=model: measure.correctness(m, device))
-    for name, model in models.items():
-        for share in FRACTIONS:
-            run = lambda m=model, s=share: measure.planned_step(m, device, s)  # noqa: E731
-            yield Case("step", name, f"{share}", run)
-    for name, model in models.items():
-        for share in FRACTIONS:
-            run = lambda m=model, s=share: measure.fused_step(m, device, s)  # noqa: E731
-            yield Case("fused", name, f"{share}", run)
-    for name, model in models.items():
-        for peer in PEERS:
-            run = lambda m=model, p=peer: measure.peer_step(m, device, p)  # noqa: E731
-            yield Case("peers", name, peer, run)
-    for name, model in models.items():
-        for share in OFFLOAD_FRACTIONS:
-            run = lambda m=model, s=share: offloaded_step(m, device, s)  # noqa: E731
-            yield Case("offload", name, f"{share}", run)
-        run = lambda m=model: save_on_cpu_step(m, device)  # noqa: E731
-        yield Case("offload", name, SAVE_ON_CPU, run)
-    for name, model in models.items():
-        yield Case("costs", name, "", lambda m=model: measure.op_costs(m, device))
-    for name, model in models.items():
-        for cap in CAPS_GB:
-            cap_bytes = (cap << 20) // 100 if tiny else cap * 10**9
-            run = lambda m=model, c=cap_bytes: measure.largest_batches(m, device, c)  # noqa: E731
-            yield Case("batch", name, f"{cap} GB", run)
+    caps = {f"{cap} GB": (cap << 20) // 100 if tiny else cap * 10**9 for cap in CAPS_GB}
+    fused = partial(measure.planned_step, is_fused=True)
+    parts: dict[str, dict[str, Callable[..., Mapping[str, Any]]]] = {
+        "correctness": {"": measure.correctness},
+        "step": {f"{share}": partial(measure.planned_step, share=share) for share in FRACTIONS},
+        "fused": {f"{share}": partial(fused, share=share) for share in FRACTIONS},
+        "peers": {peer: partial(measure.peer_step, peer=peer) for peer in PEERS},
+        "offload": {f"{share}": partial(offloaded_step, share=share) for share in OFFLOAD_FRACTIONS}
+        | {SAVE_ON_CPU: save_on_cpu_step},
+        "costs": {"": measure.op_costs},
+        "batch": {
+            name: partial(measure.largest_batches, cap_bytes=size) for name, size in caps.items()
+        },
+    }
+    for part, settings in parts.items():
+        for name, model in models.items():
+            for setting, measured in settings.items():
+                yield Case(part, name, setting, partial(measured, model, device))
 
 
 def run_case(case: Case) -> dict[str, Any]:
@@ -109,9 +101,7 @@ def run_case(case: Case) -> dict[str, Any]:
 
 def finished(folder: Path, part: str) -> list[dict[str, Any]]:
     """The records of a part."""
-    path = folder / f"{part}.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
+    return command.read(folder / f"{part}.jsonl")
 
 
 def run(folder: Path, todo: Sequence[Case], limit_s: float) -> int:
@@ -121,23 +111,19 @@ def run(folder: Path, todo: Sequence[Case], limit_s: float) -> int:
         if time.perf_counter() - begin > limit_s:
             return len(todo) - index
         record = run_case(case)
-        with (folder / f"{case.part}.jsonl").open("a", encoding="utf-8") as lines:
-            lines.write(json.dumps(record) + "\n")
-        sys.stderr.write(f"bench.cuda: {case.part} {json.dumps(record)}\n")
+        command.add_line(folder / f"{case.part}.jsonl", record)
+        command.say(f"{case.part} {json.dumps(record)}")
     return 0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench.cuda", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command.parser("cuda", __doc__, tiny=True)
     parser.add_argument("--output", type=Path, required=True, help="folder of finished cases")
     parser.add_argument("--part", nargs="+", help="parts to run (default: all)")
     parser.add_argument("--model", nargs="+", help="models to run (default: all)")
     parser.add_argument("--seconds", type=float, default=450, help="start no case after this")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a rehearsal")
-    parser.add_argument("--tiny", action="store_true", help="small variants of the models")
     parser.add_argument("--page", action="store_true", help="print the page of finished cases")
     options = parser.parse_args(arguments)
     parts = dict.fromkeys(case.part for case in cases(gpu_models(), torch.device("cpu"), tiny=True))

@@ -15,15 +15,15 @@ Time ratios are to the baseline with the same costs.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from bench import models
+from bench import command, models
 from rockmate import InfeasibleBudgetError, Plan, Planner
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Phase
@@ -33,17 +33,8 @@ MODELS = ("gpt2-deep", "bert-base", "llama", "vit-base", "resnet50")
 BUDGETS = (0.5, 0.25)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanError:
-    """A plan chosen with estimated costs, priced with measured ones.
-
-    Attributes:
-        budget: As a fraction of the baseline's peak.
-        own_ratio: Its predicted time, over the baseline's.
-        real_ratio: The same with measured costs.
-        best_ratio: That of the plan for the same bytes that was chosen with measured costs.
-        peak_ratio: Its peak with measured workspaces, over the budget.
-    """
+class PlanError(NamedTuple):
+    """A plan chosen with estimated costs, priced with measured ones: the columns of the report."""
 
     budget: float
     own_ratio: float
@@ -165,9 +156,8 @@ def report(error: ModelError, *, num_kinds: int = 10) -> str:
         f"share of time misplaced {error.misplaced_share:.1%}",
         "  budget    own   real   best   peak",
     ]
-    for p in error.plans:
-        ratios = (p.own_ratio, p.real_ratio, p.best_ratio, p.peak_ratio)
-        lines.append(f"  {p.budget:6.2f} " + " ".join(f"{ratio:6.3f}" for ratio in ratios))
+    for budget, *ratios in error.plans:
+        lines.append(f"  {budget:6.2f} " + " ".join(f"{ratio:6.3f}" for ratio in ratios))
     lines.append("  measured  estimated  kind of op")
     for kind, share in error.measured_shares.most_common(num_kinds):
         lines.append(f"  {share:8.1%}  {error.estimated_shares[kind]:9.1%}  {kind}")
@@ -176,21 +166,9 @@ def report(error: ModelError, *, num_kinds: int = 10) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a report for each model."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.estimate", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument(
-        "--model",
-        action="append",
-        choices=sorted(models.REGISTRY),
-        help=f"repeatable (default: {', '.join(MODELS)})",
-    )
-    parser.add_argument(
-        "--machine",
-        default="cpu-avx2",
-        help="name or description file of this machine",
-    )
-    parser.add_argument("--tiny", action="store_true", help="models for tests")
+    parser = command.parser("estimate", __doc__, models=sorted(models.REGISTRY), tiny=True)
+    machine = "name or description file of this machine"
+    parser.add_argument("--machine", default="cpu-avx2", help=machine)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for name in options.model or MODELS:

@@ -9,7 +9,7 @@ So equal code gives equal plans on every machine with the same versions of PyTor
 the solvers. Only the lower bound also depends on speed: its program stops after ten seconds, so a
 busy machine may prove less. Python's hashes have a fixed seed: a model may go through a set of
 names when it is built, as ModernBERT in transformers does, and its graph then depends on the seed.
-Nothing is run or timed. The models are those of `bench.plan_quality` and `bench.branched`.
+Nothing is run or timed. The models are those of `bench.plan_quality` and the branched ones.
 
 Each model gives one line of kind `model`, with its baseline and smallest peak, and one line of kind
 `plan` for each budget. The line of an infeasible budget has the smallest feasible peak instead.
@@ -27,27 +27,17 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from bench import branched, models, plan_quality
+from bench import command, models, plan_quality
+from bench.command import Record
+from bench.comparison.branched import CHAINS
 from bench.quality.measurement import TWO_LAYER_MODELS
 from rockmate import InfeasibleBudgetError, Plan, Planner
 
-Record = dict[str, Any]
-
-MODELS = tuple(
-    dict.fromkeys(
-        (
-            *plan_quality.MODELS,
-            *TWO_LAYER_MODELS,
-            *models.BRANCHED,
-            *branched.CHAINS,
-        )
-    )
-)
+MODELS = tuple(dict.fromkeys((*plan_quality.MODELS, *TWO_LAYER_MODELS, *models.BRANCHED, *CHAINS)))
 MACHINE = "cpu-avx2"
 SMALLEST = "minimum"
 BUDGETS = (0.9, 0.7, 0.5, 0.35, 0.25, SMALLEST)
@@ -62,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Writes or compares fingerprints; 1 if one differs from the expected one."""
     options = _parse(arguments)
     torch.set_num_threads(1)
-    expected = _read(options.compare) if options.compare else []
+    expected = command.read(options.compare) if options.compare else []
     known = {record["model"] for record in expected}
     names = options.model or [name for name in MODELS if not expected or name in known]
     found = _measure(names, options)
@@ -74,13 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.fingerprint", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument(
-        "--model", action="append", choices=MODELS, help="repeatable; default: all models"
-    )
-    parser.add_argument("--tiny", action="store_true", help="the variants that tests use")
+    parser = command.parser("fingerprint", __doc__, models=MODELS, tiny=True)
     parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON lines to FILE")
     parser.add_argument(
         "--compare", type=Path, metavar="FILE", help="print the differences from FILE"
@@ -101,10 +85,6 @@ def _measure(names: Iterable[str], options: argparse.Namespace) -> list[Record]:
             file.flush()
             found += records
     return found
-
-
-def _read(path: Path) -> list[Record]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def fingerprint(name: str, *, is_tiny: bool = False) -> Iterator[Record]:

@@ -1,8 +1,7 @@
 """The largest batch that `rockmate fit` predicts, and the largest that trains in a capped process.
 
-    python -m bench.fit --output bench/results/fit_cpu_<yyyymm>.jsonl
-    python -m bench.fit --output FILE --model gpt2 --model bert  # a part; lines are added
-    python -m bench.fit --page FILE > bench/results/fit_cpu_<yyyymm>.md
+    python -m bench.fit                              # writes bench/results/fit_cpu_<yyyymm>.*
+    python -m bench.fit --model gpt2 --model bert    # a part; lines are added
 
 For each model a memory is given, and the largest batch predicted from costs that are estimated for
 a model on the meta device. The search then trains: each batch in a process of its own, which makes
@@ -24,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import resource
 import subprocess
@@ -32,14 +30,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.fit_page import is_held, page
-from bench.machine import machine_record
+from bench import command
+from bench.command import Record
+from bench.machine import machine_text
+from bench.models.hf import TOKENS, hf, usual
+from bench.pages import Column, all_row, records_table, targets
 from rockmate.capture.options import Numerics
 
 _MIB = 1 << 20
@@ -80,24 +81,8 @@ def _classified(num_rows: int) -> dict[str, Tensor]:
 
 
 def _images(num_rows: int) -> dict[str, Tensor]:
-    return {
-        "pixel_values": torch.ones(num_rows, 3, 96, 96),
-        "labels": torch.zeros(num_rows).long(),
-    }
-
-
-def _of_transformers(name: str, config: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        import transformers
-
-        made = getattr(transformers, config)(**options)
-        made.use_cache = False
-        model = getattr(transformers, name)(made)
-        if name == "GPT2LMHeadModel":
-            model.loss_type = "ForCausalLM"
-        return model.train()
-
-    return build
+    labels = torch.zeros(num_rows).long()
+    return {"pixel_values": torch.ones(num_rows, 3, 96, 96), "labels": labels}
 
 
 class _Mlp(nn.Module):
@@ -122,69 +107,38 @@ def _lora() -> nn.Module:
     return with_lora(_LLAMA(), rank=8)
 
 
-_SMALL = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-_LLAMA = _of_transformers(
-    "LlamaForCausalLM", "LlamaConfig", vocab_size=4096, hidden_size=256, intermediate_size=1024,
-    num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, **_SMALL,
+_SIZES = usual(3, 256, 4, 1024)
+_GPT2 = partial(
+    hf, "GPT2LMHeadModel", vocab_size=8192, n_layer=4, n_embd=256, n_head=4, bos_token_id=1,
+    eos_token_id=2,
 )  # fmt: skip
+_LLAMA = partial(hf, "LlamaForCausalLM", vocab_size=4096, num_key_value_heads=2, **_SIZES, **TOKENS)
+_QWEN2 = partial(hf, "Qwen2ForCausalLM", vocab_size=8192, num_key_value_heads=2, **_SIZES, **TOKENS)
+_DISTILBERT = partial(
+    hf, "DistilBertForSequenceClassification", vocab_size=2048, dim=256, n_layers=3, n_heads=4,
+    hidden_dim=1024,
+)  # fmt: skip
+_VIT = partial(
+    hf, "ViTForImageClassification", **usual(4, 256, 4, 1024), image_size=96, patch_size=4
+)
 CASES: Mapping[str, Case] = {
-    "gpt2, in chunks": Case(
-        build=_of_transformers(
-            "GPT2LMHeadModel", "GPT2Config", vocab_size=8192, n_layer=4, n_embd=256, n_head=4,
-            bos_token_id=1, eos_token_id=2,
-        ),
-        sample=_words,
-        memory_mib=300,
-        numerics="any_order",
-    ),
-    "gpt2": Case(
-        build=_of_transformers(
-            "GPT2LMHeadModel", "GPT2Config", vocab_size=8192, n_layer=4, n_embd=256, n_head=4,
-            bos_token_id=1, eos_token_id=2,
-        ),
-        sample=_words,
-        memory_mib=300,
-    ),
+    "gpt2, in chunks": Case(build=_GPT2, sample=_words, memory_mib=300, numerics="any_order"),
+    "gpt2": Case(build=_GPT2, sample=_words, memory_mib=300),
     "llama": Case(build=_LLAMA, sample=_words, memory_mib=260),
     "llama, LoRA": Case(build=_lora, sample=_words, memory_mib=200),
     "llama, SGD": Case(build=_LLAMA, sample=_words, memory_mib=200, optimizer="sgd"),
     "bert": Case(
-        build=_of_transformers(
-            "BertForMaskedLM", "BertConfig", vocab_size=8192, hidden_size=256,
-            num_hidden_layers=3, num_attention_heads=4, intermediate_size=1024,
-        ),
+        build=partial(hf, "BertForMaskedLM", vocab_size=8192, **_SIZES),
         sample=_words,
         memory_mib=300,
     ),
-    "distilbert, classified": Case(
-        build=_of_transformers(
-            "DistilBertForSequenceClassification", "DistilBertConfig", vocab_size=2048, dim=256,
-            n_layers=3, n_heads=4, hidden_dim=1024,
-        ),
-        sample=_classified,
-        memory_mib=130,
-    ),
-    "qwen2": Case(
-        build=_of_transformers(
-            "Qwen2ForCausalLM", "Qwen2Config", vocab_size=8192, hidden_size=256,
-            intermediate_size=1024, num_hidden_layers=3, num_attention_heads=4,
-            num_key_value_heads=2, **_SMALL,
-        ),
-        sample=_words,
-        memory_mib=320,
-    ),
-    "vit": Case(
-        build=_of_transformers(
-            "ViTForImageClassification", "ViTConfig", hidden_size=256, num_hidden_layers=4,
-            num_attention_heads=4, intermediate_size=1024, image_size=96, patch_size=4,
-        ),
-        sample=_images,
-        memory_mib=160,
-    ),
+    "distilbert, classified": Case(build=_DISTILBERT, sample=_classified, memory_mib=130),
+    "qwen2": Case(build=_QWEN2, sample=_words, memory_mib=320),
+    "vit": Case(build=_VIT, sample=_images, memory_mib=160),
     "mlp": Case(
         build=_Mlp, sample=lambda num_rows: torch.ones(num_rows, 1024, 256), memory_mib=200
     ),
-}  # fmt: skip
+}
 
 
 # --- the prediction -------------------------------------------------------------------------------
@@ -297,39 +251,69 @@ def _data_bytes() -> int:
 
 # --- the command ----------------------------------------------------------------------------------
 
+MOST_BELOW = 1
+"""How many rows a prediction may be below the largest batch that trains; it is never above."""
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures or prints the page; exit code 1 if a prediction is above, or over one below."""
-    parser = argparse.ArgumentParser(description="Predicted and real largest batches.")
-    parser.add_argument("--model", action="append", choices=sorted(CASES))
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where lines are added")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="of which the page is printed")
+
+def measured(name: str) -> Record:
+    """The prediction and the largest batch that trains."""
+    case, begin = CASES[name], time.perf_counter()
+    guess = predicted(case)
+    predicted_s = time.perf_counter() - begin
+    real, num_runs = searched(name, max(1, guess))
+    command.say(f"{name}: {guess} predicted, {real} train")
+    return {
+        "command": f'python -m bench.fit --model "{name}"', "model": name,
+        "memory_mib": case.memory_mib, "predicted": guess, "predicted_s": predicted_s,
+        "trains": real, "num_runs": num_runs,
+    }  # fmt: skip
+
+
+def is_held(line: Record) -> bool:
+    """Whether a prediction is within its target."""
+    return 0 <= line["trains"] - line["predicted"] <= MOST_BELOW
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("model", "{model}"),
+    ("memory", "{memory_mib} MiB"),
+    ("predicted", "{predicted}"),
+    ("trains", "{trains}"),
+    ("batches tried", "{num_runs}"),
+    ("prediction took", "{predicted_s:.0f} s"),
+)
+
+
+def page(lines: Sequence[Record]) -> list[str]:
+    """The target, and a row for the newest line of each model."""
+    newest = command.newest(lines, "model")
+    what = f"predicted batch at most {MOST_BELOW} below the real one, never above"
+    missing = [name for name in CASES if name not in {line["model"] for line in newest}]
+    return [
+        "# The largest batch, predicted and real",
+        "",
+        machine_text({**newest[-1], "command": "python -m bench.fit"}),
+        "",
+        *targets([all_row(what, sum(map(is_held, newest)), len(newest))]),
+        "",
+        "## Models",
+        "",
+        *records_table(_COLUMNS, newest),
+        *(["", f"Not measured yet: {'; '.join(missing)}."] if missing else []),
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and writes the page; exit code 1 if a prediction is above, or over one below."""
+    parser = command.parser("fit", __doc__, models=sorted(CASES), stem="fit_cpu")
     parser.add_argument("--child", nargs=2, metavar=("MODEL", "ROWS"), help=argparse.SUPPRESS)
-    arguments = parser.parse_args(argv)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if arguments.child:
-        return train_capped(arguments.child[0], int(arguments.child[1]))
-    if arguments.page:
-        text = arguments.page.read_text(encoding="utf-8")
-        lines = page([json.loads(line) for line in text.splitlines()], list(CASES))
-        sys.stdout.write("\n".join(lines) + "\n")
-        return 0
-    found = []
-    for name in arguments.model or CASES:
-        case, begin = CASES[name], time.perf_counter()
-        guess = predicted(case)
-        predicted_s = time.perf_counter() - begin
-        real, num_runs = searched(name, max(1, guess))
-        found.append({
-            **machine_record("bench.fit"), "command": f'python -m bench.fit --model "{name}"',
-            "model": name, "memory_mib": case.memory_mib,
-            "predicted": guess, "predicted_s": predicted_s, "trains": real, "num_runs": num_runs,
-        })  # fmt: skip
-        sys.stderr.write(f"{name}: {guess} predicted, {real} train\n")
-        if arguments.output:
-            with arguments.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found[-1]) + "\n")
-    return 0 if all(is_held(line) for line in found) else 1
+    if options.child:
+        return train_capped(options.child[0], int(options.child[1]))
+    command.run("fit", options, map(measured, options.model or CASES), page)
+    newest = command.newest(command.read(command.lines_of(options)), "model")
+    return 0 if all(map(is_held, newest)) else 1
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python -m bench.frames                       # all; bench/results/frames_cpu_<yyyymm>.*
     python -m bench.frames --model detector --output /tmp/frames
-    python -m bench.frames --read                # only the page
+    python -m bench.frames --page                # only the page
 
 Each model trains in turn eager, in frames at shares of eager's peak, with one checkpoint around
 each of the modules whose calls are frames, and in frames at the peak of those checkpoints. Controls
@@ -18,32 +18,39 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from bench.comparison.lines import read
-from bench.frames_page import SHARES, page
-from bench.machine import machine_record
-from bench.measure import allocator_peak
+from bench import command
+from bench.command import Record
+from bench.machine import machine_text
+from bench.measure import allocator_peak, time_in_turn
 from bench.models import dynamic
+from bench.pages import all_row, records_table, targets, worst_row
 from bench.peers.checkpoint import replaced_forwards
 from rockmate import RockmateModule
 
-Record = dict[str, Any]
 SEEDS = (0, 1, 2)
-RESULTS = Path(__file__).parent / "results"
+
+
+SHARES = (1.1, 0.6, 0.4, 0.25)
+"""Budgets, as shares of eager's peak."""
+
+TIME_AT = {1.1: 1.02, 0.6: 1.12, 0.4: 1.25, 0.25: 1.35}
+"""Targets of the time over eager's at each budget."""
+
+TIME_OVER_PLAN = 1.15
+"""Target of the time over that of a plan at the same budget."""
+
+OVER_BUDGET = 1.01
+"""Target of the measured peak over the budget, or over the smallest peak where that is larger."""
 
 
 class Trained:
@@ -52,7 +59,7 @@ class Trained:
     def __init__(self, made: dynamic.Dynamic, wrap: Callable[[nn.Module], nn.Module]) -> None:
         self._model = copy.deepcopy(made.model)
         self.module = wrap(self._model)
-        self._make_batch = made.make_batch
+        self._make_batch, self._num_timed = made.make_batch, 0
         self.first_numbers = self._numbers()
 
     def step(self, seed: int) -> Tensor:
@@ -85,48 +92,29 @@ class Trained:
         batches = {seed: self._make_batch(seed) for seed in SEEDS}
         return max(allocator_peak(partial(self._step, *each)) for each in batches.items())
 
-    def seconds(self, seed: int) -> float:
-        """Of one step, with gradients in place."""
-        begin = time.process_time()
-        self.step(seed)
-        return time.process_time() - begin
+    def next_step(self) -> None:
+        """A step with gradients in place; the seeds take turns."""
+        self.step(SEEDS[self._num_timed % len(SEEDS)])
+        self._num_timed += 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures what is missing and writes the page."""
-    options = _parse(arguments)
-    lines = Path(f"{options.output}.jsonl")
-    if not options.read:
-        torch.set_num_threads(1)
-        for name in tqdm(options.model, unit="model"):
-            _measure(name, options, lines)
-    text = "\n".join(page(read(lines))) + "\n"
-    Path(f"{options.output}.md").write_text(text)
-    sys.stdout.write(text)
-    return 0
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.frames", description=(__doc__ or "").partition("\n")[0]
+    """Measures and writes the page."""
+    parser = command.parser(
+        "frames", __doc__, models=dynamic.NAMES, rounds=7, tiny=True, stem="frames_cpu"
     )
-    add = parser.add_argument
-    add("--model", action="append", choices=dynamic.NAMES, help="repeatable; default: all")
-    add("--rounds", type=int, default=7, help="timed rounds")
-    add("--tiny", action="store_true", help="models for tests, steps of milliseconds")
-    add("--output", type=Path, metavar="STEM", help="write STEM.jsonl and STEM.md")
-    add("--read", action="store_true", help="measure nothing: write the page again")
     options = parser.parse_args(arguments)
-    if options.output is None and (options.model or options.tiny):
-        parser.error("--output STEM is needed for some of the models, or tiny ones")
-    if options.output is None:
-        options.output = RESULTS / f"frames_cpu_{time.strftime('%Y%m')}"
-    options.model = options.model or dynamic.NAMES
-    return options
+    torch.set_num_threads(1)
+    found = (
+        record
+        for name in tqdm(options.model or dynamic.NAMES, unit="model")
+        for record in _measured(name, options)
+    )
+    return command.run("frames", options, found, page)
 
 
-def _measure(name: str, options: argparse.Namespace, lines: Path) -> None:
-    """All methods on one model, appended to the lines."""
+def _measured(name: str, options: argparse.Namespace) -> list[Record]:
+    """All methods on one model."""
     made = dynamic.build(name, tiny=options.tiny)
     eager = Trained(made, lambda model: model)
     eager_bytes = eager.peak_bytes()
@@ -143,20 +131,19 @@ def _measure(name: str, options: argparse.Namespace, lines: Path) -> None:
     methods["checkpoint"] = checkpointed, None
     budget = checkpointed.peak_bytes()
     methods["frames: as checkpoint"] = Trained(made, partial(_framed, budget=budget)), budget
-    head = machine_record("bench.frames")
     records: dict[str, Record] = {}
     for method, (trained, budget) in methods.items():
         pairs = zip(trained.first_numbers, eager.first_numbers, strict=True)
         same = [torch.equal(one, other) for one, other in pairs]
         records[method] = {
-            **head, "model": name, "method": method, "budget_bytes": budget,
+            "model": name, "method": method, "budget_bytes": budget,
             "is_bitwise": all(same), "peak_bytes": trained.peak_bytes(),
             "eager_bytes": eager_bytes,
         } | _frames_record(trained)  # fmt: skip
-    for method, ratios in _ratios(methods, options.rounds).items():
-        records[method] |= ratios
-    with lines.open("a", encoding="utf-8") as file:
-        file.writelines(f"{json.dumps(record)}\n" for record in records.values())
+    steps = {method: trained.next_step for method, (trained, _) in methods.items()}
+    for method, times in time_in_turn(steps, options.rounds, collects=False).items():
+        records[method] |= {"seconds": times.median_ms / 1e3, "ratio": times.ratio}
+    return list(records.values())
 
 
 def _framed(model: nn.Module, budget: int) -> nn.Module:
@@ -184,24 +171,6 @@ def _frames_record(trained: Trained) -> Record:
     }
 
 
-def _ratios(methods: dict[str, tuple[Trained, int | None]], rounds: int) -> dict[str, Record]:
-    """Of each method, the median of its time over eager's of the round."""
-    seconds: dict[str, list[float]] = {method: [] for method in methods}
-    for number in range(rounds):
-        order = list(methods)
-        for method in order if number % 2 else reversed(order):
-            seconds[method].append(methods[method][0].seconds(SEEDS[number % len(SEEDS)]))
-    return {
-        method: {
-            "seconds": statistics.median(own),
-            "ratio": statistics.median(
-                one / other for one, other in zip(own, seconds["eager"], strict=True)
-            ),
-        }
-        for method, own in seconds.items()
-    }
-
-
 class _Checkpointed(nn.Module):
     """A model with one checkpoint around each call of some submodules."""
 
@@ -222,6 +191,92 @@ class _Checkpointed(nn.Module):
         }
         with replaced_forwards(wrapped):
             yield
+
+
+# --- page -------------------------------------------------------------------------------------
+
+
+def page(lines: Sequence[Record]) -> list[str]:
+    """Targets, and a table for each model."""
+    newest = {(line["model"], line["method"]): line for line in lines}
+    names = list(dict.fromkeys(name for name, _ in newest))
+    text = ["# Frames beside eager, checkpoints and plans", "", machine_text(lines[-1]), ""]
+    text += [*_targets(newest, names), ""]
+    for name in names:
+        own = {method: line for (model, method), line in newest.items() if model == name}
+        last = list(own.values())[-1]
+        where = (
+            f"Commit {last['commit']}, {last['processor']}, load average "
+            f"{last['load_average']:.1f} at the start."
+        )
+        text += [f"## {name}", "", where, "", *_table(own), ""]
+    return text[:-1]
+
+
+def _targets(newest: dict[tuple[str, str], Record], names: Sequence[str]) -> list[str]:
+    framed = [line for (_, method), line in newest.items() if method.startswith("frames")]
+    rows = [
+        all_row("bits of losses, gradients and buffers equal eager's",
+                sum(line["is_bitwise"] for line in framed), len(framed)),
+        worst_row("measured peak over the budget or the smallest peak", OVER_BUDGET,
+                  [(_place(line), line["peak_bytes"] / _allowed(line)) for line in framed]),
+    ]  # fmt: skip
+    for share, reach in TIME_AT.items():
+        lines = [newest[name, f"frames: {share}"] for name in names]
+        within = [line for line in lines if line["minimum_bytes"] <= line["budget_bytes"]]
+        figures = [(line["model"], line["ratio"]) for line in within]
+        rows.append(worst_row(f"time at {share} of the peak", reach, figures))
+    at_equal_peak = [
+        (name, newest[name, "frames: as checkpoint"]["ratio"] / newest[name, "checkpoint"]["ratio"])
+        for name in names
+    ]
+    rows.append(worst_row("time over checkpoints' at their peak", 1.0, at_equal_peak))
+    beside_plans = [
+        (_place(line), newest[name, method.replace("plan", "frames")]["ratio"] / line["ratio"])
+        for (name, method), line in newest.items()
+        if method.startswith("plan")
+    ]
+    rows.append(worst_row("time over a plan's", TIME_OVER_PLAN, beside_plans))
+    return targets(rows)
+
+
+def _place(line: Record) -> str:
+    return f"{line['model']}, {line['method']}"
+
+
+def _allowed(line: Record) -> int:
+    return max(line["budget_bytes"], line["minimum_bytes"])
+
+
+def _table(own: dict[str, Record]) -> list[str]:
+    eager_s = own["eager"]["seconds"]
+    columns = (
+        ("method", "{method}"),
+        ("budget", _budget_text),
+        ("peak", lambda line: f"{line['peak_bytes'] / line['eager_bytes']:.3f}"),
+        ("time", "{ratio:.3f}x"),
+        (
+            "bound",
+            lambda line: "" if (s := line.get("bound_s")) is None else f"{1 + s / eager_s:.3f}x",
+        ),
+        (
+            "made again",
+            lambda line: (
+                "{num_recomputed} of {num_frames}".format_map(line) if "num_frames" in line else ""
+            ),
+        ),
+        ("bits", lambda line: "equal" if line["is_bitwise"] else "**differ**"),
+    )
+    return records_table(columns, own.values())
+
+
+def _budget_text(line: Record) -> str:
+    if line["budget_bytes"] is None:
+        return ""
+    share = f"{line['budget_bytes'] / line['eager_bytes']:.2f}"
+    if line.get("minimum_bytes", 0) > line["budget_bytes"]:
+        share += f" (smallest peak: {line['minimum_bytes'] / line['eager_bytes']:.2f})"
+    return share
 
 
 if __name__ == "__main__":

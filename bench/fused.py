@@ -3,7 +3,8 @@
     python -m bench.fused                        # all; bench/results/fused_cpu_<yyyymm>.*
     python -m bench.fused --model gpt2-12 --rounds 5 --output /tmp/fused
     python -m bench.fused --chunks --share 0.1 --model llama
-    python -m bench.fused --read                 # only the page
+    python -m bench.fused --peers --model llama --peer "inductor: default 0.5"
+    python -m bench.fused --page                 # only the page
 
 Each model trains in turn eager, and planned with eager's kernels and with fused ones: without
 recomputation, and within shares of eager's peak; with `--chunks`, in chunks where that is faster.
@@ -12,38 +13,40 @@ each; ratios are medians over rounds of a step's time over eager's in the same r
 one step by the allocator's events, with `.grad` in place. Gradients are compared with eager's, and
 these with gradients in float64, in the worse of PyTorch's memory formats; gradients of the fused
 plans without chunks with each other, bit by bit. Writes STEM.jsonl, a line for each method, and
-STEM.md. `python -m bench.fused_peers` adds Inductor's points to the same files.
+STEM.md.
+
+With `--peers`, the peers are those of `bench.peers` with Inductor's kernels: the model compiled
+whole or by layer, at several `activation_memory_budget`s, with and without checkpoints. Each peer's
+peak is measured, and a plan with fused kernels is made for that peak. Then all take turns.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.comparison.lines import read
+from bench import command
+from bench.command import Record
+from bench.comparison.plans import peaks_to_meet
 from bench.fused_page import IN_CHUNKS, SHARES, page
-from bench.machine import machine_record
-from bench.measure import allocator_peak, gradients_of, time_in_turn, training_step
+from bench.measure import allocator_peak, gradients_of, same_bits, time_in_turn, training_step
 from bench.models import Workload, build
+from bench.peers import peers_for
 from rockmate import Planner, RockmateModule
 from rockmate.planning.forms import Forms
 
-Record = dict[str, Any]
 MODELS = (
     "gpt2-12", "gpt2-deep", "llama", "bert-base", "t5-small", "vit-small", "resnet50", "unet",
 )  # fmt: skip
 KERNELS = ("eager", "fused")
-RESULTS = Path(__file__).parent / "results"
+PEERS = tuple(name for name in peers_for() if name.startswith("inductor"))
 _PRODUCTS = ("mm", "convolution", "attention")
 """In the names of ops that no fusion spares."""
 
@@ -169,7 +172,6 @@ def measured(
         "planner_s": case.planner_s,
         "products_share": case.products_share(),
         "own_error": case.own_error(),
-        **machine_record("bench.fused"),
     }
     for method, module in modules.items():
         plan = module.plan
@@ -185,7 +187,7 @@ def measured(
             "ratio_spread": times[method].ratio_spread,
             "error": error_of(found[method], expected),
             "chunks": str(plan.options.loss_chunks or ""),
-            "is_bitwise": _same(found[method], first_fused if is_fused else expected),
+            "is_bitwise": same_bits(found[method], first_fused if is_fused else expected),
             "num_recomputed": plan.schedule.num_recomputations(),
         }
 
@@ -203,37 +205,84 @@ def error_of(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     )
 
 
-def _same(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
-    return all(torch.equal(mine[name], value) for name, value in theirs.items())
+# --- Inductor beside our plans ----------------------------------------------------------------
+
+
+def measured_peers(workload: Workload, names: Sequence[str], rounds: int) -> Iterator[Record]:
+    """A record for each peer, with our plan at its peak."""
+    case, lenders = Case(workload), peers_for()
+    expected = case.gradients(workload.model)
+    errors: dict[str, float] = {}
+    peaks: dict[str, int] = {}
+    steps: dict[str, Callable[[], Any]] = {"eager": case.step_of(workload.model)}
+    for name in names:
+        lend = lenders[name]
+        assert lend is not None
+        with lend(workload) as model:
+            errors[name] = error_of(case.gradients(model), expected)
+            peaks[name] = case.peak_bytes(model)
+        steps[name] = partial(_lent_step, case, lend)
+        command.say(f"{workload.name}: {name} has a peak of {peaks[name] / 1e6:.1f} MB")
+    modules = _modules_at(case, peaks_to_meet(list(peaks.values())))
+    ours = {budget: case.peak_bytes(module) for budget, module in modules.items()}
+    steps |= {f"fused at {budget}": case.step_of(module) for budget, module in modules.items()}
+    zero = partial(workload.model.zero_grad, set_to_none=False)
+    times = time_in_turn(steps, rounds, before=zero)
+    for name in names:
+        fitting = [budget for budget in modules if ours[budget] <= peaks[name]]
+        best = min(fitting, key=lambda each: modules[each].plan.predicted_ms, default=None)
+        own = times.get(f"fused at {best}")
+        yield {
+            "kind": "peer",
+            "model": workload.name,
+            "method": name,
+            "eager_peak_bytes": case.eager_peak_bytes,
+            "peak_bytes": peaks[name],
+            "ratio": times[name].ratio,
+            "ratio_spread": times[name].ratio_spread,
+            "error": errors[name],
+            "our_peak_bytes": None if best is None else ours[best],
+            "our_ratio": own.ratio if own else None,
+            "our_spread": own.ratio_spread if own else None,
+        }
+
+
+def _lent_step(case: Case, lend: Callable[..., Any]) -> None:
+    with lend(case.workload) as model:
+        case.step_of(model)()
+
+
+def _modules_at(case: Case, budgets: Sequence[int]) -> dict[int, RockmateModule]:
+    """Our plans of fused kernels within each of these peaks; those that fit."""
+    found = {budget: case.module("fused", budget) for budget in budgets}
+    return {budget: module for budget, module in found.items() if module is not None}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and writes the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    parser = command.parser("fused", __doc__, models=MODELS, rounds=7, tiny=True, stem="fused_cpu")
+    add = parser.add_argument
+    add("--share", action="append", type=float, help="repeatable; default: all")
+    add("--chunks", action="store_true", help="chunks wherever they are faster")
+    add(
+        "--peers",
+        action="store_true",
+        help="measure Inductor's points and our plans at their peaks",
     )
-    parser.add_argument("--model", action="append", choices=MODELS, help="repeatable")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--share", action="append", type=float, help="repeatable; default: all")
-    parser.add_argument("--chunks", action="store_true", help="chunks wherever they are faster")
-    parser.add_argument("--tiny", action="store_true", help="small forms of the models")
-    parser.add_argument("--read", action="store_true", help="only write the page")
-    stem = RESULTS / f"fused_cpu_{time.strftime('%Y%m')}"
-    parser.add_argument("--output", type=Path, default=stem, metavar="STEM")
-    given = parser.parse_args(arguments)
+    add("--peer", action="append", choices=PEERS, help="with --peers; repeatable; default: all")
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    lines = given.output.with_suffix(".jsonl")
-    for name in () if given.read else given.model or MODELS:
-        workload = build(name, tiny=given.tiny).with_loss_inside()
-        with lines.open("a", encoding="utf-8") as file:
-            for record in measured(
-                workload, given.rounds, given.share or SHARES, chunks=given.chunks
-            ):
-                file.write(json.dumps(record) + "\n")
-        sys.stderr.write(f"{name} done\n")
-    text = "\n".join(page(read(lines))) + "\n"
-    given.output.with_suffix(".md").write_text(text, encoding="utf-8")
-    return 0
+
+    def found() -> Iterator[Record]:
+        for name in options.model or MODELS:
+            workload = build(name, tiny=options.tiny).with_loss_inside()
+            if options.peers:
+                yield from measured_peers(workload, options.peer or PEERS, options.rounds)
+            else:
+                shares = options.share or SHARES
+                yield from measured(workload, options.rounds, shares, chunks=options.chunks)
+
+    return command.run("fused", options, found(), page)
 
 
 if __name__ == "__main__":

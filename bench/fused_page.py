@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
+from bench.command import Record
 from bench.comparison.result import TIME_TOLERANCE
-from bench.pages import Start, all_row, provenance, table, targets, worst_row
-
-Record = dict[str, Any]
+from bench.pages import Column, Start, all_row, provenance, records_table, targets, worst_row
 
 SHARES = (None, 0.5, 0.25, 0.1)
 """Budgets as shares of eager's peak; None recomputes nothing."""
@@ -38,8 +36,6 @@ AUTO = 1.01
 def page(lines: Sequence[Record]) -> list[str]:
     """Targets, and a table for each model."""
     every = {(line["model"], line["method"]): line for line in lines}
-    if not every:
-        return ["# Fused kernels", "", "Nothing is measured."]
     newest = {place: line for place, line in every.items() if line.get("kind") != "peer"}
     peers = {place: line for place, line in every.items() if line.get("kind") == "peer"}
     names = list(dict.fromkeys(name for name, _ in every))
@@ -51,7 +47,7 @@ def page(lines: Sequence[Record]) -> list[str]:
         text += [f"## {name}", "", *(_table(own) if own else ()), ""]
         beside = [line for (model, _), line in peers.items() if model == name]
         if beside:
-            text += [f"### {name} beside Inductor", "", *_peer_table(beside), ""]
+            text += [f"### {name} beside Inductor", "", *records_table(_PEER_COLUMNS, beside), ""]
     return text[:-1]
 
 
@@ -139,25 +135,39 @@ def _place(line: Record) -> str:
     return f"{line['model']}, {line['method']}"
 
 
+def _of_eager(key: str) -> Callable[[Record], str]:
+    return lambda line: f"{line[key] / line['eager_peak_bytes']:.3f}"
+
+
+def _ours(write: Callable[[Record], str], without: str = "") -> Callable[[Record], str]:
+    return lambda line: without if line["our_ratio"] is None else write(line)
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("kernels: budget", "{method}"),
+    ("peak / eager's", _of_eager("peak_bytes")),
+    ("measured - predicted", lambda r: f"{r['peak_bytes'] - r['predicted_bytes']:,} B"),
+    ("time / eager's", "{ratio:.3f}"),
+    ("spread", "{ratio_spread:.3f}"),
+    ("predicted ms", "{predicted_ms:.1f}"),
+    ("recomputed", "{num_recomputed}"),
+    ("chunks", lambda line: line.get("chunks", "")),
+    ("gradient error", "{error:.0e}"),
+)
+_PEER_COLUMNS: tuple[Column, ...] = (
+    ("peer", "{method}"),
+    ("peak / eager's", _of_eager("peak_bytes")),
+    ("time / eager's", "{ratio:.3f}"),
+    ("spread", "{ratio_spread:.3f}"),
+    ("our peak / eager's", _ours(_of_eager("our_peak_bytes"), "none as small")),
+    ("our time / eager's", _ours("{our_ratio:.3f}".format_map)),
+    ("spread", _ours("{our_spread:.3f}".format_map)),
+    ("dominated", lambda line: "yes" if _is_dominated(line) else "**no**"),
+    ("its gradient error", "{error:.0e}"),
+)
+
+
 def _table(lines: Sequence[Record]) -> list[str]:
-    columns = (
-        "kernels: budget", "peak / eager's", "measured - predicted", "time / eager's", "spread",
-        "predicted ms", "recomputed", "chunks", "gradient error",
-    )  # fmt: skip
-    rows = [
-        (
-            line["method"],
-            f"{line['peak_bytes'] / line['eager_peak_bytes']:.3f}",
-            f"{line['peak_bytes'] - line['predicted_bytes']:,} B",
-            f"{line['ratio']:.3f}",
-            f"{line['ratio_spread']:.3f}",
-            f"{line['predicted_ms']:.1f}",
-            str(line["num_recomputed"]),
-            line.get("chunks", ""),
-            f"{line['error']:.0e}",
-        )
-        for line in lines
-    ]
     first = lines[0]
     summary = (
         f"{first['num_places']} groups as {first['num_kernels']} kernels, compiled in "
@@ -170,32 +180,4 @@ def _table(lines: Sequence[Record]) -> list[str]:
             f"are {first['own_error']:.0e} from those in float64, in the worse of both memory "
             "formats."
         )
-    return [summary, "", *table(columns, rows)]
-
-
-def _peer_table(lines: Sequence[Record]) -> list[str]:
-    columns = (
-        "peer", "peak / eager's", "time / eager's", "spread", "our peak / eager's",
-        "our time / eager's", "spread", "dominated", "its gradient error",
-    )  # fmt: skip
-    rows = [
-        (
-            line["method"],
-            f"{line['peak_bytes'] / line['eager_peak_bytes']:.3f}",
-            f"{line['ratio']:.3f}",
-            f"{line['ratio_spread']:.3f}",
-            *(
-                ("none as small", "", "")
-                if line["our_ratio"] is None
-                else (
-                    f"{line['our_peak_bytes'] / line['eager_peak_bytes']:.3f}",
-                    f"{line['our_ratio']:.3f}",
-                    f"{line['our_spread']:.3f}",
-                )
-            ),
-            "yes" if _is_dominated(line) else "**no**",
-            f"{line['error']:.0e}",
-        )
-        for line in lines
-    ]
-    return table(columns, rows)
+    return [summary, "", *records_table(_COLUMNS, lines)]

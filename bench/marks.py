@@ -1,8 +1,7 @@
 """Random marks on random small models: do plans keep them, and is the lower bound one?
 
-    python -m bench.marks --num 500 --output FILE.jsonl
-    python -m bench.marks --first 250 --num 250 --output FILE.jsonl  # a part; lines are added
-    python -m bench.marks --page FILE.jsonl > bench/results/marks_cpu_<yyyymm>.md
+    python -m bench.marks --num 500                 # writes bench/results/marks_cpu_<yyyymm>.*
+    python -m bench.marks --first 250 --num 250     # a part; lines are added
 
 A case draws a model, names for some of its values, and marks by name, op and submodule; the marks
 are drawn again while they contradict each other. It is planned for several budgets by several
@@ -15,19 +14,18 @@ takes. A value's mark in the file has to be one that was asked for.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bench.machine import machine_record, machine_text
+from bench import command
+from bench.machine import machine_text
 from bench.pages import all_row, table, targets
 
 WIDTHS = (8, 24, 40)
@@ -223,28 +221,18 @@ def checked(seed: int) -> tuple[Counter[str], list[str]]:
     return counts, found
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Checks cases, or prints the page; exit code 1 if a case has a fault."""
-    parser = argparse.ArgumentParser(description="Random marks on random small models.")
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Checks cases and writes the page; exit code 1 if a case has a fault."""
+    parser = command.parser("marks", __doc__, stem="marks_cpu")
     parser.add_argument("--num", type=int, default=500, help="of models (default: 500)")
     parser.add_argument("--first", type=int, default=0, help="seed of the first (default: 0)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where a line is added")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="of which the page is printed")
-    arguments = parser.parse_args(argv)
-    if arguments.page:
-        text = arguments.page.read_text(encoding="utf-8")
-        sys.stdout.write("\n".join(page([json.loads(line) for line in text.splitlines()])) + "\n")
-        return 0
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    seeds = range(arguments.first, arguments.first + arguments.num)
-    lines = []
-    for begin in range(0, len(seeds), _NUM_IN_LINE):
-        lines.append(checked_line(seeds[begin : begin + _NUM_IN_LINE]))
-        if arguments.output:
-            with arguments.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(lines[-1]) + "\n")
-    if not arguments.output:
-        sys.stdout.write("\n".join(page(lines)) + "\n")
+    seeds = range(options.first, options.first + options.num)
+    starts = range(0, len(seeds), _NUM_IN_LINE)
+    found = (checked_line(seeds[begin : begin + _NUM_IN_LINE]) for begin in starts)
+    command.run("marks", options, found, page)
+    lines = command.read(command.lines_of(options))
     return 0 if all(line["num_kept"] == line["num_models"] for line in lines) else 1
 
 
@@ -259,7 +247,6 @@ def checked_line(seeds: range) -> dict[str, Any]:
         for line in case_faults:
             sys.stderr.write(f"{line}\n")
     return {
-        **machine_record("bench.marks"),
         "command": f"python -m bench.marks --first {seeds[0]} --num {len(seeds)}",
         "first": seeds[0], "num_models": len(seeds),
         "num_kept": num_kept, **counts,

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import sub, truediv
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.models import Batch, Workload
 from rockmate.collector import gc_paused
-from rockmate.curves.measure import TensorDifference, activation_peak, tensor_difference
+from rockmate.curves.measure import activation_peak
 
 Step = Callable[[], object]
 
@@ -202,16 +203,6 @@ def resident_marks(steps: Sequence[Step]) -> list[int]:
     return marks_bytes
 
 
-def resident_calibration(num_bytes: int = 64 << 20) -> float:
-    """Measured over true resident peak of a step that fills one block; 1.0 is exact."""
-
-    def fill() -> None:
-        torch.ones(num_bytes // 4, dtype=torch.float32)
-
-    fill()
-    return resident_peak(fill) / num_bytes
-
-
 def _status_bytes(field: str) -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -223,22 +214,44 @@ def _status_bytes(field: str) -> int:
 # --- time ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Times of one step over all rounds, and relative to the first step of the same round.
+    """Times of one step in all rounds, beside those of the first step in the same rounds.
 
-    Attributes:
-        median_ms: Median over the rounds.
-        spread_ms: Largest less smallest.
-        ratio: Median over the rounds of this step's time over the first step's in that round. Drift
-            of the machine's speed cancels. It need not equal the ratio of the medians.
-        ratio_spread: Largest less smallest of those ratios.
+    In a ratio of two steps of one round, drift of the machine's speed cancels. The median of ratios
+    need not equal the ratio of the medians.
     """
 
-    median_ms: float
-    spread_ms: float
-    ratio: float
-    ratio_spread: float
+    times_ms: Sequence[float]
+    reference_ms: Sequence[float]
+
+    @property
+    def median_ms(self) -> float:
+        """Over the rounds."""
+        return statistics.median(self.times_ms)
+
+    @property
+    def ratio(self) -> float:
+        """The median of the time over the first step's of the round."""
+        return statistics.median(self._ratios)
+
+    @property
+    def ratio_spread(self) -> float:
+        """Largest less smallest of those ratios."""
+        return max(self._ratios) - min(self._ratios)
+
+    @property
+    def difference_ms(self) -> float:
+        """The median of the time less the first step's of the round."""
+        return statistics.median(map(sub, self.times_ms, self.reference_ms))
+
+    @property
+    def _ratios(self) -> list[float]:
+        return list(map(truediv, self.times_ms, self.reference_ms))
+
+    def over(self, other: StepTimes) -> StepTimes:
+        """The same beside another step."""
+        return StepTimes(self.times_ms, other.times_ms)
 
 
 def time_in_turn(
@@ -248,8 +261,11 @@ def time_in_turn(
     before: Step = lambda: None,
     num_threads: int = 1,
     device: str | torch.device = "cpu",
+    is_wall: bool = False,
+    warm_ups: int = 1,
+    collects: bool = True,
 ) -> dict[str, StepTimes]:
-    """Times the steps in turn (A B A B ...), after one warm-up round; the first is the reference.
+    """Times the steps in turn, the order reversed in every other round; the first is the reference.
 
     Args:
         steps: Name to step.
@@ -257,24 +273,29 @@ def time_in_turn(
         before: Called before each step, outside its time, for example to zero the gradients.
         num_threads: Intra-op threads during the timing; the setting is restored afterwards.
         device: Where the steps run. A CUDA device is synchronized before and after each step.
+        is_wall: Whether wall time counts; else as in `time_once`.
+        warm_ups: Rounds before those that count.
+        collects: Whether garbage is collected before each step, which takes longer than small ones.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     times_ms: dict[str, list[float]] = {name: [] for name in steps}
+    names = list(steps)
     with quiet(num_threads):
-        for index in range(rounds + 1):
-            for name, step in steps.items():
+        for number in range(-warm_ups, rounds):
+            for name in reversed(names) if number % 2 else names:
                 # Before every step alike: a collection empties caches, which the step pays for.
-                gc.collect()
+                if collects:
+                    gc.collect()
                 before()
-                elapsed_ms = time_once(step, device)
-                if index:
+                elapsed_ms = time_once(steps[name], device, is_wall=is_wall)
+                if number >= 0:
                     times_ms[name].append(elapsed_ms)
     reference = next(iter(times_ms.values()), [])
-    return {name: _summarize(own, reference) for name, own in times_ms.items()}
+    return {name: StepTimes(own, reference) for name, own in times_ms.items()}
 
 
-def time_once(step: Step, device: str | torch.device = "cpu") -> float:
+def time_once(step: Step, device: str | torch.device = "cpu", *, is_wall: bool = False) -> float:
     """Time of one call in ms: processor time on one thread of a CPU, otherwise wall time.
 
     On one thread the two differ by the time that other processes have taken of the core. A CUDA
@@ -283,7 +304,7 @@ def time_once(step: Step, device: str | torch.device = "cpu") -> float:
     device = torch.device(device)
     clock_ns = (
         time.process_time_ns
-        if device.type == "cpu" and torch.get_num_threads() == 1
+        if device.type == "cpu" and torch.get_num_threads() == 1 and not is_wall
         else time.perf_counter_ns
     )
     if device.type == "cuda":
@@ -293,16 +314,6 @@ def time_once(step: Step, device: str | torch.device = "cpu") -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return (clock_ns() - start_ns) / 1e6
-
-
-def _summarize(own: list[float], reference: list[float]) -> StepTimes:
-    ratios = [mine / theirs for mine, theirs in zip(own, reference, strict=True)]
-    return StepTimes(
-        median_ms=statistics.median(own),
-        spread_ms=max(own) - min(own),
-        ratio=statistics.median(ratios),
-        ratio_spread=max(ratios) - min(ratios),
-    )
 
 
 @contextmanager
@@ -321,16 +332,6 @@ def quiet(num_threads: int = 1) -> Iterator[None]:
 # --- equality --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord:
-    """Copies of the results of one training step."""
-
-    loss: Tensor
-    gradients: Mapping[str, Tensor]
-    buffers: Mapping[str, Tensor]
-    random_state: Tensor
-
-
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Copies of the gradients by parameter name; parameters without one are left out."""
     return {
@@ -340,52 +341,8 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def gradient_difference(model_a: nn.Module, model_b: nn.Module) -> TensorDifference:
-    """The difference between the gradients that two models hold, relative to the second's.
-
-    Both steps must have started from the same random state, as `training_step` does.
-    """
-    return tensor_difference(_gradient_views(model_a), _gradient_views(model_b))
-
-
-def _gradient_views(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: parameter.grad
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def record_steps(
-    workload: Workload, model: Callable[..., Any], *, num_steps: int, learning_rate: float = 1e-3
-) -> list[StepRecord]:
-    """Trains `num_steps` steps with plain SGD, each on its own batch, then restores the weights.
-
-    The weights change between the steps, so a plan that kept a copy of a weight would show in
-    step 2.
-    """
-    owner = workload.model
-    before = {name: value.detach().clone() for name, value in owner.state_dict().items()}
-    records = []
-    for index in range(num_steps):
-        owner.zero_grad(set_to_none=False)
-        loss = training_step(workload, model, workload.make_batch(index + 1), seed=index + 1)
-        records.append(
-            StepRecord(
-                loss=loss.clone(),
-                gradients=gradients_of(owner),
-                buffers={name: value.clone() for name, value in owner.named_buffers()},
-                random_state=torch.get_rng_state(),
-            )
-        )
-        _descend(owner, learning_rate)
-    owner.load_state_dict(before)
-    owner.zero_grad(set_to_none=False)
-    return records
-
-
-def _descend(model: nn.Module, learning_rate: float) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.add_(parameter.grad, alpha=-learning_rate)
+def same_bits(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    """Whether two sets of tensors have the same names and bits."""
+    return ours.keys() == theirs.keys() and all(
+        torch.equal(each, theirs[name]) for name, each in ours.items()
+    )

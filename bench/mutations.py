@@ -9,7 +9,6 @@ a JSON file in DIR and is not run again. The page names the failing test of each
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -24,7 +23,10 @@ from typing import Any
 
 from tqdm import tqdm
 
+from bench import command
+from bench.machine import machine_record
 from bench.mutation_table import MUTATIONS, Mutation
+from bench.pages import records_table
 
 ROOT = Path(__file__).resolve().parent.parent
 _TIERS = "unit or model"
@@ -92,12 +94,12 @@ def page(results: Sequence[dict[str, Any]], commit: str) -> str:
     """The results as a Markdown page."""
     paths = {mutation.fault: mutation.path for mutation in MUTATIONS}
     num_found = sum(bool(result["found_by"]) for result in results)
-    rows = [
-        f"| {result['fault']} | `{paths[result['fault']]}` | "
-        f"{'`' + result['found_by'] + '`' if result['found_by'] else 'not found'} | "
-        f"{result['seconds']:.0f} |"
-        for result in results
-    ]
+    columns = (
+        ("fault", "{fault}"),
+        ("file", lambda result: f"`{paths[result['fault']]}`"),
+        ("found by", lambda r: f"`{r['found_by']}`" if r["found_by"] else "not found"),
+        ("s", "{seconds:.0f}"),
+    )
     lines = [
         "# Planted faults",
         "",
@@ -106,9 +108,7 @@ def page(results: Sequence[dict[str, Any]], commit: str) -> str:
         "Each fault is planted alone. The tests beside the mutated code run first, then all quick "
         "tests, until one fails.",
         "",
-        "| fault | file | found by | s |",
-        "|---|---|---|---|",
-        *rows,
+        *records_table(columns, results),
         "",
         f"Command: `python -m bench.mutations --results DIR`. Commit {commit}. The faults are in "
         "`bench/mutation_table.py`.",
@@ -118,9 +118,7 @@ def page(results: Sequence[dict[str, Any]], commit: str) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench.mutations", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command.parser("mutations", __doc__)
     parser.add_argument("--results", type=Path, required=True, help="folder of finished faults")
     parser.add_argument(
         "--only", type=int, nargs="+", help="numbers of faults, from 0; no page is printed"
@@ -133,15 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not path.exists():
             path.write_text(json.dumps(run_mutation(MUTATIONS[number])) + "\n", encoding="utf-8")
     if options.only is None:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        commit = machine_record("bench.mutations")["commit"]
         results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-        sys.stdout.write(page(results, commit.stdout.strip()))
+        sys.stdout.write(page(results, commit))
     return 0
 
 

@@ -1,11 +1,10 @@
 """Moves to another memory tier: simulated for GPUs, and measured with a disk on this machine.
 
-    python -m bench.offload --simulated --output FILE.jsonl
-    python -m bench.offload --measured FOLDER --output FILE.jsonl   # lines are added
-    python -m bench.offload --peers FOLDER --output FILE.jsonl
-    python -m bench.offload --batches --output FILE.jsonl            # simulated
-    python -m bench.offload --batches FOLDER --output FILE.jsonl     # measured
-    python -m bench.offload --page FILE.jsonl > bench/results/offload_<yyyymm>.md
+    python -m bench.offload --simulated            # writes bench/results/offload_cpu_<yyyymm>.*
+    python -m bench.offload --measured FOLDER      # lines are added
+    python -m bench.offload --peers FOLDER --model gpt2
+    python -m bench.offload --batches              # simulated
+    python -m bench.offload --batches FOLDER       # measured
 
 What each part does is in the modules of `bench.moves`.
 """
@@ -13,16 +12,15 @@ What each part does is in the modules of `bench.moves`.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 
-from bench.machine import machine_record
+from bench import command
+from bench.command import Record
 from bench.moves import batches, measured, peers, simulated
-from bench.moves.page import Record, page
+from bench.moves.page import page
 from bench.moves.small_models import BRANCHED, SMALL
 
 _SIMULATED = "simulated"
@@ -30,38 +28,20 @@ _SIMULATED = "simulated"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 if all that was measured kept its promise."""
-    parser = argparse.ArgumentParser(prog="python -m bench.offload", description=__doc__)
-    parser.add_argument("--simulated", action="store_true", help="plan for machines")
-    parser.add_argument("--layers", type=int, default=simulated.NUM_LAYERS)
-    parser.add_argument("--tokens", type=int, default=simulated.NUM_TOKENS)
-    parser.add_argument("--measured", metavar="FOLDER", help="train with moves to a folder")
-    parser.add_argument("--peers", metavar="FOLDER", help="train beside others that offload")
-    parser.add_argument(
-        "--batches",
-        nargs="?",
-        const=_SIMULATED,
-        metavar="FOLDER",
-        help="the largest batches: simulated, or measured with moves to a folder",
-    )
-    parser.add_argument("--models", nargs="*", help="of a measured part (default: all)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="where lines are added")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="of which the page is printed")
-    arguments = parser.parse_args(argv)
+    parser = command.parser("offload", __doc__, stem="offload_cpu")
+    add = parser.add_argument
+    add("--simulated", action="store_true", help="plan for machines")
+    add("--layers", type=int, default=simulated.NUM_LAYERS)
+    add("--tokens", type=int, default=simulated.NUM_TOKENS)
+    add("--measured", metavar="FOLDER", help="train with moves to a folder")
+    add("--peers", metavar="FOLDER", help="train beside others that offload")
+    batch = "the largest batches: simulated, or measured with moves to a folder"
+    add("--batches", nargs="?", const=_SIMULATED, metavar="FOLDER", help=batch)
+    add("--model", action="append", help="of a measured part; repeatable; default: all")
+    options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    if arguments.page:
-        text = arguments.page.read_text(encoding="utf-8")
-        sys.stdout.write("\n".join(page([json.loads(line) for line in text.splitlines()])) + "\n")
-        return 0
-    head = machine_record("bench.offload")
-    records: list[Record] = []
-    for record in _records(arguments):
-        records.append({**head, **record})
-        if arguments.output:
-            with arguments.output.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(records[-1]) + "\n")
-    if not arguments.output:
-        sys.stdout.write("\n".join(page(records)) + "\n")
-    return 0 if all(map(_is_held, records)) else 1
+    command.run("offload", options, _records(options), page)
+    return 0 if all(map(_is_held, command.read(command.lines_of(options)))) else 1
 
 
 def _is_held(record: Record) -> bool:
@@ -76,14 +56,14 @@ def _records(arguments: argparse.Namespace) -> Iterator[Record]:
                 machine, num_layers=arguments.layers, num_tokens=arguments.tokens
             )
     if arguments.measured:
-        for name in arguments.models or (*SMALL, *BRANCHED):
+        for name in arguments.model or (*SMALL, *BRANCHED):
             yield from measured.measured(name, arguments.measured)
     if arguments.peers:
-        for name in arguments.models or peers.MODELS:
+        for name in arguments.model or peers.MODELS:
             yield from peers.against_peers(name, arguments.peers)
     if arguments.batches is not None:
         folder = None if arguments.batches == _SIMULATED else arguments.batches
-        for name in arguments.models or batches.DEPTHS:
+        for name in arguments.model or batches.DEPTHS:
             yield from batches.batches(name, folder)
 
 

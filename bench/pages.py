@@ -1,24 +1,17 @@
-"""The parts that all pages share: tables, targets, numbers, and where the lines come from."""
+"""The parts of all pages: tables, targets, numbers, pictures, and where the lines come from."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bench.machine import hardware_text, machine_text, versions_text
+from bench.machine import hardware_text, versions_text
 
-_PROVENANCE = ("## Command, commit, machine", "")
-
-
-def newest_records(path: Path, *keys: str) -> list[dict[str, Any]]:
-    """The last line of a file of JSON lines for each combination of these keys; none if absent."""
-    if not path.exists():
-        return []
-    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return list({tuple(each[key] for key in keys): each for each in records}.values())
+Record = Mapping[str, Any]
+Column = tuple[str, str | Callable[[Any], str]]
+"""A title, and the cell of a record: a format of its fields, or a function of it."""
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -29,6 +22,20 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def table_row(cells: Sequence[str]) -> str:
     """One row of a table."""
     return f"| {' | '.join(cells)} |"
+
+
+def records_table(columns: Sequence[Column], records: Iterable[Any]) -> list[str]:
+    """A table with a row for each record."""
+    rows = (
+        [cell.format_map(each) if isinstance(cell, str) else cell(each) for _, cell in columns]
+        for each in records
+    )
+    return table([title for title, _ in columns], rows)
+
+
+def in_mb(key: str) -> Callable[[Record], str]:
+    """A cell: the bytes of a field, as `megabytes`."""
+    return lambda record: megabytes(record[key])
 
 
 def megabytes(num_bytes: int | None) -> str:
@@ -80,9 +87,22 @@ class Start:
     device: str = "cpu"
 
 
-def machine_section(record: Mapping[str, Any]) -> list[str]:
-    """The section that names command, commit and machine of a page that one command has made."""
-    return [*_PROVENANCE, machine_text(record)]
+def about(records: Sequence[Record], text: str | None = None) -> list[str]:
+    """The sections that name commands, commits and machines of lines, and how they were measured.
+
+    Args:
+        records: lines with the head of `machine_record`.
+        text: a module's docstring, whose paragraphs after the commands say how.
+    """
+    starts = {
+        (r["command"], r["commit"], r["load_average"]): Start(
+            model=r.get("model", ""), command=r["command"], machine=r
+        )
+        for r in records
+    }
+    paragraphs = [" ".join(each.split()) for each in (text or "").split("\n\n")[2:]]
+    method = ["", "## How it was measured", "", *paragraphs[:1]] if paragraphs else []
+    return [*provenance(list(starts.values())), *method]
 
 
 def provenance(starts: Sequence[Start]) -> list[str]:
@@ -96,7 +116,7 @@ def provenance(starts: Sequence[Start]) -> list[str]:
         versions = versions_text(start.machine)
         key = (f"`{start.command}`", start.machine["commit"], hardware, versions)
         groups.setdefault(key, []).append(start)
-    title = list(_PROVENANCE)
+    title = ["## Command, commit, machine", ""]
     if len(groups) == 1:
         ((command, commit, hardware, versions), own) = next(iter(groups.items()))
         return [
@@ -132,3 +152,75 @@ def _loads(starts: Iterable[Start]) -> str:
     loads = [start.machine["load_average"] for start in starts]
     low, high = f"{min(loads):.1f}", f"{max(loads):.1f}"
     return low if low == high else f"{low} to {high}"
+
+
+# --- pictures ---------------------------------------------------------------------------------
+
+INK, PEER_COLOR, OURS_COLOR = "#2b2e33", "#c8322b", "#1f6fb4"
+STRATEGIES = {"rockmate": OURS_COLOR, "rotor": "#4f9a5b", "chen": "#c8822b", "checkmate": "#8a55a8"}
+"""Colors."""
+
+
+class Line(NamedTuple):
+    """One line of a picture.
+
+    Attributes:
+        points: across and up.
+        style: as matplotlib's `plot` takes it.
+        step: "post" or "pre" for a step function.
+        words: beside each point; empty if none.
+    """
+
+    points: Sequence[tuple[float, float]]
+    style: Mapping[str, Any]
+    step: str = ""
+    words: Sequence[str] = ()
+
+
+def picture(
+    path: Path,
+    panels: Mapping[str, Iterable[Line]],
+    *,
+    across: str,
+    up: str,
+    limits: tuple[float, float | None],
+    columns: int = 1,
+    size: tuple[float, float] = (8, 5),
+) -> None:
+    """Draws panels by title, in rows; `size` is that of one in inches. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(
+        figsize=(size[0] * columns, size[1] * rows), layout="constrained", facecolor="white"
+    )
+    axes: list[Any] = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel in axes[len(panels) :]:
+        panel.set_visible(False)
+    for panel, (title, lines) in zip(axes, panels.items(), strict=False):
+        for line in lines:
+            _draw(panel, line)
+        panel.set_title(title, color=INK, fontsize=9)
+        panel.set_xlim(0, None)
+        panel.set_ylim(*limits)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(color="#e4e6ea", linewidth=0.8)
+        panel.set_axisbelow(True)
+    axes[0].legend(frameon=False, labelcolor=INK, fontsize=8)
+    figure.supxlabel(across)
+    figure.supylabel(up)
+    figure.savefig(path, dpi=110)
+
+
+def _draw(panel: Any, line: Line) -> None:
+    xs, ys = [x for x, _ in line.points], [y for _, y in line.points]
+    if line.step:
+        panel.step(xs, ys, where=line.step, **line.style)
+    else:
+        panel.plot(xs, ys, **line.style)
+    for word, place in zip(line.words, line.points, strict=False):
+        panel.annotate(
+            word, place, xytext=(5, 4), textcoords="offset points", fontsize=6,
+            color=line.style["color"],
+        )  # fmt: skip

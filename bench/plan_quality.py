@@ -1,8 +1,8 @@
-"""How good plans are: a lower bound, a proved optimum, other strategies, a plain knapsack.
+"""How good plans are: a lower bound, a proved optimum, other strategies.
 
     python -m bench.plan_quality            # all; writes bench/results/plan_quality_cpu_<yyyymm>.*
-    python -m bench.plan_quality --model llama --quick             # one model, to the terminal
-    python -m bench.plan_quality --read bench/results/plan_quality_cpu_202611.jsonl
+    python -m bench.plan_quality --model llama --quick --output X
+    python -m bench.plan_quality --page --output bench/results/plan_quality_cpu_202611
 
 Writes STEM.jsonl, the page STEM.md, and a picture STEM/<model>.png for each model. The lines of a
 model are written when it is finished. An interrupted command goes on when it is started again with
@@ -15,7 +15,6 @@ import argparse
 import gc
 import json
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,91 +22,61 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from bench import command
+from bench.command import Record
 from bench.machine import machine_record
-from bench.quality import picture
 from bench.quality.measurement import (
-    PLANNING_MODELS,
     QUICK,
     TWO_LAYER_MODELS,
     Extent,
     measure,
 )
-from bench.quality.page import page
-from bench.quality.records import Record
+from bench.quality.page import page, save_picture
 
 MODELS = (
-    "gpt2",
-    "gpt2-deep",
-    "bert-base",
-    "bert-narrow",
-    "llama",
-    "t5-small",
-    "vit-base",
-    "resnet50",
-    "qwen3",
-    "mlp",
-    "encoder",
-    "hf-resnet",
-    "regnet",
-    "convnext",
-    "qwen3-moe",
-    "modernbert",
-)
+    "gpt2", "gpt2-deep", "bert-base", "bert-narrow", "llama", "t5-small", "vit-base", "resnet50",
+    "qwen3", "mlp", "encoder", "hf-resnet", "regnet", "convnext", "qwen3-moe", "modernbert",
+)  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the page; 0 whether targets are hit or missed."""
-    options = _parse(arguments)
+    """Measures what is missing and writes the page; 0 whether targets are hit or missed."""
+    parser = command.parser(
+        "plan_quality", __doc__, models=(*MODELS, *TWO_LAYER_MODELS), tiny=True,
+        stem="plan_quality_cpu",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="fewer budgets and limits")
+    limit = "time limit of one solve of whole-graph Checkmate, in seconds"
+    parser.add_argument("--checkmate-limit", type=float, metavar="S", help=limit)
+    options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    records = _read(options.read) if options.read else _measure_all(options)
-    if options.output:
-        _write_page(records, options.output)
-    sys.stdout.write("\n".join(page(records)) + "\n")
+    if not options.page:
+        _measure_missing(options)
+    records = command.read(command.lines_of(options))
+    if not records:
+        command.say(f"{command.lines_of(options)} has no line")
+        return 1
+    command.write(options, page(records))
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name in dict.fromkeys(record["model"] for record in records):
+        own = [record for record in records if record["model"] == name]
+        if "frontiers" in own[0]:
+            save_picture(own, options.output / f"{name}.png")
     return 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    every = (*MODELS, *TWO_LAYER_MODELS, *PLANNING_MODELS)
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.plan_quality", description=(__doc__ or "").partition("\n")[0]
-    )
-    add = parser.add_argument
-    add("--model", action="append", choices=every, help="repeatable; default: all of the page")
-    add("--tiny", action="store_true", help="models for tests")
-    add("--quick", action="store_true", help="fewer budgets and limits")
-    limit = "time limit of one solve of whole-graph Checkmate, in seconds"
-    add("--checkmate-limit", type=float, metavar="S", help=limit)
-    files = "write STEM.jsonl, STEM.md and the folder STEM"
-    add("--output", type=Path, metavar="STEM", help=files)
-    add("--read", type=Path, metavar="JSONL", help="print the page of these lines")
-    options = parser.parse_args(arguments)
-    is_whole = not (options.model or options.tiny or options.quick or options.read)
-    if is_whole and options.output is None:
-        name = f"plan_quality_cpu_{time.strftime('%Y%m')}"
-        options.output = Path(__file__).parent / "results" / name
-    options.model = options.model or every
-    return options
-
-
-def _measure_all(options: argparse.Namespace) -> list[Record]:
-    """The records of the output with those of all models that it lacks."""
+def _measure_missing(options: argparse.Namespace) -> None:
+    """Adds the records of the models that the lines lack, with these settings."""
     extent = replace(QUICK if options.quick else Extent(), is_tiny=options.tiny)
     if options.checkmate_limit:
         extent = replace(extent, whole_graph_limit_s=options.checkmate_limit)
-    head = machine_record("bench.plan_quality") | {
-        "tiny": options.tiny,
-        "quick": options.quick,
-        "checkmate_limit_s": options.checkmate_limit,
-    }
-    settings = ("tiny", "quick", "checkmate_limit_s")
-    path = Path(f"{options.output}.jsonl") if options.output else None
-    known = _read(path) if path and path.exists() else []
-    finished = {
-        record["model"]
-        for record in known
-        if all(name in record and record[name] == head[name] for name in settings)
-    }
-    missing = [name for name in options.model if name not in finished]
+    settings = {name: getattr(options, name) for name in ("tiny", "quick")}
+    settings["checkmate_limit_s"] = options.checkmate_limit
+    head, path = machine_record("bench.plan_quality") | settings, command.lines_of(options)
+    known = command.read(path)
+    finished = {r["model"] for r in known if settings.items() <= r.items()}
+    names = options.model or (*MODELS, *TWO_LAYER_MODELS)
+    missing = [name for name in names if name not in finished]
     records = [record for record in known if record["model"] not in missing]
     bar = tqdm(missing, unit="model")
     for name in bar:
@@ -115,15 +84,9 @@ def _measure_all(options: argparse.Namespace) -> list[Record]:
             name, extent, say=lambda what, name=name: bar.set_description(f"{name}: {what}")
         )
         records += [head | record for record in own]
-        if path:
-            _write_lines(path, records)
+        _write_lines(path, records)
         # A captured graph has many reference cycles.
         gc.collect()
-    return records
-
-
-def _read(path: Path) -> list[Record]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _write_lines(path: Path, records: Iterable[Record]) -> None:
@@ -132,15 +95,6 @@ def _write_lines(path: Path, records: Iterable[Record]) -> None:
     partial = path.with_suffix(".partial")
     partial.write_text("".join(f"{json.dumps(record)}\n" for record in records))
     partial.rename(path)
-
-
-def _write_page(records: Sequence[Record], stem: Path) -> None:
-    Path(f"{stem}.md").write_text("\n".join(page(records)) + "\n")
-    stem.mkdir(parents=True, exist_ok=True)
-    for name in dict.fromkeys(record["model"] for record in records):
-        own = [record for record in records if record["model"] == name]
-        if "frontiers" in own[0]:
-            picture.save(own, stem / f"{name}.png")
 
 
 if __name__ == "__main__":

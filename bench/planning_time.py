@@ -1,15 +1,15 @@
 """How long planning takes, in processor seconds of one thread: every time that is aimed at.
 
-    taskset -c 0 python -m bench.planning_time                 # all rows; a quarter of an hour
-    python -m bench.planning_time --model gpt2-12 --model rwkv
-    python -m bench.planning_time --output bench/results/planning_time_cpu_<yyyymm>.md
+    taskset -c 0 python -m bench.planning_time     # writes bench/results/planning_time_cpu_<yyyymm>.*
+    python -m bench.planning_time --model gpt2-12 --model sweep
 
 Each case runs in a process of its own, so that none profits from what another one imported, solved
 or measured, and none sees its garbage. A large Llama lies on the meta device and is planned for an
-H100; the others are measured here. Costs are part of every time. A process that takes longer than
-the limit is stopped, and its row says so: RWKV of 12 layers and 1,024 tokens unrolls to some 1.2
-million ops.
-"""
+H100; the others are measured here. Costs are part of every time. A sweep is of 50 budgets, from a
+fifth of the baseline's peak, or the smallest one, to all of it. `rockmate fit` is the command as a
+user types it, interpreter and imports included. A process that takes longer than the limit is
+stopped, and its row says so: RWKV of 12 layers and 1,024 tokens unrolls to some 1.2 million ops.
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -19,35 +19,46 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor, nn
 from tqdm import tqdm
 
-from bench import cluster, models
-from bench.machine import machine_record
+from bench import cluster, command, models
+from bench.command import Record
 from bench.models import recurrent
-from bench.models.recurrent import NAMES
-from bench.pages import machine_section, table, table_row
+from bench.pages import Column, about, records_table
 from rockmate import Planner
 from rockmate.costs.machine import load_machine
+from rockmate.planning.candidate import linspace_int
 from rockmate.step import capture_step
 
 _Made = TypeVar("_Made")
-AFTER_CAPTURE = "costs and a first plan at 0.5, after capture"
-SECOND = "second plan, at the smallest peak"
-FROM_MODEL = "capture, costs and a first plan at 0.5"
-FRONTIER = "frontier of 17 budgets, after capture"
-CHUNKED = "plan at 0.25, in chunks if that is faster; only the loss returned"
-WHOLE = "the same without chunks"
-COLUMNS = ("model", "ops", "what", "reach, s", "figure, s", "")
 MACHINE = "h100"
-LENGTH = 8192
+_FIRST = "costs and a first plan at 0.5, after capture"
+_SECOND = "second plan, at the smallest peak"
+_FROM_MODEL = "capture, costs and a first plan at 0.5"
+_FRONTIER = "frontier of 17 budgets, after capture"
+_CHUNKED = "plan at 0.25, in chunks if that is faster; only the loss returned"
+_WHOLE = "the same without chunks"
+_SWEEP = "sweep of 50 budgets, after capture"
+_FIT = "largest batch on 24 GiB with LoRA"
+_LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
+    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+    "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+    "tie_word_embeddings": False,
+}  # fmt: skip
+_FIT_OPTIONS = (
+    "--memory", "24GiB", "--lora", "--machine", "rtx4090", "--tokens", "4096", "--dtype",
+    "bfloat16",
+)  # fmt: skip
 
 
 class Timed(NamedTuple):
@@ -80,7 +91,7 @@ def _after_capture(name: str, *, first_s: float, second_s: float) -> Measured:
     planner, planner_s = _seconds(lambda: Planner.of(step))
     first = _seconds(lambda: planner.plan(0.5))[1]
     second = _seconds(lambda: planner.plan(planner.minimum_peak_bytes))[1]
-    times = [Timed(AFTER_CAPTURE, first_s, planner_s + first), Timed(SECOND, second_s, second)]
+    times = [Timed(_FIRST, first_s, planner_s + first), Timed(_SECOND, second_s, second)]
     return Measured(num_ops, times)
 
 
@@ -90,109 +101,144 @@ def _in_chunks(name: str, *, target_s: float) -> Measured:
     whole = _seconds(lambda: planner.plan(0.25, strategy="bitwise"))[1]
     chunked = _seconds(lambda: planner.plan(0.25))[1]
     num_ops = len(planner.plan(1.0).graph.ops)
-    times = [Timed(WHOLE, target_s, whole), Timed(CHUNKED, target_s, whole + chunked)]
+    times = [Timed(_WHOLE, target_s, whole), Timed(_CHUNKED, target_s, whole + chunked)]
     return Measured(num_ops, times)
 
 
+def _sweep(name: str, *, target_s: float = 3.0) -> Measured:
+    workload = models.build(name)
+    step = capture_step(workload.model, workload.sample)
+    num_ops = len(step.graph.ops)
+    planner = Planner.of(step)
+    peak_bytes = planner.baseline_peak_bytes
+    lowest_bytes = max(planner.minimum_peak_bytes, peak_bytes // 5)
+    seconds = _seconds(lambda: planner.plans(linspace_int(lowest_bytes, peak_bytes, 50)))[1]
+    return Measured(num_ops, [Timed(_SWEEP, target_s, planner.timings["solve"] + seconds)])
+
+
 def _recurrent(name: str, *, num_layers: int, num_tokens: int, target_s: float) -> Measured:
-    made = recurrent.recurrent(name, num_layers=num_layers, num_tokens=num_tokens)
-    plan, seconds = _seconds(lambda: Planner(made.model, made.sample).plan(0.5))
-    return Measured(len(plan.graph.ops), [Timed(FROM_MODEL, target_s, seconds)])
-
-
-def _meta_llama(size: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A Llama-3 on the meta device in bfloat16, and one sequence."""
-    options = argparse.Namespace(model=size, layers=None, length=LENGTH, batch=1)
-    model, sample = cluster.model_and_batch(options)
-    return model.to(torch.bfloat16), sample
+    model, sample = recurrent.recurrent(name, num_layers=num_layers, num_tokens=num_tokens)
+    plan, seconds = _seconds(lambda: Planner(model, sample).plan(0.5))
+    return Measured(len(plan.graph.ops), [Timed(_FROM_MODEL, target_s, seconds)])
 
 
 def _first_plan(size: str, *, target_s: float) -> Measured:
-    model, sample = _meta_llama(size)
+    model, sample = cluster.meta_llama(size)
     plan, seconds = _seconds(lambda: Planner(model, sample, machine=MACHINE).plan(0.5))
-    return Measured(len(plan.graph.ops), [Timed(FROM_MODEL, target_s, seconds)])
+    return Measured(len(plan.graph.ops), [Timed(_FROM_MODEL, target_s, seconds)])
 
 
 def _frontier(size: str, *, target_s: float) -> Measured:
-    model, sample = _meta_llama(size)
+    model, sample = cluster.meta_llama(size)
     step = capture_step(model, sample, machine=load_machine(MACHINE))
     num_ops = len(step.graph.ops)
     planner, planner_s = _seconds(lambda: Planner.of(step, machine=MACHINE))
     seconds = _seconds(planner.frontier)[1]
-    return Measured(num_ops, [Timed(FRONTIER, target_s, planner_s + seconds)])
+    return Measured(num_ops, [Timed(_FRONTIER, target_s, planner_s + seconds)])
+
+
+def _fit(*, target_s: float) -> Measured:
+    command_line = [sys.executable, "-m", "rockmate", "fit", "config.json", *_FIT_OPTIONS]
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(_LLAMA_3_8B), encoding="utf-8")
+        begin = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command_line, cwd=folder, check=True, stdout=sys.stderr)
+    end = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime
+    return Measured(0, [Timed(_FIT, target_s, seconds)])
 
 
 _SHORT: dict[str, Any] = {"num_layers": 3, "num_tokens": 32, "target_s": 20.0}
 _LONG: dict[str, Any] = {"num_layers": 12, "num_tokens": 1024, "target_s": 90.0}
+_SWEPT = ("gpt2-12", "bert-narrow", "llama", "t5-small", "resnet50", "unet")
 CASES: dict[str, Callable[[], Measured]] = {
     "gpt2": partial(_after_capture, "gpt2", first_s=3.0, second_s=1.0),
     "gpt2-12": partial(_after_capture, "gpt2-12", first_s=3.0, second_s=1.0),
     "gpt2-96": partial(_after_capture, "gpt2-96", first_s=5.0, second_s=4.0),
     "llama-3-70b": partial(_first_plan, "70b", target_s=20.0),
     "llama-3-8b": partial(_frontier, "8b", target_s=20.0),
-    "gpt2-deep, loss": partial(_in_chunks, "gpt2-deep", target_s=1.0),
-    "llama, loss": partial(_in_chunks, "llama", target_s=1.0),
-    "t5-small, loss": partial(_in_chunks, "t5-small", target_s=1.0),
-    **{f"{name}, 3 layers, 32 tokens": partial(_recurrent, name, **_SHORT) for name in NAMES},
-    **{f"{name}, 12 layers, 1,024 tokens": partial(_recurrent, name, **_LONG) for name in NAMES},
+    "llama-3-8b, rockmate fit": partial(_fit, target_s=90.0),
+    **{
+        f"{name}, loss": partial(_in_chunks, name, target_s=1.0)
+        for name in ("gpt2-deep", "llama", "t5-small")
+    },
+    **{f"{name}, sweep": partial(_sweep, name) for name in _SWEPT},
+    **{
+        f"{name}, 3 layers, 32 tokens": partial(_recurrent, name, **_SHORT)
+        for name in recurrent.NAMES
+    },
+    **{
+        f"{name}, 12 layers, 1,024 tokens": partial(_recurrent, name, **_LONG)
+        for name in recurrent.NAMES
+    },
 }
 
 
 # --- page -------------------------------------------------------------------------------------
 
 
-def rows(case: str, measured: Measured) -> list[tuple[str, ...]]:
-    """The rows of a case."""
-    num_ops = f"{measured.num_ops:,}"
+def records_of(case: str, measured: Measured) -> Iterator[Record]:
+    """A record for each time of a case."""
+    for each in measured.times:
+        yield {"model": case, "num_ops": measured.num_ops, **each._asdict()}
+
+
+def is_hit(record: Record) -> bool:
+    """Whether a time is within its target; one that was stopped is not."""
+    return record["figure_s"] is not None and record["figure_s"] <= record["target_s"]
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("model", "{model}"),
+    ("ops", lambda r: f"{r['num_ops']:,}" if r["num_ops"] else ""),
+    ("what", "{what}"),
+    ("reach, s", lambda r: "" if r["target_s"] is None else f"{r['target_s']:g}"),
+    (
+        "figure, s",
+        lambda r: f"> {r['limit_s']}" if r["figure_s"] is None else f"{r['figure_s']:.2f}",
+    ),
+    ("", lambda r: "hit" if is_hit(r) else "**miss**"),
+)
+
+
+def page(records: Sequence[Record]) -> list[str]:
+    """The table, with the number of targets that are hit as its headline."""
+    newest = command.newest(records, "model", "what")
     return [
-        (
-            *(case, num_ops, time.what, f"{time.target_s:g}", f"{time.figure_s:.2f}"),
-            "hit" if time.figure_s <= time.target_s else "**miss**",
-        )
-        for time in measured.times
-    ]
-
-
-def page(found: Sequence[tuple[str, ...]], record: Mapping[str, Any]) -> str:
-    """The page, with the number of targets that are hit as its headline."""
-    num_hit = sum(row[-1] == "hit" for row in found)
-    lines = [
         "# Time of planning",
         "",
-        f"**{num_hit} of {len(found)} targets are hit.** Processor seconds of one thread; each "
-        "model in a process of its own.",
+        f"**{sum(map(is_hit, newest))} of {len(newest)} targets are hit.** Processor seconds of "
+        "one thread; each model in a process of its own.",
         "",
-        *table(COLUMNS, found),
+        *records_table(_COLUMNS, newest),
         "",
-        *machine_section(record),
+        *about(newest),
     ]
-    return "\n".join(lines) + "\n"
 
 
-def rows_measured_apart(case: str, limit_s: int) -> list[tuple[str, ...]]:
-    """The rows of a case, measured in a process of its own.
+def measured_apart(case: str, limit_s: int) -> list[Record]:
+    """The records of a case, measured in a process of its own.
 
     Raises:
         CalledProcessError: the process failed, not for its time.
     """
-    command = [sys.executable, "-m", "bench.planning_time", "--alone", case]
-    command += ["--limit", str(limit_s)]
-    child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    command_line = [sys.executable, "-m", "bench.planning_time", "--alone", case]
+    command_line += ["--limit", str(limit_s)]
+    child = subprocess.run(command_line, stdout=subprocess.PIPE, text=True, check=False)
     if child.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return [(case, "", "stopped, nothing was planned", "", f"> {limit_s}", "**miss**")]
+        what = "stopped, nothing was planned"
+        unknown = dict.fromkeys(("num_ops", "target_s", "figure_s"))
+        return [{"model": case, "what": what, "limit_s": limit_s, **unknown}]
     child.check_returncode()
     num_ops, times = json.loads(child.stdout.splitlines()[-1])
-    return rows(case, Measured(num_ops, [Timed(*each) for each in times]))
+    return list(records_of(case, Measured(num_ops, [Timed(*each) for each in times])))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.planning_time", description=(__doc__ or "").partition("\n")[0]
-    )
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and writes the page."""
+    parser = command.parser("planning_time", __doc__, stem="planning_time_cpu")
     add = parser.add_argument
     add("--model", action="append", metavar="NAME", help="cases whose name has this; repeatable")
-    add("--output", type=Path, metavar="FILE", help="write the page there, too")
     add("--limit", type=int, default=180, metavar="S", help="processor seconds of one process")
     add("--alone", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -200,20 +246,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.alone:
         resource.setrlimit(resource.RLIMIT_CPU, (options.limit, options.limit + 5))
         sys.stdout.write(f"{json.dumps(CASES[options.alone]())}\n")
-        return
+        return 0
     chosen = [case for case in CASES if any(name in case for name in options.model or [""])]
     if not chosen:
         parser.error(f"no case has one of these names; there are {', '.join(CASES)}")
-    record = machine_record("bench.planning_time")
-    found: list[tuple[str, ...]] = []
-    for case in tqdm(chosen, unit="case"):
-        found += rows_measured_apart(case, options.limit)
-        tqdm.write(table_row(found[-1]), file=sys.stderr)
-    text = page(found, record)
-    if options.output:
-        options.output.write_text(text)
-    sys.stdout.write(text)
+    cases = tqdm(chosen, unit="case")
+    found = (record for case in cases for record in measured_apart(case, options.limit))
+    return command.run("planning_time", options, found, page)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,12 +23,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from bench import command
+from bench.command import Record
 from bench.forks import run_each
 from bench.machine import machine_record, machine_text
-from bench.pages import all_row, newest_records, table, targets
+from bench.pages import all_row, table, targets
 from bench.script_outcome import FAULTS, MEANINGS, NOT_COUNTED, RIGHT, outcome, random_scripts
 
-Record = dict[str, Any]
 _LONGEST = 240
 
 
@@ -40,24 +40,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for script in _scripts(options):
             sys.stdout.write(f"{script}\n{json.dumps(outcome(script), indent=1)}\n")
         return 0
-    lines = Path(f"{options.output}.jsonl")
+    lines = command.lines_of(options)
     if not options.page:
         _run(options, lines)
-    Path(f"{options.output}.md").write_text("\n".join(page(read(lines))) + "\n", encoding="utf-8")
+    command.write(options, page(read(lines)))
     return 0
 
 
 def read(path: Path) -> list[Record]:
     """The newest line of each script."""
-    return newest_records(path, "seed", "mode")
+    return command.newest(command.read(path), "seed", "mode")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.scripts", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command.parser("scripts", __doc__, stem="scripts_cpu")
     add = parser.add_argument
-    stem = Path(__file__).parent / "results" / f"scripts_cpu_{time.strftime('%Y%m')}"
     modes = random_scripts.MODES
     add("--seed", type=int, default=0, help="of the first script")
     add("--count", type=int, default=2000, help="scripts, by seeds that follow each other")
@@ -66,8 +63,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--limit", type=float, default=120, metavar="S", help="seconds for one script")
     add("--parallel", type=int, default=2, metavar="N", help="processes at a time")
     add("--again", action="append", default=[], metavar="VERDICT", help="run these once more")
-    add("--output", type=Path, default=stem, metavar="STEM", help="write STEM.jsonl and STEM.md")
-    add("--page", action="store_true", help="only write the page of the finished scripts")
     add("--show", action="store_true", help="print what became of each script, here and now")
     return parser.parse_args(arguments)
 
@@ -89,17 +84,14 @@ def _run(options: argparse.Namespace, lines: Path) -> None:
     }
     scripts = [each for each in _scripts(options) if (each.seed, each.mode) not in finished]
     head = machine_record("bench.scripts")
-    lines.parent.mkdir(parents=True, exist_ok=True)
-    with lines.open("a", encoding="utf-8") as file:
-        found = run_each(scripts, outcome, parallel=options.parallel, limit_s=options.limit)
-        for script, record in tqdm(found, total=len(scripts), unit="script"):
-            drawn = {"seed": script.seed, "mode": script.mode, "kinds": script.kinds}
-            line = head | drawn | short(record)
-            file.write(json.dumps(line) + "\n")
-            file.flush()
-            if record["verdict"] in FAULTS:
-                tqdm.write(f"{record['verdict']}: {_command(line)}: {record['detail'][:_LONGEST]}")
-            head = {"commit": head["commit"]}  # the first line of a run has the whole
+    found = run_each(scripts, outcome, parallel=options.parallel, limit_s=options.limit)
+    for script, record in tqdm(found, total=len(scripts), unit="script"):
+        drawn = {"seed": script.seed, "mode": script.mode, "kinds": script.kinds}
+        line = head | drawn | short(record)
+        command.add_line(lines, line)
+        if record["verdict"] in FAULTS:
+            tqdm.write(f"{record['verdict']}: {_command(line)}: {record['detail'][:_LONGEST]}")
+        head = {"commit": head["commit"]}  # the first line of a run has the whole
 
 
 def short(record: Record) -> Record:

@@ -10,7 +10,6 @@ these tables is no use.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Iterable, Sequence
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from bench import models
+from bench import command, models
 from bench.machine import machine_record, machine_text
 from bench.pages import table
 from rockmate.bound.solver_time import SolverTime
@@ -144,12 +143,7 @@ def page(plans: Sequence[TracedPlan]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the page."""
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.search_stages", description=(__doc__ or "").partition("\n")[0]
-    )
-    add = parser.add_argument
-    add("--model", action="append", help="repeatable; default: " + ", ".join(MODELS))
-    add("--tiny", action="store_true", help="models for tests")
+    parser = command.parser("search_stages", __doc__, models=sorted(models.REGISTRY), tiny=True)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     plans = [

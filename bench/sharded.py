@@ -15,17 +15,13 @@ Prints a table in Markdown and, with `--output`, adds a JSON line for each row.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
+import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
-from math import nan
-from operator import truediv
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +30,11 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 
+from bench import command
+from bench.command import Record, add_line
+from bench.measure import time_in_turn
+from bench.models.hf import hf, usual
+from bench.pages import Column, records_table
 from rockmate import RockmateModule, fully_shard, timeline
 
 NUM_RANKS = 2
@@ -44,47 +45,19 @@ LEAST_SHARE = 0.85
 TIME_LIMIT_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A setting of PyTorch's, and the plan at its peak."""
-
-    setting: str
-    peak_bytes: int
-    step_ms: float
-    plan_predicted_bytes: int
-    plan_peak_bytes: int
-    plan_ms: float
-    ratio: float
-    num_gathers: int
-
-
 def model_of(options: argparse.Namespace) -> nn.Module:
     """A language model with dropout, the same on all ranks."""
-    import transformers
-
     torch.manual_seed(0)
-    common: dict[str, Any] = {"use_cache": False, "bos_token_id": 0, "eos_token_id": 0}
+    width, special = options.width, {"bos_token_id": 0, "eos_token_id": 0}
     if options.model == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=VOCABULARY,
-            n_positions=options.length,
-            n_embd=options.width,
-            n_layer=options.layers,
-            n_head=4,
-            **common,
-        )
-        return transformers.GPT2LMHeadModel(config).train()
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=options.width,
-        intermediate_size=3 * options.width,
-        num_hidden_layers=options.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=0.1,
-        **common,
-    )
-    return transformers.LlamaForCausalLM(config).train()
+        return hf(
+            "GPT2LMHeadModel", vocab_size=VOCABULARY, n_positions=options.length, n_embd=width,
+            n_layer=options.layers, n_head=4, **special,
+        )  # fmt: skip
+    return hf(
+        "LlamaForCausalLM", **usual(options.layers, width, 4, 3 * width, VOCABULARY),
+        num_key_value_heads=2, attention_dropout=0.1, **special,
+    )  # fmt: skip
 
 
 def sharded_by_torch(
@@ -128,20 +101,6 @@ def peak_of(step: Callable[[], None], *, num_runs: int = 3) -> int:
     )
 
 
-def times_of(steps: dict[str, Callable[[], None]], num_rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each in each round, measured in turn, the order reversed in every other."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for number in range(num_rounds + 1):
-        for name in list(steps)[:: 1 - 2 * (number % 2)]:
-            distributed.barrier()
-            begin = time.perf_counter()
-            steps[name]()
-            distributed.barrier()
-            if number:
-                times[name].append(1e3 * (time.perf_counter() - begin))
-    return times
-
-
 def planned(
     options: argparse.Namespace, mesh: DeviceMesh, batch: dict[str, Tensor], budget: int
 ) -> RockmateModule:
@@ -159,7 +118,7 @@ def planned(
     )
 
 
-def measured(options: argparse.Namespace, rank: int) -> list[Row]:
+def measured(options: argparse.Namespace, rank: int) -> list[Record]:
     """A row for each setting, and one below them."""
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     generator = torch.Generator().manual_seed(rank)
@@ -178,45 +137,50 @@ def measured(options: argparse.Namespace, rank: int) -> list[Row]:
     modules = {name: planned(options, mesh, batch, bytes_) for name, bytes_ in budgets.items()}
     plans = {f"plan: {name}": stepper(module, batch) for name, module in modules.items()}
     plan_peaks = {name: peak_of(step) for name, step in plans.items()}
-    times = times_of({**steps, **plans}, options.rounds)
+
+    def with_barrier(step: Callable[[], None]) -> None:
+        step()
+        distributed.barrier()
+
+    times = time_in_turn(
+        {name: partial(with_barrier, step) for name, step in (steps | plans).items()},
+        options.rounds,
+        before=distributed.barrier,
+        is_wall=True,
+        collects=False,
+    )
     rows = []
     for name, module in modules.items():
-        # Whatever else the processor does for a while, it does to the whole of a round.
-        own, planned_ms = times.get(name, [nan]), times[f"plan: {name}"]
-        ratio = nan if name not in times else statistics.median(map(truediv, planned_ms, own))
+        own = times[f"plan: {name}"]
         collectives = module._plans.runnables[0].runner.program.collectives
-        rows.append(
-            Row(
-                setting=name,
-                peak_bytes=budgets[name],
-                step_ms=min(own),
-                plan_predicted_bytes=module.plan.predicted_peak_bytes,
-                plan_peak_bytes=plan_peaks[f"plan: {name}"],
-                plan_ms=min(planned_ms),
-                ratio=ratio,
-                num_gathers=sum(text.startswith("gather") for text, _ in collectives),
-            )
-        )
+        rows.append({
+            "setting": name,
+            "peak_bytes": budgets[name],
+            "step_ms": min(times[name].times_ms) if name in times else None,
+            "plan_predicted_bytes": module.plan.predicted_peak_bytes,
+            "plan_peak_bytes": plan_peaks[f"plan: {name}"],
+            "plan_ms": min(own.times_ms),
+            # Whatever else the processor does for a while, it does to the whole of a round.
+            "ratio": own.over(times[name]).ratio if name in times else None,
+            "num_gathers": sum(text.startswith("gather") for text, _ in collectives),
+        })  # fmt: skip
     return rows
 
 
-def table(rows: list[Row]) -> str:
-    """The rows in Markdown."""
-    lines = [
-        "| setting of PyTorch's | its peak (budget) | its step | plan's peak | predicted | "
-        "plan's step | ratio | gathers |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        has_step = row.step_ms == row.step_ms
-        lines.append(
-            f"| {row.setting} | {row.peak_bytes / 2**20:.2f} MiB "
-            f"| {f'{row.step_ms:.0f} ms' if has_step else '-'} "
-            f"| {row.plan_peak_bytes / 2**20:.2f} MiB | {row.plan_predicted_bytes / 2**20:.2f} MiB "
-            f"| {row.plan_ms:.0f} ms | {f'{row.ratio:.2f}x' if has_step else '-'} "
-            f"| {row.num_gathers} |"
-        )
-    return "\n".join(lines)
+def _mib(key: str) -> Callable[[Record], str]:
+    return lambda row: f"{row[key] / 2**20:.2f} MiB"
+
+
+_COLUMNS: tuple[Column, ...] = (
+    ("setting of PyTorch's", "{setting}"),
+    ("its peak (budget)", _mib("peak_bytes")),
+    ("its step", lambda row: f"{row['step_ms']:.0f} ms" if row["step_ms"] else "-"),
+    ("plan's peak", _mib("plan_peak_bytes")),
+    ("predicted", _mib("plan_predicted_bytes")),
+    ("plan's step", "{plan_ms:.0f} ms"),
+    ("ratio", lambda row: f"{row['ratio']:.2f}x" if row["ratio"] else "-"),
+    ("gathers", "{num_gathers}"),
+)
 
 
 def enter(rank: int, store: str, options: argparse.Namespace) -> None:
@@ -228,10 +192,10 @@ def enter(rank: int, store: str, options: argparse.Namespace) -> None:
     )
     rows = measured(options, rank)
     if rank == 0:
-        print(table(rows), flush=True)  # noqa: T201
-        if options.output:
-            with Path(options.output).open("a", encoding="utf-8") as file:
-                file.writelines(f"{json.dumps(asdict(row))}\n" for row in rows)
+        sys.stdout.write("\n".join(records_table(_COLUMNS, rows)) + "\n")
+        sys.stdout.flush()
+        for row in rows if options.output else ():
+            add_line(options.output, row)
     distributed.barrier()
     # Gloo and the legacy profiler together: PyTorch aborts in about one teardown of fifty.
     os._exit(0)
@@ -239,14 +203,13 @@ def enter(rank: int, store: str, options: argparse.Namespace) -> None:
 
 def main() -> None:
     """Starts the ranks."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command.parser("sharded", __doc__, rounds=5)
     parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output")
+    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(enter, (f"{folder}/store", options), nprocs=NUM_RANKS)

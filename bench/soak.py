@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import logging
 import random
 import sys
 import time
@@ -22,25 +21,13 @@ from typing import Any
 
 import psutil
 import torch
-import transformers
 from torch import nn
 
+from bench.lengths import CaptureLog
+from bench.models.hf import hf
 from rockmate import RockmateModule
 
 MAX_ROWS, MAX_TOKENS, VOCABULARY = 8, 128, 256
-
-
-class _Counter(logging.Handler):
-    """Counts captures and plans by their lines in the log."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_captures = self.num_plans = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        self.num_captures += text.startswith("captured")
-        self.num_plans += text.startswith("planned for this call")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,18 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def soak(num_steps: int, budget: float) -> Iterator[dict[str, Any]]:
     """The lines of `main`, each as soon as it is known."""
-    counter = _Counter()
-    logger = logging.getLogger("rockmate")
-    logger.addHandler(counter)
-    level, logger.level = logger.level, logging.INFO
-    try:
-        yield from _rows(num_steps, budget, counter)
-    finally:
-        logger.removeHandler(counter)
-        logger.setLevel(level)
+    with CaptureLog() as log:
+        yield from _rows(num_steps, budget, log)
 
 
-def _rows(num_steps: int, budget: float, counter: _Counter) -> Iterator[dict[str, Any]]:
+def _rows(num_steps: int, budget: float, log: CaptureLog) -> Iterator[dict[str, Any]]:
     eager, model = _model(), _model()
     module = RockmateModule(model, _batch(MAX_ROWS, MAX_TOKENS), budget, machine="cpu-avx2")
     for _ in range(3):
@@ -88,17 +68,17 @@ def _rows(num_steps: int, budget: float, counter: _Counter) -> Iterator[dict[str
                 "steps": step,
                 "growth_mb": round((process.memory_info().rss - first_bytes) / 1e6, 1),
                 "time_ratio": round(planned_s / eager_s, 3),
-                "captures": counter.num_captures,
-                "plans": counter.num_plans,
+                "captures": log.num_captures,
+                "plans": log.num_plans,
             }
 
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=64, n_head=2, vocab_size=VOCABULARY, n_positions=MAX_TOKENS
-    )
-    return transformers.GPT2LMHeadModel(config)
+    return hf(
+        "GPT2LMHeadModel", n_layer=2, n_embd=64, n_head=2, vocab_size=VOCABULARY,
+        n_positions=MAX_TOKENS,
+    )  # fmt: skip
 
 
 def _batch(num_rows: int, num_tokens: int) -> dict[str, torch.Tensor]:

@@ -12,7 +12,6 @@ at every run. Times are the machine's, and the plan may depend on them.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import sys
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bench import command
 from bench import walkthrough_text as text
 from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.joint import capture_joint
@@ -196,9 +196,7 @@ def write(found: Sequence[Section], path: Path = DOCUMENT) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line."""
-    parser = argparse.ArgumentParser(
-        prog="bench.walkthrough", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command.parser("walkthrough", __doc__)
     parser.add_argument(
         "--write", action="store_true", help=f"replace the marked blocks of {DOCUMENT.name}"
     )

@@ -14,60 +14,52 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
+from bench import command
+from bench.command import Record
 from bench.forks import run_each
 from bench.machine import machine_record
-from bench.pages import newest_records
 from bench.registries import timm_families
 from bench.registries.batches import make_batch
 from bench.registries.page import page
 from bench.registries.tiny import REGISTRIES, builders, names_of
 from bench.registries.trial import trial
 
-Record = dict[str, Any]
 _TIMM = "timm"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is missing and writes the page; 0 whether models are right or wrong."""
     options = _parse(arguments)
-    lines = Path(f"{options.output}.jsonl")
+    lines = command.lines_of(options)
     if not options.page:
         _run(options, lines)
-    Path(f"{options.output}.md").write_text("\n".join(page(read(lines))) + "\n", encoding="utf-8")
+    command.write(options, page(read(lines)))
     return 0
 
 
 def read(path: Path) -> list[Record]:
     """The newest line of each model."""
-    return newest_records(path, "registry", "name")
+    return command.newest(command.read(path), "registry", "name")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.zoo", description=(__doc__ or "").partition("\n")[0]
-    )
+    parser = command.parser("zoo", __doc__, stem="zoo_cpu")
     add = parser.add_argument
-    stem = Path(__file__).parent / "results" / f"zoo_cpu_{time.strftime('%Y%m')}"
     every = [*REGISTRIES, _TIMM]
     add("--registry", action="append", choices=every, help="repeatable; default: all")
     add("--name", action="append", help="a type of configuration; repeatable; default: all")
     add("--again", action="append", default=[], metavar="VERDICT", help="run these once more")
     add("--limit", type=float, default=60, metavar="S", help="seconds for one model")
     add("--parallel", type=int, default=2, metavar="N", help="processes at a time")
-    add("--output", type=Path, default=stem, metavar="STEM", help="write STEM.jsonl and STEM.md")
-    add("--page", action="store_true", help="only write the page of the finished models")
     options = parser.parse_args(arguments)
     options.registry = options.registry or every
     return options
@@ -87,13 +79,9 @@ def _run(options: argparse.Namespace, lines: Path) -> None:
         if (registry, name) not in finished and name in (options.name or [name])
     ]
     head = machine_record("bench.zoo")
-    lines.parent.mkdir(parents=True, exist_ok=True)
-    with lines.open("a", encoding="utf-8") as file:
-        found = run_each(models, _measure, parallel=options.parallel, limit_s=options.limit)
-        for (registry, name), record in tqdm(found, total=len(models), unit="model"):
-            line = head | {"registry": registry, "name": name} | record
-            file.write(json.dumps(line) + "\n")
-            file.flush()
+    found = run_each(models, _measure, parallel=options.parallel, limit_s=options.limit)
+    for (registry, name), record in tqdm(found, total=len(models), unit="model"):
+        command.add_line(lines, head | {"registry": registry, "name": name} | record)
 
 
 def _names_of(registry: str) -> list[str]:

@@ -11,12 +11,13 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from bench.measure import allocator_peak
+from bench.measure import allocator_peak, time_in_turn, time_once
 from bench.models.gpu import Batch, GpuModel
 from rockmate import InfeasibleBudgetError, InfeasibleMemoryLimitError, Planner, RockmateModule
 from rockmate.costs.estimate import estimate_costs
@@ -97,26 +98,23 @@ def _largest_difference(
 # --- one step in turn with eager ------------------------------------------------------------------
 
 
-def planned_step(model: GpuModel, device: torch.device, share: float) -> Figures:
-    """Peaks and time of a planned step at a share of the baseline's peak."""
+def planned_step(
+    model: GpuModel, device: torch.device, share: float, *, is_fused: bool = False
+) -> Figures:
+    """Peaks and time of a planned step at a share of the baseline's peak.
+
+    With fused kernels: also what they have brought, and their gradients' error.
+    """
     module, batch = model.model(device), model.batch(device)
     begin = time.perf_counter()
-    planned = _planned(module, batch, share)
-    planning_s = time.perf_counter() - begin
-    return step_figures(planned, module, batch, device, planning_s)
-
-
-def fused_step(model: GpuModel, device: torch.device, share: float) -> Figures:
-    """The same with fused kernels, with what they have brought and their gradients' error."""
-    module, batch = model.model(device), model.batch(device)
-    begin = time.perf_counter()
-    planned = _planned(module, batch, share, kernels="fused")
-    planning_s = time.perf_counter() - begin
+    planned = _planned(module, batch, share, kernels="fused" if is_fused else "eager")
+    figures = step_figures(planned, module, batch, device, time.perf_counter() - begin)
     report = planned.plan.fusion
-    assert isinstance(report, FusionReport)
+    if not isinstance(report, FusionReport):
+        return figures
     reference, ours = _gradients(module, module, batch), _gradients(planned, module, batch)
     return {
-        **step_figures(planned, module, batch, device, planning_s),
+        **figures,
         "compile_s": round(report.compile_s, 2),
         "num_places": report.num_places,
         "num_kernels": report.num_kernels,
@@ -194,16 +192,13 @@ def against_eager(
         for _ in range(2):
             run_step(call, batch)
         figures |= {f"{name}_{key}": size for key, size in _peaks(call, batch, device).items()}
-    rounds = [
-        {name: _time_ms(call, batch, device) for name, call in calls.items()}
-        for _ in range(_NUM_ROUNDS)
-    ]
-    ratios = [each["own"] / each["eager"] for each in rounds]
+    steps = {name: partial(run_step, call, batch) for name, call in calls.items()}
+    times = time_in_turn(steps, _NUM_ROUNDS, device=device)
     return {
         **figures,
-        "eager_ms": statistics.median(each["eager"] for each in rounds),
-        "own_ms": statistics.median(each["own"] for each in rounds),
-        "ratio": statistics.median(ratios),
+        "eager_ms": times["eager"].median_ms,
+        "own_ms": times["own"].median_ms,
+        "ratio": times["own"].ratio,
     }
 
 
@@ -218,14 +213,6 @@ def _peaks(call: Callable[..., Any], batch: Batch, device: torch.device) -> dict
     torch.cuda.synchronize(device)
     reserved_bytes = torch.cuda.max_memory_reserved(device) - before_bytes
     return {"peak_bytes": peak_bytes, "reserved_bytes": reserved_bytes}
-
-
-def _time_ms(call: Callable[..., Any], batch: Batch, device: torch.device) -> float:
-    synchronize(device)
-    begin = time.perf_counter()
-    run_step(call, batch)
-    synchronize(device)
-    return (time.perf_counter() - begin) * 1e3
 
 
 # --- op costs -------------------------------------------------------------------------------------
@@ -329,7 +316,7 @@ def _train(
     optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1e-5)
     time_ms = 0.0
     for _ in range(3):
-        time_ms = _time_ms(call, batch, device)
+        time_ms = time_once(partial(run_step, call, batch), device)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     return time_ms

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.machine import hardware_text, versions_text
-from bench.pages import all_row, table, targets, worst_row
+from bench.pages import Column, all_row, records_table, targets, worst_row
 
 Record = Mapping[str, Any]
 _RESERVED_TOLERANCE = 1.05
@@ -22,11 +22,12 @@ def page(records: Mapping[str, Sequence[Record]], machine: Record) -> str:
     """The page of finished cases."""
     lines = ["# Campaign on a GPU", ""]
     lines += targets(_target_rows(records))
-    for part, write in _TABLES.items():
+    for part in _COLUMNS:
         done = [record for record in records[part] if "error" not in record]
         failed = [record for record in records[part] if "error" in record]
         lines += ["", f"## {part.capitalize()}", ""]
-        lines += write([record for record in done if "skipped" not in record])
+        whole = [record for record in done if "skipped" not in record]
+        lines += [line for each in _tables(part, whole) for line in (*each, "")][:-1]
         lines += [
             f"\n{record['model']} {record['setting']}: {record['error']}" for record in failed
         ]
@@ -98,149 +99,116 @@ def _ratio(record: Record, key: str) -> float:
     return record[key] / record["predicted_peak_bytes"]
 
 
-def _mib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**20:,.0f}"
+def _mib(key: str) -> Callable[[Record], str]:
+    return lambda record: f"{record.get(key, 0) / 2**20:,.0f}"
 
 
-def _correctness(records: Sequence[Record]) -> list[str]:
-    columns = ["model", "gradients", "bitwise equal", "missing", "planned - eager", "eager - eager"]
-    rows = [
-        [
-            r["model"],
-            f"{r['num_gradients']}",
-            f"{r['num_equal']}",
-            f"{r['num_missing']}",
-            f"{r['planned_difference']:.2e}",
-            f"{r['eager_difference']:.2e}",
-        ]
-        for r in records
-    ]
-    return table(columns, rows)
+def _batch_column(name: str, key: str, form: str) -> Callable[[Record], str]:
+    return lambda record: format(record[name][key], form)
 
 
-def _steps(records: Sequence[Record]) -> list[str]:
-    columns = [
-        *("model", "of the peak", "budget, MiB", "predicted", "measured", "reserved"),
-        *("eager", "time / eager's", "predicted", "planning, s"),
-    ]
-    rows = [
-        [
-            r["model"],
-            r["setting"],
-            _mib(r["budget_bytes"]),
-            _mib(r["predicted_peak_bytes"]),
-            _mib(r["own_peak_bytes"]),
-            _mib(r.get("own_reserved_bytes", 0)),
-            _mib(r["eager_peak_bytes"]),
-            f"{r['ratio']:.3f}",
-            f"{r['predicted_ratio']:.3f}",
-            f"{r['planning_s']:.1f}",
-        ]
-        for r in records
-    ]
-    return table(columns, rows)
-
-
-def _fused(records: Sequence[Record]) -> list[str]:
-    columns = ["model", "of the peak", "groups", "kernels", "unfused", "compiling, s", "gradients"]
-    rows = [
-        [
-            r["model"],
-            r["setting"],
-            f"{r['num_places']}",
-            f"{r['num_kernels']}",
-            f"{len(r['refusals'])}",
-            f"{r['compile_s']:.1f}",
-            f"{r['difference']:.1e}",
-        ]
-        for r in records
-    ]
-    return [*_steps(records), "", *table(columns, rows)]
-
-
-def _offloads(records: Sequence[Record]) -> list[str]:
-    """Ours, with the peer's rows below."""
-    ours = [r for r in records if r["setting"] != SAVE_ON_CPU]
-    columns = [
-        *(
-            "model",
-            "of the peak",
-            "moves",
-            "recomputed",
-            "host, MiB",
-            "predicted",
-            "time / eager's",
+_PLACE: tuple[Column, ...] = (("model", "{model}"), ("of the peak", "{setting}"))
+_STEP: tuple[Column, ...] = (
+    *_PLACE,
+    ("budget, MiB", _mib("budget_bytes")),
+    ("predicted", _mib("predicted_peak_bytes")),
+    ("measured", _mib("own_peak_bytes")),
+    ("reserved", _mib("own_reserved_bytes")),
+    ("eager", _mib("eager_peak_bytes")),
+    ("time / eager's", "{ratio:.3f}"),
+    ("predicted", "{predicted_ratio:.3f}"),
+    ("planning, s", "{planning_s:.1f}"),
+)
+_COLUMNS: Mapping[str, Sequence[Sequence[Column]]] = {
+    "correctness": [
+        (
+            ("model", "{model}"),
+            ("gradients", "{num_gradients}"),
+            ("bitwise equal", "{num_equal}"),
+            ("missing", "{num_missing}"),
+            ("planned - eager", "{planned_difference:.2e}"),
+            ("eager - eager", "{eager_difference:.2e}"),
+        )
+    ],
+    "step": [_STEP],
+    "fused": [
+        _STEP,
+        (
+            *_PLACE,
+            ("groups", "{num_places}"),
+            ("kernels", "{num_kernels}"),
+            ("unfused", lambda r: str(len(r["refusals"]))),
+            ("compiling, s", "{compile_s:.1f}"),
+            ("gradients", "{difference:.1e}"),
         ),
-        *("predicted", "waits, ms", "by recomputation alone", "GB/s out, in", "duplex"),
-    ]
-    rows = [
-        [
-            r["model"],
-            r["setting"],
-            f"{r['num_moves']}",
-            f"{r['num_recomputations']}",
-            _mib(r["host_bytes"]),
-            _mib(r["predicted_host_bytes"]),
-            f"{r['ratio']:.3f}",
-            f"{r['predicted_ratio']:.3f}",
-            f"{r['predicted_waits_ms']:.1f}",
-            f"{r['recompute_ratio']:.3f}" if "recompute_ratio" in r else "does not fit",
-            f"{r['out_gb_per_s']:.1f}, {r['in_gb_per_s']:.1f}",
-            f"{r['duplex']:.2f}",
-        ]
-        for r in ours
-    ]
-    peers = [r for r in records if r["setting"] == SAVE_ON_CPU]
-    return [*table(columns, rows), "", *_steps(ours), "", *_peers(peers)]
-
-
-def _peers(records: Sequence[Record]) -> list[str]:
-    columns = ["model", "peer", "measured, MiB", "eager, MiB", "time / eager's"]
-    rows = [
-        [
-            r["model"],
-            r["setting"],
-            _mib(r["own_peak_bytes"]),
-            _mib(r["eager_peak_bytes"]),
-            f"{r['ratio']:.3f}",
-        ]
-        for r in records
-    ]
-    return table(columns, rows)
-
-
-def _costs(records: Sequence[Record]) -> list[str]:
-    columns = ["model", "measured, ms", "estimated / measured", "largest ops: estimated / measured"]
-    rows = []
-    for r in records:
-        ops = [f"{name} {pair[1] / (pair[0] or 1e-9):.2f}" for name, pair in r["by_op"].items()]
-        ratio = r["estimated_ms"] / (r["measured_ms"] or 1e-9)
-        rows.append([r["model"], f"{r['measured_ms']:.1f}", f"{ratio:.2f}", ", ".join(ops[:6])])
-    return table(columns, rows)
-
-
-def _batches(records: Sequence[Record]) -> list[str]:
-    columns = ["model", "cap", "eager, rows", "planned, rows", "eager, rows/s", "planned, rows/s"]
-    rows = [
-        [
-            r["model"],
-            r["setting"],
-            f"{r['eager']['rows']}",
-            f"{r['planned']['rows']}",
-            f"{r['eager']['rows_per_s']:.1f}",
-            f"{r['planned']['rows_per_s']:.1f}",
-        ]
-        for r in records
-    ]
-    return table(columns, rows)
-
-
-_TABLES: Mapping[str, Callable[[Sequence[Record]], list[str]]] = {
-    "correctness": _correctness,
-    "step": _steps,
-    "fused": _fused,
-    "peers": _peers,
-    "offload": _offloads,
-    "costs": _costs,
-    "batch": _batches,
+    ],
+    "offload": [
+        (
+            *_PLACE,
+            ("moves", "{num_moves}"),
+            ("recomputed", "{num_recomputations}"),
+            ("host, MiB", _mib("host_bytes")),
+            ("predicted", _mib("predicted_host_bytes")),
+            ("time / eager's", "{ratio:.3f}"),
+            ("predicted", "{predicted_ratio:.3f}"),
+            ("waits, ms", "{predicted_waits_ms:.1f}"),
+            (
+                "by recomputation alone",
+                lambda r: (
+                    f"{r['recompute_ratio']:.3f}" if "recompute_ratio" in r else "does not fit"
+                ),
+            ),
+            ("GB/s out, in", "{out_gb_per_s:.1f}, {in_gb_per_s:.1f}"),
+            ("duplex", "{duplex:.2f}"),
+        ),
+        _STEP,
+    ],
+    "peers": [
+        (
+            ("model", "{model}"),
+            ("peer", "{setting}"),
+            ("measured, MiB", _mib("own_peak_bytes")),
+            ("eager, MiB", _mib("eager_peak_bytes")),
+            ("time / eager's", "{ratio:.3f}"),
+        )
+    ],
+    "costs": [
+        (
+            ("model", "{model}"),
+            ("measured, ms", "{measured_ms:.1f}"),
+            (
+                "estimated / measured",
+                lambda r: f"{r['estimated_ms'] / (r['measured_ms'] or 1e-9):.2f}",
+            ),
+            (
+                "largest ops: estimated / measured",
+                lambda r: ", ".join(
+                    f"{name} {pair[1] / (pair[0] or 1e-9):.2f}"
+                    for name, pair in list(r["by_op"].items())[:6]
+                ),
+            ),
+        )
+    ],
+    "batch": [
+        (
+            ("model", "{model}"),
+            ("cap", "{setting}"),
+            *(
+                (f"{name}, {title}", _batch_column(name, key, form))
+                for title, key, form in (("rows", "rows", ""), ("rows/s", "rows_per_s", ".1f"))
+                for name in ("eager", "planned")
+            ),
+        )
+    ],
 }
+"""The tables of each part."""
+
+
+def _tables(part: str, records: Sequence[Record]) -> Iterator[list[str]]:
+    """The tables of a part; other ways to offload have those of peers."""
+    ours = [record for record in records if record["setting"] != SAVE_ON_CPU]
+    for columns in _COLUMNS[part]:
+        yield records_table(columns, ours)
+    if part == "offload":
+        others = [record for record in records if record["setting"] == SAVE_ON_CPU]
+        yield records_table(_COLUMNS["peers"][0], others)

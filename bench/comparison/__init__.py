@@ -1,9 +1,6 @@
-"""All methods on one model: the lines that are measured, and the page and pictures made of them.
+"""All methods on one model: the lines that are measured, and the pages and pictures made of them.
 
-`bench.compare` and `bench.branched` start one process for each model:
-
-    python -m bench.comparison.measurement --model llama --lines STEM.jsonl --plans DIRECTORY
-
+`bench.compare` starts one process for each model (`measurement`), which starts another (`plans`).
 Every measurement is one line of JSON. A line that is in the file is not measured again. Lines by
 kind:
 

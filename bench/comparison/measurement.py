@@ -1,7 +1,5 @@
 """One model's measurement in one process: peaks first, then times in turn.
 
-    python -m bench.comparison.measurement --model llama --lines STEM.jsonl --plans DIRECTORY
-
 The process starts with `measure.RESIDENT_ENVIRONMENT` and goes through four stages:
 
 1. It measures every peer's peak with both meters.
@@ -15,14 +13,12 @@ Plans wait in their directory while a measurement is interrupted.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import statistics
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
@@ -32,11 +28,14 @@ import torch
 from torch import nn
 
 from bench import measure, models, peers
-from bench.comparison.lines import Lines, Record, read, say
-from bench.comparison.process import ROOT, arguments_of, measured_options, parser
+from bench.command import Record, read, say
+from bench.comparison.lines import Lines
+from bench.comparison.process import Task
 from bench.comparison.result import OURS
 from bench.machine import machine_record
 from rockmate import STRATEGIES
+from rockmate.curves.measure import tensor_difference
+from rockmate.graph.step_options import StepOptions
 from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
 from rockmate.step import capture_step
@@ -48,13 +47,11 @@ _BETWEEN_EAGER = 4
 class ModelMeasurement:
     """One model's measurements."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, task: Task) -> None:
         """Builds the model and takes eager's gradients."""
-        self.options = options
-        self.lines = Lines(options.lines, options.model)
-        self.workload = models.build(
-            options.model, tiny=options.tiny, device=options.device
-        ).with_loss_inside()
+        self.options = task
+        self.lines = Lines(task.lines, task.model)
+        self.workload = task.workload()
         self._batch = self.workload.make_batch(1)
         # The first step allocates library buffers and `.grad`.
         self._step(self.workload.model)
@@ -67,14 +64,14 @@ class ModelMeasurement:
         self.lines.add(
             "run",
             **machine_record("bench.comparison.measurement"),
-            options=measured_options(self.options),
+            options=self.options.measured,
         )
         lent = self._measure_peers()
         lent |= self._measure_ours()
         if torch.device(self.options.device).type == "cpu":
             measure.ordinary_allocation()
         self._time(lent)
-        self.lines.add("finished", options=measured_options(self.options))
+        self.lines.add("finished", options=self.options.measured)
 
     def _measure_peers(self) -> dict[str, peers.Peer]:
         found = peers.peers_for(torch.device(self.options.device).type, quick=self.options.quick)
@@ -96,7 +93,8 @@ class ModelMeasurement:
         if not self._is_planned():
             self._plan()
         plans = self._plans()
-        step = capture_step(self.workload.model, self.workload.sample)
+        options = StepOptions(**self.options.capture)
+        step = capture_step(self.workload.model, self.workload.sample, options)
         lent: dict[str, peers.Peer] = {}
         for record in plans:
             name, kind = record["method"], record["kind"]
@@ -128,11 +126,12 @@ class ModelMeasurement:
 
     def _plan(self) -> None:
         say(f"{self.options.model}: planning")
-        command = [sys.executable, "-m", "bench.comparison.plans", *arguments_of(self.options)]
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")
         }
-        subprocess.run(command, env=environment, cwd=ROOT, check=True)
+        status = self.options.run("plans", environment)
+        if status:
+            raise RuntimeError(f"{self.options.model}: planning ended with status {status}")
 
     def _plans(self) -> list[Record]:
         """The wanted records of the second process."""
@@ -163,7 +162,7 @@ class ModelMeasurement:
         self._zero()
         with peer(self.workload) as model:
             first_ms = measure.time_once(partial(self._step, model), self.options.device)
-            difference = measure.tensor_difference(
+            difference = tensor_difference(
                 measure.gradients_of(self.workload.model), self._gradients
             )
             second_ms = measure.time_once(partial(self._step, model), self.options.device)
@@ -280,12 +279,11 @@ def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"[:300]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Measures one model; 130 if interrupted."""
-    options = parser("bench.comparison.measurement").parse_args(arguments)
     torch.set_num_threads(1)
     try:
-        ModelMeasurement(options).measure()
+        ModelMeasurement(Task.from_command_line()).measure()
     except KeyboardInterrupt:
         return 130
     return 0

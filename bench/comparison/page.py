@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from bench import peers
-from bench.comparison.lines import Record, by_model
+from bench.command import Record
+from bench.comparison.lines import by_model
 from bench.comparison.result import (
     GRADIENT_TOLERANCE,
     LEAST_PEAK_RATIO,
@@ -19,7 +21,16 @@ from bench.comparison.result import (
     ModelResult,
     Point,
 )
-from bench.pages import Start, all_row, megabytes, provenance, table, targets, worst_row
+from bench.pages import (
+    Column,
+    Start,
+    all_row,
+    megabytes,
+    provenance,
+    records_table,
+    targets,
+    worst_row,
+)
 
 LEAST_PEAK = 0.75
 """Target of our least peak, as a share of the least of any peer."""
@@ -62,7 +73,9 @@ def page(records: Sequence[Record], points_file: str = "points.csv") -> list[str
         *_further_rounds(results),
         *_quick_settings(results),
         "",
-        *_overview(results),
+        "## Model by model",
+        "",
+        *records_table(_MODELS, results),
         "",
         *_undominated(results),
         "",
@@ -101,7 +114,8 @@ def _starts(results: Iterable[ModelResult]) -> list[Start]:
 
 def _command(options: Record) -> str:
     words = ["python -m bench.compare --device", options["device"]]
-    words += [f"--{name}" for name in ("quick", "tiny") if options[name]]
+    switches = ("quick", "tiny", "loss_only")
+    words += [f"--{name.replace('_', '-')}" for name in switches if options.get(name)]
     words += ["--rounds", str(options["rounds"])]
     words += [f'--method "{method}"' for method in options["method"]]
     return " ".join(words)
@@ -140,7 +154,7 @@ def _quick_settings(results: Sequence[ModelResult]) -> list[str]:
 def _targets(results: Sequence[ModelResult]) -> list[str]:
     matches = [match for result in results for match in result.matches]
     checkpoints = [(r.name, r.checkpoint.excess + 1) for r in results if r.checkpoint]
-    least = [(r.name, _share_of_least(r.least)) for r in results if r.least]
+    least = [(r.name, _share(r.least)) for r in results if r.least]
     median = [("", statistics.median(share for _, share in least))] if least else []
     points = [point for result in results for point in result.points]
     planned = [(p.peak_bytes, p.budget_bytes) for p in points if p.budget_bytes is not None]
@@ -172,105 +186,8 @@ def _targets(results: Sequence[ModelResult]) -> list[str]:
     )
 
 
-def _share_of_least(least: Match) -> float:
+def _share(least: Match) -> float:
     return math.inf if least.ours is None else least.ours.peak_bytes / least.peer.peak_bytes
-
-
-# --- models -----------------------------------------------------------------------------------
-
-
-def _overview(results: Iterable[ModelResult]) -> list[str]:
-    columns = (
-        *("model", "eager MB", "eager ms", "peer points", "dominated"),
-        *("checkpoint MB", "its time", "ours there", "of its time"),
-        *("least of a peer, MB", "whose", "ours, MB", "share", "our time"),
-    )
-    return ["## Model by model", "", *table(columns, map(_overview_row, results))]
-
-
-def _overview_row(result: ModelResult) -> list[str]:
-    eager = result.eager
-    sizes = [megabytes(eager.peak_bytes), number_text(eager.ms, ".0f")] if eager else ["", ""]
-    return [
-        result.name,
-        *sizes,
-        str(len(result.matches)),
-        str(sum(match.is_dominated for match in result.matches)),
-        *_checkpoint_cells(result.checkpoint),
-        *_least_cells(result.least),
-    ]
-
-
-def _checkpoint_cells(checkpoint: Match | None) -> list[str]:
-    if checkpoint is None:
-        return [""] * 4
-    return [
-        megabytes(checkpoint.peer.peak_bytes),
-        f"{checkpoint.peer.ratio:.3f}",
-        f"{checkpoint.ours.ratio:.3f}" if checkpoint.ours else "",
-        f"{checkpoint.excess + 1:.3f}",
-    ]
-
-
-def _least_cells(least: Match | None) -> list[str]:
-    if least is None:
-        return [""] * 5
-    own = ["none", "", ""]
-    if least.ours:
-        share = f"{_share_of_least(least):.3f}"
-        own = [megabytes(least.ours.peak_bytes), share, f"{least.ours.ratio:.3f}"]
-    return [megabytes(least.peer.peak_bytes), least.peer.method, *own]
-
-
-def _undominated(results: Iterable[ModelResult]) -> list[str]:
-    rows = [
-        _undominated_row(result.name, match)
-        for result in results
-        for match in result.matches
-        if not match.is_dominated
-    ]
-    title = "## Peer points that are not dominated"
-    if not rows:
-        return [title, "", "None."]
-    columns = (
-        *("model", "peer", "peak MB", "its time", "ours", "our peak MB", "our time"),
-        *("beyond", "within noise", "its gradients"),
-    )
-    return [
-        title,
-        "",
-        "Beyond is our time over the peer's at no greater peak, less 1. It is within noise if the "
-        "difference is less than the sum of both spreads.",
-        "",
-        *table(columns, rows),
-    ]
-
-
-def _undominated_row(model: str, match: Match) -> list[str]:
-    peer, ours = match.peer, match.ours
-    cells = [model, peer.method, megabytes(peer.peak_bytes), ratio_text(peer)]
-    if ours is None:
-        cells += ["none as small", "", "", "", ""]
-    else:
-        cells += [ours.method, megabytes(ours.peak_bytes), ratio_text(ours)]
-        cells += [f"{100 * match.excess:.1f} %", _noise_text(ours, peer)]
-    return [*cells, gradients_text(peer)]
-
-
-def _noise_text(ours: Point, peer: Point) -> str:
-    noise = ours.spread + peer.spread
-    if ours.ratio - peer.ratio <= noise:
-        return "yes"
-    return "no" if noise else "unknown: one round"
-
-
-def _unfinished(results: Iterable[ModelResult]) -> list[str]:
-    lines = [
-        f"- {result.name}: {len(result.points)} points so far."
-        for result in results
-        if not result.of("finished")
-    ]
-    return ["## Not finished", "", *lines, ""] if lines else []
 
 
 def _method() -> list[str]:
@@ -282,7 +199,7 @@ def _method() -> list[str]:
         "",
         "`bench/peers` describes the peers. Min-cut peers run PyTorch's own kernels (AOT eager), "
         "as rockmate's plans do here. So there the comparison is about which values are saved and "
-        "recomputed. Inductor's peers run fused kernels; `bench.fused_peers` holds them against "
+        "recomputed. Inductor's peers run fused kernels; `bench.fused --peers` holds them against "
         "rockmate's plans with fused kernels.",
         "",
         "Of our points with no greater measured peak, the one with the least predicted time is "
@@ -294,7 +211,7 @@ def _method() -> list[str]:
     ]
 
 
-# --- text -------------------------------------------------------------------------------------
+# --- tables -----------------------------------------------------------------------------------
 
 
 def number_text(value: float, form: str = ".3f") -> str:
@@ -314,3 +231,112 @@ def gradients_text(point: Point) -> str:
     if point.is_wrong:
         return f"**wrong**, {point.gradient_difference:.1g}"
     return f"{point.gradient_difference:.1e}"
+
+
+def _of(read: Callable[[Any], Any], write: Callable[[Any], str]) -> Callable[[Any], str]:
+    """A cell that is empty where what it reads is not there."""
+    return lambda record: "" if (value := read(record)) is None else write(value)
+
+
+_MODELS: tuple[Column, ...] = (
+    ("model", lambda r: r.name),
+    ("eager MB", _of(lambda r: r.eager, lambda p: megabytes(p.peak_bytes))),
+    ("eager ms", _of(lambda r: r.eager, lambda p: number_text(p.ms, ".0f"))),
+    ("peer points", lambda r: str(len(r.matches))),
+    ("dominated", lambda r: str(sum(match.is_dominated for match in r.matches))),
+    ("checkpoint MB", _of(lambda r: r.checkpoint, lambda m: megabytes(m.peer.peak_bytes))),
+    ("its time", _of(lambda r: r.checkpoint, lambda m: f"{m.peer.ratio:.3f}")),
+    ("ours there", _of(lambda r: r.checkpoint and r.checkpoint.ours, lambda p: f"{p.ratio:.3f}")),
+    ("of its time", _of(lambda r: r.checkpoint, lambda m: f"{m.excess + 1:.3f}")),
+    ("least of a peer, MB", _of(lambda r: r.least, lambda m: megabytes(m.peer.peak_bytes))),
+    ("whose", _of(lambda r: r.least, lambda m: m.peer.method)),
+    (
+        "ours, MB",
+        _of(lambda r: r.least, lambda m: megabytes(m.ours.peak_bytes) if m.ours else "none"),
+    ),
+    ("share", _of(lambda r: r.least and r.least.ours and r.least, lambda m: f"{_share(m):.3f}")),
+    ("our time", _of(lambda r: r.least and r.least.ours, lambda p: f"{p.ratio:.3f}")),
+)
+# Of pairs of a model's name and a match.
+_UNDOMINATED: tuple[Column, ...] = (
+    ("model", lambda p: p[0]),
+    ("peer", lambda p: p[1].peer.method),
+    ("peak MB", lambda p: megabytes(p[1].peer.peak_bytes)),
+    ("its time", lambda p: ratio_text(p[1].peer)),
+    ("ours", lambda p: p[1].ours.method if p[1].ours else "none as small"),
+    ("our peak MB", _of(lambda p: p[1].ours, lambda own: megabytes(own.peak_bytes))),
+    ("our time", _of(lambda p: p[1].ours, ratio_text)),
+    ("beyond", lambda p: f"{100 * p[1].excess:.1f} %" if p[1].ours else ""),
+    ("within noise", lambda p: _noise_text(p[1].ours, p[1].peer) if p[1].ours else ""),
+    ("its gradients", lambda p: gradients_text(p[1].peer)),
+)
+_README = {
+    "llama": "Llama type",
+    "llama-lora": "Llama type with LoRA",
+    "gpt2-deep": "GPT-2, 24 layers",
+    "gpt2-1row": "GPT-2, full vocabulary",
+    "bert-narrow": "BERT, narrow",
+    "t5-small": "T5-small",
+    "vit-small": "ViT-small",
+    "resnet50": "ResNet-50",
+}
+_README_COLUMNS: tuple[Column, ...] = (
+    ("model", lambda r: _README[r.name]),
+    ("eager", lambda r: megabytes(r.eager.peak_bytes)),
+    ("checkpoint: peak, time", lambda r: _peak_and_time(r.checkpoint.peer)),
+    (
+        "rockmate there",
+        lambda r: f"{r.checkpoint.ours.ratio:.3f}" if r.checkpoint.ours else "none as small",
+    ),
+    ("smallest peak of others", lambda r: megabytes(r.least.peer.peak_bytes)),
+    (
+        "rockmate's, time",
+        lambda r: _peak_and_time(r.least.ours) if r.least.ours else "none as fast",
+    ),
+)
+
+
+def _peak_and_time(point: Point) -> str:
+    return f"{megabytes(point.peak_bytes)}, {point.ratio:.3f}"
+
+
+def readme_table(results: Sequence[ModelResult]) -> list[str]:
+    """README's table of results."""
+    found = {result.name: result for result in results}
+    return records_table(_README_COLUMNS, [found[name] for name in _README if name in found])
+
+
+def _undominated(results: Iterable[ModelResult]) -> list[str]:
+    found = [
+        (result.name, match)
+        for result in results
+        for match in result.matches
+        if not match.is_dominated
+    ]
+    title = "## Peer points that are not dominated"
+    if not found:
+        return [title, "", "None."]
+    return [
+        title,
+        "",
+        "Beyond is our time over the peer's at no greater peak, less 1. It is within noise if the "
+        "difference is less than the sum of both spreads.",
+        "",
+        *records_table(_UNDOMINATED, found),
+    ]
+
+
+def _noise_text(ours: Point, peer: Point) -> str:
+    noise = ours.spread + peer.spread
+    if ours.ratio - peer.ratio <= noise:
+        return "yes"
+    return "no" if noise else "unknown: one round"
+
+
+def _unfinished(results: Iterable[ModelResult]) -> list[str]:
+    lines = [
+        f"- {result.name}: {len(result.points)} points so far."
+        for result in results
+        if not result.of("finished")
+    ]
+    return ["## Not finished", "", *lines, ""] if lines else []

@@ -1,7 +1,5 @@
 """Our plans for one model's comparison: the budgets of a sweep, and the measured peak of each peer.
 
-    python -m bench.comparison.plans --model llama --lines STEM.jsonl --plans DIRECTORY
-
 `bench.comparison.measurement` starts it when the peers' peaks are measured. Each plan has a file.
 `plans.jsonl` lists all plans in records of the kinds of `bench.comparison`. It appears only when it
 is complete.
@@ -13,14 +11,14 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 
-from bench import models
-from bench.comparison.lines import Lines, Record, read
-from bench.comparison.process import parser
+from bench.command import Record, read
+from bench.comparison.lines import Lines
+from bench.comparison.process import Task
 from bench.comparison.result import OURS
 from checkmate.reduction import reduce
 from rockmate import STRATEGIES, InfeasibleBudgetError, Plan, Planner, SolverLimitError
@@ -54,14 +52,12 @@ PEAK_STEP = 0.01
 """Peers whose peaks differ by less than this share one plan, made for the smallest of them."""
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Plans for one model."""
-    options = parser("bench.comparison.plans").parse_args(arguments)
+    options = Task.from_command_line()
     torch.set_num_threads(1)
     options.plans.mkdir(parents=True, exist_ok=True)
-    workload = models.build(
-        options.model, tiny=options.tiny, device=options.device
-    ).with_loss_inside()
+    workload = options.workload()
     points = [
         record
         for record in Lines(options.lines, options.model).of("point")
@@ -71,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record for record in read(options.plans / "plans.jsonl") if record["kind"] != "planner"
     ]
     known = {record["method"] for record in earlier}
-    planner = Planner(workload.model, workload.sample)
+    planner = Planner(workload.model, workload.sample, **options.capture)
     sweep = _asked(planner, options.method) if options.method else _swept(planner, options.quick)
     wanted = [method for method in (*sweep, *_at_peaks(planner, points)) if method[0] not in known]
     planned = list(_plan_all(planner, options.plans, wanted))

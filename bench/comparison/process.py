@@ -1,66 +1,81 @@
-"""The command line of the processes that measure and plan one model."""
+"""The processes that measure and plan one model, and what they are told."""
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from bench import measure, models
-from bench.comparison.lines import Record
+from bench.command import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 """The folder that `python -m bench...` starts in."""
 
 
-def parser(program: str) -> argparse.ArgumentParser:
-    """The options of one model's processes."""
-    made = argparse.ArgumentParser(prog=program)
-    made.add_argument("--model", required=True, choices=sorted(models.REGISTRY))
-    made.add_argument(
-        "--lines", required=True, type=Path, metavar="JSONL", help="file to add lines to"
-    )
-    made.add_argument(
-        "--plans", required=True, type=Path, metavar="DIRECTORY", help="folder of saved plans"
-    )
-    made.add_argument("--device", default="cpu")
-    made.add_argument("--rounds", type=int, default=3, help="timed rounds, after one warm-up round")
-    made.add_argument("--method", action="append", default=[], help="repeatable; default: all")
-    made.add_argument("--quick", action="store_true", help="fewer settings and budgets")
-    made.add_argument("--tiny", action="store_true", help="models for tests, steps of milliseconds")
-    made.add_argument("--peers-only", action="store_true", help="measure no plans")
-    return made
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One model of a comparison.
+
+    Attributes:
+        model: its name.
+        lines: the file to add lines to.
+        plans: the folder of saved plans.
+        device: "cpu" or "cuda".
+        rounds: timed rounds, after one to warm up.
+        method: names of methods; all if empty.
+        quick: fewer settings and budgets.
+        tiny: the model for tests.
+        peers_only: no plans.
+        loss_only: the outputs besides the loss are not kept, so that it may run in chunks.
+    """
+
+    model: str
+    lines: Path
+    plans: Path
+    device: str = "cpu"
+    rounds: int = 3
+    method: tuple[str, ...] = ()
+    quick: bool = False
+    tiny: bool = False
+    peers_only: bool = False
+    loss_only: bool = False
+
+    @classmethod
+    def from_command_line(cls) -> Task:
+        """The task of this process."""
+        fields = json.loads(sys.argv[1])
+        paths = {name: Path(fields[name]) for name in ("lines", "plans")}
+        return cls(**{**fields, **paths, "method": tuple(fields["method"])})
+
+    @property
+    def measured(self) -> Record:
+        """The options that decide what is measured, in the form of JSON."""
+        left_out = ("model", "lines", "plans")
+        found = {name: value for name, value in asdict(self).items() if name not in left_out}
+        return found | {"method": list(self.method)}
+
+    def run(self, module: str, environment: Mapping[str, str]) -> int:
+        """Runs a module on the task in a process of its own; its exit status."""
+        told = json.dumps(asdict(self), default=str)
+        command = [sys.executable, "-m", f"bench.comparison.{module}", told]
+        return subprocess.run(command, env=environment, cwd=ROOT, check=False).returncode
+
+    def workload(self) -> models.Workload:
+        """The model with its loss inside."""
+        return models.build(self.model, tiny=self.tiny, device=self.device).with_loss_inside()
+
+    @property
+    def capture(self) -> dict[str, Any]:
+        """Options of the capture."""
+        return {"outputs": "loss"} if self.loss_only else {}
 
 
-def arguments_of(options: argparse.Namespace) -> list[str]:
-    """The command line of these options."""
-    methods = [word for name in options.method for word in ("--method", name)]
-    switches = ("quick", "tiny", "peers_only")
-    return [
-        *("--model", options.model),
-        *("--lines", str(options.lines)),
-        *("--plans", str(options.plans)),
-        *("--device", options.device),
-        *("--rounds", str(options.rounds)),
-        *methods,
-        *(f"--{name.replace('_', '-')}" for name in switches if getattr(options, name)),
-    ]
-
-
-def measured_options(options: argparse.Namespace) -> Record:
-    """The options that decide what is measured, in the form of JSON."""
-    return {
-        key: value
-        for key, value in vars(options).items()
-        if not isinstance(value, Path) and key != "model"
-    }
-
-
-def start(options: argparse.Namespace) -> int:
-    """Measures one model in a process of its own and returns its exit status."""
-    command = [sys.executable, "-m", "bench.comparison.measurement", *arguments_of(options)]
-    return subprocess.run(
-        command, env=os.environ | measure.RESIDENT_ENVIRONMENT, cwd=ROOT, check=False
-    ).returncode
+def start(task: Task) -> int:
+    """Measures one model in a process of its own; its exit status."""
+    return task.run("measurement", os.environ | measure.RESIDENT_ENVIRONMENT)

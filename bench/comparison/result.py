@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from bench.comparison.lines import Record
+from bench.command import Record
 
 OURS = "rockmate"
 ONE_PER_LAYER = "checkpoint"

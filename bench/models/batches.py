@@ -1,96 +1,79 @@
-"""Batches of random tokens, images and vectors: equal seeds give equal values."""
+"""Batches of random tokens, images and vectors, drawn from a generator on the CPU."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+from torch import Generator, Tensor
 
-from bench.models.workload import TARGET, Batch
+from bench.models.workload import TARGET
+
+MakeBatch = Callable[[Generator], dict[str, Tensor]]
+Shape = tuple[int, ...]
+_FIRST_WORD = 3  # smaller ones are special
 
 
-def seeded_generator(seed: int) -> torch.Generator:
+def seeded_generator(seed: int) -> Generator:
     """A generator for batches; its offset keeps it apart from the draws of the weights."""
     return torch.Generator().manual_seed(1_000_003 + seed)
 
 
-def causal_tokens(
-    seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device
-) -> Batch:
+def words(shape: Shape, vocabulary: int) -> Callable[[Generator], Tensor]:
+    """Random tokens."""
+    return lambda draw: torch.randint(_FIRST_WORD, vocabulary, shape, generator=draw)
+
+
+def classes(count: int, *shape: int) -> Callable[[Generator], Tensor]:
+    """Random labels."""
+    return lambda draw: torch.randint(0, count, shape, generator=draw)
+
+
+def normal(*shape: int) -> Callable[[Generator], Tensor]:
+    """Random values."""
+    return lambda draw: torch.randn(*shape, generator=draw)
+
+
+def drawn(**values: Callable[[Generator], Tensor]) -> MakeBatch:
+    """A batch of values that are drawn in this order."""
+    return lambda draw: {name: make(draw) for name, make in values.items()}
+
+
+def causal(shape: Shape, vocabulary: int) -> MakeBatch:
     """Tokens that are their own labels, as causal language models take them."""
-    tokens = torch.randint(3, vocabulary, shape, generator=seeded_generator(seed)).to(device)
-    return {"input_ids": tokens, "labels": tokens.clone()}
+
+    def make(draw: Generator) -> dict[str, Tensor]:
+        tokens = words(shape, vocabulary)(draw)
+        return {"input_ids": tokens, "labels": tokens.clone()}
+
+    return make
 
 
-def classified_tokens(
-    seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device
-) -> Batch:
-    """Tokens with one of four labels a sequence."""
-    tokens = torch.randint(1, vocabulary, shape, generator=seeded_generator(seed))
-    labels = torch.randint(0, 4, shape[:1], generator=seeded_generator(seed + 1))
-    return {"input_ids": tokens.to(device), "labels": labels.to(device)}
-
-
-def masked_tokens(
-    seed: int, *, shape: tuple[int, int], vocabulary: int, device: torch.device
-) -> Batch:
+def masked(shape: Shape, vocabulary: int) -> MakeBatch:
     """Tokens of which 15 % are hidden, and the hidden ones as labels."""
-    generator = seeded_generator(seed)
-    tokens = torch.randint(3, vocabulary, shape, generator=generator)
-    hidden = torch.rand(shape, generator=generator) < 0.15
-    labels = tokens.masked_fill(~hidden, -100)
-    return {"input_ids": tokens.masked_fill(hidden, 2).to(device), "labels": labels.to(device)}
+
+    def make(draw: Generator) -> dict[str, Tensor]:
+        tokens = words(shape, vocabulary)(draw)
+        hidden = torch.rand(shape, generator=draw) < 0.15
+        labels = tokens.masked_fill(~hidden, -100)
+        return {"input_ids": tokens.masked_fill(hidden, 2), "labels": labels}
+
+    return make
 
 
-def translation_tokens(
-    seed: int,
-    *,
-    shape: tuple[int, int],
-    labels_shape: tuple[int, int],
-    vocabulary: int,
-    device: torch.device,
-) -> Batch:
+def translated(source: Shape, target: Shape, vocabulary: int) -> MakeBatch:
     """Source and target tokens of an encoder-decoder."""
-    generator = seeded_generator(seed)
-    tokens = torch.randint(3, vocabulary, shape, generator=generator)
-    labels = torch.randint(3, vocabulary, labels_shape, generator=generator)
-    return {"input_ids": tokens.to(device), "labels": labels.to(device)}
+    return drawn(input_ids=words(source, vocabulary), labels=words(target, vocabulary))
 
 
-def labelled_images(
-    seed: int,
-    *,
-    batch: int,
-    pixels: int,
-    classes: int,
-    names: tuple[str, str],
-    device: torch.device,
-) -> Batch:
+def images(
+    batch: int, pixels: int, count: int, names: tuple[str, str] = ("pixel_values", "labels")
+) -> MakeBatch:
     """Images with one class each; `names` are the keys of images and classes."""
-    generator = seeded_generator(seed)
-    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
-    classes_wanted = torch.randint(0, classes, (batch,), generator=generator)
-    return {names[0]: images.to(device), names[1]: classes_wanted.to(device)}
+    values = (normal(batch, 3, pixels, pixels), classes(count, batch))
+    return drawn(**dict(zip(names, values, strict=True)))
 
 
-def segmented_images(
-    seed: int, *, batch: int, pixels: int, classes: int, device: torch.device
-) -> Batch:
-    """Images with one class a pixel."""
-    generator = seeded_generator(seed)
-    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
-    classes_wanted = torch.randint(0, classes, (batch, pixels, pixels), generator=generator)
-    return {"x": images.to(device), TARGET: classes_wanted.to(device)}
-
-
-def regression_vectors(
-    seed: int,
-    *,
-    shape: tuple[int, ...],
-    name: str,
-    target_shape: tuple[int, ...],
-    device: torch.device,
-) -> Batch:
-    """Vectors and a target for the squared error; `name` is the key of the vectors."""
-    generator = seeded_generator(seed)
-    vectors = torch.randn(shape, generator=generator)
-    target = torch.randn(target_shape, generator=generator)
-    return {name: vectors.to(device), TARGET: target.to(device)}
+def vectors(name: str, shape: Shape) -> MakeBatch:
+    """Vectors and a target of their shape for the squared error."""
+    return drawn(**{name: normal(*shape), TARGET: normal(*shape)})

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.models.branched import BranchedModel, Step
-
-
-def _classification(
-    generator: torch.Generator, *, batch: int, pixels: int, classes: int
-) -> dict[str, Tensor]:
-    images = torch.randn(batch, 3, pixels, pixels, generator=generator)
-    return {"images": images, "labels": torch.randint(0, classes, (batch,), generator=generator)}
+from bench.models import batches
+from bench.models.hf import hf
+from bench.models.workload import Made, Step
 
 
 class _DenseLayer(nn.Module):
@@ -86,15 +79,15 @@ class DenseNet(nn.Module):
         return Step(functional.cross_entropy(scores, labels), scores)
 
 
-def densenet(tiny: bool) -> BranchedModel:
+def densenet(tiny: bool) -> Made:
     """DenseNet-121."""
     depths, growth, width, pixels, batch = (
         ((2, 3), 4, 8, 32, 2) if tiny else ((6, 12, 24, 16), 32, 64, 128, 4)
     )
-    return BranchedModel(
+    return Made(
         model=DenseNet(depths, growth, width, classes=100),
-        make_batch=partial(_classification, batch=batch, pixels=pixels, classes=100),
-        blocks=("stages.*.layers.*",),
+        make_batch=batches.images(batch, pixels, 100, ("images", "labels")),
+        layers=("stages.*.layers.*",),
         stages=("stages.*",),
     )
 
@@ -192,20 +185,20 @@ class HRNet(nn.Module):
         return Step(functional.cross_entropy(scores, labels), scores)
 
 
-def hrnet(tiny: bool) -> BranchedModel:
+def hrnet(tiny: bool) -> Made:
     """HRNet of three branches and four exchanges."""
     widths, num_exchanges, depth, pixels, batch = (
         ((4, 8), 2, 1, 32, 2) if tiny else ((24, 48, 96), 4, 2, 128, 4)
     )
-    return BranchedModel(
+    return Made(
         model=HRNet(widths, num_exchanges, depth, classes=100),
-        make_batch=partial(_classification, batch=batch, pixels=pixels, classes=100),
-        blocks=("exchanges.*.branches.*.*",),
+        make_batch=batches.images(batch, pixels, 100, ("images", "labels")),
+        layers=("exchanges.*.branches.*.*",),
         stages=("exchanges.*",),
     )
 
 
-def segformer(tiny: bool) -> BranchedModel:
+def segformer(tiny: bool) -> Made:
     """SegFormer-B0 with its decoder over all four levels."""
     depths, widths, pixels, decoder = (
         ([1, 1, 1, 1], [8, 16, 40, 64], 32, 16)
@@ -213,22 +206,14 @@ def segformer(tiny: bool) -> BranchedModel:
         else ([2, 2, 2, 2], [32, 64, 160, 256], 192, 256)
     )
     classes, batch = 16, 2
-    config = transformers.SegformerConfig(
-        num_labels=classes,  # pyright: ignore[reportCallIssue]
-        depths=depths,
-        hidden_sizes=widths,
-        decoder_hidden_size=decoder,
-    )
-
-    def make_batch(generator: torch.Generator) -> dict[str, Tensor]:
-        images = torch.randn(batch, 3, pixels, pixels, generator=generator)
-        return {
-            "pixel_values": images,
-            "labels": torch.randint(0, classes, (batch, pixels, pixels), generator=generator),
-        }
-
-    return BranchedModel(
-        model=transformers.SegformerForSemanticSegmentation(config),
-        make_batch=make_batch,
-        blocks=("segformer.stages.*.blocks.*",),
-    )
+    return Made(
+        model=hf(
+            "SegformerForSemanticSegmentation", num_labels=classes, depths=depths,
+            hidden_sizes=widths, decoder_hidden_size=decoder,
+        ),
+        make_batch=batches.drawn(
+            pixel_values=batches.normal(batch, 3, pixels, pixels),
+            labels=batches.classes(classes, batch, pixels, pixels),
+        ),
+        layers=("segformer.stages.*.blocks.*",),
+    )  # fmt: skip

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.models.branched import BranchedModel, Step
+from bench.models.batches import classes, drawn, normal
+from bench.models.workload import Made, Step
 
 
 class _Denoiser(nn.Module):
@@ -35,7 +36,7 @@ def _diffusers(name: str) -> Any:
     return getattr(diffusers, name)
 
 
-def conditional_unet(tiny: bool) -> BranchedModel:
+def conditional_unet(tiny: bool) -> Made:
     """The U-Net of latent diffusion, with attention to a text on two of its three levels."""
     widths, depth, size, text, length = (
         ((16, 32), 1, 8, 16, 4) if tiny else ((48, 96, 192), 2, 32, 128, 32)
@@ -51,18 +52,17 @@ def conditional_unet(tiny: bool) -> BranchedModel:
         norm_num_groups=8 if tiny else 16,
     )
 
-    def make_batch(generator: torch.Generator) -> dict[str, Tensor]:
-        return {
-            "sample": torch.randn(2, 4, size, size, generator=generator),
-            "noise": torch.randn(2, 4, size, size, generator=generator),
-            "timestep": torch.randint(0, 1000, (2,), generator=generator),
-            "encoder_hidden_states": torch.randn(2, length, text, generator=generator),
-        }
+    make_batch = drawn(
+        sample=normal(2, 4, size, size),
+        noise=normal(2, 4, size, size),
+        timestep=classes(1000, 2),
+        encoder_hidden_states=normal(2, length, text),
+    )
 
-    return BranchedModel(
+    return Made(
         model=_Denoiser(model),
         make_batch=make_batch,
-        blocks=(
+        layers=(
             *(
                 f"model.{side}_blocks.*.{kind}.*"
                 for side in ("down", "up")
@@ -75,7 +75,7 @@ def conditional_unet(tiny: bool) -> BranchedModel:
     )
 
 
-def two_streams(tiny: bool) -> BranchedModel:
+def two_streams(tiny: bool) -> Made:
     """The diffusion transformer of Stable Diffusion 3.
 
     Image and text are two streams that attend to each other.
@@ -97,17 +97,16 @@ def two_streams(tiny: bool) -> BranchedModel:
         pos_embed_max_size=size,
     )
 
-    def make_batch(generator: torch.Generator) -> dict[str, Tensor]:
-        return {
-            "sample": torch.randn(2, 4, size, size, generator=generator),
-            "noise": torch.randn(2, 4, size, size, generator=generator),
-            "timestep": 1000 * torch.rand(2, generator=generator),
-            "encoder_hidden_states": torch.randn(2, length, text, generator=generator),
-            "pooled_projections": torch.randn(2, text // 2, generator=generator),
-        }
+    make_batch = drawn(
+        sample=normal(2, 4, size, size),
+        noise=normal(2, 4, size, size),
+        timestep=lambda draw: 1000 * torch.rand(2, generator=draw),
+        encoder_hidden_states=normal(2, length, text),
+        pooled_projections=normal(2, text // 2),
+    )
 
-    return BranchedModel(
-        model=_TwoStreams(model), make_batch=make_batch, blocks=("model.transformer_blocks.*",)
+    return Made(
+        model=_TwoStreams(model), make_batch=make_batch, layers=("model.transformer_blocks.*",)
     )
 
 

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
 from bench import models
+from bench.models import batches
+from bench.models.hf import halves, hf
 
 
 class Dynamic(NamedTuple):
@@ -40,24 +41,16 @@ class _Loss(nn.Module):
         return outputs[0] if isinstance(outputs, tuple) else outputs.loss
 
 
+def _seeded(make: batches.MakeBatch) -> Callable[[int], dict[str, Tensor]]:
+    return lambda seed: make(torch.Generator().manual_seed(seed))
+
+
 def _tokens(vocabulary: int, rows: int, length: int) -> Callable[[int], dict[str, Tensor]]:
-    def make_batch(seed: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(4, vocabulary, (rows, length), generator=generator)
-        return {"input_ids": ids, "labels": ids}
-
-    return make_batch
+    return _seeded(batches.causal((rows, length), vocabulary))
 
 
-def _images(rows: int, side: int, classes: int) -> Callable[[int], dict[str, Tensor]]:
-    def make_batch(seed: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            "images": torch.randn(rows, 3, side, side, generator=generator),
-            "labels": torch.randint(classes, (rows,), generator=generator),
-        }
-
-    return make_batch
+def _images(rows: int, side: int, count: int) -> Callable[[int], dict[str, Tensor]]:
+    return _seeded(batches.images(rows, side, count, ("images", "labels")))
 
 
 # --- depth that depends on the data -----------------------------------------------------------
@@ -201,14 +194,8 @@ class _TreeLSTM(nn.Module):
 
 
 def _leaves(count: int, rows: int, width: int) -> Callable[[int], dict[str, Tensor]]:
-    def make_batch(seed: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        return {
-            "leaves": torch.randn(count, rows, width, generator=generator),
-            "labels": torch.randint(10, (rows,), generator=generator),
-        }
-
-    return make_batch
+    leaves = batches.normal(count, rows, width)
+    return _seeded(batches.drawn(leaves=leaves, labels=batches.classes(10, rows)))
 
 
 # --- random skips -----------------------------------------------------------------------------
@@ -251,23 +238,18 @@ class _RandomUNet(nn.Module):
 
 
 def _layerdrop(rows: int, length: int, layers: int, width: int) -> Dynamic:
-    config = transformers.M2M100Config(
-        vocab_size=512, d_model=width, encoder_layers=layers, decoder_layers=layers,
-        encoder_ffn_dim=4 * width, decoder_ffn_dim=4 * width, encoder_attention_heads=4,
-        decoder_attention_heads=4, max_position_embeddings=256, encoder_layerdrop=0.1,
-        decoder_layerdrop=0.1, use_cache=False,
-    )  # fmt: skip
-    model = transformers.M2M100ForConditionalGeneration(config)
+    fields = halves(layers, width, 4, layerdrop=0.1) | {"max_position_embeddings": 256}
+    model = hf("M2M100ForConditionalGeneration", **fields, vocab_size=512)
     return Dynamic(_Loss(model), _tokens(512, rows, length))
 
 
 def _experts(rows: int, length: int, layers: int, width: int) -> Dynamic:
-    config = transformers.JetMoeConfig(
-        vocab_size=512, hidden_size=width, num_hidden_layers=layers, num_key_value_heads=2,
-        kv_channels=width // 4, intermediate_size=2 * width, num_local_experts=4,
-        num_experts_per_tok=2, use_cache=False,
+    model = hf(
+        "JetMoeForCausalLM", vocab_size=512, hidden_size=width, num_hidden_layers=layers,
+        num_key_value_heads=2, kv_channels=width // 4, intermediate_size=2 * width,
+        num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    return Dynamic(_Loss(transformers.JetMoeForCausalLM(config)), _tokens(512, rows, length))
+    return Dynamic(_Loss(model), _tokens(512, rows, length))
 
 
 def _control(name: str, tiny: bool) -> Dynamic:

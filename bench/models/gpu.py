@@ -6,13 +6,15 @@ The tiny variants have the same classes and are meant for tests on a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
+
+from bench.models import batches
+from bench.models.hf import TOKENS, halves, hf, usual, with_adapters
 
 Batch = dict[str, Tensor]
 
@@ -23,12 +25,12 @@ class GpuModel:
 
     Attributes:
         build: gives the model on the current default device and in the default dtype.
-        make_batch: gives the batch of so many rows from a generator, on the CPU in float32.
+        make_batch: gives the maker of batches of so many rows.
         num_rows: rows of the batch whose memory and time are measured.
     """
 
     build: Callable[[], nn.Module]
-    make_batch: Callable[[int, torch.Generator], Batch]
+    make_batch: Callable[[int], batches.MakeBatch]
     num_rows: int
 
     def model(self, device: torch.device) -> nn.Module:
@@ -44,7 +46,8 @@ class GpuModel:
 
     def batch(self, device: torch.device, *, num_rows: int | None = None, seed: int = 0) -> Batch:
         """A batch on a device, floating point values in bfloat16."""
-        made = self.make_batch(num_rows or self.num_rows, torch.Generator().manual_seed(seed))
+        draw = torch.Generator().manual_seed(seed)
+        made = self.make_batch(num_rows or self.num_rows)(draw)
         return {
             name: value.to(device, torch.bfloat16 if value.is_floating_point() else value.dtype)
             for name, value in made.items()
@@ -53,212 +56,119 @@ class GpuModel:
 
 def gpu_models(*, tiny: bool = False) -> dict[str, GpuModel]:
     """Name -> model."""
-    tokens = 16 if tiny else 1024
+    length, pixels = (16, 32) if tiny else (1024, 224)
+    llama = partial(_decoder, tiny, "Llama")
     models = {
-        "gpt2-medium": _causal(partial(_gpt2, tiny), 97 if tiny else 50257, tokens, 8),
+        "gpt2-medium": _causal(partial(_gpt2, tiny), length, 8, 97 if tiny else 50257),
         "llama-1b": _causal(
-            partial(_llama, tiny, 16, 2048, 32, 8192), _vocabulary(tiny), 4 * tokens, 2
+            partial(llama, 16, 2048, 32, 8192), 4 * length, 2, 97 if tiny else 128256
         ),
-        "llama-8b-lora": _causal(partial(_lora, tiny), _vocabulary(tiny), 2 * tokens, 2),
-        "qwen3-4b": _causal(partial(_qwen3, tiny), 97 if tiny else 151936, 2 * tokens, 2),
-        "bert-large": _classified(partial(_bert, tiny), 97 if tiny else 30522, tokens // 2, 32),
-        "vit-large": _images(partial(_vit, tiny), 32 if tiny else 224, 128),
-        "resnet-50": _images(partial(_resnet, tiny), 32 if tiny else 224, 256),
-        "whisper-medium": _sound(partial(_whisper, tiny), tiny, 8),
-        "sdxl-unet": _denoised(partial(_sdxl, tiny), tiny, 4),
-    }
-    return {name: _few_rows(model) if tiny else model for name, model in models.items()}
-
-
-def _few_rows(model: GpuModel) -> GpuModel:
-    return GpuModel(build=model.build, make_batch=model.make_batch, num_rows=2)
-
-
-def _vocabulary(tiny: bool) -> int:
-    return 97 if tiny else 128256
-
-
-# --- batches --------------------------------------------------------------------------------------
-
-
-def _tokens(generator: torch.Generator, vocabulary: int, *shape: int) -> Tensor:
-    return torch.randint(3, vocabulary, shape, generator=generator)
+        "llama-8b-lora": _causal(
+            lambda: with_adapters(llama(32, 4096, 32, 14336), 16, is_zero=True),
+            2 * length, 2, 97 if tiny else 128256,
+        ),
+        "qwen3-4b": _causal(
+            partial(
+                _decoder, tiny, "Qwen3", 36, 2560, 32, 9728, 151936, head_dim=8 if tiny else 128
+            ),
+            2 * length, 2, 97 if tiny else 151936,
+        ),
+        "bert-large": GpuModel(
+            build=partial(_encoder, tiny, "BertForSequenceClassification", 97 if tiny else 30522),
+            make_batch=lambda rows: batches.drawn(
+                input_ids=batches.words((rows, length // 2), 97 if tiny else 30522),
+                labels=batches.classes(2, rows),
+            ),
+            num_rows=32,
+        ),
+        "vit-large": _classified(
+            partial(
+                _encoder, tiny, "ViTForImageClassification", image_size=pixels, patch_size=16,
+                num_labels=10,
+            ),
+            pixels, 128,
+        ),
+        "resnet-50": _classified(partial(_resnet, tiny), pixels, 256),
+        "whisper-medium": _whisper(tiny),
+        "sdxl-unet": _denoised(tiny),
+    }  # fmt: skip
+    return {name: replace(each, num_rows=2) if tiny else each for name, each in models.items()}
 
 
 def _causal(
-    build: Callable[[], nn.Module], vocabulary: int, num_tokens: int, num_rows: int
+    build: Callable[[], nn.Module], length: int, num_rows: int, vocabulary: int
 ) -> GpuModel:
-    def make(rows: int, generator: torch.Generator) -> Batch:
-        ids = _tokens(generator, vocabulary, rows, num_tokens)
-        return {"input_ids": ids, "labels": ids}
-
+    make = lambda rows: batches.causal((rows, length), vocabulary)  # noqa: E731
     return GpuModel(build=build, make_batch=make, num_rows=num_rows)
 
 
-def _classified(
-    build: Callable[[], nn.Module], vocabulary: int, num_tokens: int, num_rows: int
-) -> GpuModel:
-    def make(rows: int, generator: torch.Generator) -> Batch:
-        ids = _tokens(generator, vocabulary, rows, num_tokens)
-        return {"input_ids": ids, "labels": torch.randint(2, (rows,), generator=generator)}
-
+def _classified(build: Callable[[], nn.Module], pixels: int, num_rows: int) -> GpuModel:
+    make = lambda rows: batches.images(rows, pixels, 10)  # noqa: E731
     return GpuModel(build=build, make_batch=make, num_rows=num_rows)
-
-
-def _images(build: Callable[[], nn.Module], pixels: int, num_rows: int) -> GpuModel:
-    def make(rows: int, generator: torch.Generator) -> Batch:
-        images = torch.randn(rows, 3, pixels, pixels, generator=generator)
-        return {"pixel_values": images, "labels": torch.randint(10, (rows,), generator=generator)}
-
-    return GpuModel(build=build, make_batch=make, num_rows=num_rows)
-
-
-def _sound(build: Callable[[], nn.Module], tiny: bool, num_rows: int) -> GpuModel:
-    positions, mels, num_tokens, vocabulary = (16, 80, 8, 97) if tiny else (1500, 80, 128, 51865)
-
-    def make(rows: int, generator: torch.Generator) -> Batch:
-        sound = torch.randn(rows, mels, 2 * positions, generator=generator)
-        return {
-            "input_features": sound,
-            "labels": _tokens(generator, vocabulary, rows, num_tokens),
-        }
-
-    return GpuModel(build=build, make_batch=make, num_rows=num_rows)
-
-
-def _denoised(build: Callable[[], nn.Module], tiny: bool, num_rows: int) -> GpuModel:
-    size, length, text, pooled = (8, 4, 16, 16) if tiny else (128, 77, 2048, 1280)
-
-    def make(rows: int, generator: torch.Generator) -> Batch:
-        return {
-            "sample": torch.randn(rows, 4, size, size, generator=generator),
-            "noise": torch.randn(rows, 4, size, size, generator=generator),
-            "timestep": torch.randint(0, 1000, (rows,), generator=generator),
-            "encoder_hidden_states": torch.randn(rows, length, text, generator=generator),
-            "text_embeds": torch.randn(rows, pooled, generator=generator),
-            "time_ids": torch.ones(rows, 6),
-        }
-
-    return GpuModel(build=build, make_batch=make, num_rows=num_rows)
-
-
-# --- models ---------------------------------------------------------------------------------------
 
 
 def _gpt2(tiny: bool) -> nn.Module:
-    layers, width, heads, vocabulary = (2, 32, 2, 97) if tiny else (24, 1024, 16, 50257)
-    config = transformers.GPT2Config(
-        n_layer=layers,
-        n_embd=width,
-        n_head=heads,
-        vocab_size=vocabulary,
-        bos_token_id=1,
-        eos_token_id=2,
-        use_cache=False,
+    layers, width, heads, words = (2, 32, 2, 97) if tiny else (24, 1024, 16, 50257)
+    special = {"bos_token_id": 1, "eos_token_id": 2}
+    return hf(
+        "GPT2LMHeadModel", n_layer=layers, n_embd=width, n_head=heads, vocab_size=words, **special
     )
-    model = transformers.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"
-    return model
 
 
-def _decoder_sizes(
-    tiny: bool, layers: int, width: int, heads: int, inner: int, vocabulary: int
-) -> dict[str, Any]:
-    if tiny:
-        layers, width, heads, inner, vocabulary = 2, 32, 4, 48, 97
-    return {
-        "num_hidden_layers": layers,
-        "hidden_size": width,
-        "num_attention_heads": heads,
-        "num_key_value_heads": 2 if tiny else 8,
-        "intermediate_size": inner,
-        "vocab_size": vocabulary,
-        "max_position_embeddings": 8192,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "use_cache": False,
-    }
+def _decoder(
+    tiny: bool,
+    kind: str,
+    layers: int,
+    width: int,
+    heads: int,
+    inner: int,
+    words: int = 128256,
+    **fields: Any,
+) -> nn.Module:
+    sizes = (2, 32, 4, 48, 97) if tiny else (layers, width, heads, inner, words)
+    return hf(
+        f"{kind}ForCausalLM", **usual(*sizes), num_key_value_heads=2 if tiny else 8,
+        max_position_embeddings=8192, **TOKENS, **fields,
+    )  # fmt: skip
 
 
-def _llama(tiny: bool, layers: int, width: int, heads: int, inner: int) -> nn.Module:
-    sizes = _decoder_sizes(tiny, layers, width, heads, inner, 128256)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
-
-
-def _lora(tiny: bool) -> nn.Module:
-    import peft
-
-    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-    model = _llama(tiny, 32, 4096, 32, 14336)
-    return peft.get_peft_model(model, config)  # pyright: ignore[reportArgumentType]
-
-
-def _qwen3(tiny: bool) -> nn.Module:
-    sizes = _decoder_sizes(tiny, 36, 2560, 32, 9728, 151936)
-    config = transformers.Qwen3Config(**sizes, head_dim=8 if tiny else 128)
-    return transformers.Qwen3ForCausalLM(config)
-
-
-def _bert(tiny: bool) -> nn.Module:
-    layers, width, heads, vocabulary = (2, 32, 2, 97) if tiny else (24, 1024, 16, 30522)
-    config = transformers.BertConfig(
-        num_hidden_layers=layers,
-        hidden_size=width,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        vocab_size=vocabulary,
-    )
-    return transformers.BertForSequenceClassification(config)
-
-
-def _vit(tiny: bool) -> nn.Module:
-    layers, width, heads, pixels = (2, 32, 2, 32) if tiny else (24, 1024, 16, 224)
-    config = transformers.ViTConfig(
-        num_hidden_layers=layers,
-        hidden_size=width,
-        num_attention_heads=heads,
-        intermediate_size=4 * width,
-        image_size=pixels,
-        patch_size=16,
-        num_labels=10,  # pyright: ignore[reportCallIssue]
-    )
-    return transformers.ViTForImageClassification(config)
+def _encoder(tiny: bool, kind: str, words: int = 0, **fields: Any) -> nn.Module:
+    sizes = (2, 32, 2, 128) if tiny else (24, 1024, 16, 4096)
+    return hf(kind, **usual(*sizes, words), **fields)
 
 
 def _resnet(tiny: bool) -> nn.Module:
-    sizes = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
-    config = transformers.ResNetConfig(**(sizes if tiny else {}), num_labels=10)  # pyright: ignore
-    return transformers.ResNetForImageClassification(config)
+    small = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32], "depths": [1, 1, 1, 1]}
+    return hf("ResNetForImageClassification", **(small if tiny else {}), num_labels=10)
 
 
-def _whisper(tiny: bool) -> nn.Module:
-    layers, width, heads, vocabulary, positions = (
-        (2, 36, 6, 97, 16) if tiny else (24, 1024, 16, 51865, 1500)
+def _whisper(tiny: bool) -> GpuModel:
+    layers, width, heads, words, positions, length = (
+        (2, 36, 6, 97, 16, 8) if tiny else (24, 1024, 16, 51865, 1500, 128)
     )
-    halves: dict[str, Any] = {
-        f"{half}_{name}": value
-        for half in ("encoder", "decoder")
-        for name, value in (
-            ("layers", layers),
-            ("attention_heads", heads),
-            ("ffn_dim", 4 * width),
-            ("layerdrop", 0.0),
-        )
-    }
-    config = transformers.WhisperConfig(
-        **halves,
-        d_model=width,
-        vocab_size=vocabulary,
-        max_source_positions=positions,
+    build = partial(
+        hf, "WhisperForConditionalGeneration", **halves(layers, width, heads, layerdrop=0.0),
+        vocab_size=words, max_source_positions=positions, decoder_start_token_id=1, **TOKENS,
         max_target_positions=8 if tiny else 448,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        decoder_start_token_id=1,
-        use_cache=False,
+    )  # fmt: skip
+    make = lambda rows: batches.drawn(  # noqa: E731
+        input_features=batches.normal(rows, 80, 2 * positions),
+        labels=batches.words((rows, length), words),
     )
-    return transformers.WhisperForConditionalGeneration(config)
+    return GpuModel(build=build, make_batch=make, num_rows=8)
+
+
+def _denoised(tiny: bool) -> GpuModel:
+    size, length, text, pooled = (8, 4, 16, 16) if tiny else (128, 77, 2048, 1280)
+    make = lambda rows: batches.drawn(  # noqa: E731
+        sample=batches.normal(rows, 4, size, size),
+        noise=batches.normal(rows, 4, size, size),
+        timestep=batches.classes(1000, rows),
+        encoder_hidden_states=batches.normal(rows, length, text),
+        text_embeds=batches.normal(rows, pooled),
+        time_ids=lambda _: torch.ones(rows, 6),
+    )
+    return GpuModel(build=partial(_sdxl, tiny), make_batch=make, num_rows=4)
 
 
 class _Denoiser(nn.Module):

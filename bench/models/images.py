@@ -2,121 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from bench.models import batches
-from bench.models.workload import TARGET, Workload, outside_cross_entropy, own_loss, prepared
+from bench.models.hf import hf, usual
+from bench.models.workload import TARGET, Made, outside_cross_entropy
 from bench.unet import UNet
 
-
-def _image_workload(
-    name: str,
-    model: nn.Module,
-    layers: Callable[[Any], list[nn.Module]],
-    device: torch.device,
-    *,
-    batch: int,
-    pixels: int,
-    classes: int,
-) -> Workload:
-    """A Hugging Face classifier, which computes the loss itself."""
-    names = ("pixel_values", "labels")
-    return Workload(
-        name=name,
-        model=prepared(model, device),
-        layers=layers,
-        loss=own_loss,
-        make_batch=partial(
-            batches.labelled_images,
-            batch=batch,
-            pixels=pixels,
-            classes=classes,
-            names=names,
-            device=device,
-        ),
-    )
+_OF_A_CLASS = {"problem_type": "single_label_classification"}
 
 
-def vit(name: str, tiny: bool, device: torch.device, *, width: int, heads: int) -> Workload:
+def vit(tiny: bool, *, width: int, heads: int) -> Made:
     """ViT with patches of 16 pixels on images of 224."""
-    num_layers, inner, batch, pixels, patch, classes = 12, 4 * width, 4, 224, 16, 1000
+    layers, inner, batch, pixels, patch, classes = 12, 4 * width, 4, 224, 16, 1000
     if tiny:
-        num_layers, width, heads, inner, batch, pixels, patch, classes = 2, 32, 2, 64, 2, 32, 8, 10
-    config = transformers.ViTConfig(
-        num_hidden_layers=num_layers,
-        hidden_size=width,
-        num_attention_heads=heads,
-        intermediate_size=inner,
-        image_size=pixels,
-        patch_size=patch,
-        num_labels=classes,  # pyright: ignore[reportCallIssue]
-        problem_type="single_label_classification",
+        layers, width, heads, inner, batch, pixels, patch, classes = 2, 32, 2, 64, 2, 32, 8, 10
+    model = hf(
+        "ViTForImageClassification", **usual(layers, width, heads, inner), image_size=pixels,
+        patch_size=patch, num_labels=classes, **_OF_A_CLASS,
+    )  # fmt: skip
+    # The attribute that holds the layers differs between library releases.
+    layer = next(path for path, m in model.named_modules() if type(m).__name__ == "ViTLayer")
+    return Made(
+        model=model,
+        make_batch=batches.images(batch, pixels, classes),
+        layers=(f"{layer.rpartition('.')[0]}.*",),
     )
-    model = transformers.ViTForImageClassification(config)
-    return _image_workload(
-        name, model, _vit_layers, device, batch=batch, pixels=pixels, classes=classes
-    )
-
-
-def _vit_layers(model: nn.Module) -> list[nn.Module]:
-    # By class, because the attribute that holds the layers differs between library releases.
-    return [module for module in model.modules() if type(module).__name__ == "ViTLayer"]
 
 
 def staged(
-    name: str,
     tiny: bool,
-    device: torch.device,
     *,
     kind: str,
     widths: list[int],
     depths: list[int],
     batch: int = 8,
     pixels: int = 192,
-    classes: int = 100,
     small: Mapping[str, Any],
-    **configuration: Any,
-) -> Workload:
+    **fields: Any,
+) -> Made:
     """A convolutional classifier in stages.
 
     Args:
-        name: Of the workload.
         tiny: Build the variant for tests.
-        device: Where the weights are.
         kind: The library's prefix of its classes.
         widths: Channels of each stage.
         depths: Layers of each stage.
         batch: Images in a batch.
         pixels: Height and width of an image.
-        classes: Number of classes.
         small: Configuration values of the tiny variant.
-        **configuration: Further configuration values.
+        **fields: Further configuration values.
     """
+    classes = 100
     if tiny:
         widths, batch, pixels, classes = [16, 32], 2, 32, 10
-        configuration |= small
-        depths = configuration.pop("depths")
-    config = getattr(transformers, f"{kind}Config")(
-        hidden_sizes=widths,
-        depths=depths,
-        num_labels=classes,
-        problem_type="single_label_classification",
-        **configuration,
+        fields |= small
+        depths = fields.pop("depths")
+    model = hf(
+        f"{kind}ForImageClassification", hidden_sizes=widths, depths=depths, num_labels=classes,
+        **_OF_A_CLASS, **fields,
+    )  # fmt: skip
+    return Made(
+        model=model,
+        make_batch=batches.images(batch, pixels, classes),
+        layers=(f"{kind.lower()}.encoder.stages.*.layers.*",),
     )
-    model = getattr(transformers, f"{kind}ForImageClassification")(config)
-    layers = partial(_stage_layers, encoder=f"{kind.lower()}.encoder")
-    return _image_workload(name, model, layers, device, batch=batch, pixels=pixels, classes=classes)
-
-
-def _stage_layers(model: nn.Module, *, encoder: str) -> list[nn.Module]:
-    stages: Any = model.get_submodule(encoder).stages
-    return [layer for stage in stages for layer in stage.layers]
 
 
 class Bottleneck(nn.Module):
@@ -183,42 +137,29 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-def resnet(
-    name: str, tiny: bool, device: torch.device, *, depths: tuple[int, ...], batch: int, pixels: int
-) -> Workload:
+def resnet(tiny: bool, *, depths: tuple[int, ...], batch: int, pixels: int) -> Made:
     """ResNet of bottlenecks, `depths` in each stage."""
     base_width, classes = 64, 1000
     if tiny:
         depths, base_width, classes, batch, pixels = (1, 2), 8, 10, 2, 32
-    return Workload(
-        name=name,
-        model=prepared(ResNet(depths=depths, base_width=base_width, classes=classes), device),
-        layers=lambda model: list(model.blocks),  # pyright: ignore
+    return Made(
+        model=ResNet(depths=depths, base_width=base_width, classes=classes),
+        make_batch=batches.images(batch, pixels, classes, ("x", TARGET)),
+        layers=("blocks.*",),
         loss=outside_cross_entropy,
-        make_batch=partial(
-            batches.labelled_images,
-            batch=batch,
-            pixels=pixels,
-            classes=classes,
-            names=("x", TARGET),
-            device=device,
-        ),
     )
 
 
-def unet(
-    name: str, tiny: bool, device: torch.device, *, base_width: int, batch: int, pixels: int
-) -> Workload:
+def unet(tiny: bool, *, base_width: int, batch: int, pixels: int) -> Made:
     """U-Net of four levels that assigns each pixel one of eight classes."""
     num_levels, classes = 4, 8
     if tiny:
         num_levels, base_width, batch, pixels = 2, 4, 2, 16
-    return Workload(
-        name=name,
-        model=prepared(UNet(num_levels=num_levels, base_width=base_width, classes=classes), device),
-        layers=lambda model: [*model.down, *model.up],  # pyright: ignore
+    segmented = {"x": batches.normal(batch, 3, pixels, pixels)}
+    segmented[TARGET] = batches.classes(classes, batch, pixels, pixels)
+    return Made(
+        model=UNet(num_levels=num_levels, base_width=base_width, classes=classes),
+        make_batch=batches.drawn(**segmented),
+        layers=("down.*", "up.*"),
         loss=outside_cross_entropy,
-        make_batch=partial(
-            batches.segmented_images, batch=batch, pixels=pixels, classes=classes, device=device
-        ),
     )

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-import torch
 from torch import Tensor, nn
 
 from bench.models import batches
-from bench.models.workload import Workload, outside_squared_error, prepared
+from bench.models.workload import Made, outside_squared_error
 
 
 class MLP(nn.Module):
@@ -28,49 +25,28 @@ class MLP(nn.Module):
         return x
 
 
-def mlp(name: str, tiny: bool, device: torch.device) -> Workload:
-    """A chain of 24 equal layers."""
-    num_layers, width, rows = (4, 32, 256) if tiny else (24, 768, 1024)
-    shape = (rows, width)
-    return Workload(
-        name=name,
-        model=prepared(MLP(num_layers, width), device),
-        layers=lambda model: list(model.layers),  # pyright: ignore
+def mlp(tiny: bool, *, layers: int = 24, width: int = 768, rows: int = 1024) -> Made:
+    """A chain of equal layers."""
+    if tiny:
+        layers, width, rows = 4, 32, 256
+    return Made(
+        model=MLP(layers, width),
+        make_batch=batches.vectors("x", (rows, width)),
+        layers=("layers.*",),
         loss=outside_squared_error,
-        make_batch=partial(
-            batches.regression_vectors, shape=shape, name="x", target_shape=shape, device=device
-        ),
     )
 
 
-def encoder(
-    name: str,
-    tiny: bool,
-    device: torch.device,
-    *,
-    num_layers: int,
-    width: int,
-    heads: int,
-    shape: tuple[int, int],
-) -> Workload:
+def encoder(tiny: bool, *, layers: int, width: int, heads: int, shape: tuple[int, int]) -> Made:
     """`nn.TransformerEncoder` with the squared error as its loss."""
     inner = 4 * width
     if tiny:
-        num_layers, width, heads, inner, shape = 2, 32, 2, 64, (2, 16)
+        layers, width, heads, inner, shape = 2, 32, 2, 64, (2, 16)
     layer = nn.TransformerEncoderLayer(width, heads, inner, batch_first=True)
     # Nested tensors serve inference only, and the default warns where they cannot be used.
-    model = nn.TransformerEncoder(layer, num_layers, enable_nested_tensor=False)
-    full_shape = (*shape, width)
-    return Workload(
-        name=name,
-        model=prepared(model, device),
-        layers=lambda module: list(module.layers),  # pyright: ignore
+    return Made(
+        model=nn.TransformerEncoder(layer, layers, enable_nested_tensor=False),
+        make_batch=batches.vectors("src", (*shape, width)),
+        layers=("layers.*",),
         loss=outside_squared_error,
-        make_batch=partial(
-            batches.regression_vectors,
-            shape=full_shape,
-            name="src",
-            target_shape=full_shape,
-            device=device,
-        ),
     )

@@ -6,24 +6,15 @@ trace unrolls. So a few layers make thousands of ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
-from bench.models.batches import causal_tokens
+from bench.models.batches import causal, seeded_generator
+from bench.models.hf import TOKENS, hf
 
 _WIDTH, _VOCABULARY = 64, 256
-_COMMON = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": _WIDTH,
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64}
 _DELTA = {
     "linear_num_key_heads": 4,
@@ -31,10 +22,8 @@ _DELTA = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-_KIMI = {
-    "num_attention_heads": 4,
+_KIMI = _HEADS | {
     "num_key_value_heads": 4,
-    "intermediate_size": 64,
     "moe_intermediate_size": 64,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -53,48 +42,32 @@ _EXPERTS = {
 }
 
 
-class _Kind(NamedTuple):
-    """A class of transformers with the fields of a small model."""
-
-    config: str
-    model: str
-    fields: dict[str, Any]
-
-
-_KINDS = {
-    "qwen3-next": _Kind(
-        "Qwen3NextConfig", "Qwen3NextForCausalLM", _HEADS | {"head_dim": 16} | _DELTA | _EXPERTS
-    ),
-    "qwen3.5": _Kind("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", _HEADS | {"head_dim": 16} | _DELTA),
-    "kimi-linear": _Kind("KimiLinearConfig", "KimiLinearForCausalLM", _KIMI),
-    "olmo-hybrid": _Kind("OlmoHybridConfig", "OlmoHybridForCausalLM", _HEADS | _DELTA),
-    "rwkv": _Kind("RwkvConfig", "RwkvForCausalLM", {"attention_hidden_size": _WIDTH}),
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": ("Qwen3NextForCausalLM", _HEADS | {"head_dim": 16} | _DELTA | _EXPERTS),
+    "qwen3.5": ("Qwen3_5ForCausalLM", _HEADS | {"head_dim": 16} | _DELTA),
+    "kimi-linear": ("KimiLinearForCausalLM", _KIMI),
+    "olmo-hybrid": ("OlmoHybridForCausalLM", _HEADS | _DELTA),
+    "rwkv": ("RwkvForCausalLM", {"attention_hidden_size": _WIDTH}),
 }
 NAMES = tuple(_KINDS)
 
 
-class RecurrentModel(NamedTuple):
-    """A model in train mode with a batch of one sequence, which holds its labels."""
-
-    model: nn.Module
-    sample: dict[str, Tensor]
-
-
-def recurrent(name: str, *, num_layers: int, num_tokens: int) -> RecurrentModel:
-    """The small model of one of `NAMES`.
+def recurrent(
+    name: str, *, num_layers: int, num_tokens: int
+) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The small model of one of `NAMES` in train mode, and a batch of one sequence with its labels.
 
     Args:
         name: of the model.
         num_layers: number of layers; the kinds of layers alternate as the model's default says.
         num_tokens: length of the one sequence.
     """
-    kind = _KINDS[name]
-    make_config: Callable[..., Any] = getattr(transformers, kind.config)
+    kind, fields = _KINDS[name]
     length = {"context_length" if name == "rwkv" else "max_position_embeddings": num_tokens}
-    config = make_config(num_hidden_layers=num_layers, **_COMMON, **kind.fields, **length)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(transformers, kind.model)(config).train()
-    shape, device = (1, num_tokens), torch.device("cpu")
-    batch = causal_tokens(0, shape=shape, vocabulary=_VOCABULARY, device=device)
-    return RecurrentModel(model, dict(batch))
+        model = hf(
+            kind, num_hidden_layers=num_layers, vocab_size=_VOCABULARY, hidden_size=_WIDTH,
+            **TOKENS, **fields, **length,
+        )  # fmt: skip
+    return model, causal((1, num_tokens), _VOCABULARY)(seeded_generator(0))

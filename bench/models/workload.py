@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,9 +60,55 @@ class Workload:
         )
 
 
-def prepared(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model on the device, in train mode."""
-    return model.to(device).train()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What the function of an architecture makes, from which `build` makes a workload.
+
+    Attributes:
+        model: the module.
+        make_batch: a batch drawn from a generator, on the CPU.
+        layers: paths of the modules that "one checkpoint per layer" wraps; a `*` stands for any one
+            name.
+        stages: those of larger modules; empty if it has none.
+        loss: as for `Workload`.
+    """
+
+    model: nn.Module
+    make_batch: Callable[[torch.Generator], dict[str, Tensor]]
+    layers: tuple[str, ...]
+    stages: tuple[str, ...] = ()
+    loss: LossFunction | None = None
+
+
+class Step(NamedTuple):
+    """The output of a model that is no library's: the loss and the prediction it came from."""
+
+    loss: Tensor
+    prediction: Tensor
+
+
+def modules_at(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+    """The submodules whose paths match one of the patterns, in the model's order.
+
+    Raises:
+        ValueError: A pattern matches no submodule.
+    """
+    wanted = set[nn.Module]()
+    for pattern in patterns:
+        found = {module for path, module in model.named_modules() if _matches(path, pattern)}
+        if not found:
+            msg = (
+                f"no submodule of {type(model).__name__} has a path like {pattern!r}; "
+                "the library may have moved it"
+            )
+            raise ValueError(msg)
+        wanted |= found
+    return [module for module in model.modules() if module in wanted]
+
+
+def _matches(path: str, pattern: str) -> bool:
+    names, wanted = path.split("."), pattern.split(".")
+    return bool(path) and len(names) == len(wanted) and all(map(fnmatchcase, names, wanted))
 
 
 def own_loss(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:

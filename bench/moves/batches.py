@@ -12,7 +12,6 @@ in turn; if a measured time is above the limit, smaller batches are tried.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -20,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.measure import allocator_peak
-from bench.models import Workload, images
-from bench.moves.measured import in_turn
-from bench.moves.page import Record
+from bench.command import Record
+from bench.measure import allocator_peak, time_in_turn
+from bench.models import images
+from bench.models.registry import built
+from bench.moves import measured
 from rockmate import InfeasibleBudgetError, Plan, Planner
 
 MOST_TIME = 1.25
@@ -39,7 +39,8 @@ def batches(name: str, folder: str | None) -> Iterator[Record]:
     """The record of one model: simulated, or measured with a folder."""
     rows, pixels = (ROWS, PIXELS) if folder is None else (MEASURED_ROWS, MEASURED_PIXELS)
     device = torch.device("meta" if folder is None else "cpu")
-    workload = _resnet(name, device)
+    make = partial(images.resnet, depths=DEPTHS[name], batch=1, pixels=32)
+    workload = built(name, make, device=device).with_loss_inside()
     sample = partial(_sample, pixels=pixels, device=device)
     where: dict[str, Any] = (
         {"machine": MACHINE, "offload": "host"} if folder is None else {"offload": f"disk:{folder}"}
@@ -150,23 +151,17 @@ def _measured(
     ours, eager = partial(_step, module, sample(num_rows)), partial(_step, model, sample(rows))
     ours()
     peak_bytes = allocator_peak(ours)
-    eager_ms, own_ms = in_turn([eager, ours])
-    per_row = [own / num_rows / (e / rows) for e, own in zip(eager_ms, own_ms, strict=True)]
+    steps = {"eager": eager, "ours": ours}
+    times = time_in_turn(steps, measured.NUM_ROUNDS, is_wall=True)
+    eager_ms = times["eager"].median_ms
     return {
-        **_found(module.plan, num_rows, statistics.median(eager_ms) / rows),
+        **_found(module.plan, num_rows, eager_ms / rows),
         "predicted_ratio": module.plan.predicted_ms / planner.baseline_ms,
-        "time_ratio": statistics.median(per_row),
-        "eager_ms": statistics.median(eager_ms),
+        "time_ratio": times["ours"].ratio * rows / num_rows,
+        "eager_ms": eager_ms,
         "measured_peak_bytes": peak_bytes,
         "batch_bytes": _batch_bytes(sample(num_rows)),
     }
-
-
-def _resnet(name: str, device: torch.device) -> Workload:
-    build = partial(images.resnet, depths=DEPTHS[name], batch=1, pixels=32)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return build(name, False, device).with_loss_inside()
 
 
 def _sample(num_rows: int, *, pixels: int, device: torch.device) -> dict[str, Tensor]:

@@ -13,8 +13,7 @@ are the mean of those before the row's steps and after them.
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,9 +21,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from bench.measure import Step, allocator_peak, gradients_of, quiet, training_step
+from bench.command import Record
+from bench.measure import (
+    Step,
+    allocator_peak,
+    gradients_of,
+    same_bits,
+    time_in_turn,
+    training_step,
+)
 from bench.models import Workload
-from bench.moves.page import Record
 from bench.moves.small_models import small_workload
 from rockmate import Plan, Planner
 from rockmate.costs.cost import Cost
@@ -58,8 +64,8 @@ def measured(name: str, folder: str) -> Iterator[Record]:
         yield {
             "kind": "measured",
             "model": name,
-            "is_bitwise": same(ours, eager),
-            "is_bitwise_unmoved": same(ours, unmoved),
+            "is_bitwise": same_bits(ours, eager),
+            "is_bitwise_unmoved": same_bits(ours, unmoved),
             "measured_peak_bytes": own_peak,
             "measured_host_bytes": disk.num_bytes,
             **_planned(module.plan),
@@ -81,19 +87,20 @@ def _planned(plan: Plan) -> Record:
 def _timed(workload: Workload, base: Any, module: Any, folder: str) -> Record:
     """Times of both, in turn, and the predicted ones at the link's rates as they are now."""
     before = fresh_link(folder)
-    times = in_turn([step_of(workload, each) for each in (base, module)])
+    steps = {"base": step_of(workload, base), "own": step_of(workload, module)}
+    times = time_in_turn(steps, NUM_ROUNDS, is_wall=True)
     link = _between(before, fresh_link(folder))
-    ratios = [own / theirs for theirs, own in zip(*times, strict=True)]
-    speed = statistics.median(times[0]) / base.plan.predicted_ms
+    base_ms = times["base"].median_ms
+    speed = base_ms / base.plan.predicted_ms
     predicted_ms = time_at(module.plan, link, speed)
     return {
-        "predicted_ratio": predicted_ms / statistics.median(times[0]),
-        "measured_ratio": statistics.median(ratios),
-        "ratio_spread": max(ratios) - min(ratios),
+        "predicted_ratio": predicted_ms / base_ms,
+        "measured_ratio": times["own"].ratio,
+        "ratio_spread": times["own"].ratio_spread,
         "ops_factor": speed,
         "predicted_ms": predicted_ms,
         "planned_ms": module.plan.predicted_ms,
-        "measured_ms": statistics.median(times[1]),
+        "measured_ms": times["own"].median_ms,
         "out_gb_per_s": link.out_gb_per_s,
         "in_gb_per_s": link.in_gb_per_s,
         "slowdown": link.slowdown,
@@ -151,23 +158,3 @@ def gradients(workload: Workload, module: Any) -> dict[str, torch.Tensor]:
     found = gradients_of(workload.model)
     workload.model.zero_grad(set_to_none=False)
     return found
-
-
-def same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> bool:
-    """Whether two sets of gradients have the same names and bits."""
-    return ours.keys() == theirs.keys() and all(
-        torch.equal(each, theirs[name]) for name, each in ours.items()
-    )
-
-
-def in_turn(steps: Sequence[Step]) -> list[list[float]]:
-    """Wall times of each step in milliseconds, measured in turn after a round to warm up."""
-    times: list[list[float]] = [[] for _ in steps]
-    with quiet():
-        for number in range(NUM_ROUNDS + 1):
-            for step, own in zip(steps, times, strict=True):
-                begin = time.perf_counter()
-                step()
-                if number:
-                    own.append(1e3 * (time.perf_counter() - begin))
-    return times

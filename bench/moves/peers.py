@@ -13,16 +13,16 @@ our least where the peer's is below that. Both use the same disk at the same tim
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
-from bench.measure import Step, allocator_peak
+from bench.command import Record
+from bench.measure import Step, allocator_peak, same_bits, time_in_turn
 from bench.models import Workload
-from bench.moves.measured import gradients, in_turn, same, step_of
-from bench.moves.page import Record
+from bench.moves import measured
+from bench.moves.measured import gradients, step_of
 from bench.moves.small_models import small_workload
 from bench.peers import eager
 from bench.peers.disk import offloaded_to_disk
@@ -52,14 +52,15 @@ def against_peers(name: str, folder: str) -> Iterator[Record]:
     for peer, lend in peers(folder).items():
         theirs = _lent(workload, lend)
         with lend(workload) as model:
-            is_same = same(gradients(workload, model), reference)
+            is_same = same_bits(gradients(workload, model), reference)
         peer_bytes = allocator_peak(theirs)
         budget = min(max(peer_bytes, planner.minimum_peak_bytes), planner.baseline_peak_bytes)
         module = planner.module(budget, trial="never")
         ours = step_of(workload, module)
-        is_bitwise = same(gradients(workload, module), reference)
+        is_bitwise = same_bits(gradients(workload, module), reference)
         own_bytes = allocator_peak(ours)
-        times = in_turn([step_of(workload, workload.model), theirs, ours])
+        steps = {"eager": step_of(workload, workload.model), "theirs": theirs, "ours": ours}
+        times = time_in_turn(steps, measured.NUM_ROUNDS, is_wall=True)
         yield {
             "kind": "peer",
             "model": name,
@@ -71,9 +72,9 @@ def against_peers(name: str, folder: str) -> Iterator[Record]:
             "least_bytes": planner.minimum_peak_bytes,
             "num_moves": len(module.plan.schedule.moves),
             "num_recomputations": module.plan.schedule.num_recomputations(),
-            "peer_ratio": _ratio(times[1], times[0]),
-            "ratio": _ratio(times[2], times[0]),
-            "over_peer": _ratio(times[2], times[1]),
+            "peer_ratio": times["theirs"].ratio,
+            "ratio": times["ours"].ratio,
+            "over_peer": times["ours"].over(times["theirs"]).ratio,
         }
 
 
@@ -83,7 +84,3 @@ def _lent(workload: Workload, lend: Lend) -> Step:
             step_of(workload, model)()
 
     return step
-
-
-def _ratio(own: list[float], theirs: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(own, theirs, strict=True))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
-from bench.moves.page import TIGHT, Record
+from bench.command import Record
+from bench.models.hf import hf, usual
+from bench.moves.page import TIGHT
 
 MACHINES = ("rtx4090", "h100")
 NUM_LAYERS, NUM_TOKENS = 8, 8192
@@ -24,21 +26,13 @@ SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1)
 
 def llama(num_layers: int, num_tokens: int) -> tuple[nn.Module, dict[str, Any]]:
     """Layers of Llama-8B on the meta device, and a sample."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=8192,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=num_layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=num_tokens,
-    )
     with torch.device("meta"):
-        model = cast("nn.Module", LlamaForCausalLM(config)).to(torch.bfloat16)
+        model = hf(
+            "LlamaForCausalLM", **usual(num_layers, 4096, 32, 14336, 8192), num_key_value_heads=8,
+            max_position_embeddings=num_tokens,
+        )  # fmt: skip
         words = torch.zeros(1, num_tokens, dtype=torch.int64)
-    return model.train(), {"input_ids": words, "labels": words}
+    return model.to(torch.bfloat16), {"input_ids": words, "labels": words}
 
 
 def simulated(machine: str, *, num_layers: int, num_tokens: int) -> Iterator[Record]:

@@ -160,4 +160,4 @@ def family(name: str) -> str:
 
 
 PEERS: dict[str, Peer] = {"eager": eager, "checkpoint": checkpoint_per_layer}
-"""The peers that `bench.run` measures beside its budgets."""
+"""The two that every model can be trained with."""

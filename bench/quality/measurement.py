@@ -1,4 +1,4 @@
-"""The records of one model: plans of all strategies, replayed, and the plain knapsack."""
+"""The records of one model: plans of all strategies, replayed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from bench import models
-from bench.quality.knapsack import UnsolvedKnapsackError, plain_knapsack
-from bench.quality.records import Record
+from bench.command import Record
 from bench.quality.targets import SERIES
 from rockmate import InfeasibleBudgetError, Plan, Planner
 from rockmate.bound.protocol import Bounds
@@ -23,15 +22,11 @@ OTHERS = ("none", "chen", "rotor")
 STRATEGIES = (*OTHERS, DEFAULT)
 WHOLE_GRAPH = "checkmate"
 TWO_LAYER_MODELS = ("gpt2-2layer", "bert-2layer", "llama-2layer")
-PLANNING_MODELS = ("gpt2-12", "gpt2-96")
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 MACHINE = "cpu-avx2"
 NUM_BOUNDS = 48
 """Number of budgets at which the lower bound is drawn."""
 PAGE_BYTES = 4096
-
-SAVED_SHARES = (0.85, 0.6, 0.4, 0.2, 0.1)
-"""Limits of the yardstick, as shares of the bytes that the baseline saves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +36,6 @@ class Extent:
     Attributes:
         budgets: Fractions of the baseline's peak at which every strategy plans.
         whole_graph_budgets: Those of whole-graph Checkmate, on two-layer models.
-        saved_shares: Limits of the yardstick, as shares of the bytes that the baseline saves.
         num_frontier_points: Points of each other strategy's frontier at whose peaks the default
             plans too.
         whole_graph_limit_s: Time limit of one solve of whole-graph Checkmate.
@@ -50,7 +44,6 @@ class Extent:
 
     budgets: tuple[float, ...] = BUDGETS
     whole_graph_budgets: tuple[float, ...] = (0.9, 0.7, 0.5, 0.4)
-    saved_shares: tuple[float, ...] = SAVED_SHARES
     num_frontier_points: int = 6
     whole_graph_limit_s: float = 600.0
     is_tiny: bool = False
@@ -59,7 +52,6 @@ class Extent:
 QUICK = Extent(
     budgets=(1.0, 0.5, 0.25),
     whole_graph_budgets=(0.6,),
-    saved_shares=(0.4,),
     num_frontier_points=1,
     whole_graph_limit_s=15.0,
 )
@@ -86,10 +78,8 @@ def measure(name: str, extent: Extent, *, say: Callable[[str], object] = str) ->
         planner = Planner(workload.model, workload.sample, numerics="bitwise")
     run = _ModelPlans(name=name, planner=planner, extent=extent, say=say)
     yield run.model_record()
-    if name not in PLANNING_MODELS:
-        yield from run.plans()
-        yield from run.yardsticks()
-        yield from run.chunked_series()
+    yield from run.plans()
+    yield from run.chunked_series()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,10 +92,8 @@ class _ModelPlans:
     say: Callable[[str], object]
 
     def model_record(self) -> Record:
-        self.say("first plan")
         planner = self.planner
-        half = planner.minimum_peak_bytes <= planner.baseline_peak_bytes // 2
-        plan, first_plan_s = _timed(lambda: planner.plan(0.5 if half else 1.0))
+        plan = planner.plan(1.0)
         record = {
             "kind": "model",
             "model": self.name,
@@ -113,29 +101,16 @@ class _ModelPlans:
             "baseline_peak_bytes": planner.baseline_peak_bytes,
             "baseline_ms": planner.baseline_ms,
             "timings_s": dict(planner.timings),
-            "first_plan_s": first_plan_s,
         }
-        if self.name in PLANNING_MODELS:
-            return record | {
-                "tightest_plan_s": _timed(lambda: planner.plan(planner.minimum_peak_bytes))[1]
-            }
         self.say("frontiers")
         proved_minimum_bytes = self._proved_minimum_bytes()
         share = (planner.baseline_peak_bytes - proved_minimum_bytes - PAGE_BYTES) / (NUM_BOUNDS - 1)
         budgets_bytes = [
             proved_minimum_bytes + PAGE_BYTES + round(share * point) for point in range(NUM_BOUNDS)
         ]
-        smallest = {
-            strategy: planner.plan(planner.minimum_peak(strategy), strategy=strategy)
-            for strategy in STRATEGIES
-        }
         return record | {
             "minimum_peak_bytes": {
                 strategy: planner.minimum_peak(strategy) for strategy in STRATEGIES
-            },
-            "minimum_places": {strategy: plan.peak_place() for strategy, plan in smallest.items()},
-            "minimum_own_shares": {
-                strategy: _own_share(plan) for strategy, plan in smallest.items()
             },
             "whole_graph_limit_s": self.extent.whole_graph_limit_s,
             "proved_minimum_bytes": proved_minimum_bytes,
@@ -260,46 +235,6 @@ class _ModelPlans:
             "is_proved": plan.num_unproved_blocks == 0,
             "chunks": str(plan.options.loss_chunks or ""),
         }
-
-    def yardsticks(self) -> Iterator[Record]:
-        """The plain knapsack at several limits, each with the default strategy at its peak."""
-        everything = self.planner.plan(1.0, strategy="none")
-        saved_bytes = everything.simulation.saved_bytes
-        for share in self.extent.saved_shares:
-            self.say(f"knapsack that saves {share:g}")
-            record: Record = {"model": self.name, "saved_share": share}
-            limit_bytes = int(share * saved_bytes)
-            try:
-                schedule = plain_knapsack(everything.graph, everything.costs, limit_bytes)
-            except UnsolvedKnapsackError as error:
-                yield record | {"kind": "skipped", "why": str(error)}
-                continue
-            schedule.verify(everything.graph)
-            found = simulate(everything.graph, schedule, everything.costs)
-            assert found.saved_bytes <= limit_bytes, (
-                f"the knapsack saves {found.saved_bytes} bytes, above its limit of {limit_bytes}"
-            )
-            ours = self._plan(found.peak_bytes, DEFAULT, purpose="yardstick")
-            yield ours
-            yield record | {
-                "kind": "yardstick",
-                "saved_limit_bytes": limit_bytes,
-                "budget_bytes": found.peak_bytes,
-                "ms": found.time_ms,
-                "ours_ms": ours.get("ms"),
-            }
-
-
-def _own_share(plan: Plan) -> float:
-    """Share of a plan's peak that belongs to the op there: inputs, results and workspace."""
-    simulation = plan.simulation
-    op = plan.graph.ops[plan.schedule.steps[simulation.peak_position]]
-    own = {storage for storage in (*op.reads, *op.writes) if not storage.is_static}
-    result_and_workspace_bytes = (
-        sum(storage.num_bytes for storage in own) + plan.costs.first[op.index].overhead_bytes
-    )
-    # A result may take over the memory of an input, which then counts once.
-    return min(1.0, result_and_workspace_bytes / simulation.peak_bytes)
 
 
 def _spread(length: int, num_points: int) -> list[int]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
-Record = dict[str, Any]
+from bench.command import Record
+
 ROUNDING = 1e-9
 """Relative, of times: the same op times may be summed in another order."""
 
@@ -24,9 +24,7 @@ class Records:
         self.ours = [r for r in self.feasible if r["strategy"] == "rockmate"]
         # Chunked plans run another graph, which has a bound of its own.
         self.unchunked = [r for r in self.ours if not r["chunks"]]
-        self.yardsticks = by_kind.get("yardstick", [])
         self.chunked = by_kind.get("chunked", [])
-        self.skipped = by_kind.get("skipped", [])
         self._own_ms = {key_of(r): r["ms"] for r in self.ours}
         self.bounds_ms = {key_of(r): r["lower_bound_ms"] for r in self.unchunked}
 
@@ -72,14 +70,6 @@ def key_of(record: Record) -> tuple[str, int]:
 def has_two_layers(model: str) -> bool:
     """Whether the model is small enough for whole-graph Checkmate."""
     return model.endswith("-2layer")
-
-
-def planning_s(record: Record) -> float:
-    """Seconds from the end of the capture to the first plan."""
-    return (
-        sum(seconds for stage, seconds in record["timings_s"].items() if stage != "capture")
-        + record["first_plan_s"]
-    )
 
 
 def form_text(record: Record) -> str:

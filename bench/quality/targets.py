@@ -6,15 +6,14 @@ neither hit nor missed.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from bench.command import Record
 from bench.quality.records import (
     ROUNDING,
-    Record,
     Records,
     chunked_gap,
     form_text,
@@ -22,7 +21,6 @@ from bench.quality.records import (
     key_of,
     percent,
     place,
-    planning_s,
 )
 
 LARGEST_GAP = 0.02
@@ -31,18 +29,6 @@ LEAST_BUDGET = 0.25
 """Smallest budget whose gap has a target, as a fraction of the baseline's peak."""
 WHOLE_GRAPH_GAP = 0.01
 SMALLEST_PEAK_OF_ROTOR = 0.7
-
-PLANNING_S = {12: 3.0, 96: 15.0}
-"""Number of layers to seconds from the capture to the first plan."""
-
-LAYERS = {
-    "gpt2-12": 12,
-    "gpt2": 12,
-    "bert-base": 12,
-    "bert-narrow": 12,
-    "vit-base": 12,
-    "gpt2-96": 96,
-}
 
 SERIES = {
     "gpt2-deep": {0.48: 1.045, 0.28: 1.14, 0.18: 1.20, 0.12: 1.33},
@@ -85,11 +71,8 @@ def rows(records: Sequence[Record]) -> list[Row]:
         _whole_graph_row(lines),
         *_series_rows(lines),
         *_chunked_rows(lines),
-        _yardstick_row(lines),
         *_soundness_rows(lines),
-        _smallest_peak_row(lines),
-        _smallest_peak_in_chunks_row(lines),
-        *_planning_rows(lines),
+        *_smallest_peak_rows(lines),
         _strategy_row(lines),
     ]
 
@@ -232,21 +215,11 @@ def _chunked_row(what: str, target: float, record: Record | None) -> Row:
     return Row(what=what, reach=reach, figure=f"{record['ratio']:.3f}", where=where, is_hit=is_hit)
 
 
-def _yardstick_row(lines: Records) -> Row:
-    slower = [
-        (place(lines, r), math.inf if r["ours_ms"] is None else r["ours_ms"] / r["ms"] - 1)
-        for r in lines.yardsticks
-    ]
-    return _worst(
-        "time beyond the plain knapsack's at its own peak", "<= 0", slower, ROUNDING, percent
-    )
-
-
 def _soundness_rows(lines: Records) -> list[Row]:
     fits = [(place(lines, r), r["peak_bytes"] <= r["budget_bytes"]) for r in lines.feasible]
     bounded = [
         (place(lines, r), r["ms"] >= lines.bounds_ms[key_of(r)] * (1 - ROUNDING))
-        for r in (*lines.feasible, *lines.yardsticks)
+        for r in lines.feasible
         if key_of(r) in lines.bounds_ms
     ]
     monotone = [
@@ -260,7 +233,7 @@ def _soundness_rows(lines: Records) -> list[Row]:
     with_chunks = [(model, _times_fall(plans)) for model, plans in all_ours.items() if plans]
     return [
         _every("simulated peak <= budget, every plan", fits),
-        _every("no schedule of any strategy, nor the knapsack's, beats the lower bound", bounded),
+        _every("no schedule of any strategy beats the lower bound", bounded),
         _every("frontier: time falls as the budget grows", monotone),
         _every(
             "plans at all budgets tried, not in chunks: none slower than one for less memory",
@@ -283,60 +256,27 @@ def _times_fall(plans: Iterable[Record]) -> bool:
     )
 
 
-def _smallest_peak_row(lines: Records) -> Row:
-    shares = [
-        (model, record["minimum_peak_bytes"]["rockmate"] / record["minimum_peak_bytes"]["rotor"])
+def _smallest_peak_rows(lines: Records) -> list[Row]:
+    known = {
+        model: record
         for model, record in lines.models.items()
         if "minimum_peak_bytes" in record and not has_two_layers(model)
-    ]
+    }
+
+    def row(what: str, key: str) -> Row:
+        shares = [(m, r[key]["rockmate"] / r[key]["rotor"]) for m, r in known.items()]
+        return _worst(what, "<= 0.7", shares, SMALLEST_PEAK_OF_ROTOR, "{:.3f}".format)
+
     unreachable = sum(
-        record["proved_minimum_bytes"]
-        > SMALLEST_PEAK_OF_ROTOR * record["minimum_peak_bytes"]["rotor"]
-        for model, record in lines.models.items()
-        if "minimum_peak_bytes" in record and not has_two_layers(model)
+        r["proved_minimum_bytes"] > SMALLEST_PEAK_OF_ROTOR * r["minimum_peak_bytes"]["rotor"]
+        for r in known.values()
     )
     peak = "smallest feasible peak, of Rotor's with all-or-nothing blocks"
-    what = f"{peak} ({unreachable} models proved out of reach)"
-    return _worst(what, "<= 0.7", shares, SMALLEST_PEAK_OF_ROTOR, lambda share: f"{share:.3f}")
-
-
-def _smallest_peak_in_chunks_row(lines: Records) -> Row:
-    shares = [
-        (
-            model,
-            record["loss_only_minimum_bytes"]["rockmate"]
-            / record["loss_only_minimum_bytes"]["rotor"],
-        )
-        for model, record in lines.models.items()
-        if "loss_only_minimum_bytes" in record and not has_two_layers(model)
+    in_chunks = "the same where only the loss is returned and blocks may run in chunks"
+    return [
+        row(f"{peak} ({unreachable} models proved out of reach)", "minimum_peak_bytes"),
+        row(in_chunks, "loss_only_minimum_bytes"),
     ]
-    what = "the same where only the loss is returned and blocks may run in chunks"
-    return _worst(what, "<= 0.7", shares, SMALLEST_PEAK_OF_ROTOR, lambda share: f"{share:.3f}")
-
-
-def _planning_rows(lines: Records) -> list[Row]:
-    planning_rows = []
-    for num_layers, limit_s in PLANNING_S.items():
-        records = [
-            record for model, record in lines.models.items() if LAYERS.get(model) == num_layers
-        ]
-        first = [(record["model"], planning_s(record)) for record in records]
-        both = [
-            (r["model"], planning_s(r) + r["tightest_plan_s"])
-            for r in records
-            if "tightest_plan_s" in r
-        ]
-        what = f"planning, capture not counted, {num_layers} layers"
-        for name, figures in (
-            (what, first),
-            (f"the same and a second plan, at the smallest peak, {num_layers} layers", both),
-        ):
-            planning_rows.append(
-                _worst(
-                    name, f"<= {limit_s:g} s", figures, limit_s, lambda seconds: f"{seconds:.2f} s"
-                )
-            )
-    return planning_rows
 
 
 def _strategy_row(lines: Records) -> Row:

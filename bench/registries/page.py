@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any
 
+from bench.command import Record
 from bench.machine import machine_text
+from bench.pages import records_table, table
 
-Record = dict[str, Any]
 _RIGHT = ("bitwise", "within rounding")
 _FAULTS = ("WRONG", "refused", "error", "timeout")
 _NOT_COUNTED = "eager-fails"
@@ -39,42 +39,29 @@ def page(records: Sequence[Record]) -> list[str]:
 
 def _counts(records: Sequence[Record]) -> list[str]:
     verdicts = (*_RIGHT, *_FAULTS)
-    lines = [
-        f"| registry | run in eager | right | of it in frames | {' | '.join(verdicts)} "
-        "| not in eager |",
-        "|---" * (len(verdicts) + 5) + "|",
-    ]
+    rows = []
     for registry in dict.fromkeys(each["registry"] for each in records):
-        counts = Counter(each["verdict"] for each in records if each["registry"] == registry)
-        cells = [
-            registry,
-            counts.total() - counts[_NOT_COUNTED],
-            sum(counts[verdict] for verdict in _RIGHT),
-            sum(
-                each["registry"] == registry and each.get("mode") == "frames"
-                for each in records
-                if each["verdict"] in _RIGHT
-            ),
-            *(counts[verdict] for verdict in verdicts),
-            counts[_NOT_COUNTED],
-        ]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+        own = [each for each in records if each["registry"] == registry]
+        counts = Counter(each["verdict"] for each in own)
+        right = [each for each in own if each["verdict"] in _RIGHT]
+        in_frames = sum(each.get("mode") == "frames" for each in right)
+        numbers = [counts.total() - counts[_NOT_COUNTED], len(right), in_frames]
+        numbers += [counts[verdict] for verdict in (*verdicts, _NOT_COUNTED)]
+        rows.append([registry, *map(str, numbers)])
+    columns = ("registry", "run in eager", "right", "of it in frames", *verdicts, "not in eager")
+    return table(columns, rows)
 
 
 def _faults(records: Sequence[Record]) -> list[str]:
     """Each model that eager trains and the plan does not, with its reason."""
-    lines = ["## Not right", "", "| registry | model | verdict | reason |", "|---|---|---|---|"]
     found = [each for verdict in _FAULTS for each in records if each["verdict"] == verdict]
-    if not found:
-        return ["## Not right", "", "None.", ""]
-    return [*lines, *(_row(each) for each in found), ""]
-
-
-def _row(record: Record) -> str:
-    reason = "; ".join(filter(None, (record.get("difference"), record["detail"])))
-    cells = (record["registry"], f"`{record['name']}`", record["verdict"], _cell(reason))
-    return f"| {' | '.join(cells)} |"
+    columns = (
+        ("registry", "{registry}"),
+        ("model", "`{name}`"),
+        ("verdict", "{verdict}"),
+        ("reason", lambda r: _cell("; ".join(filter(None, (r.get("difference"), r["detail"]))))),
+    )
+    return ["## Not right", "", *(records_table(columns, found) if found else ["None."]), ""]
 
 
 def _cell(text: str) -> str:

@@ -10,44 +10,36 @@ from typing import Any
 
 import pytest
 
-from bench import compare
-from bench.comparison import process
-from bench.comparison.lines import Lines, read
-from bench.comparison.page import page
+from bench import command as commands
+from bench import compare, models
+from bench.command import read
+from bench.comparison import branched, process
+from bench.comparison.lines import Lines, by_model
+from bench.comparison.page import page, readme_table
 from bench.comparison.plans import peaks_to_meet
 from bench.comparison.points import points_csv
 from bench.comparison.result import ModelResult
 from bench.pages import Start, provenance
 
 OPTIONS = {"method": [], "device": "cpu", "rounds": 2, "quick": False, "tiny": False}
-MACHINE = {
-    "processor": "P",
-    "machine": "M",
+MACHINE: dict[str, Any] = {
+    **dict.fromkeys(("processor", "machine", "python", "torch", "transformers"), "M"),
     "num_cores": 2,
     "num_threads": 1,
     "load_average": 0.5,
-    "python": "3",
-    "torch": "2",
-    "transformers": "5",
     "commit": "abc",
     "gpu": None,
 }
 
 
 def point(
-    method: str,
-    peak_bytes: int,
-    ratios: list[float],
-    *,
-    budget: int | None = None,
-    predicted: float = 0.0,
-    difference: float = 0.0,
+    method: str, peak_bytes: int, ratios: list[float], *, difference: float = 0.0, **plan: Any
 ) -> list[Any]:
+    """The lines of a method; one with a plan is ours."""
+    common = {"model": "m", "method": method}
     own = {
         "kind": "point",
-        "model": "m",
-        "method": method,
-        "owner": "peer" if budget is None else "ours",
+        "owner": "ours" if plan else "peer",
         "family": method.partition(":")[0],
         "peak_bytes": peak_bytes,
         "resident_bytes": None,
@@ -56,24 +48,18 @@ def point(
         "gradients": {"largest_relative": difference},
     }
     times = [
-        {
-            "kind": "time",
-            "model": "m",
-            "method": method,
-            "round": index,
-            "ms": 10 * ratio,
-            "eager_ms": 10.0,
-        }
+        {"kind": "time", "round": index, "ms": 10 * ratio, "eager_ms": 10.0}
         for index, ratio in enumerate(ratios)
     ]
-    plan = {
-        "kind": "plan",
-        "model": "m",
-        "method": method,
-        "budget_bytes": budget,
-        "predicted_ratio": predicted,
-    }
-    return [own, *times, *([plan] if budget is not None else [])]
+    plans = [{"kind": "plan", **plan}] if plan else []
+    return [common | each for each in (own, *times, *plans)]
+
+
+def ours(
+    share: Any, peak_bytes: int, ratios: list[float], budget: int, predicted: float
+) -> list[Any]:
+    plan = {"budget_bytes": budget, "predicted_ratio": predicted}
+    return point(f"rockmate: {share}", peak_bytes, ratios, **plan)
 
 
 def records(*points: list[Any]) -> list[Any]:
@@ -90,12 +76,12 @@ def test_ours_is_the_fastest_by_promise_of_those_that_are_no_larger() -> None:
         records(
             EAGER,
             point("checkpoint", 400, [1.3, 1.3]),
-            point("rockmate: 0.5", 500, [1.0, 1.0], budget=500, predicted=10.0),
-            point("rockmate: 0.4", 400, [1.2, 1.2], budget=400, predicted=11.0),
+            ours("0.5", 500, [1.0, 1.0], 500, 10.0),
+            ours("0.4", 400, [1.2, 1.2], 400, 11.0),
             # Luckier than it promised.
-            point("rockmate: 0.3", 300, [1.1, 1.1], budget=300, predicted=12.0),
+            ours("0.3", 300, [1.1, 1.1], 300, 12.0),
             # Ours by another strategy: not held against peers.
-            point("rotor: 0.4", 400, [1.0, 1.0], budget=400, predicted=9.0),
+            point("rotor: 0.4", 400, [1.0, 1.0], budget_bytes=400, predicted_ratio=9.0),
         ),
     )
     found = {match.peer.method: match for match in result.matches}
@@ -117,7 +103,7 @@ def test_dominated_is_no_more_memory_and_no_more_time_beyond_two_percent(
         "m",
         records(
             point("checkpoint", 400, [1.0]),
-            point("rockmate: x", peak_bytes, ratios, budget=401, predicted=1.0),
+            ours("x", peak_bytes, ratios, 401, 1.0),
         ),
     )
     assert [match.is_dominated for match in result.matches] == [is_dominated]
@@ -126,16 +112,8 @@ def test_dominated_is_no_more_memory_and_no_more_time_beyond_two_percent(
 def test_the_ratio_is_the_median_of_rounds_each_over_its_own_eager() -> None:
     found = records(EAGER, point("selective", 500, []))
     for index, (ms, eager_ms) in enumerate([(10.0, 5.0), (30.0, 20.0), (11.0, 10.0)]):
-        found.append(
-            {
-                "kind": "time",
-                "model": "m",
-                "method": "selective",
-                "round": index,
-                "ms": ms,
-                "eager_ms": eager_ms,
-            }
-        )
+        time = {"kind": "time", "model": "m", "method": "selective", "round": index}
+        found.append(time | {"ms": ms, "eager_ms": eager_ms})
     own = ModelResult("m", found).peers[1]
     assert (own.ratio, own.ms, own.spread) == (1.5, 11.0, pytest.approx(0.9))
 
@@ -146,8 +124,8 @@ def test_the_least_peak_of_ours_has_to_be_fast_enough() -> None:
         records(
             EAGER,
             point("min-cut: 0.1 dp", 400, [1.5]),
-            point("rockmate: minimum", 100, [2.6], budget=100, predicted=26.0),
-            point("rockmate: 0.2", 200, [1.4], budget=200, predicted=14.0),
+            ours("minimum", 100, [2.6], 100, 26.0),
+            ours("0.2", 200, [1.4], 200, 14.0),
         ),
     )
     least = result.least
@@ -161,8 +139,8 @@ def test_the_page_tells_misses_wrong_gradients_failures_and_repetitions() -> Non
         EAGER,
         point("checkpoint", 400, [1.3, 1.3]),
         point("min-cut: 0.5 dp", 450, [0.9, 1.0], difference=0.7),
-        point("rockmate: 1.0", 900, [1.0, 1.0], budget=900, predicted=10.0),
-        point("rockmate: 0.4", 410, [1.1, 1.1], budget=400, predicted=11.0),
+        ours("1.0", 900, [1.0, 1.0], 900, 10.0),
+        ours("0.4", 410, [1.1, 1.1], 400, 11.0),
     )
     lines.append(
         {
@@ -180,7 +158,14 @@ def test_the_page_tells_misses_wrong_gradients_failures_and_repetitions() -> Non
     assert "| m | checkpoint | 0.0004 | 1.300 ± 0.000 | none as small |" in text
     assert "**wrong**, 0.7" in text
     assert "## Not finished" in text
-    rows = {row["method"]: row for row in csv.DictReader(io.StringIO(points_csv(lines)))}
+    rows = {
+        row["method"]: row
+        for row in csv.DictReader(
+            io.StringIO(
+                points_csv([ModelResult(name, own) for name, own in by_model(lines).items()])
+            )
+        )
+    }
     assert rows["sqrt(n) segments"]["note"] == "failed: ValueError: none"
     assert rows["min-cut: 0.4 dp"]["note"] == "the same as min-cut: 0.5 dp"
     cut = rows["min-cut: 0.5 dp"]
@@ -237,16 +222,8 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     stem = tmp_path / "peers"
-    command = [
-        "--model",
-        "mlp",
-        "--tiny",
-        "--quick",
-        "--method",
-        "checkpoint",
-        "--output",
-        str(stem),
-    ]
+    tiny = ["--model", "mlp", "--tiny", "--quick", "--rounds", "1"]
+    command = [*tiny, "--method", "checkpoint", "--output", str(stem)]
     assert compare.main(command) == 0
     page_text = capsys.readouterr().out
     assert Path(f"{stem}.md").read_text() == page_text
@@ -266,12 +243,7 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
 
     (name,) = (name for name in points if name.startswith("rockmate: at"))
     alone = tmp_path / "alone"
-    assert (
-        compare.main(
-            ["--model", "mlp", "--tiny", "--quick", "--method", name, "--output", str(alone)]
-        )
-        == 0
-    )
+    assert compare.main([*tiny, "--method", name, "--output", str(alone)]) == 0
     recompute = [json.loads(line) for line in Path(f"{alone}.jsonl").read_text().splitlines()]
     budgets = {
         record["budget_bytes"]
@@ -284,29 +256,20 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
 
     assert compare.main(command) == 0  # finished: no process starts
     assert len(lines.read_text().splitlines()) == len(found)
-    assert compare.main(["--read", "--output", str(stem)]) == 0
+    assert compare.main(["--page", "--output", str(stem)]) == 0
     assert capsys.readouterr().out == page_text * 2
 
 
 @pytest.mark.slow
-def test_a_plan_in_chunks_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("options", [[], ["--loss-only"]])
+def test_a_plan_in_chunks_is_measured(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     method = "rockmate: at 0.131 MB"  # below the smallest peak of this model without chunks
-    assert (
-        compare.main(
-            [
-                "--model",
-                "gpt2-12",
-                "--tiny",
-                "--quick",
-                "--method",
-                method,
-                "--output",
-                str(tmp_path / "chunks"),
-            ]
-        )
-        == 0
-    )
+    tiny = ["--model", "gpt2-12", "--tiny", "--quick", "--rounds", "1"]
+    output = tmp_path / "chunks"
+    assert compare.main([*tiny, "--method", method, "--output", str(output), *options]) == 0
     peaks = {
         record["method"]: record["peak_bytes"]
         for record in read(tmp_path / "chunks.jsonl")
@@ -340,9 +303,73 @@ def test_commands_commits_and_machines_stand_with_their_models_where_they_differ
 
     same = "\n".join(provenance([start("a", "x"), start("b", "x")]))
     assert (
-        "`run` at commit x, load average 0.5 at the start. P (M), 2 cores, 1 thread used." in same
+        "`run` at commit x, load average 0.5 at the start. M (M), 2 cores, 1 thread used." in same
     )
     apart = "\n".join(provenance([start("a", "x"), start("b", "y"), start("c", "x")]))
     assert "from 1 command at 2 commits on 1 machine" in apart
     assert "| `run` | x | a, c |" in apart
     assert "| `run` | y | b |" in apart
+
+
+# --- README's table -------------------------------------------------------------------------------
+
+
+def test_readme_has_the_rows_of_the_committed_lines() -> None:
+    lines = by_model(read(commands.RESULTS / "peers_cpu_202611.jsonl"))
+    rows = readme_table([ModelResult(name, own) for name, own in lines.items()])
+    assert len(rows) == 2 + 8
+    readme = (Path(compare.__file__).parents[1] / "README.md").read_text().splitlines()
+    stated = {line.split(" | ")[0]: line for line in readme}
+    for row in rows[2:]:
+        cells, found = (_numbers(line) for line in (row, stated[row.split(" | ")[0]]))
+        assert found == pytest.approx(cells, abs=0.051), row
+
+
+def _numbers(line: str) -> list[float]:
+    cells = [cell.strip() for cell in line.strip("| ").split("|")][1:]
+    return [float(number) for cell in cells for number in cell.split(", ")]
+
+
+# --- branched models ------------------------------------------------------------------------------
+
+
+def test_the_page_of_branched_models_tells_hits_from_misses() -> None:
+    planner: dict[str, Any] = {
+        "kind": "planner",
+        "model": "m",
+        "timings_s": {"capture": 9.0, "costs": 2.0, "solve": 3.0},
+        "baseline_peak_bytes": 1000,
+        "minimum_peak_bytes": 290,
+        **dict.fromkeys(("num_ops", "num_forward_ops", "num_blocks"), 9),
+        **dict.fromkeys(("largest_block_ops", "largest_part_ops"), 50),
+    }
+
+    def plan(budget: int, peak_bytes: int, ratio: float, gap: float) -> dict[str, Any]:
+        sizes = {"budget_bytes": budget, "predicted_peak_bytes": peak_bytes, "plan_s": 1.0}
+        return sizes | {"predicted_ratio": ratio, "optimality_gap": gap}
+
+    lines = records(
+        [planner],
+        point("eager", 1000, [1.0]),
+        point("checkpoint", 400, [1.3]),
+        point("checkpoint: stages", 380, [1.4]),
+        point("rockmate: 0.5", 501, [1.1], **plan(500, 480, 1.06, 0.031)),
+        point("rockmate: minimum", 290, [1.5], **plan(300, 290, 1.4, 0.3)),
+    )
+    text = "\n".join(branched.page([ModelResult("unet", lines)]))
+    for row in (
+        "measured peak within the budget | all | 1 of 2 |  | **miss**",
+        "predicted peak within 2 % of the measured one | all | 1 of 2 |  | **miss**",
+        "half of the peak is feasible | all | 1 of 1 |  | hit",
+        "measured time there, over eager's: largest | <= 1.10 | 1.100 | unet | hit",
+        "measured time there, over eager's: U-Net | <= 1.05 | 1.100 | unet | **miss**",
+        "over the baseline's: U-Net | <= 1.05 | 1.060 | unet, where no schedule is below 1.029 | "
+        "**miss**",
+        # The minimum is below.
+        "gap to the bound down to 0.35: largest | <= 0.03 | 0.031 | unet, 0.5 | **miss**",
+        f"of that of checkpoints: largest | <= 0.80 | {290 / 380:.3f} | unet | hit",
+        "planning without capture, in s: largest | <= 20.00 | 6.000 | unet | hit",
+        "unet | 0.35 | infeasible: the least peak is 0.00029 MB",
+    ):
+        assert f"{row} |" in text
+    assert set(models.BRANCHED) <= models.REGISTRY.keys()

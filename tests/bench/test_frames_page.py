@@ -42,6 +42,7 @@ def test_a_run_of_a_tiny_model(
     assert "bits of losses, gradients and buffers equal eager's | all | 5 of 5" in page
 
 
-def test_nothing_measured(tmp_path: Path) -> None:
-    assert frames.main(["--read", "--output", str(tmp_path / "frames")]) == 0
-    assert "Nothing is measured" in (tmp_path / "frames.md").read_text()
+def test_nothing_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert frames.main(["--page", "--output", str(tmp_path / "frames")]) == 1
+    assert "has no line" in capsys.readouterr().err
+    assert not (tmp_path / "frames.md").exists()

@@ -1,16 +1,14 @@
-"""Every workload trains, repeats itself, and equals its checkpointed self.
-
-The command line runs.
-"""
+"""Every workload trains, repeats itself, and equals its checkpointed self."""
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
+from torch import nn
 
-from bench import measure, models, peers, run
+from bench import measure, models, peers
+from bench.models.workload import modules_at
+from rockmate.curves.measure import tensor_difference
 
 NAMES = sorted(models.REGISTRY)
 
@@ -18,6 +16,8 @@ NAMES = sorted(models.REGISTRY)
 def needs_packages_of(name: str) -> None:
     if "lora" in name:
         pytest.importorskip("peft")
+    if "qlora" in name:
+        pytest.importorskip("bitsandbytes")
     if name in ("conditional-unet", "two-streams"):
         pytest.importorskip("diffusers")
 
@@ -37,7 +37,7 @@ def test_tiny_model_trains_and_checkpointing_changes_no_bit(name: str) -> None:
     names = {key for key, value in workload.model.named_parameters() if value.requires_grad}
     assert found["eager"].keys() == names
     assert all(gradient.isfinite().all() for gradient in found["eager"].values())
-    assert measure.tensor_difference(found["checkpoint"], found["eager"]).equal
+    assert tensor_difference(found["checkpoint"], found["eager"]).equal
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -81,27 +81,6 @@ def test_checkpointing_saves_memory_and_puts_the_forwards_back() -> None:
     assert all("forward" not in vars(layer) for layer in workload.layers(workload.model))
 
 
-def test_record_steps_repeats_itself_and_puts_the_weights_back() -> None:
-    workload = models.build("resnet50", tiny=True)
-    before = {name: value.clone() for name, value in workload.model.state_dict().items()}
-    one = measure.record_steps(workload, workload.model, num_steps=2)
-    other = measure.record_steps(workload, workload.model, num_steps=2)
-    assert measure.tensor_difference(workload.model.state_dict(), before).equal
-    assert not torch.equal(one[0].loss, one[1].loss)
-    for a, b in zip(one, other, strict=True):
-        assert measure.tensor_difference(a.gradients, b.gradients).equal
-        assert measure.tensor_difference(a.buffers, b.buffers).equal
-
-
-def test_command_line_without_a_budget_reports_eager_and_checkpoint(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    run.main(["--model", "mlp", "--tiny", "--rounds", "1", "--checkpoint", "--no-resident"])
-    record = json.loads(capsys.readouterr().out)
-    assert record["checkpoint_peak_bytes"] < record["eager_peak_bytes"]
-    assert record["checkpoint_ms"] > 0
-
-
 def test_compared_models_are_in_the_table() -> None:
     assert all(name in models.REGISTRY for names in models.COMPARED.values() for name in names)
 
@@ -121,3 +100,25 @@ def test_adapters_leave_the_base_frozen() -> None:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained
     assert all(".lora_" in name for name in trained)
+
+
+def test_every_model_that_is_no_chain_is_in_the_table_and_most_have_natural_modules() -> None:
+    assert set(models.BRANCHED) <= models.REGISTRY.keys()
+    workload = models.build("hrnet", tiny=True)
+    assert workload.stages is not None
+    assert [
+        len(found) for found in (workload.layers(workload.model), workload.stages(workload.model))
+    ] == [4, 2]
+    inside = workload.with_loss_inside()
+    assert inside.stages is not None
+    assert len(inside.stages(inside.model)) == 2
+
+
+def test_patterns_match_whole_paths_and_a_wrong_one_is_told() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(1, 1), nn.ReLU()), nn.Linear(1, 1))
+    assert modules_at(model, ("*",)) == [model[0], model[1]]
+    assert modules_at(model, ("0.*",)) == list(model[0])
+    with pytest.raises(
+        ValueError, match=r"no submodule of Sequential has a path like 'layers\.\*'"
+    ):
+        modules_at(model, ("layers.*",))

@@ -33,17 +33,17 @@ BATCH = {
 def test_records_and_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output = tmp_path / "moves.jsonl"
+    stem, output = tmp_path / "moves", tmp_path / "moves.jsonl"
     monkeypatch.setattr(bench_simulated, "MACHINES", ("rtx4090",))
     monkeypatch.setattr(bench_simulated, "SHARES", (0.7, 0.5))
     sizes = ["--layers", "2", "--tokens", "512"]
-    assert bench_offload.main(["--simulated", *sizes, "--output", str(output)]) == 0
+    assert bench_offload.main(["--simulated", *sizes, "--output", str(stem)]) == 0
     moves.use_fast_link(monkeypatch)
     monkeypatch.setattr(bench_measured, "SHARES", (0.3,))
     monkeypatch.setattr(bench_measured, "NUM_ROUNDS", 1)
     folder = tmp_path / "scratch"
     folder.mkdir()
-    options = ["--measured", str(folder), "--models", "resnet", "--output", str(output)]
+    options = ["--measured", str(folder), "--model", "resnet", "--output", str(stem)]
     assert bench_offload.main(options) == 0
     records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     assert [record["kind"] for record in records] == ["simulated"] * 4 + ["measured"]
@@ -58,7 +58,7 @@ def test_records_and_page(
     with output.open("a", encoding="utf-8") as file:
         file.write(json.dumps(batch) + "\n")
     capsys.readouterr()
-    assert bench_offload.main(["--page", str(output)]) == 0
+    assert bench_offload.main(["--page", "--output", str(stem)]) == 0
     printed = capsys.readouterr().out
     assert "| gradients bitwise eager's | all | 1 of 1 |  | hit |" in printed
     assert "## rtx4090: 2 layers, 512 tokens" in printed
@@ -69,13 +69,13 @@ def test_records_and_page(
 def test_peers_and_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    output, folder = tmp_path / "moves.jsonl", tmp_path / "scratch"
+    stem, output, folder = tmp_path / "moves", tmp_path / "moves.jsonl", tmp_path / "scratch"
     folder.mkdir()
     moves.use_fast_link(monkeypatch)
     monkeypatch.setattr(bench_measured, "NUM_ROUNDS", 1)
     tiny = lambda name: build(name, tiny=True).with_loss_inside()  # noqa: E731
     monkeypatch.setattr(bench_peers, "small_workload", tiny)
-    options = ["--output", str(output), "--models"]
+    options = ["--output", str(stem), "--model"]
     bench_offload.main(["--peers", str(folder), *options, "gpt2"])
     monkeypatch.setattr(bench_batches, "DEPTHS", {"resnet50": (1, 1)})
     monkeypatch.setattr(bench_batches, "PIXELS", 64)
@@ -98,7 +98,7 @@ def test_peers_and_batches(
         assert record["largest"] % record["rows"] == 0
         assert record["largest"] >= record["largest_without_moves"] >= record["rows"]
     capsys.readouterr()
-    assert bench_offload.main(["--page", str(output)]) == 0
+    assert bench_offload.main(["--page", "--output", str(stem)]) == 0
     printed = capsys.readouterr().out
     assert "## Peers with the same disk" in printed
     assert "| resnet50: largest batch over eager's, in its memory | >= 5 |" in printed

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bench import measure, models, peers
 from bench.peers import segments
+from rockmate.curves.measure import tensor_difference
 
 # Dynamo reads `.grad` of a layer's input, hides the warning, and stumbles where warnings are
 # errors.
@@ -86,7 +87,7 @@ def test_inductor_is_given_at_its_best() -> None:
 def test_inductor_has_eagers_gradients_but_for_rounding(name: str) -> None:
     workload = models.build("mlp", tiny=True)
     expected = gradients(workload, peers.eager)
-    difference = measure.tensor_difference(gradients(workload, peer_of(name)), expected)
+    difference = tensor_difference(gradients(workload, peer_of(name)), expected)
     assert difference.largest_relative < 1e-5
 
 
@@ -94,7 +95,7 @@ def test_inductor_has_eagers_gradients_but_for_rounding(name: str) -> None:
 def test_gradients_are_those_of_eager(name: str) -> None:
     workload = models.build("mlp", tiny=True)
     expected = gradients(workload, peers.eager)
-    assert measure.tensor_difference(gradients(workload, peer_of(name)), expected).equal
+    assert tensor_difference(gradients(workload, peer_of(name)), expected).equal
 
 
 @pytest.mark.parametrize("model", ["gpt2-2layer", "t5-small", "resnet50"])
@@ -106,7 +107,7 @@ def test_gradients_with_dropout_masks_and_tuples_are_those_of_eager(model: str, 
         with pytest.raises(ValueError, match="one tensor"):
             gradients(workload, peer_of(name))
         return
-    assert measure.tensor_difference(gradients(workload, peer_of(name)), expected).equal
+    assert tensor_difference(gradients(workload, peer_of(name)), expected).equal
 
 
 @pytest.mark.parametrize(
@@ -172,7 +173,7 @@ def test_peers_leave_no_trace(model: str) -> None:
     for name in PLAIN:
         with peer_of(name)(workload):
             pass
-    assert measure.tensor_difference(dict(workload.model.named_buffers()), buffers).equal
+    assert tensor_difference(dict(workload.model.named_buffers()), buffers).equal
     assert torch.equal(torch.get_rng_state(), state)
     for module in workload.model.modules():
         assert "forward" not in vars(module)

@@ -1,132 +1,19 @@
-"""The yardstick is the knapsack's optimum, by trying every choice.
-
-The table tells hits from misses; the command prints it.
-"""
+"""The table of plan quality tells hits from misses; the command writes it."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 from bench import plan_quality
-from bench.quality.knapsack import UnsolvedKnapsackError, plain_knapsack
+from bench.machine import machine_record
 from bench.quality.page import page
 from bench.quality.targets import Row, rows
-from rockmate import Plan, Planner
-from rockmate.schedule.simulate import simulate
 
-# --- the yardstick --------------------------------------------------------------------------------
-
-
-@cache
-def baseline() -> Plan:
-    """Nothing recomputed: nine forward ops, one of them random, and two whose results (before a
-    tanh) only the forward reads."""
-    layers = [
-        nn.Linear(32, 32),
-        nn.Tanh(),
-        nn.Linear(32, 32),
-        nn.GELU(),
-        nn.Linear(32, 32),
-        nn.Tanh(),
-        nn.Dropout(0.1),
-    ]
-    return Planner(nn.Sequential(*layers, nn.Linear(32, 32)).train(), torch.ones(256, 32)).plan(1.0)
-
-
-def needed_values(plan: Plan, recomputed: frozenset[int]) -> set[Any]:
-    """Forward values that have to be saved if just these ops run again."""
-    forward = {storage: op.index for op in plan.graph.forward_ops for storage in op.writes}
-    readers = [
-        op for op in plan.graph.ops if op.index not in forward.values() or op.index in recomputed
-    ]
-    read = {storage for op in readers for storage in op.reads if storage in forward}
-    return {storage for storage in read if forward[storage] not in recomputed} | {
-        s for s in forward if s.is_output
-    }
-
-
-def least_ms(plan: Plan, limit_bytes: int) -> float | None:
-    """The least recomputation time over every choice of ops, None where no choice saves so
-    little."""
-    ops = [op for op in plan.graph.forward_ops if op.recompute_target is not None]
-    times = []
-    for count in range(len(ops) + 1):
-        for chosen in itertools.combinations(ops, count):
-            recomputed = frozenset(op.index for op in chosen)
-            num_bytes = sum(storage.num_bytes for storage in needed_values(plan, recomputed))
-            num_bytes += sum(5056 for op in chosen if op.is_random)
-            if num_bytes <= limit_bytes:
-                times.append(sum(plan.costs.recompute[index].time_ms for index in recomputed))
-    return min(times, default=None)
-
-
-@pytest.mark.parametrize("share", [1.0, 0.75, 0.5, 0.3])
-def test_yardstick_recomputes_for_the_least_time_of_all_choices(share: float) -> None:
-    plan = baseline()
-    limit_bytes = int(share * plan.simulation.saved_bytes)
-    schedule = plain_knapsack(plan.graph, plan.costs, limit_bytes)
-    schedule.verify(plan.graph)
-    recompute = [index for index in schedule.backward if index in schedule.forward]
-    assert len(recompute) == len(set(recompute))
-    least = least_ms(plan, limit_bytes)
-    assert least is not None
-    assert (
-        least * (1 - 1e-9)
-        <= sum(plan.costs.recompute[index].time_ms for index in recompute)
-        <= least * 1.003
-    )
-    assert (share == 1.0) == (not recompute)
-    assert simulate(plan.graph, schedule, plan.costs).saved_bytes <= limit_bytes
-
-
-def test_yardstick_recomputes_right_before_the_first_reader() -> None:
-    plan = baseline()
-    ops = plan.graph.ops
-    backward = plain_knapsack(plan.graph, plan.costs, plan.simulation.saved_bytes // 2).backward
-    for position, index in enumerate(backward):
-        if ops[index].phase.value == "forward":
-            made = set(ops[index].writes)
-            reader = next(
-                later
-                for later in range(position + 1, len(backward))
-                if made & set(ops[backward[later]].reads)
-            )
-            assert all(
-                ops[between].phase.value == "forward" for between in backward[position + 1 : reader]
-            )
-
-
-def test_yardstick_refuses_a_limit_below_what_has_to_be_saved() -> None:
-    plan = baseline()
-    held_bytes = sum(storage.num_bytes for storage in plan.graph.storages if storage.is_output)
-    assert least_ms(plan, held_bytes - 1) is None
-    with pytest.raises(UnsolvedKnapsackError, match=f"{held_bytes - 1:,} bytes"):
-        plain_knapsack(plan.graph, plan.costs, held_bytes - 1)
-
-
-# --- the table ------------------------------------------------------------------------------------
-
-HEAD = {
-    "processor": "p",
-    "machine": "m",
-    "num_cores": 2,
-    "num_threads": 1,
-    "load_average": 0.0,
-    "python": "3",
-    "torch": "2",
-    "transformers": "5",
-    "commit": "c",
-    "command": "x",
-    "tiny": False,
-}
+HEAD = machine_record("bench.plan_quality") | {"tiny": False}
 
 
 def model_line(model: str = "llama", **changes: Any) -> dict[str, Any]:
@@ -137,10 +24,7 @@ def model_line(model: str = "llama", **changes: Any) -> dict[str, Any]:
         "baseline_peak_bytes": 1000,
         "baseline_ms": 100.0,
         "timings_s": {"capture": 50.0, "costs": 1.0, "solve": 1.5},
-        "first_plan_s": 0.25,
         "minimum_peak_bytes": {"none": 1000, "chen": 300, "rotor": 200, "rockmate": 100},
-        "minimum_places": {"rotor": "one place", "rockmate": "another"},
-        "minimum_own_shares": {"rotor": 0.5, "rockmate": 0.75},
         "whole_graph_limit_s": 60.0,
         "proved_minimum_bytes": 90,
         "loss_only_minimum_bytes": {"rotor": 200, "rockmate": 60},
@@ -167,6 +51,13 @@ def plan_line(budget: float, ms: float, **changes: Any) -> dict[str, Any]:
         "chunks": "",
     }
     return line | changes
+
+
+def chunked_line(budget: float, ratio: float, **changes: Any) -> dict[str, Any]:
+    size = int(1000 * budget)
+    line = {"kind": "chunked", "model": "llama", "budget": budget, "budget_bytes": size}
+    line |= {"peak_bytes": size, "ratio": ratio, "lower_bound_ratio": 1.05, "chunks": ""}
+    return HEAD | line | changes
 
 
 def row(start: str, *lines: dict[str, Any]) -> Row:
@@ -204,38 +95,13 @@ def test_gap_rows_take_the_largest_and_the_median() -> None:
 def test_gap_of_the_series_counts_budgets_with_a_target(
     budget: float, ratio: float, is_hit: bool | None
 ) -> None:
-    chunked = {
-        "kind": "chunked",
-        "model": "llama",
-        "budget": budget,
-        "budget_bytes": 250,
-        "peak_bytes": 250,
-        "ratio": ratio,
-    }
-    lines = [model_line(), HEAD | chunked | {"lower_bound_ratio": 1.05, "chunks": ""}]
+    lines = [model_line(), chunked_line(budget, ratio)]
     assert row("the same of the series", *lines).is_hit is is_hit
     noted = any(
         line.startswith("- llama at 0.25, only the loss returned: 3.00 %, unchunked")
         for line in page(lines)
     )
     assert noted is (is_hit is False)
-
-
-def test_notes_say_what_is_out_of_reach_and_what_planning_is_spent_on() -> None:
-    peaks = {"none": 1000, "chen": 300, "rotor": 200, "rockmate": 160}
-    unknown, out_of_reach = (
-        model_line(minimum_peak_bytes=peaks),
-        model_line(minimum_peak_bytes=peaks, proved_minimum_bytes=150),
-    )
-    assert "whether 0.7 can be reached is not known: ours has 0.800" in "\n".join(page([unknown]))
-    assert "below 0.750 of Rotor's: 0.7 is out of reach." in "\n".join(page([out_of_reach]))
-    assert not any(
-        line.startswith("- gpt2-12: measuring") for line in page([model_line("gpt2-12")])
-    )
-    assert any(
-        line.startswith("- gpt2-12: measuring")
-        for line in page([model_line("gpt2-12", tightest_plan_s=0.5)])
-    )
 
 
 def test_two_layer_models_stand_apart() -> None:
@@ -280,33 +146,10 @@ def test_series_row_of_an_infeasible_budget_is_missed() -> None:
 def test_rows_in_chunks_have_the_target_and_fit_the_budget(
     ratio: float, peak_bytes: int, is_hit: bool
 ) -> None:
-    chunked = {
-        "kind": "chunked",
-        "model": "llama",
-        "budget": 0.48,
-        "budget_bytes": 480,
-        "peak_bytes": peak_bytes,
-        "ratio": ratio,
-    }
-    found = row(
-        "llama at 0.48, only the loss",
-        model_line(),
-        chunked | {"lower_bound_ratio": 1.05, "chunks": "4"},
-    )
+    line = chunked_line(0.48, ratio, peak_bytes=peak_bytes, chunks="4")
+    found = row("llama at 0.48, only the loss", model_line(), line)
     assert found.is_hit is is_hit
     assert "in 4 chunks; no considered graph has a schedule below 1.050" in found.where
-
-
-@pytest.mark.parametrize(("ours_ms", "is_hit"), [(110.0, True), (110.01, False), (None, False)])
-def test_yardstick_row(ours_ms: float | None, is_hit: bool) -> None:
-    yardstick = {
-        "kind": "yardstick",
-        "model": "llama",
-        "budget_bytes": 500,
-        "ms": 110.0,
-        "ours_ms": ours_ms,
-    }
-    assert row("time beyond the plain knapsack", model_line(), yardstick).is_hit is is_hit
 
 
 def test_soundness_rows_name_what_fails() -> None:
@@ -335,7 +178,7 @@ def test_soundness_rows_name_what_fails() -> None:
     )
 
 
-def test_smallest_peak_planning_and_strategy_rows() -> None:
+def test_smallest_peak_and_strategy_rows() -> None:
     assert row("smallest feasible peak", model_line()).figure == "0.500"
     assert (
         row(
@@ -350,24 +193,6 @@ def test_smallest_peak_planning_and_strategy_rows() -> None:
             model_line(loss_only_minimum_bytes={"rotor": 100, "rockmate": 71}),
         ).is_hit
         is False
-    )
-    assert row("planning, capture not counted, 12", model_line("gpt2-12")).figure == "2.75 s"
-    assert (
-        row("planning, capture not counted, 12", model_line("gpt2-12", first_plan_s=0.6)).is_hit
-        is False
-    )
-    twelve = row(
-        "planning, capture not counted, 12",
-        model_line("gpt2-12"),
-        model_line("bert-base", first_plan_s=0.6),
-    )
-    assert (twelve.where, twelve.is_hit) == ("bert-base; 1 of 2 within", False)
-    assert (
-        row(
-            "the same and a second plan, at the smallest peak, 12",
-            model_line("gpt2-12", tightest_plan_s=0.5),
-        ).figure
-        == "3.25 s"
     )
     pair = [plan_line(0.5, 110.0, strategy="chen"), plan_line(0.5, 109.0)]
     assert row("time beyond another", model_line(), *pair).is_hit
@@ -401,7 +226,7 @@ def test_command_measures_writes_and_reads_back(
     for name in ("gpt2-2layer", "mlp"):
         assert (stem / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     records = [json.loads(line) for line in Path(f"{stem}.jsonl").read_text().splitlines()]
-    assert {record["kind"] for record in records} >= {"model", "plan", "yardstick"}
+    assert {record["kind"] for record in records} >= {"model", "plan"}
     strategies = {
         record["strategy"]
         for record in records
@@ -413,7 +238,7 @@ def test_command_measures_writes_and_reads_back(
     monkeypatch.setattr(plan_quality, "measure", None)
     plan_quality.main([*chosen, "--output", str(stem)])
     assert capsys.readouterr().out == text, "a finished model is not measured again"
-    plan_quality.main(["--read", f"{stem}.jsonl"])
+    plan_quality.main(["--page", "--output", str(stem)])
     assert capsys.readouterr().out == text
 
 

@@ -20,7 +20,7 @@ from bench import measure
 from rockmate import InvalidBudgetError, Plan, Planner, RockmateModule, SweepRow
 from rockmate.curves import measure as measurement
 from rockmate.curves.errors import SweepError, SweepFolderError
-from rockmate.curves.measure import SideBySide
+from rockmate.curves.measure import SideBySide, tensor_difference
 from rockmate.curves.page import page
 from rockmate.curves.sweep import Sweep
 from rockmate.curves.sweep_run import SweepOptions, run_sweep
@@ -147,7 +147,7 @@ def test_measured_figures_are_those_of_another_meter(
     before = copy.deepcopy(model.state_dict())
     state = torch.get_rng_state()
     (row,) = rockmate.sweep(model, sample, budgets=[0.8], measure=True, num_steps=2, out=tmp_path)
-    assert not measure.tensor_difference(model.state_dict(), before).where
+    assert not tensor_difference(model.state_dict(), before).where
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert row.gradient_difference == 0.0

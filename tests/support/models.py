@@ -5,15 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
 from bench import models as bench_models
-from bench.models import TARGET, Batch, Workload
+from bench.models import TARGET, Workload, batches
+from bench.models.hf import TOKENS, hf, usual
 
 TINY = (
     "gpt2",
@@ -52,186 +51,53 @@ def medium(name: str) -> Workload:
         return _MEDIUM[name]()
 
 
-def _words(seed: int, *, shape: tuple[int, int]) -> Batch:
-    words = torch.randint(3, 512, shape, generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": words, "labels": words.clone()}
+def _of(
+    name: str,
+    model: nn.Module | None = None,
+    make_batch: batches.MakeBatch | None = None,
+) -> Workload:
+    """A workload of the benchmark, tiny, with another model and other batches."""
+    made = tiny(name)
+    make = make_batch or batches.causal((4, 64), 512)
+    drawn = lambda seed: make(torch.Generator().manual_seed(seed))  # noqa: E731
+    return replace(made, model=model.train() if model else made.model, make_batch=drawn)
 
 
-def _gpt2() -> Workload:
-    config = transformers.GPT2Config(
-        n_layer=3,
-        n_embd=64,
-        n_head=4,
-        vocab_size=512,
-        n_positions=64,
-        bos_token_id=0,
-        eos_token_id=0,
-        pad_token_id=0,
-        use_cache=False,
-    )
-    model = transformers.GPT2LMHeadModel(config)
-    model.loss_type = "ForCausalLM"
-    return replace(tiny("gpt2"), model=model.train(), make_batch=partial(_words, shape=(4, 64)))
-
-
-def _llama() -> Workload:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=3,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=16,
-        intermediate_size=160,
-        vocab_size=512,
-        max_position_embeddings=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        use_cache=False,
-    )
-    return replace(
-        tiny("llama"),
-        model=transformers.LlamaForCausalLM(config).train(),
-        make_batch=partial(_words, shape=(4, 64)),
-    )
-
-
-def _qwen3() -> Workload:
-    config = transformers.Qwen3Config(
-        num_hidden_layers=3,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        intermediate_size=160,
-        vocab_size=512,
-        max_position_embeddings=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        use_cache=False,
-    )
-    return replace(
-        tiny("qwen3"),
-        model=transformers.Qwen3ForCausalLM(config).train(),
-        make_batch=partial(_words, shape=(4, 64)),
-    )
-
-
-def _bert() -> Workload:
-    config = transformers.BertConfig(
-        num_hidden_layers=3,
-        hidden_size=64,
-        num_attention_heads=4,
-        intermediate_size=256,
-        vocab_size=512,
-        pad_token_id=0,
-    )
-    return replace(
-        tiny("bert-base"),
-        model=transformers.BertForMaskedLM(config).train(),
-        make_batch=partial(_words, shape=(4, 64)),
-    )
-
-
-def _t5() -> Workload:
-    config = transformers.T5Config(
-        num_layers=2,
-        num_decoder_layers=2,
-        d_model=64,
-        d_kv=16,
-        d_ff=160,
-        num_heads=4,
-        vocab_size=512,
-        dropout_rate=0.1,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-        use_cache=False,
-    )
-    return replace(
-        tiny("t5-small"),
-        model=transformers.T5ForConditionalGeneration(config).train(),
-        make_batch=partial(_words, shape=(4, 64)),
-    )
-
-
-def _pictures(seed: int, *, batch: int, pixels: int, names: tuple[str, str]) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        names[0]: torch.randn(batch, 3, pixels, pixels, generator=generator),
-        names[1]: torch.randint(0, 10, (batch,), generator=generator),
-    }
-
-
-def _vit() -> Workload:
-    config = transformers.ViTConfig(
-        num_hidden_layers=3,
-        hidden_size=64,
-        num_attention_heads=4,
-        intermediate_size=256,
-        image_size=64,
-        patch_size=8,
-        num_labels=10,
-        problem_type="single_label_classification",
-    )
-    pictures = partial(_pictures, batch=4, pixels=64, names=("pixel_values", "labels"))
-    return replace(
-        tiny("vit-base"),
-        model=transformers.ViTForImageClassification(config).train(),
-        make_batch=pictures,
-    )
-
-
-def _hf_resnet() -> Workload:
-    pictures = partial(_pictures, batch=4, pixels=96, names=("pixel_values", "labels"))
-    return replace(tiny("hf-resnet"), make_batch=pictures)
-
-
-def _resnet() -> Workload:
-    return replace(
-        tiny("resnet50"), make_batch=partial(_pictures, batch=4, pixels=96, names=("x", TARGET))
-    )
-
-
-def _vectors(seed: int, *, shape: tuple[int, ...], name: str) -> Batch:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.randn(shape, generator=generator),
-        TARGET: torch.randn(shape, generator=generator),
-    }
-
-
-def _mlp() -> Workload:
-    return replace(
-        tiny("mlp"),
-        model=bench_models.MLP(8, 64).train(),
-        make_batch=partial(_vectors, shape=(1024, 64), name="x"),
-    )
-
-
-def _encoder() -> Workload:
-    layer = nn.TransformerEncoderLayer(64, 4, 256, batch_first=True)
-    model = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-    return replace(
-        tiny("encoder"),
-        model=model.train(),
-        make_batch=partial(_vectors, shape=(4, 64, 64), name="src"),
-    )
-
-
+_DECODER = usual(3, 64, 4, 160, 512) | TOKENS
+_DECODER |= {"head_dim": 16, "max_position_embeddings": 64}
 _MEDIUM: dict[str, Callable[[], Workload]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "qwen3": _qwen3,
-    "bert-base": _bert,
-    "t5-small": _t5,
-    "vit-base": _vit,
-    "hf-resnet": _hf_resnet,
-    "resnet50": _resnet,
-    "mlp": _mlp,
-    "encoder": _encoder,
-}
+    "gpt2": lambda: _of(
+        "gpt2",
+        hf("GPT2LMHeadModel", n_layer=3, n_embd=64, n_head=4, vocab_size=512, n_positions=64,
+           **dict.fromkeys(TOKENS, 0)),
+    ),
+    "llama": lambda: _of("llama", hf("LlamaForCausalLM", **_DECODER, num_key_value_heads=4)),
+    "qwen3": lambda: _of("qwen3", hf("Qwen3ForCausalLM", **_DECODER, num_key_value_heads=2)),
+    "bert-base": lambda: _of(
+        "bert-base", hf("BertForMaskedLM", **usual(3, 64, 4, 256, 512), pad_token_id=0)
+    ),
+    "t5-small": lambda: _of(
+        "t5-small",
+        hf("T5ForConditionalGeneration", num_layers=2, num_decoder_layers=2, d_model=64, d_kv=16,
+           d_ff=160, num_heads=4, vocab_size=512, decoder_start_token_id=0),
+    ),
+    "vit-base": lambda: _of(
+        "vit-base",
+        hf("ViTForImageClassification", **usual(3, 64, 4, 256), image_size=64, patch_size=8,
+           num_labels=10, problem_type="single_label_classification"),
+        batches.images(4, 64, 10),
+    ),
+    "hf-resnet": lambda: _of("hf-resnet", make_batch=batches.images(4, 96, 10)),
+    "resnet50": lambda: _of("resnet50", make_batch=batches.images(4, 96, 10, ("x", TARGET))),
+    "mlp": lambda: _of("mlp", bench_models.MLP(8, 64), batches.vectors("x", (1024, 64))),
+    "encoder": lambda: _of(
+        "encoder",
+        nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(64, 4, 256, batch_first=True), 3, enable_nested_tensor=False
+        ),
+        batches.vectors("src", (4, 64, 64)),
+    ),
+}  # fmt: skip
 
 
 # --- small and peculiar ---------------------------------------------------------------------------

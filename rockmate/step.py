@@ -15,7 +15,6 @@ from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.roles import Capture
 from rockmate.capture.sample import read_sample, trace_sample
 from rockmate.capture.signature import CallSignature
-from rockmate.costs.convolution_formats import in_fastest_formats
 from rockmate.costs.layout_check import captured_in_kernel_layouts, check_traced
 from rockmate.costs.machine import Machine
 from rockmate.errors import PlanMismatchError
@@ -281,9 +280,6 @@ def capture_step(
     marks, hooked = decided_request(capture, options.marks), hooked_of(state, options)
     options = replace(options, marks=marks, hooked=hooked, sums_shared=False)
     capture = run_passes(REWRITES, capture, PassOptions.of(options, owners))
-    if options.formats.are_changed and options.contiguous_convolutions is None:
-        kinds = in_fastest_formats(capture, progress=progress)
-        options = replace(options, contiguous_convolutions=kinds)
     step = step_of(
         capture,
         model,

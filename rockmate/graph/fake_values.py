@@ -58,20 +58,6 @@ def fake_result(
         return in_kernel_layout(target, *given, result)
 
 
-def refresh_readers(graph: fx.Graph, changed: Collection[fx.Node]) -> None:
-    """Refreshes nodes and all that follow from them.
-
-    What stands in the memory of a result follows it, so all that reads one is recomputed.
-    """
-    refreshed = set(changed)
-    for node in graph.nodes if changed else ():
-        if node.op == "call_function" and (
-            node in refreshed or not refreshed.isdisjoint(node.all_input_nodes)
-        ):
-            refresh(node)
-            refreshed.add(node)
-
-
 def refresh(node: fx.Node) -> None:
     """Sets a node's fake value again from those of its arguments."""
     node.meta["val"] = fake_result(node.target, node.args, node.kwargs, like=node)

@@ -26,7 +26,7 @@ from torch import fx
 
 from rockmate.capture.roles import Capture
 from rockmate.graph import rewrite
-from rockmate.graph.convolution_formats import copy_inputs_again, lay_out_gradients, run_contiguous
+from rockmate.graph.convolution_formats import copy_inputs_again, lay_out_gradients
 from rockmate.graph.gradient_slices import assign_sink_forms
 from rockmate.graph.hooked_gradients import (
     defer_hooked_gradients,
@@ -54,8 +54,7 @@ class PassOptions:
         owner_of: for each parameter's name, the first name of the same tensor.
         like: the planned graph of the same step at sizes that are nowhere smaller, if there is one.
         marks: what the user marks.
-        contiguous: in a step with channels last, kinds of convolutions that compute on contiguous
-            values; see `convolution_formats`. None in other steps.
+        reads_channels_last: whether convolutions do that read contiguous values in eager.
         returned: whether gradients of parameters are returned.
         keeps_inputs: whether inputs stay as they are until the backward.
     """
@@ -64,7 +63,7 @@ class PassOptions:
     owner_of: Mapping[str, str] = field(default_factory=dict)
     like: Graph | None = None
     marks: MarkRequest = NO_MARKS
-    contiguous: tuple[str, ...] | None = None
+    reads_channels_last: bool = False
     returned: bool = False
     keeps_inputs: bool = False
 
@@ -78,9 +77,7 @@ class PassOptions:
             owner_of=owner_of,
             like=like,
             marks=options.marks,
-            contiguous=(options.contiguous_convolutions or ())
-            if options.formats.are_changed
-            else None,
+            reads_channels_last=options.formats.are_changed,
             returned=options.gradients == "returned",
         )
 
@@ -131,16 +128,15 @@ def _rewrite(name: str, keeps: str, function: Callable[[fx.Graph], None]) -> Pas
     return Pass(name=name, keeps=keeps, run=run)
 
 
-def _run_contiguous(capture: Capture, options: PassOptions) -> Capture:
-    if options.contiguous is not None:
+def _copy_inputs_again(capture: Capture, options: PassOptions) -> Capture:
+    if options.reads_channels_last:
         copy_inputs_again(capture.joint.graph)
-        run_contiguous(capture.joint.graph, options.contiguous)
     return capture
 
 
 def _sum_hooked_gradients(capture: Capture, options: PassOptions) -> Capture:
     capture = sum_hooked_gradients(capture, options.hooked, options.owner_of)
-    if options.contiguous is not None:
+    if options.reads_channels_last:
         seen = options.owner_of if options.returned else options.hooked
         lay_out_gradients(capture, seen, options.owner_of)
     return capture
@@ -192,9 +188,9 @@ REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite("copy reduced losses", _SAME_BITS, rewrite.copy_reduced_losses),
     _rewrite("copy slices read late", _SAME_BITS, rewrite.copy_slices_read_late),
     Pass(
-        name="choose formats of convolutions",
-        keeps="every value up to rounding; every bit in a step without channels last",
-        run=_run_contiguous,
+        name="copy inputs of convolutions again",
+        keeps=_SAME_BITS,
+        run=_copy_inputs_again,
     ),
     Pass(
         name="copy inputs of the forward",

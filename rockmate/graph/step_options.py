@@ -14,7 +14,7 @@ from rockmate.graph.mark_request import NO_MARKS, MarkRequest
 StepKernels = Literal["eager", "fused"]
 _ALWAYS_WRITTEN = ("differentiable", "outputs", "gradients")
 # Written as texts with commas by earlier releases.
-_LISTS = {"untraced", "hooked", "output_layouts", "contiguous_convolutions", "unfused"}
+_LISTS = {"untraced", "hooked", "output_layouts", "unfused"}
 # The type of an option -> what is written.
 _PLAIN: dict[type, Callable[[Any], Any]] = {tuple: list, Chunks: str}
 
@@ -32,8 +32,6 @@ class StepOptions(CaptureOptions):
         memory_format: "channels_last" has convolutions read their inputs so.
         output_layouts: of the tensors that the forward returns; see
             `rockmate.capture.memory_format.output_layouts`.
-        contiguous_convolutions: with channels last, kinds of convolutions that compute on
-            contiguous values; None measures.
         kernels: "fused" runs groups of ops as one kernel each.
         unfused: keys of the groups that stay as they are; None measures.
         loss_chunks: the loss block or feed-forward blocks in chunks; None leaves them whole.
@@ -44,7 +42,6 @@ class StepOptions(CaptureOptions):
     sums_shared: bool = False
     memory_format: MemoryFormat = "as_given"
     output_layouts: tuple[str, ...] = ()
-    contiguous_convolutions: tuple[str, ...] | None = None
     kernels: StepKernels = "eager"
     unfused: tuple[str, ...] | None = None
     loss_chunks: Chunks | None = None
@@ -89,8 +86,8 @@ class StepOptions(CaptureOptions):
             TypeError, ValueError: the content has another form.
         """
         found: dict[str, Any] = {"hooked": (), **content, "marks": MarkRequest.from_json(content)}
-        found.pop("policy", None)
-        found.pop("existing_checkpoints", None)
+        for name in ("policy", "existing_checkpoints", "contiguous_convolutions"):
+            found.pop(name, None)
         for name in _LISTS & found.keys():
             is_text, value = isinstance(found[name], str), found[name]
             found[name] = tuple(value.split(",") if is_text and value else value)

@@ -75,11 +75,7 @@ def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     if plan.options.kernels == "fused":
         yield "fused kernels", _fusion_text(plan)
     if plan.options.formats.are_changed:
-        num_contiguous = len(plan.options.contiguous_convolutions or ())
-        yield (
-            "convolutions",
-            f"channels last; {num_contiguous} kinds of calls compute on contiguous copies",
-        )
+        yield "convolutions", "read channels last"
     if plan.snapshot.num_in_flight > 1:
         number, saved_bytes = plan.snapshot.num_in_flight, plan.simulation.saved_bytes
         yield (

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rockmate import Plan, Planner, RockmateModule
-from rockmate.capture.nodes import call_name
-from rockmate.costs import convolution_formats
-from rockmate.graph.convolution_formats import kind_of, reads_contiguous
+from rockmate.graph.convolution_formats import reads_contiguous
 from rockmate.graph.step_options import StepOptions
 from rockmate.planning import checked_forms
 from rockmate.planning.session import PlanningSession
@@ -78,23 +76,8 @@ CASES: dict[str, tuple[Sequence[nn.Module], Callable[[], Tensor]]] = {
 }  # fmt: skip
 
 
-def every_kind(capture: Any, **_: Any) -> frozenset[str]:
-    return frozenset(filter(None, map(kind_of, capture.joint.graph.nodes)))
-
-
-@pytest.fixture(params=["channels last", "contiguous inside"])
-def kinds(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> tuple[str, ...] | None:
-    """None has every convolution compute on contiguous values."""
-    if request.param == "channels last":
-        return ()
-    monkeypatch.setattr(convolution_formats, "_faster_contiguous", every_kind)
-    return None
-
-
-def captured(model: nn.Module, sample: Any, kinds: tuple[str, ...] | None) -> CapturedStep:
-    options = StepOptions(memory_format="channels_last", contiguous_convolutions=kinds)
+def captured(model: nn.Module, sample: Any) -> CapturedStep:
+    options = StepOptions(memory_format="channels_last")
     return checked_step(lambda: capture_step(model, sample, options))
 
 
@@ -115,14 +98,12 @@ def assert_equal_up_to_rounding(mine: dict[str, Tensor], theirs: dict[str, Tenso
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_are_eagers_up_to_rounding_at_every_budget(
-    name: str, kinds: tuple[str, ...] | None
-) -> None:
+def test_gradients_are_eagers_up_to_rounding_at_every_budget(name: str) -> None:
     torch.manual_seed(0)
     layers, make = CASES[name]
     model, x = Squared(*copy.deepcopy(layers)).double().train(), make().double()
     eager = copy.deepcopy(model)
-    step = captured(model, x, kinds)
+    step = captured(model, x)
     planning = PlanningSession.of(step)
     found = []
     for budget in (planning.baseline_peak_bytes, planning.minimum_peak_bytes):
@@ -136,47 +117,15 @@ def test_gradients_are_eagers_up_to_rounding_at_every_budget(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_kernels_lay_out_results_as_captured(name: str, kinds: tuple[str, ...] | None) -> None:
+def test_kernels_lay_out_results_as_captured(name: str) -> None:
     layers, make = CASES[name]
-    assert not other_layouts(captured(Squared(*copy.deepcopy(layers)).train(), make(), kinds))
+    assert not other_layouts(captured(Squared(*copy.deepcopy(layers)).train(), make()))
 
 
 @pytest.mark.parametrize("name", ["convnext", "resnet", "segformer"])
-def test_layouts_of_models(name: str, kinds: tuple[str, ...] | None) -> None:
+def test_layouts_of_models(name: str) -> None:
     model, batch = architectures.make(name), ARCHITECTURES[name].make_batch(0)
-    assert not other_layouts(captured(model, batch, kinds))
-
-
-def test_convolutions_compute_on_contiguous_values_where_that_is_measured_to_be_faster(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A weight of many channels over few pixels; times of calls are counted in copies."""
-    model = Squared(Conv(4, 8, 3), SiLU(), Conv(8, 8, 3)).train()
-    capture = captured(model, image(), "").capture
-    kinds = every_kind(capture)
-    assert kinds == {
-        *("result of 8x4x3x3 by 1x1", "weight+bias of 8x4x3x3 by 1x1"),
-        *("result of 8x8x3x3 by 1x1", "input of 8x8x3x3 by 1x1", "weight+bias of 8x8x3x3 by 1x1"),
-    }
-    measure = convolution_formats.measure_costs
-
-    def slower_results(graph: Any, **options: Any) -> Any:
-        costs = measure(graph, **options)
-        is_slow = ["contiguous" in call_name(op.node) for op in graph.ops]
-        is_result = [kind_of(op.node).startswith("result") for op in graph.ops]
-        times = [
-            2.0 if slow or result else 3.0 for slow, result in zip(is_slow, is_result, strict=True)
-        ]
-        first = [
-            type(cost)(time_ms=ms, overhead_bytes=0)
-            for cost, ms in zip(costs.first, times, strict=True)
-        ]
-        return type(costs)(first=tuple(first), recompute=costs.recompute, num_distinct=1)
-
-    monkeypatch.setattr(convolution_formats, "measure_costs", slower_results)
-    chosen = captured(model, image(), None).options.contiguous_convolutions
-    assert chosen is not None
-    assert set(chosen) == {kind for kind in kinds if not kind.startswith("result")}
+    assert not other_layouts(captured(model, batch))
 
 
 def test_the_format_that_is_faster_unplanned_serves_every_budget(
@@ -239,7 +188,7 @@ def test_numbers_are_drawn_as_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_equal_up_to_rounding(mine, gradients(eager, eager, x))
 
 
-def test_a_step_without_contiguous_convolutions_has_one_format() -> None:
+def test_a_step_without_convolutions_of_contiguous_values_has_one_format() -> None:
     linear, conv = Squared(nn.Linear(4, 4)), Squared(Conv(4, 4, 3))
     assert not reads_contiguous(capture_step(linear, torch.randn(4, 4)).capture.joint.graph)
     assert reads_contiguous(capture_step(conv, image()).capture.joint.graph)
@@ -254,7 +203,7 @@ def test_a_format_that_is_none_is_an_error() -> None:
         StepOptions(memory_format="nhwc")  # pyright: ignore
 
 
-def test_autocast_weights(kinds: tuple[str, ...] | None) -> None:
+def test_autocast_weights() -> None:
     """What follows from a weight's gradient, a cast, follows its layout."""
 
     class Autocast(Squared):
@@ -265,7 +214,7 @@ def test_autocast_weights(kinds: tuple[str, ...] | None) -> None:
     torch.manual_seed(0)
     model, x = Autocast(Conv(8, 16, 3), SiLU(), Conv(16, 8, 3)).train(), image(8)
     eager = copy.deepcopy(model)
-    step = captured(model, x, kinds)
+    step = captured(model, x)
     assert not other_layouts(step)
     module = RockmateModule(model, x, plan=PlanningSession.of(step).plan(1.0))
     for name, value in gradients(eager, eager, x).items():

@@ -40,7 +40,6 @@ OLD_OPTIONS = StepOptions(
     marks=MarkRequest(patterns=(("aten.mm", "save"),), decisions="--s", honours_checkpoints=True),
     memory_format="channels_last",
     output_layouts=("0231", "", "10"),
-    contiguous_convolutions=(),
     kernels="fused",
     unfused=("x y", "z"),
     loss_chunks=Chunks(4, "recompute", 2),

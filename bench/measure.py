@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from bench.models import Batch, Workload
-from rockmate.collector import gc_paused
+from rockmate._util import gc_paused
 from rockmate.curves.measure import activation_peak
 
 Step = Callable[[], object]

@@ -20,8 +20,8 @@ import torch
 from bench import command, models
 from bench.machine import machine_record, machine_text
 from bench.pages import table
+from rockmate._util import gc_paused
 from rockmate.bound.solver_time import SolverTime
-from rockmate.collector import gc_paused
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import load_machine
 from rockmate.planning.search_trace import SearchTrace

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from rockmate._util import gc_paused
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.provenance import source_lines
 from rockmate.capture.roles import Capture
@@ -21,7 +22,6 @@ from rockmate.capture.signature import CallSignature, SampleCall
 from rockmate.capture.size_groups import SizeGroups, SizesNotCoveredError
 from rockmate.capture.size_template import SizedNumbers
 from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
-from rockmate.collector import gc_paused
 from rockmate.costs.layout_check import check_traced
 from rockmate.errors import (
     InvalidSampleError,

@@ -17,7 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rockmate._arrays import Bools, Ints
+from rockmate._util import Bools, Ints
 from rockmate.costs.cost import Costs
 from rockmate.graph.in_place import reusable_operand
 from rockmate.graph.ir import Graph, Op, Phase, Storage

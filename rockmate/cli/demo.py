@@ -28,11 +28,11 @@ from tqdm import tqdm
 
 from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.allocator import Timeline, timeline
+from rockmate._util import is_terminal
 from rockmate.errors import RockmateError
 from rockmate.extras import require
 from rockmate.frames.report import FramesReport
 from rockmate.module import Mode
-from rockmate.progress import is_terminal
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -110,10 +110,10 @@ def _add_search(fit: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the command and gives its exit code."""
+    from rockmate._util import is_terminal
     from rockmate.curves.fit_options import FitOptions
     from rockmate.curves.fit_run import run_fit
     from rockmate.extras import require
-    from rockmate.progress import is_terminal
 
     options = FitOptions(
         memory=arguments.memory,

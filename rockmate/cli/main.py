@@ -306,11 +306,11 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
+    from rockmate._util import is_terminal
     from rockmate.budget import parse_budgets
     from rockmate.curves.errors import SweepError
     from rockmate.curves.sweep_run import SweepOptions
     from rockmate.planner import Planner
-    from rockmate.progress import is_terminal
 
     SweepOptions(budgets=arguments.budget, strategies=(arguments.strategy,)).check()
     budgets = parse_budgets(arguments.budget)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rockmate._arrays import Floats, Ints
+from rockmate._util import Floats, Ints
 from rockmate.costs.link import Link
 
 

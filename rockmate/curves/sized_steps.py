@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from rockmate._util import gc_paused
 from rockmate.capture.checkpoint_regions import log_lifted
 from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.opaque_module import opaque_modules
@@ -17,7 +18,6 @@ from rockmate.capture.sample import Sample
 from rockmate.capture.signature import CallSignature
 from rockmate.capture.size_groups import MIN_SYMBOLIC_SIZE, SizesNotCoveredError
 from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
-from rockmate.collector import gc_paused
 from rockmate.costs.machine import Machine
 from rockmate.curves.size_axis import SizeAxis
 from rockmate.errors import InvalidSampleError, UnsupportedModelError

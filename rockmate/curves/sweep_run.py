@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from rockmate._util import is_terminal
 from rockmate.budget import Budget, budgets_in_bytes, check_budgets, parse_budgets
 from rockmate.curves.errors import SweepError, check_measuring
 from rockmate.curves.measure import SideBySide
@@ -29,7 +30,6 @@ from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.strategies import BITWISE, STRATEGIES, UNMOVED
-from rockmate.progress import is_terminal
 
 _TENTHS = 10
 _DEFAULT = "rockmate"  # the strategy that plans for many budgets together

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rockmate._torch.allocator import Recording, Stretch
 from rockmate._torch.storage import StorageWeakRef, bytes_of
@@ -191,3 +192,20 @@ def _noting_first(
             present.note_gradient(bytes_of(gradient))
 
     return note
+
+
+def call_before_steps(function: Callable[[], object], *, owner: object) -> None:
+    """Has a function called before each step of any optimizer.
+
+    The hook stays: while it runs, all hooks are being gone through, and it must not remove itself.
+
+    Args:
+        function: does not hold the owner.
+        owner: the hook goes with it.
+    """
+
+    def call(*_: Any) -> None:  # what it returns would be arguments
+        function()
+
+    hook = register_optimizer_step_pre_hook(call)
+    weakref.finalize(owner, hook.remove)

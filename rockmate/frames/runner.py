@@ -30,11 +30,10 @@ from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.module_state import state_of
 from rockmate.frames.needs import FrameKey, StepNeeds
 from rockmate.frames.peak_check import PeakCheck
-from rockmate.frames.recorder import StepRecorder
+from rockmate.frames.recorder import StepRecorder, call_before_steps
 from rockmate.frames.replaced_forward import ReplacedForwards
 from rockmate.frames.report import FramesReport, report_of
 from rockmate.frames.selection import first_paths, frames_to_split, split
-from rockmate.frames.step_hook import call_before_steps
 from rockmate.frames.step_size import MeasuredSteps, StepSize
 from rockmate.frames.trials import FrameTrials
 from rockmate.memory_limit import MemoryLimit

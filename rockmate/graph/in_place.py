@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from rockmate._arrays import Ints
+from rockmate._util import Ints
 from rockmate.capture.opaque_call import OpaqueForward
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.ops.fused import FusedOp

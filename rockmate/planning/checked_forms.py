@@ -17,8 +17,8 @@ from functools import cache
 import torch
 
 from rockmate._torch.distributed import first_offer
+from rockmate._util import gc_paused
 from rockmate.capture.memory_format import output_layouts
-from rockmate.collector import gc_paused
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.layout_check import captured_in_kernel_layouts, check_traced

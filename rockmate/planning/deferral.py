@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rockmate._arrays import Ints
+from rockmate._util import Ints
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rockmate._arrays import Floats, Ints
+from rockmate._util import Floats, Ints
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op
 from rockmate.planning.recomputation import Recomputation

@@ -17,7 +17,7 @@ from itertools import repeat
 
 import numpy as np
 
-from rockmate._arrays import Ints
+from rockmate._util import Ints
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
 from rockmate.planning.live_ranges import Extension, LiveRanges, Recomputation

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from rockmate._arrays import Floats
+from rockmate._util import Floats
 from rockmate.costs.cost import scaled_recompute_times
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.live_ranges import LiveRanges

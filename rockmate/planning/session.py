@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from torch import nn
 
+from rockmate._util import gc_paused
 from rockmate.bound.protocol import MinBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.budget import (
@@ -26,7 +27,6 @@ from rockmate.budget import (
 )
 from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.options import Numerics
-from rockmate.collector import gc_paused
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.fusion.report import FusionReport

@@ -60,10 +60,9 @@ from rockmate.graph.parameters import Binding
 from rockmate.offload.step_moves import StepMoves
 from rockmate.offload.tiers import tier_of
 from rockmate.ops.undefined_gradient import is_undefined
-from rockmate.runtime.anchor import Anchor
 from rockmate.runtime.backward_arguments import addresses_of, take_arguments
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
-from rockmate.runtime.gradient_sink import GradientSink
+from rockmate.runtime.gradient_sink import Anchor, GradientSink
 from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.plan_agreement import confirm_collectives
 from rockmate.runtime.planned_layout import PlannedLayout

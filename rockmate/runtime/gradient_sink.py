@@ -351,3 +351,16 @@ def _grad_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
 def empty_gradient(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """An empty sparse gradient: fires accumulation hooks and leaves `.grad` untouched."""
     return torch.empty(shape, dtype=dtype, device=device, layout=torch.sparse_coo)
+
+
+class Anchor:
+    """The empty leaf that makes a planned step's outputs require grad, and its node."""
+
+    def __init__(self, device: torch.device) -> None:
+        """On the device of the step."""
+        self.leaf = torch.empty(0, device=device, requires_grad=True)
+        self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
+
+    def is_visited(self) -> bool:
+        """Whether the running backward accumulates into every leaf, as `loss.backward()` does."""
+        return engine.will_execute(self.node)

@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from rockmate._arrays import Bools, Ints
+from rockmate._util import Bools, Ints
 from rockmate.graph.ir import Graph
 from rockmate.schedule.move import Move
 

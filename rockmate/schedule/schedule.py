@@ -18,7 +18,7 @@ from itertools import compress
 
 import numpy as np
 
-from rockmate._arrays import Bools, Ints
+from rockmate._util import Bools, Ints
 from rockmate.graph.in_place import operands_in_place
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.schedule.liveness import COPIED, KIND_MASK, DefUse, op_def_use

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rockmate._arrays import Floats, Ints
+from rockmate._util import Floats, Ints
 from rockmate.costs.cost import Costs
 from rockmate.graph.in_place import reusable_operand
 from rockmate.graph.ir import Graph, Phase, Storage

@@ -15,10 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 ORDER = (
     "errors",
-    "_arrays",
     "extras",
-    "progress",
-    "collector",
+    "_util",
     "budget",
     "_torch",
     "state",

@@ -330,17 +330,14 @@ def test_a_forked_process_has_a_thread_and_files_of_its_own(tmp_path: Path) -> N
 
 
 def test_the_thread_ends_with_its_module(tmp_path: Path) -> None:
-    def threads() -> list[threading.Thread]:
-        return [each for each in threading.enumerate() if each.name.startswith("rockmate-offload")]
+    def threads() -> set[threading.Thread]:
+        return {each for each in threading.enumerate() if each.name.startswith("rockmate-offload")}
 
-    before = len(threads())
+    others = threads()  # of earlier tests, some of which are about to end
     module = module_of(tmp_path)
     step(module)
-    assert len(threads()) == before + 1
+    (thread,) = threads() - others
     del module
     gc.collect()
-    for _ in range(100):
-        if len(threads()) == before:
-            break
-        time.sleep(0.01)
-    assert len(threads()) == before
+    thread.join(timeout=10)
+    assert not thread.is_alive()

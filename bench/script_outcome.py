@@ -266,7 +266,7 @@ def _advised(settings: Settings, error: RockmateError) -> Settings | None:
             is_there = settings.mode != ("frames" if name == "untraced" else "plan")
             if is_there and paths != options.get(name):
                 return replace(settings, options=options | {name: paths})
-    if 'gradients="returned"' in text and "gradients" not in options and settings.mode == "plan":
+    if 'gradients="returned"' in text and "gradients" not in options and settings.mode != "frames":
         return replace(settings, options=options | {"gradients": "returned"})
     is_set_up = "run the model once before" in text.lower().replace("plain ", "")
     if is_set_up and not settings.runs_first:

@@ -337,7 +337,7 @@ class OpaqueBackward:
         if graph is None:
             msg = (
                 f"retain_graph=True is not possible with the untraced submodule {self.call.name}, "
-                "which runs its backward once."
+                'which runs its backward once. Keep the budget without a plan: mode="frames".'
             )
             raise BackwardError(msg)
         del handle.graph  # pyright: ignore[reportAttributeAccessIssue]

@@ -9,8 +9,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
-import threading
 from collections.abc import Callable
+from concurrent import futures
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -407,9 +407,8 @@ class BackwardInAThread(Habit):
     is_measured = False
 
     def backward(self, script: Any, step: int, backward: Callable[[], None]) -> None:
-        thread = threading.Thread(target=backward)
-        thread.start()
-        thread.join()
+        with futures.ThreadPoolExecutor(1) as thread:
+            thread.submit(backward).result()
 
 
 class ErrorInAStep(Habit):

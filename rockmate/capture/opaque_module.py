@@ -50,6 +50,7 @@ from rockmate.capture.tensor_parts import has_parts
 from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.state.call_state import objects_kept
+from rockmate.state.random_state import random_state_kept
 
 # Classes that keep their weights in the attributes of an object, and move them in each call.
 _NEVER_TRACED = {("bitsandbytes.nn.modules", "Linear8bitLt")}
@@ -126,12 +127,9 @@ def _calls_seen(
     ]
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = structure.rebuild(tensors)
-    devices = sorted(
-        {tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"}
-    )
     try:
         with (
-            torch.random.fork_rng(devices=devices),
+            random_state_kept(tensor.device for tensor in tensors),
             torch.enable_grad(),
             saving,
             calls_seen(_note_functions(seen, running)),

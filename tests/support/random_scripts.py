@@ -306,8 +306,15 @@ def _seed(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def difference(ours: Any, theirs: Any, path: str = "") -> str:
-    """Where two records first differ in a bit; empty if nowhere."""
+def difference(ours: Any, theirs: Any, path: str = "", *, rounding: float = 0.0) -> str:
+    """Where two records first differ; empty if nowhere.
+
+    Args:
+        ours: of one run.
+        theirs: of another.
+        path: of both within a record.
+        rounding: share of the largest value of a tensor by which others may differ.
+    """
     if isinstance(theirs, dict) and isinstance(ours, dict):
         if ours.keys() != theirs.keys():
             return f"{path}: {sorted(ours.keys() ^ theirs.keys(), key=str)} in one of both"
@@ -317,22 +324,27 @@ def difference(ours: Any, theirs: Any, path: str = "") -> str:
             return f"{path}: {len(ours)} elements, {len(theirs)} in eager"
         pairs = [(f"{path}[{n}]", *both) for n, both in enumerate(zip(ours, theirs, strict=True))]
     elif isinstance(theirs, Tensor) and isinstance(ours, Tensor):
-        return _tensor_difference(ours, theirs, path)
+        return _tensor_difference(ours, theirs, path, rounding)
     else:
         is_same = type(ours) is type(theirs) and (ours == theirs or theirs != theirs)
         return "" if is_same else f"{path}: {_short(ours)}, {_short(theirs)} in eager"
-    return next(filter(None, (difference(a, b, name) for name, a, b in pairs)), "")
+    found = (difference(a, b, name, rounding=rounding) for name, a, b in pairs)
+    return next(filter(None, found), "")
 
 
-def _tensor_difference(ours: Tensor, theirs: Tensor, path: str) -> str:
+def _tensor_difference(ours: Tensor, theirs: Tensor, path: str, rounding: float) -> str:
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return f"{path}: {ours.shape} {ours.dtype}, {theirs.shape} {theirs.dtype} in eager"
     if torch.equal(ours, theirs):
         return ""
     far = (ours.double() - theirs.double()).abs()
-    if torch.equal(ours.isnan(), theirs.isnan()) and not far.nan_to_num().any():
+    largest = theirs.double().abs().nan_to_num().amax() if theirs.numel() else 0
+    if (
+        torch.equal(ours.isnan(), theirs.isnan())
+        and not (far.nan_to_num() > rounding * largest).any()
+    ):
         return ""
-    return f"{path}: differs by {far.max():.2g} of {theirs.double().abs().max():.2g}"
+    return f"{path}: differs by {far.max():.2g} of {largest:.2g}"
 
 
 def _short(value: Any) -> str:

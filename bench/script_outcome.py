@@ -36,7 +36,7 @@ Record = dict[str, Any]
 
 RIGHT = ("equal", "unbudgeted", "advised")
 FAULTS = ("DIFFERS", "OVER BUDGET", "RAW ERROR", "REFUSED", "timeout", "error")
-# Of the gradient of a parameter with several uses in each of several forwards: docs/guide/limits.md.
+# Of gradients of parameters with several uses in several forwards: docs/guide/limits.md.
 _ROUNDING = 1e-6
 _PROFILED = "a profiler is running"
 NOT_COUNTED = "not in eager"
@@ -276,7 +276,12 @@ def _advised(settings: Settings, error: RockmateError) -> Settings | None:
     if is_set_up and not settings.runs_first:
         return replace(settings, runs_first=True)
     for mode in ("frames", "auto"):
-        if f'mode="{mode}"' in text and settings.mode == "plan":
+        is_step = (settings.mode, mode) in {
+            ("plan", "frames"),
+            ("plan", "auto"),
+            ("auto", "frames"),
+        }
+        if f'mode="{mode}"' in text and is_step:
             return replace(settings, mode=mode, options=_left(options, "keep"))
     if "plan_frames=False" in text and options.get("plan_frames", True):
         return replace(settings, options=options | {"plan_frames": False})

@@ -22,6 +22,7 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 
 from rockmate._torch.engine import is_profiling
 from rockmate._torch.pytree import tree_leaves
+from rockmate.errors import RockmateError
 
 # A profiler label. Events count from the moment it is entered.
 _MARK = "rockmate: measured from here"
@@ -303,6 +304,17 @@ class Recording:
         self._stretches.append(Stretch(begin_bytes - origin, peak_bytes - origin))
 
 
+def refuse_profiler() -> None:
+    """Ends a present recording; raises `RockmateError` if somebody else's profiler is on."""
+    Recording.end_present()  # of a step in frames whose script has done nothing since
+    if is_profiling():
+        msg = (
+            "a profiler is running, and planning needs PyTorch's own to measure allocations. "
+            "Plan before you start it."
+        )
+        raise RockmateError(msg)
+
+
 def _profiler_config() -> ProfilerConfig:
     # In order: state, report_input_shapes, profile_memory, with_stack, with_flops, with_modules.
     return ProfilerConfig(
@@ -312,6 +324,7 @@ def _profiler_config() -> ProfilerConfig:
 
 def _record(function: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
     """The function's result, and the profiler's events of each thread, in order."""
+    refuse_profiler()
     _enable_profiler_legacy(_profiler_config())
     try:
         result = function()

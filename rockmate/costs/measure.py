@@ -25,10 +25,9 @@ import torch
 from torch import fx
 from tqdm import tqdm
 
-from rockmate._torch.allocator import Recording, is_out_of_memory, workspace_bytes
+from rockmate._torch.allocator import is_out_of_memory, refuse_profiler, workspace_bytes
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.cuda import kernel_ms, make_workspaces
-from rockmate._torch.engine import is_profiling
 from rockmate._torch.ops import is_op, schema_of
 from rockmate.budget import size_text
 from rockmate.capture.roles import RoleKind
@@ -86,7 +85,7 @@ def measure_costs(
         KernelLayoutError: the graph has other layouts than kernels give; see `layout_check`.
         RockmateError: a profiler is running, or the device has no memory for a single op.
     """
-    _refuse_profiler()
+    refuse_profiler()
     calls: dict[Hashable, _Call] = {}
 
     def distinct(call: _Call) -> _Call:
@@ -121,16 +120,6 @@ def measure_costs(
         recompute=total(recompute, state_saves),
         num_distinct=len(calls),
     )
-
-
-def _refuse_profiler() -> None:
-    Recording.end_present()  # of a step in frames whose script has done nothing since
-    if is_profiling():
-        msg = (
-            "a profiler is running, and planning needs PyTorch's own to measure allocations. "
-            "Plan before you start it."
-        )
-        raise RockmateError(msg)
 
 
 def _parameters(graph: Graph) -> dict[str, fx.Node]:

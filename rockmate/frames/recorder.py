@@ -62,14 +62,14 @@ class StepRecorder:
         self._outputs: dict[FrameKey, list[StorageWeakRef]] = {}
         self._without_outputs: defaultdict[FrameKey, set[FrameKey]] = defaultdict(set)
         self.saved: dict[FrameKey, tuple[int, float]] = {}
-        self._nodes = [
-            torch.autograd.graph.get_gradient_edge(each).node for each in self._without_gradient
-        ]
+        # Data that an inference call has assigned has no node; `mark` sees that gradient.
+        known = [each for each in self._without_gradient if not each.is_inference()]
+        self._nodes = [torch.autograd.graph.get_gradient_edge(each).node for each in known]
         # Nodes and their hooks live as long as the script's graph; a recording must not.
         recorder: weakref.ref[StepRecorder] = weakref.ref(self)
         self._handles = [
             node.register_hook(_noting_first(each, recorder))
-            for node, each in zip(self._nodes, self._without_gradient, strict=True)
+            for node, each in zip(self._nodes, known, strict=True)
         ]
 
     def note_gradient(self, num_bytes: int) -> None:

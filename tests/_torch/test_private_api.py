@@ -31,6 +31,7 @@ from rockmate._torch.allocator import (
     is_out_of_memory,
     net_allocated,
     peak_beyond_result,
+    refuse_profiler,
     timeline,
     workspace_bytes,
 )
@@ -631,8 +632,10 @@ class TestRecording:
         second = Recording(torch.device("cpu"))
         assert len(first.stop()) == 1
         assert is_profiling()
-        Recording.end_present()
+        refuse_profiler()
         assert not is_profiling()
+        with torch.profiler.profile(), pytest.raises(rockmate.RockmateError, match="is running"):
+            refuse_profiler()
         del second
         third = Recording(torch.device("cpu"))
         assert Recording.is_under_way()

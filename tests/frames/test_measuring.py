@@ -220,7 +220,9 @@ def test_a_new_gradient_counts_until_it_is_in_place() -> None:
 def test_outputs_that_are_free_count_for_insides_that_read_them_again() -> None:
     first, second, third = (FrameKey(name, 0) for name in "abc")
     kept, freed = torch.ones(2), torch.ones(2)
-    recorder = StepRecorder(torch.device("cpu"), [])
+    weight = nn.Parameter(torch.ones(2))
+    weight.data = torch.inference_mode()(torch.ones)(2)  # has no node
+    recorder = StepRecorder(torch.device("cpu"), [weight])
     for key, output in ((first, kept), (second, freed)):
         recorder.mark(key, "forward_bytes")
         recorder.note_output(key, (output,))
@@ -250,3 +252,9 @@ def test_a_schedule_takes_more_where_gradients_are_copied_or_added() -> None:
     both = GradientContext(adds_gradients=True, copies_gradients=True)
     assert WAY.within(both).backward_bytes == 42
     assert WAY.scaled(2.0).read_output_bytes == 8
+
+
+def test_a_step_that_is_still_recorded_ends_where_another_model_is_planned() -> None:
+    unfinished, model = framed(Chain())(batch(0)), nn.Sequential(nn.Linear(64, 3), nn.Tanh())
+    RockmateModule(model, batch(0), 1.0, untraced=["1"])(batch(0)).sum().backward()
+    unfinished.sum().backward()

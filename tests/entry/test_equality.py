@@ -251,6 +251,32 @@ def test_autocast_region_at_capture_and_at_the_call() -> None:
             assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize("num_calls", [1, 2])
+def test_gradients_of_uses_of_a_cast_weight_are_those_without_autocasts_cache(
+    num_calls: int,
+) -> None:
+    class Shared(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            return super().forward(x.sin()) if num_calls == 1 else x
+
+    torch.manual_seed(0)
+    model, x = Shared(16, 16), torch.randn(2, 64, 16)
+
+    def gradients(module: nn.Module, *, cache_enabled: bool = True) -> list[torch.Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
+            losses = [module(x[call]).float().square().mean() for call in range(num_calls)]
+        torch.stack(losses).sum().backward()
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    with torch.autocast("cpu", torch.bfloat16):
+        wrapped = RockmateModule(model, x[0], 1.0, numerics="bitwise", in_flight=num_calls)
+    ours = gradients(wrapped)
+    assert all(map(torch.equal, ours, gradients(model, cache_enabled=False)))
+    assert not all(map(torch.equal, ours, gradients(model)))  # which round in between
+
+
 def test_ops_are_measured_as_they_run_whatever_autocast_is_on() -> None:
     """Under autocast a product of fp32 matrices is made from bf16 copies of them, which would show
     as overhead of the op."""

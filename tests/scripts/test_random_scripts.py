@@ -70,6 +70,11 @@ def test_a_wrong_number_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["detail"].startswith("[0].loss[0]: differs by")
 
 
+@pytest.mark.parametrize("kind", ["tied weight", "two calls in flight"])
+def test_a_plan_under_autocast_is_eager_without_autocasts_cache(kind: str) -> None:
+    assert outcome(Script.of(0, "plan", ("autocast", kind)))["verdict"] in RIGHT
+
+
 def test_a_step_above_the_budget_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     class Plain(torch.nn.Module):
         frames = None

@@ -37,7 +37,7 @@ Record = dict[str, Any]
 
 RIGHT = ("equal", "unbudgeted", "advised")
 FAULTS = ("DIFFERS", "OVER BUDGET", "RAW ERROR", "REFUSED", "timeout", "error")
-# Of gradients of parameters with several uses in several forwards: docs/guide/limits.md.
+# Of sums of gradients of several forwards before one backward: docs/guide/limits.md.
 _ROUNDING = 1e-6
 _PROFILED = "a profiler is running"
 NOT_COUNTED = "not in eager"
@@ -151,10 +151,10 @@ def _attempt(script: Any, settings: Settings, theirs: Any) -> Record:
         make = _after_a_first_run if settings.runs_first else random_scripts.run_of
         run = make(script, wrap)
         ours = run.train()
-        is_rounded = settings.mode != "frames" and "two calls in flight" in script.kinds
-        rounding = _ROUNDING if is_rounded else 0.0
+        is_plan = modules[0].frames is None
+        rounding = _ROUNDING if is_plan and "two calls in flight" in script.kinds else 0.0
         difference = random_scripts.difference(ours, theirs, rounding=rounding)
-        if difference and modules[0].frames is None:
+        if difference and is_plan:
             # Under autocast, as docs/guide/limits.md says, a plan adds gradients of several uses of
             # a weight as eager does without autocast's cache. Elsewhere this changes nothing.
             with autocast_uncached():

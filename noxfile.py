@@ -16,7 +16,7 @@ NEWEST = "newest"
 TORCHES = ("2.11.0", "2.12.0", "2.13.0", "2.14.1", NEWEST)
 OLDEST_TRANSFORMERS = "5.17.0"
 # What the tests need beside PyTorch. Linters and documentation tools have tests of their own.
-TEST_TOOLS = ("highspy>=1.7", "pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "setuptools")
+TEST_TOOLS = ("pytest>=8", "pytest-timeout>=2.3", "pytest-xdist>=3.6", "setuptools")
 # Which the tests skip where they are missing.
 LIBRARIES = ("bitsandbytes", "lightning", "torchao", "trl")
 

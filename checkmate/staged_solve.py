@@ -1,18 +1,15 @@
-"""The fastest staged schedule within one budget, by any backend.
+"""The fastest staged schedule within one budget.
 
-If the schedule without recomputation fits, it is the answer. Otherwise a solver (`backend`) solves
-the program of `staged_model`, and its answer is replayed. HiGHS is the default if it is installed:
-it is faster and keeps closer to the time limit. CBC looks at its clock less often and may exceed
-the limit by some seconds. The least time does not depend on the backend. The backend may decide
-which of several schedules of that time is returned. The same input and backend give the same
-answer, unless the time limit stops the solver.
+If the schedule without recomputation fits, it is the answer. Otherwise HiGHS (`backend`) solves
+the program of `staged_model`, and its answer is replayed. The same input gives the same answer,
+unless the time limit stops the solver.
 """
 
 from bisect import bisect_left
 from dataclasses import replace
 from time import monotonic
 
-from checkmate.backend import Outcome, check_backend, has_highs, run
+from checkmate.backend import Outcome, run
 from checkmate.problem import Status, check_limit, check_time_limit
 from checkmate.staged import (
     StagedProblem,
@@ -35,7 +32,6 @@ def solve_staged(
     budget_bytes: int,
     *,
     time_limit_s: float = 60.0,
-    backend: str | None = None,
     first_recompute_op: int = 0,
 ) -> StagedSolution:
     """The fastest staged schedule whose peak is within a budget.
@@ -44,7 +40,6 @@ def solve_staged(
         problem: The step.
         budget_bytes: Bound on the peak.
         time_limit_s: Wall time after which the search stops, in seconds.
-        backend: One of `checkmate.backend.SOLVERS`; None for HiGHS if it is installed, else CBC.
         first_recompute_op: Nothing is recomputed in the stages of ops before this one. 0 is no
             restriction. The first op of the backward restricts recomputation to the backward, which
             takes far fewer variables. The answer is then proven among such schedules alone, and
@@ -54,13 +49,11 @@ def solve_staged(
         A verified schedule with its proven bound, or an answer without one whose status says why.
 
     Raises:
-        ValueError: The budget is no whole number, the time limit is not positive, the backend is
-            unknown or not installed, or there is no such op.
+        ValueError: The budget is no whole number, the time limit is not positive, or there is no
+            such op.
     """
     check_limit("budget_bytes", budget_bytes)
     check_time_limit(time_limit_s)
-    backend = backend or ("highs" if has_highs() else "cbc")
-    check_backend(backend)
     if not 0 <= first_recompute_op <= len(problem.ops):
         raise ValueError(
             f"first_recompute_op is {first_recompute_op}; the ops are 0..{len(problem.ops) - 1}"
@@ -77,7 +70,7 @@ def solve_staged(
             border=bisect_left(once, problem.border),
         )
         first = bisect_left(once, first_recompute_op)
-        answer = _search(compact, budget_bytes, deadline, backend, first)
+        answer = _search(compact, budget_bytes, deadline, first)
         answer = replace(answer, steps=tuple(once[index] for index in answer.steps))
     answer = replace(answer, first_recompute_op=first_recompute_op)
     if answer.found:
@@ -86,11 +79,7 @@ def solve_staged(
 
 
 def _search(
-    problem: StagedProblem,
-    budget_bytes: int,
-    deadline: float,
-    backend: str,
-    first_recompute_op: int,
+    problem: StagedProblem, budget_bytes: int, deadline: float, first_recompute_op: int
 ) -> StagedSolution:
     """Run the solver until its schedule is exactly within the budget.
 
@@ -102,7 +91,7 @@ def _search(
     if model.is_infeasible:
         return no_schedule(Status.INFEASIBLE)
     while True:
-        outcome = run(model.program, deadline - monotonic(), backend)
+        outcome = run(model.program, deadline - monotonic())
         bound_ms = _bound_ms(problem, model, outcome)
         if outcome.status in (Status.INFEASIBLE, Status.NOT_FOUND):
             return no_schedule(outcome.status, bound_ms)

@@ -11,7 +11,7 @@ from math import inf
 import pulp
 
 from checkmate import Status
-from checkmate.backend import has_highs, run
+from checkmate.backend import run
 
 # Slack of the byte limits, and the share of the total time deducted from the optimum: above the
 # solvers' own tolerances.
@@ -53,7 +53,7 @@ class LinearProgram:
 
         If the limit ends the solve, what the solver has proved counts, or 0.
         """
-        outcome = run(self.rows, time_limit_s, "highs" if has_highs() else "cbc")
+        outcome = run(self.rows, time_limit_s)
         if outcome.status is Status.INFEASIBLE:
             return inf
         return max(0.0, outcome.bound / self.scale - self._tolerance_ms)

@@ -11,10 +11,9 @@ its first run each rank reads, in the store, which collectives the others of the
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +23,6 @@ from rockmate._torch.distributed import default_store, first_offer, ranks_of, ti
 from rockmate.bound.protocol import StoredBound
 from rockmate.errors import PlanMismatchError
 from rockmate.plan.plan import Plan
-from rockmate.runtime.collective_order import blocked_ranks
 
 
 def broadcast_plan(plan: Plan, *, step: str, request: Any) -> Plan:
@@ -50,12 +48,13 @@ _num_confirmed: Counter[str] = Counter()
 
 
 def confirm_collectives(collectives: Sequence[tuple[str, str]]) -> None:
-    """Checks that all ranks run the same collectives of each group, and that none waits for ever.
+    """Checks that all ranks of each group run the same collectives at the same places of the step.
 
     To be called before the first step of a plan, on every rank. A rank that runs others would leave
-    the others waiting, or give them wrong numbers. So would ranks that run the collectives of two
-    groups in different orders; for that, a rank also reads what those run whom it meets only by
-    way of others.
+    the others waiting, or give them wrong numbers. So might ranks that run the collectives of two
+    groups in different orders. Where all members of each group run its collectives at the same
+    places among all of theirs, no rank waits for ever: those of the first place end, then those of
+    the second.
 
     Args:
         collectives: those of one step, in words, each with the name of its process group.
@@ -65,85 +64,32 @@ def confirm_collectives(collectives: Sequence[tuple[str, str]]) -> None:
             `WAIT_S` or the timeout of the process group.
     """
     store, rank = default_store(), distributed.get_rank()
-    own = _Step.of(collectives)
-    for key in own.keys.values():
-        store.set(f"{key}/{rank}", own.to_text())
-    steps = {rank: own}
-    waiting = [rank]
-    while waiting:
-        step = steps[waiting.pop()]
-        for group, key in step.keys.items():
-            for other in step.members[group]:
-                if other not in steps:
-                    steps[other] = _read(store, f"{key}/{other}", other)
-                    waiting.append(other)
-                if other in own.members.get(group, ()):
-                    _confirm_group(own, steps[other], group, other)
-    if len(own.keys) > 1:
-        _confirm_order(steps, rank)
+    of_group: dict[str, list[str]] = {}
+    for place, (text, group) in enumerate(collectives):
+        of_group.setdefault(group, []).append(f"{place} {text}")
+    own: dict[str, tuple[str, str]] = {}  # group -> where its members say what they run, and this
+    for group, texts in sorted(of_group.items()):
+        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
+        own[group] = f"rockmate/collectives/{group}/{_num_confirmed[group]}", digest
+        _num_confirmed[group] += 1
+        store.set(f"{own[group][0]}/{rank}", digest)
+    for group, (key, digest) in own.items():
+        for other in ranks_of(group):
+            if _read(store, f"{key}/{other}", other) != digest:
+                msg = (
+                    f"rank {other} runs other collectives in its planned step than this rank, or "
+                    "in another order, so they would wait for each other or mix up values. Give "
+                    "all ranks the same model, sample shapes and budget. Where parameters are "
+                    'sharded unevenly, use mode="frames".'
+                )
+                raise PlanMismatchError(msg)
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """What one rank runs.
-
-    Attributes:
-        order: the groups of its collectives, in order.
-        digests: group -> of its collectives, in words.
-        members: group -> its ranks.
-        keys: group -> where its members have put what they run.
-    """
-
-    order: Sequence[str]
-    digests: Mapping[str, str]
-    members: Mapping[str, Sequence[int]]
-    keys: Mapping[str, str]
-
-    @classmethod
-    def of(cls, collectives: Sequence[tuple[str, str]]) -> _Step:
-        texts: dict[str, list[str]] = {}
-        for text, group in collectives:
-            texts.setdefault(group, []).append(text)
-        members = {group: ranks_of(group) for group in texts}
-        names = {group: f"{group} {sorted(members[group])}" for group in texts}
-        keys = {}
-        for group in sorted(texts):
-            keys[names[group]] = f"rockmate/collectives/{group}/{_num_confirmed[group]}"
-            _num_confirmed[group] += 1
-        digests = {
-            names[group]: hashlib.sha256("\n".join(found).encode()).hexdigest()
-            for group, found in texts.items()
-        }
-        order = [names[group] for _, group in collectives]
-        return cls(order, digests, {names[group]: members[group] for group in texts}, keys)
-
-    def to_text(self) -> str:
-        """As JSON; groups by number, since most steps run hundreds of collectives of few."""
-        groups = list(self.digests)
-        number = {group: index for index, group in enumerate(groups)}
-        found = [
-            (group, self.digests[group], list(self.members[group]), self.keys[group])
-            for group in groups
-        ]
-        return json.dumps([found, [number[group] for group in self.order]])
-
-    @classmethod
-    def from_text(cls, text: str) -> _Step:
-        """What `to_text` has written."""
-        found, order = json.loads(text)
-        return cls(
-            [found[index][0] for index in order],
-            {group: digest for group, digest, _, _ in found},
-            {group: ranks for group, _, ranks, _ in found},
-            {group: key for group, _, _, key in found},
-        )
-
-
-def _read(store: distributed.Store, key: str, rank: int) -> _Step:
+def _read(store: distributed.Store, key: str, rank: int) -> str:
     wait_s = min(WAIT_S, timeout_s())
     try:
         store.wait([key], timedelta(seconds=wait_s))
-        return _Step.from_text(store.get(key).decode())
+        return store.get(key).decode()
     except (RuntimeError, distributed.DistError) as error:
         msg = (
             f"rank {rank} has not planned a step with the collectives of this rank within "
@@ -151,28 +97,3 @@ def _read(store: distributed.Store, key: str, rank: int) -> _Step:
             "model, sample shapes and budget."
         )
         raise PlanMismatchError(msg) from error
-
-
-def _confirm_group(own: _Step, other: _Step, group: str, rank: int) -> None:
-    if other.digests.get(group) != own.digests[group]:
-        theirs, ours = other.order.count(group), own.order.count(group)
-        msg = (
-            f"rank {rank} runs other collectives in its planned step than this rank, or in another "
-            f"order ({theirs} there, {ours} here), so they would wait for each other or mix up "
-            "values. Give all ranks the same model, sample shapes and budget. Where parameters are "
-            'sharded unevenly, use mode="frames".'
-        )
-        raise PlanMismatchError(msg)
-
-
-def _confirm_order(steps: Mapping[int, _Step], rank: int) -> None:
-    members = {group: ranks for step in steps.values() for group, ranks in step.members.items()}
-    blocked = blocked_ranks({each: step.order for each, step in steps.items()}, members)
-    if blocked:
-        where = ", ".join(f"rank {each} in {group}" for each, group in sorted(blocked.items())[:4])
-        msg = (
-            f"ranks run the collectives of several process groups in different orders, and would "
-            f"wait for ever (group, [its ranks]): {where}. Give all ranks the same model, sample "
-            f"shapes and budget. This is rank {rank}."
-        )
-        raise PlanMismatchError(msg)

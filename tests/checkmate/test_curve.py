@@ -198,7 +198,7 @@ def least_ms_by_integers(problem: Knapsack, limit: int) -> float:
             program += saved[value] + runs[maker[value]] >= by
     sizes = problem.value_bytes
     program += pulp.lpSum(sizes[value] / limit * each for value, each in saved.items()) <= 1
-    run(program, 60.0, "cbc")
+    run(program, 60.0)
     return sum(op.time_ms for op, each in zip(problem.ops, runs, strict=True) if each.value())
 
 

@@ -1,25 +1,20 @@
 """`checkmate.solve_staged`: against exhaustive search, replay, known schedules.
 
-Statuses, bounds, backends.
+Statuses, bounds.
 """
 
 from __future__ import annotations
 
 import heapq
-import importlib.util
 import random
-import sys
 import time
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import pulp
 import pytest
 
 from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_staged, verify_staged
-
-BACKENDS = ["cbc"] + (["highs"] if importlib.util.find_spec("highspy") else [])
 
 
 class _Builder:
@@ -245,13 +240,11 @@ def assert_staged(problem: StagedProblem, solution: StagedSolution) -> None:
             last = -1
 
 
-@pytest.mark.parametrize(
-    ("backend", "num_cases"), [(name, 150 if name == "highs" else 20) for name in BACKENDS]
-)
-def test_equals_exhaustive_search_at_every_budget(backend: str, num_cases: int) -> None:
+def test_equals_exhaustive_search_at_every_budget() -> None:
     """From loose over each binding budget to the first infeasible one, with and without the
     restriction."""
     recomputing = infeasible = 0
+    num_cases = 150
     for seed in range(num_cases):
         problem = random_step(seed, num_ops=5 + seed % 3)
         once = must_run(problem)
@@ -259,7 +252,7 @@ def test_equals_exhaustive_search_at_every_budget(backend: str, num_cases: int) 
         first = len(problem.ops) // 2 if seed % 3 == 0 else 0
         for budget in range(loose, -1, -1):
             least = exhaustive(problem, budget, first=first)
-            solution = solve_staged(problem, budget, backend=backend, first_recompute_op=first)
+            solution = solve_staged(problem, budget, first_recompute_op=first)
             if least is None:
                 assert (solution.status, solution.steps, solution.bound_ms) == (
                     Status.INFEASIBLE,
@@ -279,8 +272,7 @@ def test_equals_exhaustive_search_at_every_budget(backend: str, num_cases: int) 
     assert infeasible >= num_cases // 2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_chain_has_the_known_schedule(backend: str) -> None:
+def test_a_chain_has_the_known_schedule() -> None:
     """Forward 0 1 2 of sizes 4, backward 3 4 5 which read them last to first.
 
     Gradients of size 1, the last one held.
@@ -299,14 +291,13 @@ def test_a_chain_has_the_known_schedule(backend: str) -> None:
     problem = StagedProblem(
         ops=(*forward, *backward), value_bytes=(0, 4, 4, 4, 1, 1, 1), held=frozenset({6})
     )
-    assert solve_staged(problem, 15, backend=backend).steps == (0, 1, 2, 3, 4, 5)
-    binding = solve_staged(problem, 14, backend=backend)
+    assert solve_staged(problem, 15).steps == (0, 1, 2, 3, 4, 5)
+    binding = solve_staged(problem, 14)
     assert (binding.steps, binding.time_ms, binding.peak_bytes) == ((0, 1, 2, 3, 0, 4, 5), 10.0, 12)
-    assert solve_staged(problem, 8, backend=backend).status is Status.INFEASIBLE
+    assert solve_staged(problem, 8).status is Status.INFEASIBLE
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_chain_made_again_holds_only_what_is_made(backend: str) -> None:
+def test_a_chain_made_again_holds_only_what_is_made() -> None:
     """Op 3 leaves room for nothing.
 
     Then value 2 is not yet there while value 0 is made anew, nor value 0 any more with it.
@@ -319,7 +310,7 @@ def test_a_chain_made_again_holds_only_what_is_made(backend: str) -> None:
         StagedOp(time_ms=5.0, inputs=(2,), outputs=(), needed=True),
     )
     problem = StagedProblem(ops=ops, value_bytes=(8, 1, 8))
-    solution = solve_staged(problem, 9, backend=backend)
+    solution = solve_staged(problem, 9)
     assert (solution.steps, solution.peak_bytes, solution.time_ms) == (
         (0, 1, 2, 3, 0, 1, 2, 4),
         9,
@@ -396,40 +387,34 @@ def test_a_schedule_just_above_the_budget_is_cut_off() -> None:
     problem = StagedProblem(
         ops=(*forward, replace(pause, overhead_bytes=1), *readers), value_bytes=sizes
     )
-    for backend in BACKENDS:
-        assert solve_staged(problem, 1_950_000_012, backend=backend).steps == (0, 1, 2, 3, 4, 5, 6)
-        for budget in (1_950_000_011, 1_950_000_010):
-            solution = solve_staged(problem, budget, backend=backend)
-            assert solution.time_ms == exhaustive(problem, budget)
-            assert solution.peak_bytes == replay_peak(problem, solution.steps) <= budget
+    assert solve_staged(problem, 1_950_000_012).steps == (0, 1, 2, 3, 4, 5, 6)
+    for budget in (1_950_000_011, 1_950_000_010):
+        solution = solve_staged(problem, budget)
+        assert solution.time_ms == exhaustive(problem, budget)
+        assert solution.peak_bytes == replay_peak(problem, solution.steps) <= budget
 
 
-def test_backends_agree_and_say_the_same_twice() -> None:
+def test_the_same_answer_twice() -> None:
     problem = transformer(1)
     peak = replay_peak(problem, tuple(range(len(problem.ops))))
-    solutions = []
-    for backend in BACKENDS:
-        solution = solve_staged(problem, int(0.6 * peak), backend=backend)
-        assert solution == solve_staged(problem, int(0.6 * peak), backend=backend)
-        assert solution.status is Status.OPTIMAL
-        assert solution.peak_bytes == replay_peak(problem, solution.steps)
-        assert_staged(problem, solution)
-        solutions.append(solution)
-    assert len({round(solution.time_ms, 6) for solution in solutions}) == 1
-    assert solutions[0].time_ms > problem.min_time_ms
+    solution = solve_staged(problem, int(0.6 * peak))
+    assert solution == solve_staged(problem, int(0.6 * peak))
+    assert solution.status is Status.OPTIMAL
+    assert solution.peak_bytes == replay_peak(problem, solution.steps)
+    assert_staged(problem, solution)
+    assert solution.time_ms > problem.min_time_ms
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_out_of_time_is_said_and_the_bound_is_true(backend: str) -> None:
+def test_out_of_time_is_said_and_the_bound_is_true() -> None:
     problem = transformer(2)
     budget = int(0.45 * replay_peak(problem, tuple(range(len(problem.ops)))))
-    nothing = solve_staged(problem, budget, backend=backend, time_limit_s=1e-9)
+    nothing = solve_staged(problem, budget, time_limit_s=1e-9)
     assert (nothing.status, nothing.bound_ms) == (Status.NOT_FOUND, problem.min_time_ms)
-    best = solve_staged(problem, budget, backend=BACKENDS[-1])
+    best = solve_staged(problem, budget)
     assert best.status is Status.OPTIMAL
     for limit in (0.3, 0.6):
         begin = time.monotonic()
-        early = solve_staged(problem, budget, backend=backend, time_limit_s=limit)
+        early = solve_staged(problem, budget, time_limit_s=limit)
         assert (
             time.monotonic() - begin < limit + 60
         )  # wall time: a busy machine overshoots by seconds
@@ -438,9 +423,8 @@ def test_out_of_time_is_said_and_the_bound_is_true(backend: str) -> None:
         assert early.time_ms >= best.time_ms - 1e-6
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_incumbent_at_the_time_limit_is_feasible_not_optimal(
-    backend: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """PuLP then says status Optimal; only `sol_status` differs."""
     whole = pulp.LpProblem.solve
@@ -453,53 +437,10 @@ def test_an_incumbent_at_the_time_limit_is_feasible_not_optimal(
     monkeypatch.setattr(pulp.LpProblem, "solve", stopped)
     problem = transformer(1)
     budget = int(0.7 * replay_peak(problem, tuple(range(len(problem.ops)))))
-    solution = solve_staged(problem, budget, backend=backend)
+    solution = solve_staged(problem, budget)
     assert solution.status is Status.FEASIBLE
     assert solution.bound_ms <= solution.time_ms
     verify_staged(problem, solution, budget_bytes=budget)
-
-
-@pytest.mark.parametrize(
-    ("is_late", "status"), [(True, Status.NOT_FOUND), (False, Status.INFEASIBLE)]
-)
-def test_infeasible_at_the_time_limit_is_not_believed(
-    is_late: bool, status: Status, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CBC's presolve says so when the clock stops it."""
-
-    def stopped(self: pulp.LpProblem, solver: pulp.LpSolver) -> int:
-        Path(solver.optionsDict["logPath"]).write_text(
-            "Pre-processing says infeasible or unbounded\n"
-        )
-        time.sleep(solver.timeLimit if is_late else 0)
-        self.status, self.sol_status = pulp.LpStatusInfeasible, pulp.LpSolutionInfeasible
-        return self.status
-
-    monkeypatch.setattr(pulp.LpProblem, "solve", stopped)
-    problem = random_step(2)
-    budget = replay_peak(problem, tuple(must_run(problem))) - 1
-    solution = solve_staged(problem, budget, backend="cbc", time_limit_s=0.3)
-    assert (solution.status, solution.bound_ms) == (
-        status,
-        problem.min_time_ms if is_late else float("inf"),
-    )
-
-
-def test_the_default_is_highs_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["checkmate.staged_solve"]
-    asked: list[str] = []
-    whole = module.run
-    monkeypatch.setattr(
-        module,
-        "run",
-        lambda program, seconds, backend: asked.append(backend) or whole(program, seconds, backend),
-    )
-    problem = random_step(2)
-    budget = replay_peak(problem, tuple(must_run(problem))) - 1
-    solve_staged(problem, budget)
-    monkeypatch.setattr(module, "has_highs", lambda: False)
-    solve_staged(problem, budget)
-    assert asked == [BACKENDS[-1], "cbc"]
 
 
 def test_replays_agree_on_random_schedules() -> None:
@@ -592,7 +533,5 @@ def test_a_bad_search_is_refused() -> None:
     for budget in ("3", None, 3.5):
         with pytest.raises(ValueError, match=f"budget_bytes is {budget!r}; a whole number"):
             solve_staged(problem, budget)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="'sweep'; known are cbc, highs"):
-        solve_staged(problem, 1, backend="sweep")
     with pytest.raises(ValueError, match=r"first_recompute_op is 99; the ops are 0\.\.5"):
         solve_staged(problem, 1, first_recompute_op=99)

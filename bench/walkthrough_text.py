@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rockmate._torch.allocator import timeline
-from rockmate._torch.ops import is_op
+from rockmate._torch.dispatch import is_op
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.roles import Capture, Role
@@ -22,9 +22,9 @@ from rockmate.planning.baseline_search import Searcher
 from rockmate.planning.block_options import Solving
 from rockmate.planning.candidate import Candidate, frontier_at, linspace_int
 from rockmate.planning.forms import FRONTIER_POINTS
-from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.planning.moves import remove_recomputations, spill_until_feasible
 from rockmate.planning.rotor_family import RotorFamily
+from rockmate.planning.starts import KnapsackFamily
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.program import Program
 from rockmate.schedule.schedule import Schedule, last_reads

@@ -42,8 +42,8 @@ Variables and rows are left out if they are known:
 Costs are scaled to suit the solvers' tolerances. Times have a total of 1e6. Bytes of a row are
 divided by their greatest common divisor and, if their total is still above 1e4, scaled to that
 total. The budget is raised by 1e-7 of all bytes, which is less than one unit: a solver may
-call a feasible program infeasible if a schedule exceeds a row by about its tolerance. `solve_staged` replays the
-answer and cuts it off if it exceeds the budget.
+call a feasible program infeasible if a schedule exceeds a row by about its tolerance.
+`solve_staged` replays the answer and cuts it off if it exceeds the budget.
 """
 
 from bisect import bisect_left

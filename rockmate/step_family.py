@@ -19,8 +19,7 @@ from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.provenance import source_lines
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, SampleCall
-from rockmate.capture.size_groups import SizeGroups, SizesNotCoveredError
-from rockmate.capture.size_template import SizedNumbers
+from rockmate.capture.size_template import SizedNumbers, SizeGroups, SizesNotCoveredError
 from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.costs.layout_check import check_traced
 from rockmate.errors import (

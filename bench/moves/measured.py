@@ -33,8 +33,7 @@ from bench.measure import (
 from bench.models import Workload
 from bench.moves.small_models import small_workload
 from rockmate import Plan, Planner
-from rockmate.costs.cost import Cost
-from rockmate.costs.link import Link
+from rockmate.costs.cost import Cost, Link
 from rockmate.offload.disk_tier import DiskTier
 from rockmate.offload.link import measure_disk_link
 from rockmate.offload.request import OffloadRequest

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-
-from rockmate._torch.ops import OpOverload
 
 # Types of the functions that PyTorch generates. Other functions of the same name are Python code,
 # which may do more than call the op.
@@ -111,3 +110,19 @@ class _Recorder(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         raise _Intercepted(DispatchedCall(func, tuple(args), dict(kwargs or {})))
+
+
+__all__ = ["OpOverload", "is_op", "schema_of"]
+
+
+def is_op(target: object) -> TypeGuard[OpOverload]:
+    """Whether a call target is an op, of ATen or of another library. The class is private."""
+    return isinstance(target, OpOverload)
+
+
+def schema_of(op: Any) -> torch.FunctionSchema:
+    """Names, types, defaults and aliasing of an op's arguments and results.
+
+    `str(op)` has the name alone; nothing public has the schema.
+    """
+    return op._schema

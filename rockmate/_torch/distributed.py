@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from rockmate._torch.ops import is_op
+from rockmate._torch.dispatch import is_op
 from rockmate._torch.storage import base_of
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import Function
 
-from rockmate._torch.transforms import active_transform
+from rockmate._torch.engine import active_transform
 
 Replacement = Callable[[type, Callable[..., Any], tuple[Any, ...]], Any]
 """Takes the class of a function, what would run it, and its arguments; returns its result."""

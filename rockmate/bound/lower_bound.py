@@ -41,8 +41,7 @@ from typing import NamedTuple
 
 from checkmate import Curve
 from rockmate.bound.forward_point import forward_points
-from rockmate.bound.in_flight import in_flight_knapsack
-from rockmate.bound.knapsack import knapsack_of
+from rockmate.bound.knapsack import in_flight_knapsack, knapsack_of
 from rockmate.bound.linear_program import TIME_LIMIT_S
 from rockmate.bound.pair_program import min_recompute_ms
 from rockmate.bound.program_point import ProgramPoint, ProgramPoints

@@ -32,7 +32,7 @@ from rockmate.bound.linear_program import LinearProgram
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.program_point import ProgramPoint
 from rockmate.bound.protocol import Bounds, MinBound
-from rockmate.costs.link import Link
+from rockmate.costs.cost import Link
 from rockmate.graph.ir import Op, Phase, Storage
 from rockmate.schedule.move_check import movable_storages
 

@@ -49,7 +49,7 @@ from rockmate.capture.opaque_ops import install, traced_as_ops
 from rockmate.capture.outer_values import values_read_by
 from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.read_values import SampleValues, UnknownValueError
-from rockmate.capture.roles import Capture, Role, RoleKind
+from rockmate.capture.roles import Capture, Role, RoleKind, traced_calls
 from rockmate.capture.structure import Structure
 from rockmate.capture.tensor_parts import plain_places
 from rockmate.capture.trace_state import (
@@ -59,7 +59,6 @@ from rockmate.capture.trace_state import (
     random_state_kept,
     tensors_kept,
 )
-from rockmate.capture.traced_calls import traced_calls
 from rockmate.capture.traced_forward import RUNS_FIRST, ModuleReplacedError, TracedForward
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterable
 import torch
 from torch import fx
 
-from rockmate._torch.ops import is_op
+from rockmate._torch.dispatch import is_op
 from rockmate._torch.storage import storage_id
 
 

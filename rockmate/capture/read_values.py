@@ -22,9 +22,8 @@ from torch import fx, nn
 from torch.fx.node import has_side_effect, map_aggregate
 from torch.overrides import TorchFunctionMode
 
-from rockmate._torch.dispatch import ops_observed, outside_of_modes
+from rockmate._torch.dispatch import OpOverload, ops_observed, outside_of_modes, schema_of
 from rockmate._torch.fake import functional_part, is_plain
-from rockmate._torch.ops import OpOverload, schema_of
 from rockmate._torch.storage import storage_id
 from rockmate.errors import UnsupportedModelError
 

@@ -12,11 +12,11 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from rockmate._torch.dispatch import is_op
 from rockmate._torch.fake import FakeTensor, FakeTensorMode
-from rockmate._torch.ops import is_op
 from rockmate._torch.storage import storage_id
 from rockmate.capture.roles import Role
-from rockmate.capture.size_groups import SizesNotCoveredError
+from rockmate.capture.signature import CallSignature
 from rockmate.errors import UnsupportedModelError
 from rockmate.ops.kernel_layouts import CLONES, cloned
 
@@ -378,3 +378,52 @@ def layout_of_node(node: fx.Node, names: SizeNames) -> tuple[tuple[int, ...], tu
 def _sizes_and_strides(layout: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     num_dims = len(layout) // 2
     return layout[1 : 1 + num_dims], layout[1 + num_dims :]
+
+
+MIN_SYMBOLIC_SIZE = 2  # that a symbol stands for
+
+
+class SizesNotCoveredError(Exception):
+    """A symbolic capture says nothing of a call's sizes; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SizeGroups:
+    """Which dimensions of a call's tensors have one size together.
+
+    Attributes:
+        places: of each group the (tensor, dimension) pairs that share its size.
+    """
+
+    places: tuple[tuple[tuple[int, int], ...], ...]
+
+    @classmethod
+    def of(cls, call: CallSignature) -> SizeGroups:
+        """The dimensions that have one size in `call`."""
+        everything = tuple(
+            (tensor, dim)
+            for tensor, signature in enumerate(call.tensors)
+            for dim in range(len(signature.shape))
+        )
+        return cls((everything,)).refined(call)
+
+    def refined(self, call: CallSignature) -> SizeGroups:
+        """These groups, each split into those of one size in `call`."""
+        parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for index, group in enumerate(self.places):
+            for tensor, dim in group:
+                parts.setdefault((index, call.tensors[tensor].shape[dim]), []).append((tensor, dim))
+        return SizeGroups(tuple(map(tuple, parts.values())))
+
+    def sizes(self, call: CallSignature) -> tuple[int, ...]:
+        """The size of each group in `call`, which `refined` does not split."""
+        return tuple(call.tensors[group[0][0]].shape[group[0][1]] for group in self.places)
+
+    def check_symbolic(self, first: CallSignature, call: CallSignature) -> None:
+        """Raises `SizesNotCoveredError` if calls differ in a size that no symbol can stand for."""
+        for known, size in zip(self.sizes(first), self.sizes(call), strict=True):
+            if known != size and min(known, size) < MIN_SYMBOLIC_SIZE:
+                raise SizesNotCoveredError(
+                    f"sizes {known} and {size} make different graphs, as one of them broadcasts or "
+                    "is empty"
+                )

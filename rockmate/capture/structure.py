@@ -3,13 +3,13 @@
 PyTorch's pytrees know tuples, lists, mappings, named tuples and whatever a library has registered
 (Hugging Face registers its `ModelOutput` classes). Any other object is a leaf to them, so those
 are opened in `opened_object`. Tensors are separated from the other leaves, which are constants of
-the plan.
+the plan. `loss_of` is the one definition of a loss, for planned and for eager steps.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -263,3 +263,21 @@ class _Shown(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+def loss_of(output: Any, *, has_labels: bool) -> torch.Tensor | None:
+    """The loss in a model's output; None if there is none.
+
+    The loss is the entry `loss`, or the leading scalar of a tuple if the model was given `labels`.
+    It has one element and requires a gradient.
+
+    Args:
+        output: what the model returned.
+        has_labels: whether the model was given `labels`.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if loss is None and has_labels and isinstance(output, tuple | list) and output:
+        loss = output[0] if getattr(output[0], "ndim", None) == 0 else None
+    if not isinstance(loss, torch.Tensor) or not loss.requires_grad or loss.numel() != 1:
+        return None
+    return loss

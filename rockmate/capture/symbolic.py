@@ -31,11 +31,17 @@ from torch import nn
 from rockmate._torch.fake import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
 from rockmate.capture.fake_device import fake_device_tensors, move_to
 from rockmate.capture.joint import capture_joint
-from rockmate.capture.roles import Capture, with_graph
+from rockmate.capture.roles import Capture, traced_calls, with_graph
 from rockmate.capture.signature import CallSignature
-from rockmate.capture.size_groups import MIN_SYMBOLIC_SIZE, SizeGroups, SizesNotCoveredError
-from rockmate.capture.size_template import GraphTemplate, SizedNumbers, SizeNames, SizeValues
-from rockmate.capture.traced_calls import traced_calls
+from rockmate.capture.size_template import (
+    MIN_SYMBOLIC_SIZE,
+    GraphTemplate,
+    SizedNumbers,
+    SizeGroups,
+    SizeNames,
+    SizesNotCoveredError,
+    SizeValues,
+)
 from rockmate.ops.kernels import dropout_mask
 
 _MAX_DISTANCE = 64  # of generic sizes from those of the sample

@@ -17,10 +17,9 @@ from torch import nn
 from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
 from rockmate.capture.attribute_values import copied, traced_in
-from rockmate.capture.loss import loss_of
 from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
-from rockmate.capture.structure import Structure, flatten, flatten_further
+from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
 from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import no_gradient_retained, no_random_state_set
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError

@@ -43,7 +43,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from rockmate._torch.ops import is_op, schema_of
+from rockmate._torch.dispatch import is_op, schema_of
 from rockmate.capture.nodes import tensors_of
 from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs

@@ -16,7 +16,7 @@ import torch
 from torch.fx.node import map_aggregate
 
 from rockmate._torch.autocast import autocast_off
-from rockmate.capture.traced_calls import TracedCall
+from rockmate.capture.roles import TracedCall
 from rockmate.costs.synthetic_inputs import synthetic_tensor
 from rockmate.errors import KernelLayoutError, advise_frames
 from rockmate.ops.observed_layouts import differences, is_observed, observe

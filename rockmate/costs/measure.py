@@ -28,7 +28,7 @@ from tqdm import tqdm
 from rockmate._torch.allocator import is_out_of_memory, refuse_profiler, workspace_bytes
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.cuda import kernel_ms, make_workspaces
-from rockmate._torch.ops import is_op, schema_of
+from rockmate._torch.dispatch import is_op, schema_of
 from rockmate.budget import size_text
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.collectives import collective_cost

@@ -13,7 +13,7 @@ from torch import nn
 from tqdm import tqdm
 
 from rockmate.capture.sample import read_sample
-from rockmate.capture.size_groups import MIN_SYMBOLIC_SIZE
+from rockmate.capture.size_template import MIN_SYMBOLIC_SIZE
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine
 from rockmate.curves.advice import nothing_fits

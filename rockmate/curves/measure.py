@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from rockmate._torch.allocator import timeline
 from rockmate._util import gc_paused
-from rockmate.capture.loss import loss_of
 from rockmate.capture.signature import sample_call
-from rockmate.capture.structure import flatten
+from rockmate.capture.structure import flatten, loss_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.module import RockmateModule
 from rockmate.state.random_state import random_state_kept

@@ -16,7 +16,7 @@ from rockmate.capture.signature import (
     resized_call,
     sample_call,
 )
-from rockmate.capture.size_groups import SizeGroups
+from rockmate.capture.size_template import SizeGroups
 from rockmate.curves.errors import FitError
 
 Kind = Literal["batch", "tokens"]

@@ -16,7 +16,7 @@ from rockmate.capture.provenance import source_lines
 from rockmate.capture.roles import Capture
 from rockmate.capture.sample import Sample
 from rockmate.capture.signature import CallSignature
-from rockmate.capture.size_groups import MIN_SYMBOLIC_SIZE, SizesNotCoveredError
+from rockmate.capture.size_template import MIN_SYMBOLIC_SIZE, SizesNotCoveredError
 from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.costs.machine import Machine
 from rockmate.curves.size_axis import SizeAxis

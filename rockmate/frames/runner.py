@@ -14,9 +14,8 @@ import torch
 from torch import nn
 
 from rockmate._torch.distributed import holds_sharded_parameters
-from rockmate._torch.engine import after_backward, has_saved_tensor_hooks
+from rockmate._torch.engine import after_backward, has_saved_tensor_hooks, records_plainly
 from rockmate._torch.members import module_at
-from rockmate._torch.transforms import records_plainly
 from rockmate.budget import Budget, OnInfeasible, parse_budget
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, TrialError

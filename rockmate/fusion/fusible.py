@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.ops import is_op
+from rockmate._torch.dispatch import is_op
 from rockmate.graph.ir import Op
 from rockmate.graph.rewrite import REDUCED_IN_PLACE
 from rockmate.ops.kernels import dropout_apply

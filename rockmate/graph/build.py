@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.ops import is_op, schema_of
+from rockmate._torch.dispatch import is_op, schema_of
 from rockmate._torch.storage import storage_id
 from rockmate.capture.nodes import call_name
 from rockmate.capture.roles import Capture, Role, RoleKind

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from rockmate._torch.ops import is_op
+from rockmate._torch.dispatch import is_op
 from rockmate.capture.options import ExistingCheckpoints
 from rockmate.errors import MarkError
 

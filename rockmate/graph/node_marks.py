@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from rockmate._torch.ops import is_op
+from rockmate._torch.dispatch import is_op
 from rockmate.capture.checkpoint_regions import DECISION, REGIONS
 from rockmate.capture.diagnose import needs_values
 from rockmate.capture.nodes import call_name, storage_ids

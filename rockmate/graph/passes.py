@@ -33,11 +33,11 @@ from rockmate.graph.hooked_gradients import (
     hooked_producers,
     sum_hooked_gradients,
 )
-from rockmate.graph.input_copies import copy_inputs_of_the_forward
 from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import NO_MARKS, MarkRequest
 from rockmate.graph.marking import apply_marks
 from rockmate.graph.node_marks import note_marks
+from rockmate.graph.rewrite import copy_inputs_of_the_forward
 from rockmate.graph.step_options import StepOptions
 from rockmate.graph.value_numbering import merge_equal_values, remove_dead_calls
 from rockmate.graph.weight_gradients_first import weight_gradients_first

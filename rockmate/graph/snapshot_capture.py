@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.ops import is_op
+from rockmate._torch.dispatch import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.signature import CallSignature
 from rockmate.graph.blocks import BlockChain

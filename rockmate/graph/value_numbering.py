@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.ops import is_op, schema_of
+from rockmate._torch.dispatch import is_op, schema_of
 from rockmate.capture.nodes import ancestors, layout_of, storage_ids, tensors_of
 from rockmate.graph.fake_values import refresh
 from rockmate.graph.node_marks import are_at_odds, joined_marks

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from rockmate.costs.link import Link
+from rockmate.costs.cost import Link
 from rockmate.costs.machine import Machine
 from rockmate.costs.measure import cpu_seconds
 from rockmate.errors import MachineError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rockmate.errors import OffloadError
-from rockmate.offload.tier import Pending, Slab
+from rockmate.offload.tiers import Pending, Slab
 from rockmate.schedule.move import SlotPlan
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rockmate._torch.ops import is_op, schema_of
+from rockmate._torch.dispatch import is_op, schema_of
 from rockmate.ops.kernels import dropout_apply
 from rockmate.ops.observed_layouts import in_observed_layout
 

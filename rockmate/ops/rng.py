@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rockmate._torch.ops import is_op
+from rockmate._torch.dispatch import is_op
 from rockmate.ops.kernels import dropout_mask
 
 # Size of a CPU generator's state.

@@ -23,8 +23,7 @@ from math import inf
 from typing import Any
 
 from rockmate.bound.protocol import StoredBound
-from rockmate.costs.cost import Cost, Costs
-from rockmate.costs.link import Link
+from rockmate.costs.cost import Cost, Costs, Link
 from rockmate.errors import PlanFileError
 from rockmate.graph.snapshot import (
     SnapshotBlock,

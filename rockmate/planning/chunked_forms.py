@@ -28,7 +28,7 @@ from rockmate.graph.chunking.region import Refusal
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
 from rockmate.planning.form import Form, Found, time_of
-from rockmate.planning.stopping_rule import StoppingRule
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.step import CapturedStep
 
 # Share by which equal sums of times may differ.

@@ -12,7 +12,7 @@ from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
 from rockmate.graph.snapshot_capture import snapshot_chain, snapshot_of
 from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate
-from rockmate.planning.stopping_rule import StoppingRule
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.strategies import Searches
 from rockmate.step import CapturedStep
 

@@ -23,7 +23,7 @@ from rockmate.planning.chunkable_blocks import FormNotes
 from rockmate.planning.chunked_forms import ChunkedForms
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.moved_search import MovedSearch
-from rockmate.planning.stopping_rule import StoppingRule
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.strategies import BITWISE, DEFAULT, UNMOVED
 from rockmate.step import CapturedStep
 

@@ -10,11 +10,13 @@ serve every smaller one, so many budgets take little longer than one.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import cache, cached_property
 from itertools import pairwise
 from math import inf, sqrt
 
 from rockmate.bound.moved import MovedBound, with_moves
+from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.offload.request import OffloadRequest
 from rockmate.planning.candidate import (
     Candidate,
@@ -23,7 +25,6 @@ from rockmate.planning.candidate import (
     evaluate,
 )
 from rockmate.planning.form import Form, Found
-from rockmate.planning.free_values import with_free_values
 from rockmate.planning.moving import MoveFinder
 from rockmate.schedule.schedule import baseline_schedule, finish
 
@@ -185,3 +186,41 @@ def _between(times: Mapping[int, float]) -> list[int]:
     around = ordered[max(place - 1, 0) : place + 2]
     middles = (int(sqrt(one * other)) for one, other in pairwise(around))
     return [middle for middle in middles if middle not in times]
+
+
+def with_free_values(graph: Graph, free: Collection[int]) -> Graph:
+    """A copy of a graph in which some storages take no bytes.
+
+    Its nodes are those of `graph`, and ops and storages have the same indices, so that a schedule
+    of one is a schedule of the other.
+
+    Args:
+        graph: the step.
+        free: indices of the storages.
+    """
+    copies = {
+        storage: replace(
+            storage, num_bytes=0 if storage.index in free else storage.num_bytes, producer=None
+        )
+        for storage in graph.storages
+    }
+    ops = tuple(_copied(op, copies) for op in graph.ops)
+    return replace(
+        graph,
+        ops=ops,
+        storages=tuple(copies[storage] for storage in graph.storages),
+        storage_of={node: copies[storage] for node, storage in graph.storage_of.items()},
+    )
+
+
+def _copied(op: Op, copies: dict[Storage, Storage]) -> Op:
+    copy = replace(
+        op,
+        reads=tuple(copies[storage] for storage in op.reads),
+        writes=tuple(copies[storage] for storage in op.writes),
+        final_gradients=list(op.final_gradients),
+        in_place_operands=None,
+    )
+    for storage in copy.writes:
+        storage.producer = copy
+    return copy

@@ -21,8 +21,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rockmate._util import Floats, Ints
-from rockmate.costs.cost import Costs
-from rockmate.costs.link import Link
+from rockmate.costs.cost import Costs, Link
 from rockmate.graph.ir import Graph
 from rockmate.offload.request import OffloadRequest
 from rockmate.schedule.liveness import DefUse, op_def_use

@@ -50,9 +50,9 @@ from rockmate.planning.mark_prices import (
     price_within,
 )
 from rockmate.planning.options import PlanOptions
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.search_trace import gap_bar
 from rockmate.planning.simulated_capture import captured_step, machine_of
-from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.planning.strategies import UNMOVED
 from rockmate.runtime.planned_call import PlannedCall
 from rockmate.step import CapturedStep, capture_step

@@ -15,9 +15,8 @@ from rockmate.planning.branch_order import memory_minimizing_order
 from rockmate.planning.checkmate_strategy import CheckmateSearch
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.rotor_family import RotorFamily
-from rockmate.planning.search_problem import SearchProblem
+from rockmate.planning.search_problem import SearchProblem, StoppingRule
 from rockmate.planning.starts import WarmStarts
-from rockmate.planning.stopping_rule import StoppingRule
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import Simulation, simulate
 

@@ -49,26 +49,32 @@ from torch.autograd.function import FunctionCtx
 
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.cuda import join_stream_at_end
-from rockmate._torch.engine import below_autograd, has_saved_tensor_hooks, profiler_label
+from rockmate._torch.engine import (
+    below_autograd,
+    has_saved_tensor_hooks,
+    is_batched,
+    profiler_label,
+)
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
 from rockmate._torch.subclasses import at_path, is_subclassed, without_class
-from rockmate._torch.transforms import is_batched
 from rockmate.capture.roles import RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
 from rockmate.offload.step_moves import StepMoves
 from rockmate.offload.tiers import tier_of
 from rockmate.ops.undefined_gradient import is_undefined
-from rockmate.runtime.backward_arguments import addresses_of, take_arguments
+from rockmate.runtime.backward_arguments import (
+    DroppingSink,
+    addresses_of,
+    refuse_parameters,
+    take_arguments,
+)
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.gradient_sink import Anchor, GradientSink
 from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.plan_agreement import confirm_collectives
-from rockmate.runtime.planned_layout import PlannedLayout
-from rockmate.runtime.program import Argument, ArgumentKind, Program
-from rockmate.runtime.some_gradients import DroppingSink, refuse_parameters
-from rockmate.runtime.statics import Statics
+from rockmate.runtime.program import Argument, ArgumentKind, PlannedLayout, Program, Statics
 from rockmate.sharding.mark import held_gradients_of
 
 

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.dispatch import dispatched_call, generated_functions
+from rockmate._torch.dispatch import OpOverload, dispatched_call, generated_functions, is_op
 from rockmate._torch.graphs import boxed_module
-from rockmate._torch.ops import OpOverload, is_op
 
 _FLOAT16 = torch.zeros((), dtype=torch.float16)
 

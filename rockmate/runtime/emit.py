@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.ops import is_op
+from rockmate._torch.dispatch import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.build import FUNCTIONAL_BATCH_NORM
@@ -27,8 +27,7 @@ from rockmate.offload.request import OffloadRequest
 from rockmate.ops.collectives import collective_texts, is_communication
 from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
-from rockmate.runtime.graph_writer import GraphWriter
-from rockmate.runtime.hook_schedule import HookSchedule, accumulated_names
+from rockmate.runtime.graph_writer import GraphWriter, HookSchedule, accumulated_names
 from rockmate.runtime.program import Argument, ArgumentKind, Program
 from rockmate.runtime.undefined_tangents import BackwardVariants
 from rockmate.schedule.flights import Flights

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from rockmate._torch.transforms import active_transform
+from rockmate._torch.engine import active_transform
 from rockmate.capture.model_signature import acting_hooks
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.costs.machine import Machine

@@ -26,7 +26,7 @@ class PlannedCall:
         state: signature of the module that it was made for.
         output_structure: rebuilds the model's output from its tensors.
         non_differentiable_outputs: indices of outputs with a gradient in eager and none in the
-            plan; see `rockmate.runtime.non_differentiable`.
+            plan; see `rockmate.runtime.undefined_tangents`.
         attributes: what the forward reads and leaves behind in attributes.
         read_values: values of tensors that it reads.
     """

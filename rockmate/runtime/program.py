@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from rockmate._torch.subclasses import at_path, is_subclassed, without_class
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.size_template import Size
 from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.ir import Op, Storage
+from rockmate.graph.parameters import Binding
 from rockmate.offload.request import OffloadRequest
 from rockmate.schedule.move import SlotPlan
 
@@ -161,3 +163,61 @@ class Program:
         roles += [*self.results, *self.gradients]
         names = [role.name for role in roles if role.name and role.kind is not RoleKind.CONSTANT]
         return list(dict.fromkeys([*names, *self.accumulated]))
+
+
+class PlannedLayout:
+    """The strides that a graph was captured with, on which its views rely."""
+
+    def __init__(self, planned: torch.Tensor) -> None:
+        """Takes the layout of a fake tensor."""
+        self._shape, self._strides = tuple(planned.shape), tuple(planned.stride())
+        # The stride of a dimension of size 1 does not matter.
+        self._dims = [dim for dim, size in enumerate(self._shape) if size > 1]
+
+    def is_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has this layout."""
+        strides = tensor.stride()
+        return strides == self._strides or all(
+            strides[dim] == self._strides[dim] for dim in self._dims
+        )
+
+    def apply(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor if it has this layout, else a copy that has."""
+        if self.is_of(tensor):
+            return tensor
+        return torch.empty_strided(
+            self._shape, self._strides, dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
+
+
+class Statics:
+    """The static arguments of an emitted function, and where each is found."""
+
+    def __init__(self, program: Program, binding: Binding, arguments: Sequence[Argument]) -> None:
+        # (holder, key) of each; holder None stands for the inputs of the call.
+        self._places: list[tuple[Mapping[str, Any] | None, Any]] = []
+        # (position, attributes) of those inside of the tensor found there, or of another class.
+        self._inner: list[tuple[int, tuple[str, ...]]] = []
+        for argument in arguments:
+            if argument.kind is not ArgumentKind.STATIC:
+                continue
+            role = argument.source
+            assert isinstance(role, Role)
+            if role.inner or (role.name in binding.places and is_subclassed(binding[role.name])):
+                self._inner.append((len(self._places), role.inner))
+            if role.kind is RoleKind.INPUT:
+                self._places.append((None, role.index))
+            elif role.kind is RoleKind.CONSTANT:
+                self._places.append((program.constants, role.name))
+            else:
+                self._places.append(binding.places[role.name])
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def tensors(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors that are there now, in the order of the arguments."""
+        found = [inputs[key] if holder is None else holder[key] for holder, key in self._places]
+        for place, path in self._inner:
+            found[place] = without_class(at_path(found[place], path))
+        return found

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rockmate.costs.link import Link
+from rockmate.costs.cost import Link
 from rockmate.schedule.move import Move, MoveEvent, placed_events
 
 # Rest of a copy that counts as done, in milliseconds: sums of floats do not end at zero.

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from rockmate._torch.dispatch import ops_observed
-from rockmate._torch.ops import is_op, schema_of
+from rockmate._torch.dispatch import is_op, ops_observed, schema_of
 from rockmate._torch.storage import StorageWeakRef, storage_id
 from rockmate.state.tensors import parts_of, tensors_in, with_changed
 

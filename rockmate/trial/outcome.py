@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rockmate.capture.loss import loss_of
-from rockmate.capture.structure import flatten
+from rockmate.capture.structure import flatten, loss_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.state.call_state import CallState, steps_of
 from rockmate.state.contents import ATOMS, Both, TensorState, is_same_content

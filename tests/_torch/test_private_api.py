@@ -61,8 +61,10 @@ from rockmate._torch.cuda import join_stream_at_end, kernel_ms, make_workspaces,
 from rockmate._torch.dispatch import (
     dispatched_call,
     generated_functions,
+    is_op,
     ops_observed,
     outside_of_modes,
+    schema_of,
 )
 from rockmate._torch.distributed import (
     active_data_parallel,
@@ -108,6 +110,7 @@ from rockmate._torch.dynamo import (
 )
 from rockmate._torch.engine import (
     accumulate,
+    active_transform,
     after_backward,
     at_end_of_backward,
     backward_id,
@@ -115,9 +118,11 @@ from rockmate._torch.engine import (
     dispatch_keys,
     has_saved_tensor_hooks,
     is_asked_for,
+    is_batched,
     is_profiling,
     keeps_graph,
     profiler_label,
+    records_plainly,
     saving,
     will_execute,
 )
@@ -167,7 +172,6 @@ from rockmate._torch.members import (
     tensor_tables,
     writable_tables,
 )
-from rockmate._torch.ops import is_op, schema_of
 from rockmate._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
 from rockmate._torch.storage import (
     StorageWeakRef,
@@ -184,7 +188,6 @@ from rockmate._torch.subclasses import (
     without_class,
     wrapped_parts,
 )
-from rockmate._torch.transforms import active_transform, is_batched, records_plainly
 from rockmate._torch.version import (
     installed_version,
     is_check_skipped,

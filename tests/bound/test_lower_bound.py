@@ -42,7 +42,7 @@ from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.blocks import partition
 from rockmate.graph.ir import Op, Phase
 from rockmate.planning.block_options import Solving
-from rockmate.planning.knapsack_family import KnapsackFamily
+from rockmate.planning.starts import KnapsackFamily
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step

@@ -24,7 +24,7 @@ from rockmate.capture import sample, symbolic
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, flatten_call, optional_keywords
-from rockmate.capture.size_groups import SizeGroups
+from rockmate.capture.size_template import SizeGroups
 from rockmate.capture.symbolic import SymbolicCapture
 from rockmate.graph.passes import REWRITES, run_passes
 from rockmate.graph.snapshot_capture import snapshot_of

@@ -17,7 +17,7 @@ from rockmate import InfeasibleBudgetError, Planner
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.moved import MovedBound
 from rockmate.bound.solver_time import SolverTime
-from rockmate.costs.link import Link
+from rockmate.costs.cost import Link
 from rockmate.schedule.schedule import with_moves
 from rockmate.schedule.simulate import simulate
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rockmate.costs.link import Link
+from rockmate.costs.cost import Link
 from rockmate.offload.disk_tier import CHUNK_BYTES, DiskTier
 from rockmate.offload.link import measure_disk_link
 

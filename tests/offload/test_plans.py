@@ -15,7 +15,7 @@ from helpers import differing, gradients_of
 from torch import nn
 
 from rockmate import InfeasibleBudgetError, Plan, PlanFileError, Planner, RockmateModule
-from rockmate.costs.link import Link
+from rockmate.costs.cost import Link
 
 SLOW = Link(out_gb_per_s=0.5, in_gb_per_s=0.5, latency_ms=0.01, duplex=0.8)
 

@@ -14,8 +14,8 @@ import rockmate.planning.checked_forms
 from bench import models
 from rockmate import Plan, Planner
 from rockmate.cli.main import main
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.search_trace import SearchTrace
-from rockmate.planning.stopping_rule import StoppingRule
 
 
 def planner_of(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Planner:
@@ -147,7 +147,7 @@ def test_a_trace_adds_up() -> None:
 
 def test_the_clock_of_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("rockmate.planning.stopping_rule.monotonic", lambda: now[0])
+    monkeypatch.setattr("rockmate.planning.search_problem.monotonic", lambda: now[0])
     rule = StoppingRule(1e-2, 10.0)
     assert not rule.is_late
     rule.begin()

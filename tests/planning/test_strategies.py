@@ -34,8 +34,8 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph, Phase
 from rockmate.planning.block_options import Solving
-from rockmate.planning.knapsack_family import KnapsackFamily
 from rockmate.planning.rotor_family import RotorFamily
+from rockmate.planning.starts import KnapsackFamily
 from rockmate.planning.strategies import Searches
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate

@@ -14,7 +14,7 @@ from torch import Tensor
 import rockmate.planning.checked_forms
 import rockmate.runtime.autograd
 from rockmate import Plan
-from rockmate.costs.link import Link
+from rockmate.costs.cost import Link
 from rockmate.graph.ir import Graph
 from rockmate.offload.request import OffloadRequest
 from rockmate.schedule.liveness import DefUse, op_def_use

@@ -23,7 +23,7 @@ from rockmate.graph.ir import Graph
 from rockmate.planning.block_options import OptionSolver, SolvedBlocks, Solving, storages_at
 from rockmate.planning.form import Form
 from rockmate.planning.lowering import lower_saved
-from rockmate.planning.stopping_rule import StoppingRule
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import CapturedStep

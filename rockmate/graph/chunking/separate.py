@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.ops import is_op, schema_of
+from rockmate._torch.dispatch import is_op, schema_of
 from rockmate.graph.chunking.forms import (
     ChunkedCall,
     Form,

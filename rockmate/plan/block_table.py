@@ -43,11 +43,7 @@ class BlockRow:
 
 def block_rows(plan: PlanRecord) -> tuple[BlockRow, ...]:
     """One row for each block, in forward order."""
-    return tuple(_row_of(plan, part) for part in _blocks(plan))
-
-
-def _blocks(plan: PlanRecord) -> list[BlockNode]:
-    return [plan.block_tree.block(number) for number in range(len(plan.chain.blocks))]
+    return tuple(_row_of(plan, part) for part in plan.block_tree.blocks())
 
 
 def _row_of(plan: PlanRecord, part: BlockNode) -> BlockRow:
@@ -75,7 +71,7 @@ def table_text(plan: PlanRecord, *, is_tree: bool) -> str:
     does.
     """
     whole = plan.block_tree
-    parts = [*whole.walk()][1:] if is_tree else [("", part) for part in _blocks(plan)]
+    parts = [*whole.walk()][1:] if is_tree else [("", part) for part in whole.blocks()]
     heads = ("blocks", "ops", "forward", "made", "saved", "moved", "recomputed", "in ms", "peak")
     table: list[tuple[str, ...]] = [("", *heads, "")]
     for label, part in [("", whole), *parts]:

@@ -4,10 +4,7 @@ The planner chooses for every value of the whole graph at once, so the tree deci
 names and counts blocks and their parts in reports. It is derived from the snapshot, so a loaded
 plan has it too.
 
-A run of blocks within one submodule is a part, down to the single block. A block of more than
-`LARGEST_BLOCK` forward ops is one without a single storage that divides it, for example one with
-parallel streams. It is divided between submodules, else halved, until no part is larger. Several
-storages may cross such a division.
+A run of blocks within one submodule is a part, down to the single block.
 """
 
 from __future__ import annotations
@@ -19,17 +16,13 @@ from itertools import groupby
 
 from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
 
-# Largest number of forward ops in a part that is not divided further.
-LARGEST_BLOCK = 40
 # Name of the root.
 _WHOLE = "the whole model"
-# A block is divided between submodules if they have at least so many forward ops on average.
-_MIN_MEAN_OPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BlockNode:
-    """A part of the tree: several blocks, one block, or a piece of one.
+    """A part of the tree: several blocks, or one.
 
     Attributes:
         name: path of the submodule that its ops come from, or of the first and the last one.
@@ -37,7 +30,7 @@ class BlockNode:
         last_block: index of its last block.
         forward: indices of its forward ops, in order.
         ops: indices of all its ops.
-        parts: the parts that it consists of; empty for a leaf.
+        parts: the parts that it consists of; empty for a block.
     """
 
     name: str
@@ -54,18 +47,9 @@ class BlockNode:
             turn, below = ("└─ ", "   ") if part is self.parts[-1] else ("├─ ", "│  ")
             yield from part.walk(indent + turn, indent + below)
 
-    def leaves(self) -> list[BlockNode]:
-        """The parts below it without parts of their own."""
+    def blocks(self) -> list[BlockNode]:
+        """The blocks below it, in order."""
         return [part for _, part in self.walk() if not part.parts]
-
-    def block(self, number: int) -> BlockNode:
-        """The part below it that is exactly one block.
-
-        Args:
-            number: index of the block.
-        """
-        below = (part for _, part in self.walk() if part is not self)
-        return next(part for part in below if part.first_block == part.last_block == number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +70,14 @@ class PassThrough:
 def block_tree(snapshot: StepSnapshot, chain: SnapshotChain) -> BlockNode:
     """The tree of a plan's blocks."""
     blocks = [
-        _piece(snapshot, block.name, index, block.ops) for index, block in enumerate(chain.blocks)
+        BlockNode(
+            name=block.name,
+            first_block=index,
+            last_block=index,
+            forward=tuple(op for op in block.ops if snapshot.ops[op].phase == "forward"),
+            ops=tuple(block.ops),
+        )
+        for index, block in enumerate(chain.blocks)
     ]
     parts = _by_path(snapshot, blocks, length=0)
     return _joined(_WHOLE, parts[0].parts if len(parts) == 1 < len(blocks) else parts)
@@ -138,60 +129,6 @@ def _named_by_ends(snapshot: StepSnapshot, block: BlockNode) -> BlockNode:
     if len({*modules[:1], *modules[-1:]}) < 2:
         return block
     return replace(block, name=f"{modules[0]} to {modules[-1]}")
-
-
-# --- parts of a block -------------------------------------------------------------------------
-
-
-def _piece(snapshot: StepSnapshot, name: str, number: int, ops: Sequence[int]) -> BlockNode:
-    """A block or a part of one, with leaves of at most `LARGEST_BLOCK` forward ops."""
-    forward = tuple(op for op in ops if snapshot.ops[op].phase == "forward")
-    if len(forward) > LARGEST_BLOCK:
-        pieces = [
-            _piece(snapshot, ".".join(_path(snapshot, own)) or name, number, own)
-            for own in _divided(snapshot, ops, forward)
-        ]
-        return _joined(name, pieces)
-    return BlockNode(
-        name=name, first_block=number, last_block=number, forward=forward, ops=tuple(ops)
-    )
-
-
-def _divided(snapshot: StepSnapshot, ops: Sequence[int], forward: Sequence[int]) -> list[list[int]]:
-    """The ops of several parts, in the order of their forward ops."""
-    runs = _runs_by_module(snapshot, forward)
-    if len(runs) < 2 or len(forward) < _MIN_MEAN_OPS * len(runs):
-        middle = len(forward) // 2
-        runs = [forward[:middle], forward[middle:]]
-    number = {op: index for index, run in enumerate(runs) for op in run}
-    made_in = {storage: number[op] for op in forward for storage in snapshot.ops[op].writes}
-    # Autograd gives a backward op the module of the forward op that it differentiates.
-    of_module = {snapshot.ops[op].module: number[op] for op in forward if snapshot.ops[op].module}
-    for op in ops:
-        if op not in number:
-            # Else it belongs to the latest forward value that it reads.
-            read = [made_in[storage] for storage in snapshot.ops[op].reads if storage in made_in]
-            latest = max(read, default=len(runs) - 1)
-            number[op] = of_module.get(snapshot.ops[op].module, latest)
-    return [[op for op in ops if number[op] == index] for index in range(len(runs))]
-
-
-def _runs_by_module(snapshot: StepSnapshot, forward: Sequence[int]) -> list[Sequence[int]]:
-    """Runs of ops by submodule, directly below the innermost submodule that contains all ops.
-
-    An op outside of these submodules joins the run before it.
-    """
-    length = len(_path(snapshot, forward)) + 1
-    runs: list[list[int]] = [[]]
-    last: list[str] = []
-    for op in forward:
-        names = snapshot.ops[op].module.split(".")[:length] if snapshot.ops[op].module else []
-        own = names if len(names) == length else last
-        if last and own != last:
-            runs.append([])
-        runs[-1].append(op)
-        last = own
-    return [*runs]
 
 
 # --- pass-through values ----------------------------------------------------------------------

@@ -307,20 +307,16 @@ def _pass_through_text(plan: PlanRecord, index: int) -> str:
 
 
 def _option(plan: PlanRecord, producer: int) -> str:
-    """What the plan saves of the block of an op, and where in the tree the op is."""
-    blocks = enumerate(plan.chain.blocks)
-    number, block = next((i, block) for i, block in blocks if producer in block.ops)
-    _, *path = [part for _, part in plan.block_tree.walk() if producer in part.ops]
-    around = [part.name for part in path if part.first_block != part.last_block]
-    own, *inside = [part.name for part in path if part.first_block == part.last_block]
+    """What the plan saves of the block of an op, and where in the tree that is."""
+    _, *around, block = [part for _, part in plan.block_tree.walk() if producer in part.ops]
     made = plan.made_by(block.ops)
     saved = [storage for storage in made if plan.residency.is_saved(storage)]
-    place = f"block {number} ({own}){''.join(f' in {name}' for name in reversed(around))}"
+    within = "".join(f" in {part.name}" for part in reversed(around))
+    place = f"{plan.block_text(block.first_block)}{within}"
     sizes = f"{size_text(plan.bytes_of(saved))} of {size_text(plan.bytes_of(made))}"
-    text = (
+    return (
         f"strategy {plan.strategy!r}, {place}: saves {len(saved)} of {len(made)} storages, {sizes}"
     )
-    return f"{text}; made in its part {inside[-1]}" if inside and inside[-1] != own else text
 
 
 def _interval_text(plan: PlanRecord, interval: LiveInterval) -> str:

@@ -238,7 +238,7 @@ class PlanRecord:
 
     def block_text(self, number: int) -> str:
         """A block's number and name."""
-        return f"block {number} ({self.block_tree.block(number).name})"
+        return f"block {number} ({self.block_tree.blocks()[number].name})"
 
     # --- the peak -----------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""The tree of blocks holds every op once, in parts of a size that a solver takes.
+"""The tree of blocks holds every op once.
 
 What passes blocks by is kept or made again.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from bench import models
 from rockmate import Plan, Planner
-from rockmate.plan.block_tree import LARGEST_BLOCK, BlockNode
+from rockmate.plan.block_tree import BlockNode
 
 
 class Streams(nn.Module):
@@ -35,24 +35,11 @@ class Streams(nn.Module):
         return one + other
 
 
-class Woven(nn.Module):
-    """Two streams that read each other, all of one module's own code."""
-
-    def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        for _ in range(16):
-            one, other = torch.tanh(one) * other.exp(), torch.tanh(other) * one.exp()
-        return one + other
-
-
 @functools.cache
 def planner_of(name: str) -> Planner:
     if name == "streams":
         return Planner(
             Streams(12, 16).train(), tuple(torch.ones(8, 16).split(4)), machine="cpu-avx2"
-        )
-    if name == "woven":
-        return Planner(
-            Woven(), tuple(torch.ones(8, 16, requires_grad=True).split(4)), machine="cpu-avx2"
         )
     workload = models.build(name, tiny=True).with_loss_inside()
     return Planner(workload.model, workload.sample, machine="cpu-avx2")
@@ -62,10 +49,10 @@ def parts(plan: Plan) -> list[BlockNode]:
     return [part for _, part in plan.block_tree.walk()]
 
 
-@pytest.mark.parametrize("name", ["unet", "t5-small", "hrnet", "streams", "woven"])
+@pytest.mark.parametrize("name", ["unet", "t5-small", "hrnet", "streams"])
 def test_every_part_holds_the_ops_of_its_parts_and_the_leaves_hold_all_once(name: str) -> None:
     plan = planner_of(name).plan(1.0)
-    in_leaves = Counter(op for leaf in plan.block_tree.leaves() for op in leaf.ops)
+    in_leaves = Counter(op for leaf in plan.block_tree.blocks() for op in leaf.ops)
     assert in_leaves == Counter(range(len(plan.snapshot.ops)))
     for part in parts(plan):
         forward = [op for op in part.ops if plan.snapshot.ops[op].phase == "forward"]
@@ -75,52 +62,8 @@ def test_every_part_holds_the_ops_of_its_parts_and_the_leaves_hold_all_once(name
             assert [op for inner in part.parts for op in inner.forward] == list(part.forward)
     order = [op.name for op in plan.snapshot.ops if op.phase == "forward"]
     assert [
-        plan.snapshot.ops[op].name for leaf in plan.block_tree.leaves() for op in leaf.forward
+        plan.snapshot.ops[op].name for leaf in plan.block_tree.blocks() for op in leaf.forward
     ] == order
-
-
-@pytest.mark.parametrize("name", ["unet", "t5-small", "hrnet", "streams", "woven"])
-def test_no_leaf_is_larger_than_a_solver_takes(name: str) -> None:
-    plan = planner_of(name).plan(1.0)
-    assert max(len(leaf.forward) for leaf in plan.block_tree.leaves()) <= LARGEST_BLOCK
-
-
-def largest_block(plan: Plan) -> BlockNode:
-    sizes = [
-        sum(plan.snapshot.ops[op].phase == "forward" for op in block.ops)
-        for block in plan.chain.blocks
-    ]
-    assert max(sizes) > LARGEST_BLOCK, "the case is gone: every block is small"
-    return plan.block_tree.block(sizes.index(max(sizes)))
-
-
-def test_streams_side_by_side_are_divided_between_their_layers_and_the_backward_goes_along() -> (
-    None
-):
-    plan = planner_of("streams").plan(1.0)
-    largest = largest_block(plan)
-    layers = [f"layers.{index}" for index in range(12)]
-    assert [part.name for part in largest.parts] in (
-        layers,
-        ["layers.0.1", *layers[1:]],
-    )  # what is ahead of the first cut is another block
-    for layer, part in zip(layers, largest.parts, strict=True):
-        assert {plan.snapshot.ops[op].module.rpartition(".")[0] for op in part.ops} - {""} == {
-            layer
-        }
-        backward = [
-            op
-            for op in part.ops
-            if plan.snapshot.ops[op].phase == "backward" and plan.snapshot.ops[op].module
-        ]
-        assert backward  # autograd gives each backward op its forward op's module
-
-
-def test_a_large_block_of_one_submodule_is_halved() -> None:
-    plan = planner_of("woven").plan(1.0)
-    largest = largest_block(plan)
-    assert len(largest.parts) == 2
-    assert all(4 * len(part.forward) >= len(largest.forward) for part in largest.parts)
 
 
 def test_a_part_is_explained_by_the_name_that_the_tree_gives_it() -> None:
@@ -222,7 +165,7 @@ def test_the_tree_is_read_off_a_saved_plan_as_well() -> None:
     assert text.splitlines()[1].startswith("the whole model ")
     assert all(f"─ {part.name} " in text for part in parts(plan)[1:])
     assert f"{len(plan.pass_through_values)} values cross blocks unused" in text
-    name = plan.snapshot.ops[plan.block_tree.block(1).forward[0]].name
+    name = plan.snapshot.ops[plan.block_tree.blocks()[1].forward[0]].name
     assert plan.explain(name).storages[0].option.startswith("strategy 'rockmate', block 1 (")
 
 

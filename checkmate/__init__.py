@@ -50,9 +50,8 @@ and their sources. The heads of `reduction`, `frontier`, `hull` and `staged_mode
 methods.
 """
 
-from checkmate.curve import Curve, solve
+from checkmate.curve import Curve, pareto, solve
 from checkmate.hull import convex_hull
-from checkmate.pareto import pareto
 from checkmate.problem import Knapsack, Op, Solution, Status
 from checkmate.staged import StagedOp, StagedProblem, StagedSolution
 from checkmate.staged_solve import solve_staged

@@ -46,16 +46,16 @@ from rockmate.request import (
     planned_call_of,
 )
 from rockmate.runtime.ddp import REPLICATED
-from rockmate.runtime.delegation import (
+from rockmate.runtime.methods import Methods, names_of_methods, twin_of
+from rockmate.runtime.model_checks import is_lazy, refuse_transforms
+from rockmate.runtime.program import PlannedCall
+from rockmate.runtime.ungraded import UngradedCalls
+from rockmate.runtime.wrapper import (
     ForwardOfModel,
+    Wrapper,
     take_special_methods,
     with_signature_of,
 )
-from rockmate.runtime.methods import Methods, names_of_methods, twin_of
-from rockmate.runtime.model_checks import is_lazy, refuse_transforms
-from rockmate.runtime.planned_call import PlannedCall
-from rockmate.runtime.ungraded import UngradedCalls
-from rockmate.runtime.wrapper import Wrapper
 from rockmate.trial.steps import TrialOption
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from rockmate.planning.options import PlanOptions
 from rockmate.request import PlanRequest
 from rockmate.runtime.model_checks import refuse_uninitialized
 from rockmate.runtime.new_plans import NewPlans
-from rockmate.runtime.planned_call import PlannedCall
+from rockmate.runtime.program import PlannedCall
 from rockmate.step import CapturedStep
 from rockmate.step_family import StepFamily
 from rockmate.trial.runnable_call import RunnableCall

@@ -21,7 +21,7 @@ from rockmate.offload.request import OffloadRequest
 from rockmate.plan.plan import Plan
 from rockmate.planning.options import PlanOptions
 from rockmate.runtime.plan_agreement import broadcast_plan
-from rockmate.runtime.planned_call import PlannedCall
+from rockmate.runtime.program import PlannedCall
 from rockmate.step import CapturedStep, capture_step, checked_step
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ from rockmate.plan.plan import Plan
 from rockmate.plan.renumbering import renumbered
 from rockmate.runtime.emit import emit
 from rockmate.runtime.model_checks import check_model
-from rockmate.runtime.planned_call import PlannedCall
+from rockmate.runtime.program import PlannedCall
 from rockmate.schedule.schedule import baseline_schedule, find_in_place, moved_like
 from rockmate.schedule.simulate import simulate
 

@@ -37,8 +37,7 @@ from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.graph.step_options import StepOptions
 from rockmate.plan.plan import Plan
 from rockmate.runtime.emit import emit
-from rockmate.runtime.planned_call import PlannedCall
-from rockmate.runtime.program import Program
+from rockmate.runtime.program import PlannedCall, Program
 from rockmate.runtime.sized_program import difference, specialize
 from rockmate.schedule.schedule import find_in_place
 from rockmate.step import CapturedStep, capture_step, checked_step, step_of

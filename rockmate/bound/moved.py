@@ -34,7 +34,7 @@ from rockmate.bound.program_point import ProgramPoint
 from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.costs.cost import Link
 from rockmate.graph.ir import Op, Phase, Storage
-from rockmate.schedule.move_check import movable_storages
+from rockmate.schedule.move import movable_storages
 
 # Share from which a value counts as moved.
 _MOST = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rockmate.budget import size_text
 from rockmate.graph.snapshot import StepSnapshot
 from rockmate.plan.record import PlanRecord
-from rockmate.schedule.move_check import MoveError, MoveWalk
+from rockmate.schedule.move import MoveError, MoveWalk
 from rockmate.schedule.schedule import Schedule
 
 _TIERS = {"host": "host memory", "disk": "the disk"}

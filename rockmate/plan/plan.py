@@ -10,9 +10,8 @@ from rockmate.budget import size_text
 from rockmate.errors import PlanFileError
 from rockmate.plan import block_table as block_tables
 from rockmate.plan import explain as explanations
-from rockmate.plan.block_table import BlockRow, table_text
+from rockmate.plan.block_table import BlockRow, LiveBytes, live_at, table_text
 from rockmate.plan.explain import Explanation
-from rockmate.plan.live_memory import LiveBytes, live_at
 from rockmate.plan.record import PlanRecord
 from rockmate.plan.serialize import plan_text, read_plan
 from rockmate.plan.summary import summary_text

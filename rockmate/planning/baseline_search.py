@@ -14,8 +14,14 @@ from typing import Protocol
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import Block, BlockChain, storages_of
 from rockmate.graph.ir import Graph, Storage
-from rockmate.planning.candidate import Candidate, by_peak, evaluate, feasible
-from rockmate.planning.family import Family, ScheduleMaker
+from rockmate.planning.candidate import (
+    Candidate,
+    Family,
+    ScheduleMaker,
+    by_peak,
+    evaluate,
+    feasible,
+)
 from rockmate.planning.lowering import lower_sequence
 from rockmate.schedule.schedule import baseline_schedule
 from rotor import Backward, ForwardKeep, ForwardOnly, Step

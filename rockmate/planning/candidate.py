@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Graph
-from rockmate.planning.mark_repair import with_marks_kept
-from rockmate.schedule.schedule import Schedule
+from rockmate.graph.ir import Graph, Op, Storage
+from rockmate.schedule.liveness import op_def_use
+from rockmate.schedule.schedule import Schedule, finish
 from rockmate.schedule.simulate import Simulation, simulate
 
 
@@ -101,3 +102,145 @@ def subsample_indices(length: int, num_points: int) -> list[int]:
     if length <= num_points:
         return list(range(length))
     return [round(point * (length - 1) / (num_points - 1)) for point in range(num_points)]
+
+
+def with_marks_kept(graph: Graph, schedule: Schedule) -> Schedule:
+    """The schedule with each marked value made in the backward before it is read there.
+
+    Solvers and families propose schedules without a thought for marks. Each goes through here
+    before it is simulated. A marked value that is live at the border between forward and backward
+    is recomputed right before its first read in the backward, together with whatever of its inputs
+    is not in memory there. All else stays as it was, so a schedule that keeps the marks is returned
+    as it is.
+    """
+    if not op_def_use(graph).must_recompute.any():
+        return schedule
+    writer = _Backward(graph, schedule)
+    backward = writer.rewritten()
+    return finish(graph, schedule.forward, backward) if writer.is_changed else schedule
+
+
+class _Backward:
+    """The backward of a schedule, written anew."""
+
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.is_changed = False
+        self._ops = [graph.ops[index] for index in schedule.backward]
+        self._made: set[Storage] = set()
+        self._steps: list[int] = []
+        # For each storage the positions at which it is made or read, and whether it is read there.
+        self._events: dict[Storage, list[tuple[int, bool]]] = {}
+        for position, op in enumerate(self._ops):
+            for storage in op.reads:
+                self._events.setdefault(storage, []).append((position, True))
+            for storage in op.writes:
+                self._events.setdefault(storage, []).append((position, False))
+
+    def rewritten(self) -> list[int]:
+        """The runs, with recomputations of marked values before their first reads."""
+        for position, op in enumerate(self._ops):
+            self._provide(op, position)
+            self._steps.append(op.index)
+            self._made.update(op.writes)
+        return self._steps
+
+    def _provide(self, op: Op, position: int) -> None:
+        """Recomputes the marked values that an op reads and that the backward has not made yet."""
+        missing = [s for s in op.reads if s.must_recompute and s not in self._made]
+        if not missing:
+            return
+        self.is_changed = True
+        inserted: set[Op] = set()
+        pending = [storage.producer for storage in missing]
+        while pending:
+            maker = pending.pop()
+            if maker is None or maker in inserted:
+                continue
+            inserted.add(maker)
+            pending += [s.producer for s in maker.reads if not self._is_at_hand(s, position)]
+        for maker in sorted(inserted, key=lambda each: each.index):
+            self._steps.append(maker.index)
+            self._made.update(maker.writes)
+
+    def _is_at_hand(self, storage: Storage, position: int) -> bool:
+        """Whether a value need not be recomputed to be read before the run at `position`."""
+        maker = storage.producer
+        if maker is None or storage.is_result or not maker.is_recomputable:
+            return True
+        if storage.must_recompute:
+            return storage in self._made
+        events = self._events.get(storage, [])
+        if all(is_read for _, is_read in events):
+            # The schedule never recomputes it, so the forward's value may live until here.
+            return True
+        place = bisect_left(events, (position, False))
+        return place < len(events) and events[place][1]
+
+
+# Number of members at equal distances that every budget may choose from.
+_GRID_POINTS = 12
+# Number of members at the tight end that join the grid. There, the simulated peaks do not follow
+# the solver's budgets closely.
+_TIGHT_GRID_POINTS = 4
+# Number of members that are tried above the largest one that fits.
+_NUM_ABOVE = 1
+
+ScheduleMaker = Callable[[], Schedule]
+
+
+class Family:
+    """The proposals of one solver, from its smallest budget to its largest.
+
+    A member is made and simulated when it is first asked for.
+
+    Args:
+        makers: of the schedules, in order of growing solver budget.
+        evaluate: simulates a schedule.
+    """
+
+    def __init__(
+        self, makers: Sequence[ScheduleMaker], evaluate: Callable[[Schedule], Candidate]
+    ) -> None:
+        self._makers = makers
+        self._evaluate = evaluate
+        self._evaluated: dict[int, Candidate] = {}
+        self._grid = sorted(
+            {
+                *subsample_indices(len(makers), _GRID_POINTS),
+                *range(min(_TIGHT_GRID_POINTS, len(makers))),
+            }
+        )
+
+    def __getitem__(self, index: int) -> Candidate:
+        if index not in self._evaluated:
+            self._evaluated[index] = self._evaluate(self._makers[index]())
+        return self._evaluated[index]
+
+    def grid(self) -> list[Candidate]:
+        """The members that every budget may choose from."""
+        return [self[index] for index in self._grid]
+
+    def near_budget(self, budget_bytes: int) -> list[Candidate]:
+        """Members between the last grid member that fits and the next one, found by bisection.
+
+        Bisection assumes that the simulated peak grows with the solver's budget. This holds but for
+        small deviations.
+        """
+        fits = [
+            place
+            for place, index in enumerate(self._grid)
+            if self[index].peak_bytes <= budget_bytes
+        ]
+        if not fits or fits[-1] + 1 == len(self._grid):
+            return []
+        low, high = self._grid[fits[-1]], self._grid[fits[-1] + 1]
+        visited = []
+        while high - low > 1:
+            middle = (low + high) // 2
+            visited.append(self[middle])
+            if visited[-1].peak_bytes <= budget_bytes:
+                low = middle
+            else:
+                high = middle
+        above = range(low + 1, min(low + 1 + _NUM_ABOVE, len(self._makers)))
+        return [*visited, *(self[index] for index in above)]

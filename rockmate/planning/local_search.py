@@ -31,13 +31,13 @@ from tqdm import tqdm
 from rockmate.costs.cost import unit_times
 from rockmate.planning.candidate import (
     Candidate,
+    Family,
     by_peak,
     fastest,
     feasible,
     is_worth_refining,
     repairable,
 )
-from rockmate.planning.family import Family
 from rockmate.planning.perturbation import Perturbation
 from rockmate.planning.search_problem import SearchProblem
 from rockmate.planning.search_trace import SearchTrace

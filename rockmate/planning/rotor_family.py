@@ -12,7 +12,7 @@ from functools import partial
 
 from rockmate.graph.ir import Storage
 from rockmate.planning.block_options import BlockOption, OptionSolver, Solving, storages_at
-from rockmate.planning.family import ScheduleMaker
+from rockmate.planning.candidate import ScheduleMaker
 from rockmate.planning.lowering import lower_sequence
 from rockmate.schedule.schedule import Schedule
 from rotor import Chain, Option, Stage, Table, solve_table

@@ -54,7 +54,7 @@ from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.search_trace import gap_bar
 from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.strategies import UNMOVED
-from rockmate.runtime.planned_call import PlannedCall
+from rockmate.runtime.program import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from rockmate.costs.cost import unit_times
 from rockmate.graph.ir import Storage
 from rockmate.graph.marking import forced_recomputations
 from rockmate.planning.block_options import Solving
-from rockmate.planning.family import ScheduleMaker
+from rockmate.planning.candidate import ScheduleMaker
 from rockmate.planning.lowering import lower_saved
 from rockmate.planning.rotor_family import RotorFamily
 from rockmate.schedule.schedule import Schedule

@@ -22,8 +22,7 @@ from rockmate._util import Bools, Ints
 from rockmate.graph.in_place import operands_in_place
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.schedule.liveness import COPIED, KIND_MASK, DefUse, op_def_use
-from rockmate.schedule.move import Move
-from rockmate.schedule.move_check import MoveWalk, movable_storages
+from rockmate.schedule.move import Move, MoveWalk, movable_storages
 
 
 @dataclass(frozen=True, slots=True)

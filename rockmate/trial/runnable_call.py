@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.ddp import finds_unused_parameters
-from rockmate.runtime.planned_call import PlannedCall
+from rockmate.runtime.program import PlannedCall
 from rockmate.runtime.undefined_tangents import forbid_gradient
 from rockmate.step_family import StepFamily
 from rockmate.trial.conditions import conditions_of

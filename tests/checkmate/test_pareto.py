@@ -1,4 +1,4 @@
-"""`checkmate.pareto` and `checkmate.convex_hull` against exhaustive search, and their speed."""
+"""`checkmate.curve` and `checkmate.convex_hull` against exhaustive search, and their speed."""
 
 import sys
 from functools import partial

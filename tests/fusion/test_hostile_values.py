@@ -13,7 +13,7 @@ from torch.nn import functional
 from bench.measure import allocator_peak
 from rockmate import Planner
 from rockmate._torch.inductor import CompilationError, decomposed
-from rockmate.fusion.in_place_form import writing
+from rockmate.fusion.kernels import writing
 
 
 class Applied(nn.Module):

@@ -21,7 +21,7 @@ from rockmate import Plan, Planner, UnknownNameError
 from rockmate.capture.provenance import source_lines
 from rockmate.graph.ir import Graph, Storage
 from rockmate.ops.rng import CPU_STATE_BYTES
-from rockmate.plan.live_memory import live_at
+from rockmate.plan.block_table import live_at
 from rockmate.schedule.schedule import Schedule
 
 FEW = ("gpt2", "hf-resnet", "mlp")

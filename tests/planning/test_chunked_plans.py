@@ -405,7 +405,7 @@ def test_long_loss_blocks_are_small_problems(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object, **__: object) -> None:
         pytest.fail("a problem is too wide")
 
-    monkeypatch.setattr(sys.modules["checkmate.pareto"], "convex_hull", refuse)
+    monkeypatch.setattr(sys.modules["checkmate.curve"], "convex_hull", refuse)
     words = torch.randint(0, 2048, (2, 128), generator=torch.Generator().manual_seed(0))
     planner = Planner(Smoothed().train(), {"words": words, "labels": words.flip(0)})
     smallest = planner.plan(planner.frontier()[0].budget_bytes)

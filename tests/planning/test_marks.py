@@ -13,8 +13,7 @@ from mark_cases import broken, marked_graph, marks_in, random_marked, search_of
 from small_graphs import SMALL, random_schedule, synthetic_costs
 
 from rockmate.graph.ir import Graph
-from rockmate.planning.candidate import evaluate
-from rockmate.planning.mark_repair import with_marks_kept
+from rockmate.planning.candidate import evaluate, with_marks_kept
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 

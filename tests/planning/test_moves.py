@@ -28,7 +28,7 @@ from bench.unet import UNet
 from rockmate import Planner, RockmateModule
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
-from rockmate.planning.family import ScheduleMaker
+from rockmate.planning.candidate import ScheduleMaker
 from rockmate.planning.live_ranges import LiveRanges
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.moves import remove_recomputations, spill_until_feasible

@@ -8,97 +8,14 @@ import torch
 from torch import fx
 
 from rockmate.graph.chunking.forms import PARTIAL, ChunkedCall, RegionCall, Rows, shape_of
-from rockmate.graph.chunking.rules import broadcast_rows, elementwise_rule
+from rockmate.graph.chunking.rules import broadcast_rows, elementwise_rule, rule
+from rockmate.ops.kernels import cross_entropy_backward
 
 _aten = torch.ops.aten
 
 
 # The values of ATen's argument `reduction`.
 _NONE, _MEAN = 0, 1
-
-
-def nll_loss_rule(call: RegionCall) -> ChunkedCall:
-    """`nll_loss_forward`: unreduced by rows, a sum partial, a mean refused. Weight sum partial."""
-    scores, target, weight, reduction, _ = call.args
-    rows, slices = call.known_rows(scores), dict[fx.Node, Rows]()
-    if rows != Rows(0, 1):
-        raise call.refuse("has its classes along the rows")
-    if reduction == _MEAN:
-        raise call.refuse("divides by a count over all rows")
-    call.require_rows(target, rows, slices)
-    call.require_whole(weight)
-    return ChunkedCall(forms=(rows if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
-
-
-def nll_loss_backward_rule(call: RegionCall) -> ChunkedCall:
-    """`nll_loss_backward`: by rows, from the same rows of the scores and the weight of all rows."""
-    gradient, scores, target, weight, _, _, total_weight = call.args
-    rows, slices = Rows(0, 1), dict[fx.Node, Rows]()
-    call.require_rows(scores, rows, slices)
-    call.require_rows(target, rows, slices)
-    if shape_of(gradient):
-        call.require_rows(gradient, rows, slices)
-    call.require_whole(weight, total_weight)
-    return call.result(rows, slices=slices)
-
-
-def nll_loss2d_rule(call: RegionCall) -> ChunkedCall:
-    """`nll_loss2d_forward`: as `nll_loss_rule`. Only the scores have a dim 1, of classes."""
-    scores, target, weight, reduction, _ = call.args
-    rows, slices = call.known_rows(scores), dict[fx.Node, Rows]()
-    call.require_other_dims(rows, [1], len(shape_of(scores)))
-    if reduction == _MEAN:
-        raise call.refuse("divides by a count over all rows")
-    of_target = _without_classes(rows)
-    call.require_rows(target, of_target, slices)
-    call.require_whole(weight)
-    return ChunkedCall(forms=(of_target if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
-
-
-def nll_loss2d_backward_rule(call: RegionCall) -> ChunkedCall:
-    """`nll_loss2d_backward`: as `nll_loss_backward_rule`. The scores have classes along dim 1."""
-    gradient, scores, target, weight, _, _, total_weight = call.args
-    rows, slices = call.rows(scores), dict[fx.Node, Rows]()
-    if rows is None:
-        of_target = call.known_rows(gradient if shape_of(gradient) else target)
-        rows = Rows(of_target.start + bool(of_target.start), of_target.stop + bool(of_target.start))
-    call.require_other_dims(rows, [1], len(shape_of(scores)))
-    call.require_rows(scores, rows, slices)
-    if rows.start and scores in slices:
-        raise call.refuse(f"needs a contiguous {scores.name}, and its slices are not contiguous")
-    call.require_rows(target, _without_classes(rows), slices)
-    if shape_of(gradient):
-        call.require_rows(gradient, _without_classes(rows), slices)
-    call.require_whole(weight, total_weight)
-    return call.result(rows, slices=slices)
-
-
-def _without_classes(rows: Rows) -> Rows:
-    """Returns the rows of a value after dim 1 is removed."""
-    return Rows(rows.start - (rows.start > 1), rows.stop - (rows.start > 1))
-
-
-def elementwise_loss_rule(call: RegionCall) -> ChunkedCall:
-    """Elementwise losses: unreduced by rows, a sum partial, a mean refused."""
-    reduction = call.option(SUMMED_LOSSES[call.node.target], _MEAN)
-    if reduction == _MEAN:
-        raise call.refuse("divides by a count over all rows")
-    rows, slices = broadcast_rows(call, _broadcast_shape(call))
-    return call.result(rows if reduction == _NONE else PARTIAL, slices=slices)
-
-
-def elementwise_loss_backward_rule(call: RegionCall) -> ChunkedCall:
-    """Gradients of elementwise losses: by rows as `elementwise_rule`, a mean refused."""
-    if call.option(SUMMED_LOSSES_BACKWARD[call.node.target], _MEAN) == _MEAN:
-        raise call.refuse("divides by a count over all rows")
-    return elementwise_rule(call)
-
-
-def _broadcast_shape(call: RegionCall) -> tuple[int, ...]:
-    return tuple(
-        torch.broadcast_shapes(*(shape_of(operand) for operand in call.node.all_input_nodes))
-    )
-
 
 # Elementwise losses -> the position of the argument `reduction`.
 SUMMED_LOSSES: dict[Any, int] = {
@@ -129,3 +46,92 @@ SUMMED_LOSSES_BACKWARD: dict[Any, int] = {
     _aten.soft_margin_loss_backward.default: 3,
     _aten.binary_cross_entropy_backward.default: 4,
 }
+
+
+@rule(_aten.nll_loss_forward.default)
+def nll_loss_rule(call: RegionCall) -> ChunkedCall:
+    """`nll_loss_forward`: unreduced by rows, a sum partial, a mean refused. Weight sum partial."""
+    scores, target, weight, reduction, _ = call.args
+    rows, slices = call.known_rows(scores), dict[fx.Node, Rows]()
+    if rows != Rows(0, 1):
+        raise call.refuse("has its classes along the rows")
+    if reduction == _MEAN:
+        raise call.refuse("divides by a count over all rows")
+    call.require_rows(target, rows, slices)
+    call.require_whole(weight)
+    return ChunkedCall(forms=(rows if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
+
+
+@rule(_aten.nll_loss_backward.default, cross_entropy_backward)
+def nll_loss_backward_rule(call: RegionCall) -> ChunkedCall:
+    """`nll_loss_backward`: by rows, from the same rows of the scores and the weight of all rows."""
+    gradient, scores, target, weight, _, _, total_weight = call.args
+    rows, slices = Rows(0, 1), dict[fx.Node, Rows]()
+    call.require_rows(scores, rows, slices)
+    call.require_rows(target, rows, slices)
+    if shape_of(gradient):
+        call.require_rows(gradient, rows, slices)
+    call.require_whole(weight, total_weight)
+    return call.result(rows, slices=slices)
+
+
+@rule(_aten.nll_loss2d_forward.default)
+def nll_loss2d_rule(call: RegionCall) -> ChunkedCall:
+    """`nll_loss2d_forward`: as `nll_loss_rule`. Only the scores have a dim 1, of classes."""
+    scores, target, weight, reduction, _ = call.args
+    rows, slices = call.known_rows(scores), dict[fx.Node, Rows]()
+    call.require_other_dims(rows, [1], len(shape_of(scores)))
+    if reduction == _MEAN:
+        raise call.refuse("divides by a count over all rows")
+    of_target = _without_classes(rows)
+    call.require_rows(target, of_target, slices)
+    call.require_whole(weight)
+    return ChunkedCall(forms=(of_target if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
+
+
+@rule(_aten.nll_loss2d_backward.default)
+def nll_loss2d_backward_rule(call: RegionCall) -> ChunkedCall:
+    """`nll_loss2d_backward`: as `nll_loss_backward_rule`. The scores have classes along dim 1."""
+    gradient, scores, target, weight, _, _, total_weight = call.args
+    rows, slices = call.rows(scores), dict[fx.Node, Rows]()
+    if rows is None:
+        of_target = call.known_rows(gradient if shape_of(gradient) else target)
+        rows = Rows(of_target.start + bool(of_target.start), of_target.stop + bool(of_target.start))
+    call.require_other_dims(rows, [1], len(shape_of(scores)))
+    call.require_rows(scores, rows, slices)
+    if rows.start and scores in slices:
+        raise call.refuse(f"needs a contiguous {scores.name}, and its slices are not contiguous")
+    call.require_rows(target, _without_classes(rows), slices)
+    if shape_of(gradient):
+        call.require_rows(gradient, _without_classes(rows), slices)
+    call.require_whole(weight, total_weight)
+    return call.result(rows, slices=slices)
+
+
+def _without_classes(rows: Rows) -> Rows:
+    """Returns the rows of a value after dim 1 is removed."""
+    return Rows(rows.start - (rows.start > 1), rows.stop - (rows.start > 1))
+
+
+@rule(*SUMMED_LOSSES)
+def elementwise_loss_rule(call: RegionCall) -> ChunkedCall:
+    """Elementwise losses: unreduced by rows, a sum partial, a mean refused."""
+    reduction = call.option(SUMMED_LOSSES[call.node.target], _MEAN)
+    if reduction == _MEAN:
+        raise call.refuse("divides by a count over all rows")
+    rows, slices = broadcast_rows(call, _broadcast_shape(call))
+    return call.result(rows if reduction == _NONE else PARTIAL, slices=slices)
+
+
+@rule(*SUMMED_LOSSES_BACKWARD)
+def elementwise_loss_backward_rule(call: RegionCall) -> ChunkedCall:
+    """Gradients of elementwise losses: by rows as `elementwise_rule`, a mean refused."""
+    if call.option(SUMMED_LOSSES_BACKWARD[call.node.target], _MEAN) == _MEAN:
+        raise call.refuse("divides by a count over all rows")
+    return elementwise_rule(call)
+
+
+def _broadcast_shape(call: RegionCall) -> tuple[int, ...]:
+    return tuple(
+        torch.broadcast_shapes(*(shape_of(operand) for operand in call.node.all_input_nodes))
+    )

@@ -19,8 +19,9 @@ docs/internals/algorithms.md has the rules as equations and proves that chunks g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -32,18 +33,36 @@ from rockmate.graph.chunking.forms import (
     Form,
     RegionCall,
     Rows,
+    Rule,
     chunk_shape,
     rows_within,
     shape_of,
     tensors_in,
 )
+from rockmate.ops.kernels import dropout_apply
 
 _aten = torch.ops.aten
+RULES: dict[Any, Rule] = {}
+"""The rule of each call target that has one."""
+
+
+def rule(*targets: Any) -> Callable[[Rule], Rule]:
+    """Makes a function the rule of some call targets."""
+
+    def register(function: Rule) -> Rule:
+        RULES.update(dict.fromkeys(targets, function))
+        return function
+
+    return register
 
 
 # --- elementwise ----------------------------------------------------------------------------------
 
 
+@rule(
+    _aten._to_copy.default, _aten.detach.default, _aten.alias.default,
+    _aten.hardtanh_backward.default, dropout_apply,
+)  # fmt: skip
 def elementwise_rule(call: RegionCall) -> ChunkedCall:
     """Elementwise ops: by rows, where the operands broadcast, aligned at the last dim."""
     rows, slices = broadcast_rows(call, call.shape)
@@ -79,6 +98,7 @@ def broadcast_rows(call: RegionCall, shape: Sequence[int]) -> tuple[Rows, dict[f
 # --- views ----------------------------------------------------------------------------------------
 
 
+@rule(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 def view_rule(call: RegionCall) -> ChunkedCall:
     """`view`, `reshape`: by rows, if adjacent dims of the result run over exactly the rows."""
     source, rows = call.args[0], call.known_rows(call.args[0])
@@ -105,6 +125,7 @@ def _permuted(call: RegionCall, order: Sequence[int]) -> ChunkedCall:
     return call.result(Rows(places[0], places[-1] + 1))
 
 
+@rule(_aten.t.default, _aten.transpose.int)
 def transpose_rule(call: RegionCall) -> ChunkedCall:
     """`t`, `transpose`: by rows, if their dims stay adjacent and in order."""
     order = list(range(len(call.shape)))
@@ -114,11 +135,13 @@ def transpose_rule(call: RegionCall) -> ChunkedCall:
     return _permuted(call, order)
 
 
+@rule(_aten.permute.default)
 def permute_rule(call: RegionCall) -> ChunkedCall:
     """`permute`: by rows, if their dims stay adjacent and in order."""
     return _permuted(call, [dim % len(call.shape) for dim in call.args[1]])
 
 
+@rule(_aten.expand.default)
 def expand_rule(call: RegionCall) -> ChunkedCall:
     """`expand`: by rows, shifted by the leading dims that it adds."""
     source, shape = call.args[0], call.shape
@@ -127,6 +150,7 @@ def expand_rule(call: RegionCall) -> ChunkedCall:
     return call.result(moved, args=(source, chunk_shape(shape, moved, CHUNK_ROWS), *call.args[2:]))
 
 
+@rule(_aten.unsqueeze.default)
 def unsqueeze_rule(call: RegionCall) -> ChunkedCall:
     """`unsqueeze`: by rows, if the added dim is not between dims of the rows."""
     rows, dim = call.known_rows(call.args[0]), call.args[1] % len(call.shape)
@@ -136,6 +160,7 @@ def unsqueeze_rule(call: RegionCall) -> ChunkedCall:
     return call.result(Rows(rows.start + shift, rows.stop + shift))
 
 
+@rule(_aten.squeeze.dim, _aten.squeeze.dims)
 def squeeze_rule(call: RegionCall) -> ChunkedCall:
     """`squeeze`: by rows, if it removes other dims.
 
@@ -154,6 +179,7 @@ def squeeze_rule(call: RegionCall) -> ChunkedCall:
     )
 
 
+@rule(_aten.slice.Tensor, _aten._softmax.default, _aten._log_softmax.default)
 def along_another_dim_rule(call: RegionCall) -> ChunkedCall:
     """Ops (operand, dim, ...) that keep all dims: by rows, if they run along another dim."""
     rows = call.known_rows(call.args[0])
@@ -161,6 +187,7 @@ def along_another_dim_rule(call: RegionCall) -> ChunkedCall:
     return call.result(rows)
 
 
+@rule(_aten.split.Tensor, _aten.split_with_sizes.default)
 def split_rule(call: RegionCall) -> ChunkedCall:
     """`split`: every result by rows, if it splits another dim."""
     rows = call.known_rows(call.args[0])
@@ -168,6 +195,7 @@ def split_rule(call: RegionCall) -> ChunkedCall:
     return ChunkedCall(forms=(rows,) * len(call.node.meta["val"]))
 
 
+@rule(_aten.select.int)
 def select_rule(call: RegionCall) -> ChunkedCall:
     """`select`: by rows, if it removes another dim."""
     rows, dim = call.known_rows(call.args[0]), call.args[1] % len(shape_of(call.args[0]))
@@ -176,6 +204,7 @@ def select_rule(call: RegionCall) -> ChunkedCall:
     return call.result(Rows(rows.start - shift, rows.stop - shift))
 
 
+@rule(_aten.constant_pad_nd.default)
 def pad_rule(call: RegionCall) -> ChunkedCall:
     """`constant_pad_nd`: by rows, if it pads other dims only."""
     source, padding = call.args[0], call.args[1]
@@ -186,6 +215,7 @@ def pad_rule(call: RegionCall) -> ChunkedCall:
     return call.result(rows)
 
 
+@rule(_aten.cat.default)
 def cat_rule(call: RegionCall) -> ChunkedCall:
     """`cat`: by rows, if all operands have the same rows and it joins them along another dim."""
     operands, dim = call.args[0], call.option(1, 0)
@@ -200,11 +230,19 @@ def cat_rule(call: RegionCall) -> ChunkedCall:
 # --- constants of a value's shape -----------------------------------------------------------------
 
 
+@rule(
+    _aten.zeros_like.default, _aten.ones_like.default, _aten.full_like.default,
+    _aten.empty_like.default,
+)  # fmt: skip
 def like_rule(call: RegionCall) -> ChunkedCall:
     """`zeros_like` and similar ops: by the rows of the operand."""
     return call.result(call.known_rows(call.args[0]))
 
 
+@rule(
+    _aten.new_zeros.default, _aten.new_ones.default, _aten.new_full.default,
+    _aten.new_empty.default,
+)  # fmt: skip
 def new_rule(call: RegionCall) -> ChunkedCall:
     """`new_zeros` and similar ops: by the rows of the operand, if the shape is the operand's."""
     source, rows = call.args[0], call.known_rows(call.args[0])
@@ -234,6 +272,7 @@ def _dims_of(call: RegionCall) -> list[int]:
     return [dim % num_dims for dim in dims] or list(range(num_dims))
 
 
+@rule(_aten.sum.dim_IntList, _aten.sum.default)
 def sum_rule(call: RegionCall) -> ChunkedCall:
     """`sum`: by rows over other dims only, partial if the dims include all of the rows."""
     source = call.args[0]
@@ -246,6 +285,7 @@ def sum_rule(call: RegionCall) -> ChunkedCall:
     return call.result(PARTIAL)
 
 
+@rule(_aten.mean.dim, _aten.mean.default)
 def mean_rule(call: RegionCall) -> ChunkedCall:
     """`mean`: as `sum_rule`. A partial mean is a partial sum divided by the number of elements."""
     chunked_call = sum_rule(call)
@@ -265,17 +305,23 @@ def _keeps_dims(call: RegionCall) -> bool:
     return bool(call.option(2, False))
 
 
+@rule(
+    _aten.amax.default, _aten.amin.default, _aten.logsumexp.default, _aten.any.dim,
+    _aten.argmax.default,
+)  # fmt: skip
 def reduction_rule(call: RegionCall) -> ChunkedCall:
     """Reductions (operand, dims, keepdim): by rows, if they reduce other dims only."""
     return call.result(_reduced(call, _dims_of(call), _keeps_dims(call)))
 
 
+@rule(_aten.max.dim, _aten.min.dim)
 def reduction_with_indices_rule(call: RegionCall) -> ChunkedCall:
     """`max.dim`, `min.dim`: both results by rows, as `reduction_rule`."""
     rows = _reduced(call, _dims_of(call), _keeps_dims(call))
     return ChunkedCall(forms=(rows, rows))
 
 
+@rule(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
 def softmax_backward_rule(call: RegionCall) -> ChunkedCall:
     """Gradients of softmax: by rows, if gradient and output have the same rows."""
     gradient, output, dim, _ = call.args
@@ -287,6 +333,7 @@ def softmax_backward_rule(call: RegionCall) -> ChunkedCall:
     return call.result(rows, slices=slices)
 
 
+@rule(_aten.gather.default, _aten.scatter.value, _aten.scatter.src, _aten.scatter_add.default)
 def indexed_rule(call: RegionCall) -> ChunkedCall:
     """`gather`, `scatter`, `scatter_add`: by rows shared by all tensors, along another dim."""
     operands = tensors_in(call.args)
@@ -302,6 +349,7 @@ def indexed_rule(call: RegionCall) -> ChunkedCall:
 # --- normalization --------------------------------------------------------------------------------
 
 
+@rule(_aten.native_layer_norm.default)
 def layer_norm_rule(call: RegionCall) -> ChunkedCall:
     """`native_layer_norm`: the result and both statistics by rows, if it normalizes other dims."""
     rows, num_dims = call.known_rows(call.args[0]), len(shape_of(call.args[0]))
@@ -310,6 +358,7 @@ def layer_norm_rule(call: RegionCall) -> ChunkedCall:
     return ChunkedCall(forms=(rows, rows, rows))
 
 
+@rule(_aten.native_layer_norm_backward.default)
 def layer_norm_backward_rule(call: RegionCall) -> ChunkedCall:
     """`native_layer_norm_backward`: input gradient by rows, weight and bias gradients partial."""
     gradient, source, normalized, mean, deviation, weight, bias, _ = call.args
@@ -356,12 +405,14 @@ def _product_form(
     return batch, slices
 
 
+@rule(_aten.mm.default, _aten.bmm.default)
 def matrix_product_rule(call: RegionCall) -> ChunkedCall:
     """`mm`, `bmm`: by rows, if they run along a dim of the result, partial along the summed dim."""
     form, slices = _product_form(call, *call.args)
     return call.result(form, slices=slices)
 
 
+@rule(_aten.addmm.default, _aten.baddbmm.default)
 def product_and_sum_rule(call: RegionCall) -> ChunkedCall:
     """`addmm`, `baddbmm`: by rows as `matrix_product_rule`. A partial product is refused."""
     value, left, right = call.args

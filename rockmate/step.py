@@ -364,7 +364,9 @@ def step_of(
 
     def build(joint: Capture) -> Graph:
         return build_graph(
-            joint, returned_gradients=passes.returned, allocation_bytes=allocation_bytes
+            joint,
+            returned_gradients=options.gradients == "returned",
+            allocation_bytes=allocation_bytes,
         )
 
     if fusion is None:

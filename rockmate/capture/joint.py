@@ -40,12 +40,12 @@ from rockmate.capture.collectives import wait_for_collectives
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.huggingface import known_masks, training_only_features_off
-from rockmate.capture.memory_format import AS_GIVEN, Formats
 from rockmate.capture.nodes import call_name
 from rockmate.capture.opaque_call import OpaqueCall
 from rockmate.capture.opaque_functions import ForeignFunctions
 from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.opaque_ops import install, traced_as_ops
+from rockmate.capture.options import MemoryFormat
 from rockmate.capture.outer_values import values_read_by
 from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.read_values import SampleValues, UnknownValueError
@@ -78,7 +78,7 @@ def capture_joint(
     outputs: Literal["all", "loss"] = "all",
     untraced: Sequence[str] = (),
     keeps_checkpoints: bool = False,
-    formats: Formats = AS_GIVEN,
+    memory_format: MemoryFormat = "as_given",
     keeps_strides: bool = False,
     values: SampleValues | None = None,
 ) -> Capture:
@@ -95,7 +95,7 @@ def capture_joint(
             `rockmate.capture.opaque_module`.
         keeps_checkpoints: whether checkpointing that a Hugging Face model has switched on stays on,
             so that its calls are recorded.
-        formats: layouts of values.
+        memory_format: in which convolutions read their inputs.
         keeps_strides: whether inputs with gaps between elements are traced so, not as dense ones.
         values: what the forward may read values of; None for `tensors` and the model's buffers.
 
@@ -108,8 +108,10 @@ def capture_joint(
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
     clone = _cloned_with_strides if keeps_strides else torch.Tensor.clone
     tensors = [clone(each.detach()).requires_grad_(each.requires_grad) for each in tensors]
-    options: Any = {"differentiable": differentiable, "outputs": outputs, "formats": formats}
-    make = partial(TracedForward, model, structure, **options)
+    make = partial(
+        TracedForward, model, structure,
+        differentiable=differentiable, outputs=outputs, memory_format=memory_format,
+    )  # fmt: skip
     try:
         return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
     except ModuleReplacedError:
@@ -212,7 +214,7 @@ def _captured(
             break
         except (InvalidSampleError, UnsupportedModelError) as error:
             # What is opaque may see layouts, which are as given then.
-            is_final = is_elsewhere or make().formats != AS_GIVEN
+            is_final = is_elsewhere or make().memory_format != "as_given"
             if is_final or not functions.may_be_traced_again(error):
                 raise
     wrappings = _wrappings(wrapped)

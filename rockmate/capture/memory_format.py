@@ -5,16 +5,14 @@ reordered within. What a convolution makes of such an input is laid out likewise
 a layout on, so that a network of convolutions has one copy at its inlet. Values differ by rounding.
 
 A layout must not show beyond that. What a model makes of `view` is made of a copy where it has to
-be; what it returns, and the gradients of its inputs, are laid out as without all this; and a model
-that asks how its values lie in memory has no such form.
+be; what it returns, and the gradients of its inputs, are contiguous; and a model that asks how its
+values lie in memory has no such form.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rockmate._torch.storage import version_of
-from rockmate.capture.options import MemoryFormat
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.errors import UnsupportedModelError
 from rockmate.ops.kernel_layouts import CHANNELS_LAST
@@ -49,77 +46,44 @@ _TELL_LAYOUT: dict[Any, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Formats:
-    """How a traced forward lays out values.
+@contextmanager
+def convolutions_read_channels_last(inputs: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Has convolutions do so within, and gradients of the inputs be contiguous.
 
-    Attributes:
-        convolutions: the format in which convolutions read their inputs.
-        outputs: layouts of the tensors that the forward gives away; see `output_layouts`.
+    Raises:
+        UnsupportedModelError: the layout shows beyond rounding.
     """
-
-    convolutions: MemoryFormat = "as_given"
-    outputs: tuple[str, ...] = ()
-
-    @property
-    def are_changed(self) -> bool:
-        """Whether some convolution may read another format than the model gives it."""
-        return self.convolutions != "as_given"
-
-    @contextmanager
-    def applied(self, inputs: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Lays out values within, and gradients of the inputs.
-
-        Raises:
-            UnsupportedModelError: the layout shows beyond rounding.
-        """
-        if not self.are_changed:
-            yield
-            return
-        for tensor in inputs:
-            if tensor.requires_grad:
-                tensor.register_hook(lambda gradient: gradient.contiguous())
-        mode = _ChannelsLastInputs()
-        with mode:
-            yield
-        mode.check_copies()
-
-    def laid_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors that a forward gives away, copied where they are in another layout."""
-        layouts = [*self.outputs, *[""] * (len(tensors) - len(self.outputs))]
-        return list(map(_in_layout, tensors, layouts))
+    for tensor in inputs:
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: gradient.contiguous())
+    mode = _ChannelsLastInputs()
+    with mode:
+        yield
+    mode.check_copies()
 
 
-AS_GIVEN = Formats()
-
-
-def output_layouts(capture: Capture) -> tuple[str, ...]:
-    """For each tensor that the forward gives away its dimensions, that of the largest step first.
-
-    They are texts such as "0231", empty for those that have one layout.
-    """
-    outputs: Any = capture.joint.graph.output_node().args[0]
-    layouts = dict[int, str]()
-    for node, role in zip(outputs, capture.output_roles, strict=True):
-        if role is not None and role.kind is RoleKind.OUTPUT:
-            layouts[role.index] = _layout(node.meta["val"])
-    return tuple(layouts.get(index, "") for index in range(max(layouts, default=-1) + 1))
-
-
-def _layout(tensor: torch.Tensor) -> str:
-    if tensor.layout is not torch.strided or not 1 < tensor.ndim < 10:
-        return ""
-    return "".join(map(str, sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))))
-
-
-def _in_layout(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    order = list(map(int, layout))
-    steps = [tensor.stride(dim) for dim in order if tensor.shape[dim] != 1]
-    steps = [step for step in steps if step != 0]
-    if all(step >= later for step, later in pairwise(steps)):
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """What the forward gives away, copied if its channels are last."""
+    memory_format = CHANNELS_LAST.get(tensor.ndim)
+    if memory_format is None or not tensor.is_contiguous(memory_format=memory_format):
         return tensor
-    back = [order.index(dim) for dim in range(tensor.ndim)]
-    return tensor.permute(order).contiguous().permute(back)
+    return tensor.contiguous()
+
+
+def output_layouts(capture: Capture) -> list[tuple[int, ...]]:
+    """For each tensor that the forward gives away its dims, that of the largest step first."""
+    outputs: Any = capture.joint.graph.output_node().args[0]
+    return [
+        _layout(node.meta["val"])
+        for node, role in zip(outputs, capture.output_roles, strict=True)
+        if role is not None and role.kind is RoleKind.OUTPUT
+    ]
+
+
+def _layout(fake: torch.Tensor) -> tuple[int, ...]:
+    if fake.layout is not torch.strided:
+        return ()
+    return tuple(sorted(range(fake.ndim), key=lambda d: (fake.shape[d] == 1, -fake.stride(d))))
 
 
 class _ChannelsLastInputs(TorchFunctionMode):

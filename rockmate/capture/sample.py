@@ -16,7 +16,7 @@ from torch import nn
 from rockmate.capture.checkpoint_regions import log_redrawn
 from rockmate.capture.fake_device import fake_device_tensors, move_to, needs_fake_device
 from rockmate.capture.joint import capture_joint
-from rockmate.capture.memory_format import AS_GIVEN, Formats
+from rockmate.capture.options import MemoryFormat
 from rockmate.capture.provenance import source_lines
 from rockmate.capture.read_values import SampleValues
 from rockmate.capture.roles import Capture
@@ -105,7 +105,7 @@ def trace_sample(
     outputs: Literal["all", "loss"],
     untraced: Sequence[str],
     keeps_checkpoints: bool = False,
-    formats: Formats = AS_GIVEN,
+    memory_format: MemoryFormat = "as_given",
     keeps_strides: bool = False,
 ) -> Capture:
     """The joint graph of a model for a sample, each node with the user's line that made it.
@@ -128,7 +128,7 @@ def trace_sample(
             outputs=outputs,
             untraced=untraced,
             keeps_checkpoints=keeps_checkpoints,
-            formats=formats,
+            memory_format=memory_format,
             keeps_strides=keeps_strides,
             values=values if sample.device is not None else None,
         )

@@ -6,7 +6,7 @@ It leaves the model's attributes as they were, and tells what it did to them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,8 @@ from torch import nn
 from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
 from rockmate.capture.attribute_values import copied, traced_in
-from rockmate.capture.memory_format import AS_GIVEN, Formats
+from rockmate.capture.memory_format import contiguous, convolutions_read_channels_last
+from rockmate.capture.options import MemoryFormat
 from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
 from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
 from rockmate.capture.tensor_parts import HeldTensors
@@ -97,7 +98,7 @@ class TracedForward(nn.Module):
 
     Attributes:
         structure: rebuilds the arguments of the model.
-        formats: layouts of values.
+        memory_format: in which convolutions read their inputs.
         output_structure: rebuilds the model's output.
         assigned: attributes that the forward assigns without reading them first.
         assigned_structure: rebuilds their values, then those that it carries over.
@@ -118,7 +119,7 @@ class TracedForward(nn.Module):
         *,
         differentiable: str,
         outputs: str,
-        formats: Formats = AS_GIVEN,
+        memory_format: MemoryFormat = "as_given",
         sample: SampleValues | None = None,
     ) -> None:
         """Takes the model and how it is called.
@@ -130,7 +131,7 @@ class TracedForward(nn.Module):
         self.structure = structure
         self._differentiable = differentiable
         self._outputs = outputs
-        self.formats = formats
+        self.memory_format = memory_format
         self.output_structure: Structure | None = None
         self.assigned_structure: Structure | None = None
         self.assigned: list[Place] = []
@@ -158,7 +159,7 @@ class TracedForward(nn.Module):
                 accesses_recorded(self.model, before) as accesses,
                 no_random_state_set(),
                 no_gradient_retained(),
-                self.formats.applied(tensors),
+                self._channels_last(tensors),
             ):
                 output = self.model(*args, **kwargs)
             if before.replaced_module():
@@ -173,13 +174,18 @@ class TracedForward(nn.Module):
                 )
                 raise NothingToTrainError(msg)
             self._add_attributes(flat, {id(tensor) for tensor in tensors})
-            flat = self.formats.laid_out(flat)
+            if self.memory_format == "channels_last":
+                flat = list(map(contiguous, flat))
         finally:
             before.restore()
         self.differentiable_outputs = tuple(
             index for index, tensor in enumerate(flat) if tensor.requires_grad
         )
         return tuple(_unshared(flat))
+
+    def _channels_last(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        is_last = self.memory_format == "channels_last"
+        return convolutions_read_channels_last(tensors) if is_last else nullcontext()
 
     @contextmanager
     def _reads_answered(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:

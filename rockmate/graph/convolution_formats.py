@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -10,8 +10,7 @@ from torch import fx
 
 from rockmate.capture.nodes import layout_of, tensors_of
 from rockmate.capture.opaque_call import OpaqueForward
-from rockmate.capture.roles import Capture, RoleKind
-from rockmate.graph.fake_values import fake_result, refresh
+from rockmate.graph.fake_values import refresh
 from rockmate.ops.kernel_layouts import CHANNELS_LAST
 from rockmate.ops.rng import is_random
 
@@ -48,40 +47,6 @@ def copy_inputs_again(graph: fx.Graph) -> None:
                 again = graph.node_copy(copied)
             refresh(again)
             node.replace_input_with(copied, again)
-
-
-def lay_out_gradients(
-    capture: Capture, hooked: Collection[str], owner_of: Mapping[str, str]
-) -> None:
-    """Copies whole gradients of parameters to contiguous ones, in place, as eager's are.
-
-    Args:
-        capture: of a step with channels last.
-        hooked: names of the parameters whose gradients code may look at; others are added to
-            `.grad` in its layout.
-        owner_of: for each parameter's name, the first name of the same tensor.
-    """
-    graph = capture.joint.graph
-    owners = {owner_of[name] for name in hooked}
-    parameters = {
-        owner_of[role.name]: node
-        for node, role in capture.inputs
-        if role.kind is RoleKind.PARAMETER and not role.inner
-    }
-    returned: Any = graph.output_node().args[0]
-    nodes = list(returned)
-    for index, role in enumerate(capture.output_roles):
-        if role is None or role.kind is not RoleKind.PARAMETER_GRADIENT or role.inner:
-            continue
-        owner, node = owner_of[role.name], nodes[index]
-        if owner not in owners or node is None or _fake(node).is_contiguous():
-            continue
-        if _fake(parameters[owner]).is_contiguous():
-            with graph.inserting_after(node):
-                nodes[index] = graph.call_function(_aten.clone.default, (node,), _PLAIN)
-            made = fake_result(_aten.clone.default, (node,), _PLAIN, like=node)
-            nodes[index].meta["val"] = made
-    graph.output_node().args = (tuple(nodes),)
 
 
 def _fake(value: Any) -> torch.Tensor:

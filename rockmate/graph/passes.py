@@ -26,7 +26,7 @@ from torch import fx
 
 from rockmate.capture.roles import Capture
 from rockmate.graph import rewrite
-from rockmate.graph.convolution_formats import copy_inputs_again, lay_out_gradients
+from rockmate.graph.convolution_formats import copy_inputs_again
 from rockmate.graph.gradient_slices import assign_sink_forms
 from rockmate.graph.hooked_gradients import (
     defer_hooked_gradients,
@@ -55,7 +55,6 @@ class PassOptions:
         like: the planned graph of the same step at sizes that are nowhere smaller, if there is one.
         marks: what the user marks.
         reads_channels_last: whether convolutions do that read contiguous values in eager.
-        returned: whether gradients of parameters are returned.
         keeps_inputs: whether inputs stay as they are until the backward.
     """
 
@@ -64,7 +63,6 @@ class PassOptions:
     like: Graph | None = None
     marks: MarkRequest = NO_MARKS
     reads_channels_last: bool = False
-    returned: bool = False
     keeps_inputs: bool = False
 
     @classmethod
@@ -77,8 +75,7 @@ class PassOptions:
             owner_of=owner_of,
             like=like,
             marks=options.marks,
-            reads_channels_last=options.formats.are_changed,
-            returned=options.gradients == "returned",
+            reads_channels_last=options.memory_format == "channels_last",
         )
 
 
@@ -135,11 +132,7 @@ def _copy_inputs_again(capture: Capture, options: PassOptions) -> Capture:
 
 
 def _sum_hooked_gradients(capture: Capture, options: PassOptions) -> Capture:
-    capture = sum_hooked_gradients(capture, options.hooked, options.owner_of)
-    if options.reads_channels_last:
-        seen = options.owner_of if options.returned else options.hooked
-        lay_out_gradients(capture, seen, options.owner_of)
-    return capture
+    return sum_hooked_gradients(capture, options.hooked, options.owner_of)
 
 
 def _defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:

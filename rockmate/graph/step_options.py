@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from rockmate.capture.memory_format import Formats
 from rockmate.capture.options import CaptureOptions, MemoryFormat
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.mark_request import NO_MARKS, MarkRequest
@@ -14,7 +13,7 @@ from rockmate.graph.mark_request import NO_MARKS, MarkRequest
 StepKernels = Literal["eager", "fused"]
 _ALWAYS_WRITTEN = ("differentiable", "outputs", "gradients")
 # Written as texts with commas by earlier releases.
-_LISTS = {"untraced", "hooked", "output_layouts", "unfused"}
+_LISTS = {"untraced", "hooked", "unfused"}
 # The type of an option -> what is written.
 _PLAIN: dict[type, Callable[[Any], Any]] = {tuple: list, Chunks: str}
 
@@ -30,8 +29,6 @@ class StepOptions(CaptureOptions):
         hooked: names of parameters with whole gradients. None takes those with a tensor hook.
         sums_shared: without `hooked`, takes those to which several gradients flow, too.
         memory_format: "channels_last" has convolutions read their inputs so.
-        output_layouts: of the tensors that the forward returns; see
-            `rockmate.capture.memory_format.output_layouts`.
         kernels: "fused" runs groups of ops as one kernel each.
         unfused: keys of the groups that stay as they are; None measures.
         loss_chunks: the loss block or feed-forward blocks in chunks; None leaves them whole.
@@ -41,15 +38,9 @@ class StepOptions(CaptureOptions):
     hooked: tuple[str, ...] | None = None
     sums_shared: bool = False
     memory_format: MemoryFormat = "as_given"
-    output_layouts: tuple[str, ...] = ()
     kernels: StepKernels = "eager"
     unfused: tuple[str, ...] | None = None
     loss_chunks: Chunks | None = None
-
-    @property
-    def formats(self) -> Formats:
-        """How the traced forward lays out values."""
-        return Formats(self.memory_format, self.output_layouts)
 
     @property
     def traced(self) -> dict[str, Any]:
@@ -59,13 +50,14 @@ class StepOptions(CaptureOptions):
             "outputs": self.outputs,
             "untraced": self.untraced,
             "keeps_checkpoints": self.marks.honours_checkpoints,
-            "formats": self.formats,
+            "memory_format": self.memory_format,
         }
 
     @property
     def are_exact(self) -> bool:
         """Whether the ops of the step are eager's, one by one."""
-        return self.kernels == "eager" and not self.loss_chunks and not self.formats.are_changed
+        is_eager = self.kernels == "eager" and self.memory_format == "as_given"
+        return is_eager and not self.loss_chunks
 
     def to_json(self) -> dict[str, Any]:
         """The options of a captured step as plain values, those aside that have their default."""
@@ -86,7 +78,9 @@ class StepOptions(CaptureOptions):
             TypeError, ValueError: the content has another form.
         """
         found: dict[str, Any] = {"hooked": (), **content, "marks": MarkRequest.from_json(content)}
-        for name in ("policy", "existing_checkpoints", "contiguous_convolutions"):
+        for name in (
+            "policy", "existing_checkpoints", "contiguous_convolutions", "output_layouts",
+        ):  # fmt: skip
             found.pop(name, None)
         for name in _LISTS & found.keys():
             is_text, value = isinstance(found[name], str), found[name]

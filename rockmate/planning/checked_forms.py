@@ -145,7 +145,9 @@ def other_forms(
         capture: captures it once more, with other options; None where times are not measured.
     """
     is_auto = options.kernels == "auto"
-    if capture is not None and not may_read_channels_last(step.capture.joint.graph):
+    # Code that sees gradients of parameters sees their layout.
+    sees_gradients = step.options.hooked or step.options.gradients == "returned"
+    if sees_gradients or not may_read_channels_last(step.capture.joint.graph):
         capture = None
     if options.kernels == "eager" or not (is_auto or capture):
         return None
@@ -167,23 +169,21 @@ def other_forms(
 def _with_channels_last(
     step: CapturedStep, options: PlanOptions, capture: Callable[[StepOptions], CapturedStep]
 ) -> CapturedStep | None:
-    """The form, op by op, with convolutions that read channels last and outputs in layouts.
+    """The form, op by op, with convolutions that read channels last.
 
     None if more than rounding would differ, with a line in the log.
     """
     try:
-        changed = replace(
-            options.step,
-            kernels="eager",
-            memory_format="channels_last",
-            output_layouts=output_layouts(step.capture),
-        )
+        changed = replace(options.step, kernels="eager", memory_format="channels_last")
         other = captured_in_kernel_layouts(lambda: capture(changed))
     except (InvalidSampleError, UnsupportedModelError) as error:
         logger.info("convolutions do not read channels last: %s", error)
         return None
     if draws_of(other.capture.joint.graph) != draws_of(step.capture.joint.graph):
         logger.info("convolutions do not read channels last: other numbers would be drawn")
+        return None
+    if output_layouts(other.capture) != output_layouts(step.capture):
+        logger.info("convolutions do not read channels last: outputs would be laid out otherwise")
         return None
     return other
 

@@ -37,9 +37,9 @@ to call is computed in `Runner.__init__`.
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any
 
@@ -47,14 +47,9 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from rockmate._torch import engine
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.cuda import join_stream_at_end
-from rockmate._torch.engine import (
-    below_autograd,
-    has_saved_tensor_hooks,
-    is_batched,
-    profiler_label,
-)
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import storage_id
 from rockmate._torch.subclasses import at_path, is_subclassed, without_class
@@ -122,7 +117,7 @@ class Runner:
         self.returned_to: Callable[[str], torch.Tensor] = self.binding.__getitem__
         self.pending = pending_steps_of(model)
         self.held = held_gradients_of(model)
-        self.dispatch = below_autograd if program.runs_below_autograd else contextlib.nullcontext
+        self.dispatch = engine.below_autograd if program.runs_below_autograd else nullcontext
         self.returned_names = [
             role.name for role in program.gradients if role.kind is RoleKind.PARAMETER_GRADIENT
         ]
@@ -288,7 +283,7 @@ class PlannedStep(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         inputs, program = tensors[:num_inputs], runner.program
         arguments, moves = runner.forward_arguments(inputs)
-        with profiler_label("rockmate::forward"), autocast_off(), runner.dispatch():
+        with engine.profiler_label("rockmate::forward"), autocast_off(), runner.dispatch():
             values = program.forward(arguments)
         _write_updates(runner, inputs, values)
         outputs = tuple([values[place] for place in runner.output_places])
@@ -301,7 +296,7 @@ class PlannedStep(torch.autograd.Function):
         statics = runner.backward_statics.tensors(inputs)
         fields.save_for_backward(*statics, *aliases)
         # The script's own hooks of saved tensors may give others back.
-        is_watched = program.recomputes and not has_saved_tensor_hooks()
+        is_watched = program.recomputes and not engine.has_saved_tensor_hooks()
         fields.addresses = addresses_of(statics) if is_watched else None
         # Saved values and states, without saved outputs: None after such a backward.
         fields.saved, fields.moves = saved, moves
@@ -325,7 +320,7 @@ class PlannedStep(torch.autograd.Function):
         backward = runner.backward_for(tangents)
         # The only holder of the saved values from here on.
         arguments = take_arguments(ctx, backward.order, sink, tangents)
-        with profiler_label("rockmate::backward"), autocast_off(), runner.dispatch():
+        with engine.profiler_label("rockmate::backward"), autocast_off(), runner.dispatch():
             values = backward.run(arguments)
             sink.close()
         if ctx.anchor.leaf.is_cuda:
@@ -447,7 +442,7 @@ def _refuse_unsupported_backward(ctx: Any, tangents: Sequence[torch.Tensor | Non
             f"have. Use the plain model for it{ctx.runner.way_out}."
         )
         raise BackwardError(msg)
-    if any(each is not None and is_batched(each) for each in tangents):
+    if any(each is not None and engine.is_batched(each) for each in tangents):
         msg = (
             "is_grads_batched=True asks for several gradients at once. Run one backward for each, "
             "or use the plain model."

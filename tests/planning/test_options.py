@@ -39,7 +39,6 @@ OLD_OPTIONS = StepOptions(
     hooked=("head.weight",),
     marks=MarkRequest(patterns=(("aten.mm", "save"),), decisions="--s", honours_checkpoints=True),
     memory_format="channels_last",
-    output_layouts=("0231", "", "10"),
     kernels="fused",
     unfused=("x y", "z"),
     loss_chunks=Chunks(4, "recompute", 2),

@@ -11,18 +11,22 @@ values lie in memory has no such form.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from rockmate._torch.storage import version_of
+from rockmate.capture.nodes import layout_of, tensors_of
+from rockmate.capture.opaque_call import OpaqueForward
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.errors import UnsupportedModelError
 from rockmate.ops.kernel_layouts import CHANNELS_LAST
+from rockmate.ops.rng import is_random
 
 _CONVOLUTIONS = {
     functional.conv2d, functional.conv3d, functional.conv_transpose2d, functional.conv_transpose3d
@@ -64,10 +68,30 @@ def convolutions_read_channels_last(inputs: Sequence[torch.Tensor]) -> Iterator[
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """What the forward gives away, copied if its channels are last."""
-    memory_format = CHANNELS_LAST.get(tensor.ndim)
-    if memory_format is None or not tensor.is_contiguous(memory_format=memory_format):
-        return tensor
-    return tensor.contiguous()
+    return tensor.contiguous() if _has_channels_last(tensor) else tensor
+
+
+# --- which steps may ------------------------------------------------------------------------------
+
+
+def reads_contiguous(graph: fx.Graph) -> bool:
+    """Whether some convolution reads values whose channels could be last and are not."""
+    calls = graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
+    values: list[Any] = [node.args[0] for node in calls]
+    fakes = [value.meta["val"] for value in values]
+    return any(each.ndim in CHANNELS_LAST and not _has_channels_last(each) for each in fakes)
+
+
+def may_read_channels_last(graph: fx.Graph) -> bool:
+    """Whether convolutions read contiguous values, and no opaque call might see another layout."""
+    opaque = (node for node in graph.nodes if isinstance(node.target, OpaqueForward))
+    return reads_contiguous(graph) and not any(opaque)
+
+
+def draws_of(graph: fx.Graph) -> list[Hashable]:
+    """What is drawn at random, in order: an element's number depends on the layout."""
+    draws = (node for node in graph.nodes if node.op == "call_function" and is_random(node.target))
+    return [(node.target, *map(layout_of, tensors_of(node))) for node in draws]
 
 
 def output_layouts(capture: Capture) -> list[tuple[int, ...]]:
@@ -84,6 +108,14 @@ def _layout(fake: torch.Tensor) -> tuple[int, ...]:
     if fake.layout is not torch.strided:
         return ()
     return tuple(sorted(range(fake.ndim), key=lambda d: (fake.shape[d] == 1, -fake.stride(d))))
+
+
+def _has_channels_last(tensor: torch.Tensor) -> bool:
+    memory_format = CHANNELS_LAST.get(tensor.ndim)
+    return memory_format is not None and tensor.is_contiguous(memory_format=memory_format)
+
+
+# --- while a forward is traced --------------------------------------------------------------------
 
 
 class _ChannelsLastInputs(TorchFunctionMode):

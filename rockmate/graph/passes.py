@@ -26,7 +26,6 @@ from torch import fx
 
 from rockmate.capture.roles import Capture
 from rockmate.graph import rewrite
-from rockmate.graph.convolution_formats import copy_inputs_again
 from rockmate.graph.gradient_slices import assign_sink_forms
 from rockmate.graph.hooked_gradients import (
     defer_hooked_gradients,
@@ -127,7 +126,7 @@ def _rewrite(name: str, keeps: str, function: Callable[[fx.Graph], None]) -> Pas
 
 def _copy_inputs_again(capture: Capture, options: PassOptions) -> Capture:
     if options.reads_channels_last:
-        copy_inputs_again(capture.joint.graph)
+        rewrite.copy_inputs_again(capture.joint.graph)
     return capture
 
 

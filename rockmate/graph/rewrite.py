@@ -14,7 +14,7 @@ from torch import fx
 
 from rockmate.capture.nodes import ancestors, storage_ids
 from rockmate.capture.roles import Capture, RoleKind
-from rockmate.graph.fake_values import fake_result, refresh_views
+from rockmate.graph.fake_values import fake_result, refresh, refresh_views
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD
 from rockmate.graph.node_marks import is_saved
 from rockmate.ops.kernel_layouts import CHANNELS_LAST
@@ -198,6 +198,17 @@ def copy_slices_read_late(graph: fx.Graph) -> None:
             last = max(last_reads, key=order.__getitem__)
             if order[readers[part][0]] > order[last] + _MIN_LIVE_DISTANCE:
                 copy_out(part, behind=max(last, part, key=order.__getitem__))
+
+
+def copy_inputs_again(graph: fx.Graph) -> None:
+    """Has the backward copy inputs of the step that convolutions read, so that no copy is held."""
+    for node in _calls(graph, _aten.convolution_backward.default):
+        copied: Any = node.args[1]
+        if copied.target is _aten.clone.default and copied.args[0].op == "placeholder":
+            with graph.inserting_before(node):
+                again = graph.node_copy(copied)
+            refresh(again)
+            node.replace_input_with(copied, again)
 
 
 def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:

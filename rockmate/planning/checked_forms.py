@@ -18,14 +18,13 @@ import torch
 
 from rockmate._torch.distributed import first_offer
 from rockmate._util import gc_paused
-from rockmate.capture.memory_format import output_layouts
+from rockmate.capture.memory_format import draws_of, may_read_channels_last, output_layouts
 from rockmate.costs.cost import Cost, Costs, Link
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.layout_check import captured_in_kernel_layouts, check_traced
 from rockmate.costs.machine import Machine
 from rockmate.costs.measure import measure_costs
 from rockmate.errors import InvalidSampleError, MissingCompilerError, UnsupportedModelError
-from rockmate.graph.convolution_formats import draws_of, may_read_channels_last
 from rockmate.graph.ir import Graph
 from rockmate.graph.step_options import StepOptions
 from rockmate.offload.link import link_to

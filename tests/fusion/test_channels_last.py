@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rockmate import Plan, Planner, RockmateModule
-from rockmate.graph.convolution_formats import reads_contiguous
+from rockmate.capture.memory_format import reads_contiguous
 from rockmate.graph.step_options import StepOptions
 from rockmate.planning import checked_forms
 from rockmate.planning.session import PlanningSession

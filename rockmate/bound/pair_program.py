@@ -23,8 +23,8 @@ without them runs are shared out between the stretches, half in each.
 **Relaxation.** As for one point: memory between the points, and the order of runs in a stretch, are
 left out. So are whole numbers.
 
-**Complexity.** Two variables for each value and three for each op. HiGHS or CBC takes tenths of a
-second for some hundred ops.
+**Complexity.** Two variables for each value and three for each op. HiGHS takes tenths of a second
+for some hundred ops.
 
 **Not done.** Whole numbers and a third point, which say up to half a percent more on convolutional
 nets and take seconds. The proof that no schedule takes less is in docs/internals/algorithms.md.

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Literal, Protocol
 
 from rockmate.bound.protocol import Bounds, StoredBound
 from rockmate.costs.cost import Costs
@@ -21,7 +21,6 @@ from rockmate.graph.snapshot import SnapshotChain, SnapshotOp, StepSnapshot, Sto
 from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.block_tree import BlockNode, PassThrough, block_tree, pass_through_values
-from rockmate.plan.chunking_notes import ChunkingNote, ChunkingNotes, KnownNotes
 from rockmate.plan.residency import Residency
 from rockmate.schedule.flights import Flights, flights_of, overlapped_ms
 from rockmate.schedule.schedule import Schedule
@@ -34,6 +33,56 @@ _REPORTED_OUTPUTS_PART = 10
 _ROUNDING = 1e-9
 
 PlanStatus = Literal["optimal", "within_gap", "time_limit", "stalled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkingNote:
+    """How one block runs that may run in chunks.
+
+    Attributes:
+        module: path of the submodule with which the block begins, empty if unknown.
+        text: the number of chunks and their form, or the reason for none.
+    """
+
+    module: str = ""
+    text: str = ""
+
+
+class ChunkingNotes(Protocol):
+    """The notes of one step."""
+
+    @property
+    def loss_block(self) -> ChunkingNote:
+        """The note of the loss block."""
+        ...
+
+    @property
+    def feed_forward(self) -> tuple[ChunkingNote, ...]:
+        """The notes of large blocks that begin with a matrix product which widens its operand."""
+        ...
+
+    @property
+    def bitwise_ms(self) -> float | None:
+        """Time of the fastest schedule found without chunks; infinite if none fits the budget.
+
+        None if the step runs without, or if that is unknown.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownNotes:
+    """Notes that are stored, so that they need no graph.
+
+    Attributes:
+        loss_block: see `ChunkingNotes.loss_block`.
+        feed_forward: see `ChunkingNotes.feed_forward`.
+        bitwise_ms: see `ChunkingNotes.bitwise_ms`.
+    """
+
+    loss_block: ChunkingNote = ChunkingNote()
+    feed_forward: tuple[ChunkingNote, ...] = ()
+    bitwise_ms: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -36,10 +36,9 @@ from rockmate.graph.snapshot import (
 )
 from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
-from rockmate.plan.chunking_notes import ChunkingNote, KnownNotes
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.moved_values import broken_move
-from rockmate.plan.record import PlanRecord
+from rockmate.plan.record import ChunkingNote, KnownNotes, PlanRecord
 from rockmate.plan.residency import Residency
 from rockmate.schedule.move import move_rows, moves_of_rows
 from rockmate.schedule.schedule import Schedule

@@ -14,7 +14,7 @@ from math import ceil, inf
 from rockmate.capture.options import Numerics
 from rockmate.graph.chunking.chunks import Chunks, SeparableBlocks
 from rockmate.graph.chunking.region import Refusal, Region
-from rockmate.plan.chunking_notes import ChunkingNote
+from rockmate.plan.record import ChunkingNote
 from rockmate.planning.candidate import Candidate
 from rockmate.step import CapturedStep
 

@@ -17,7 +17,7 @@ from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.capture.options import Numerics
 from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
-from rockmate.plan.chunking_notes import ChunkingNotes
+from rockmate.plan.record import ChunkingNotes
 from rockmate.planning.candidate import Candidate, by_time, fastest, frontier_at, linspace_int
 from rockmate.planning.chunkable_blocks import FormNotes
 from rockmate.planning.chunked_forms import ChunkedForms

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,10 +13,59 @@ from torch import nn
 from rockmate._torch.autocast import cached_cast
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
-from rockmate.frames.interiors.gradient_layouts import GradientLayouts
-from rockmate.frames.interiors.readers import contributions_noted
+from rockmate.frames.interiors.gradients import contributions_noted
 from rockmate.state.digest import bits_of
+from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import layout_of, storages_of, tensors_in
+
+Layouts = Sequence[Sequence[tuple[int, ...]]]
+"""For each output, how its gradients may lie in memory."""
+_MOST_LAYOUTS = 4
+
+
+class GradientLayouts:
+    """How the gradients of outputs of one submodule have lain in memory, in backwards of eager.
+
+    Kernels round otherwise for other strides. A reader that transposes, takes a part, or sums up,
+    hands over a gradient with strides of its own: those of its view, or zeros.
+
+    Attributes:
+        differ: whether one lay otherwise than its output.
+    """
+
+    def __init__(self) -> None:
+        """None is known."""
+        self.differ = False
+        self._known: defaultdict[Hashable, list[tuple[int, ...]]] = defaultdict(list)
+        self._tried: set[Hashable] = set()
+
+    def add(self, place: int, own: tuple[int, ...], gradient: torch.Tensor) -> bool:
+        """Takes one; whether a trial that there was had none of its layout.
+
+        Args:
+            place: of its output.
+            own: layout of that.
+            gradient: of it.
+        """
+        layout, key = layout_of(gradient), (place, gradient.shape)
+        known = self._known[key]
+        self.differ |= layout != own
+        if layout in known or len(known) == _MOST_LAYOUTS:
+            return False
+        known.append(layout)
+        return key in self._tried
+
+    def are_known(self, output: Any) -> bool:
+        """Whether a backward of an output of these shapes has come."""
+        return any((at, each.shape) in self._known for at, each in enumerate(tensors_in(output)))
+
+    def for_trial(self, output: Any) -> Layouts:
+        """Those that a trial of a call has to have."""
+        tensors = tensors_in(output)
+        keys = [(place, each.shape) for place, each in enumerate(tensors)]
+        self._tried.update(keys)
+        pairs = zip(keys, tensors, strict=True)
+        return [list(self._known.get(key) or [layout_of(each)]) for key, each in pairs]
 
 
 class Trial(NamedTuple):
@@ -28,7 +78,7 @@ class Trial(NamedTuple):
         contributions: for each argument and parameter with a gradient, the bits of what its readers
             hand over, in the order in which they do, and the strides of that of an argument.
         buffers: bits of each.
-        random_state: bits of it, after the forward.
+        random_state: after the forward.
         seconds: of forward and backward.
     """
 
@@ -36,15 +86,15 @@ class Trial(NamedTuple):
     outputs: tuple[Any, ...]
     contributions: tuple[Any, ...]
     buffers: tuple[int, ...]
-    random_state: tuple[int, ...]
+    random_state: RandomState
     seconds: float
 
     def difference(self, other: Trial) -> str:
         """What differs, in one word; empty if nothing does."""
-        for name in self._fields[:-1]:
-            if getattr(self, name) != getattr(other, name):
-                return name.replace("_", " ")
-        return ""
+        if self.random_state.differences(other.random_state):
+            return "random state"
+        names = ("structure", "outputs", "contributions", "buffers")
+        return next((name for name in names if getattr(self, name) != getattr(other, name)), "")
 
 
 def trained(
@@ -52,7 +102,7 @@ def trained(
     module: nn.Module,
     forward: Callable[..., Any],
     clock: Callable[[], float],
-    layouts: GradientLayouts,
+    layouts: Layouts,
     number: int = 0,
     cast_names: Sequence[str] = (),
 ) -> Trial:
@@ -66,7 +116,7 @@ def trained(
         forward: what runs.
         clock: seconds.
         layouts: of the gradients of outputs.
-        number: which of these.
+        number: which of these; the last one where an output has fewer.
         cast_names: parameters that autocast casts, whose casts' gradients are compared, too.
     """
     given: list[torch.Tensor] = []
@@ -80,13 +130,13 @@ def trained(
         begin_s = clock()
         tensors, structure = flatten(run(), what="the output")
         forward_s = clock() - begin_s
-        random_state = tuple(bits_of(each) for each in _random_states(tensors))
+        random_state = RandomState([each.device for each in tensors])
         buffers = tuple([bits_of(each) for each in module.buffers()])
         casts = [cached_cast(module.get_parameter(name)) for name in cast_names]
         trained_ones = dict.fromkeys(each for each in given if each.requires_grad)
         leaves = [*trained_ones, *parameters, *casts]
         contributions, backward_s = _contributions(
-            tensors, leaves, clock, partial(layouts.tangents, trial=number)
+            tensors, leaves, clock, partial(_tangents, layouts, number)
         )
         outputs = tuple([
             (each.shape, each.stride(), each.dtype, each.requires_grad, same, bits_of(each))
@@ -119,14 +169,32 @@ def _contributions(
     return tuple(compared), seconds
 
 
+def _tangents(
+    layouts: Layouts,
+    number: int,
+    outputs: Sequence[torch.Tensor],
+    generators: Mapping[torch.device, torch.Generator],
+) -> list[torch.Tensor]:
+    """Random gradients of the outputs that have one."""
+    found = []
+    for place, each in enumerate(outputs):
+        if each.requires_grad:
+            known = layouts[place][: number + 1]
+            tangent = _empty(each, known[-1])
+            tangent.normal_(generator=generators[each.device])
+            found.append(tangent.expand(each.shape))
+    return found
+
+
+def _empty(like: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
+    """Of a size of one in each dimension in which all elements are the same."""
+    sizes = [1 if step == 0 else size for size, step in zip(like.shape, layout, strict=True)]
+    return torch.empty_strided(sizes, layout, dtype=like.dtype, device=like.device)
+
+
 def _strides(leaf: torch.Tensor, gradient: torch.Tensor) -> tuple[int, ...]:
     """Of an argument's gradient, since what made the argument rounds by them."""
     return () if isinstance(leaf, nn.Parameter) else layout_of(gradient)
-
-
-def _random_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    devices = {each.device for each in tensors if each.device.type == "cuda"}
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, sorted(devices, key=str))]
 
 
 def _identities(

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rockmate import RockmateModule
 from rockmate._torch.allocator import Recording
-from rockmate.frames.memory import Memory
 from rockmate.frames.budget_check import PeakCheck
+from rockmate.frames.memory import Memory
 
 WIDTH, ROWS = 48, 64
 

@@ -119,7 +119,7 @@ class Call:
         self._rest = with_changed(lambda each: each, tuple(arguments[1:]))
         self._inputs = tensors_in(self._rest)
         self._versions = versions_of(self._inputs)
-        self._modules = modules_within(module)
+        self._submodules = modules_within(module)
         others = [*arguments.args, *arguments.kwargs.values()]
         self._take_objects([each for each in others if type(each) not in PLAIN])
         self._take_buffers()
@@ -131,7 +131,7 @@ class Call:
 
     def _take_objects(self, roots: list[Any]) -> None:
         """Takes attributes, members, and what is reached from these and from some roots."""
-        attributes = [vars(each) for each in self._modules]
+        attributes = [vars(each) for each in self._submodules]
         tables: list[dict[str, Any]] = []
         for found in map(member_tables_of, attributes):
             # Sharded parameters are others while they are gathered.
@@ -146,11 +146,11 @@ class Call:
 
     def _take_buffers(self) -> None:
         """Copies buffers that change, as earlier calls have shown; in the first call all."""
-        self._path_and_modes = self.key.path, tuple([each.training for each in self._modules])
+        self._path_and_modes = self.key.path, tuple([each.training for each in self._submodules])
         self._changing = self._memory.changing_buffers.get(self._path_and_modes)
-        self._buffers = [
+        self._copied = [
             _Buffer((position, name), table, buffer, buffer.detach().clone())
-            for position, module in enumerate(self._modules)
+            for position, module in enumerate(self._submodules)
             for table in tensor_tables(module)[1:]
             for name, buffer in (table.items() if table else ())
             if buffer is not None and self._is_copied((position, name), buffer)
@@ -164,7 +164,7 @@ class Call:
     @property
     def num_bytes(self) -> int:
         """Of what it takes for a second run: arguments, and copies of state."""
-        tensors = [*self._inputs, *[each.copy for each in self._buffers]]
+        tensors = [*self._inputs, *[each.copy for each in self._copied]]
         parts = [part for tensor in tensors for part in parts_of(tensor)]
         return sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
 
@@ -178,7 +178,7 @@ class Call:
         return self._member_storages() | inputs
 
     def _member_storages(self) -> dict[int, torch.Tensor]:
-        tables = (table for module in self._modules for table in tensor_tables(module))
+        tables = (table for module in self._submodules for table in tensor_tables(module))
         tensors = [each for table in tables for each in table.values() if each is not None]
         return {key: tensor for tensor in tensors for key in storages_of(tensor)}
 
@@ -199,14 +199,14 @@ class Call:
         written = {id(tensor) for tensor, (version, _), present in pairs if version != present}
         buffers = {
             id(buffer): (position, name)
-            for position, module in enumerate(self._modules)
+            for position, module in enumerate(self._submodules)
             for name, buffer in (tensor_tables(module)[1] or {}).items()
         }
-        self._buffers = [each for each in self._buffers if self._has_changed(each, written)]
+        self._copied = [each for each in self._copied if self._has_changed(each, written)]
         changing = self._memory.changing_buffers.setdefault(self._path_and_modes, set())
-        changing |= {each.place for each in self._buffers}
+        changing |= {each.place for each in self._copied}
         changing |= {buffers[each] for each in written & buffers.keys()}
-        written -= {id(each.tensor) for each in self._buffers}
+        written -= {id(each.tensor) for each in self._copied}
         self.cannot_repeat = bool(written) or self.has_changed_inputs()
 
     def _has_changed(self, buffer: _Buffer, written: set[int]) -> bool:
@@ -219,7 +219,7 @@ class Call:
         """Undoes what an unfinished run has changed: attributes, buffers and random state."""
         self._restore_objects()
         with torch.no_grad():
-            for each in self._buffers:
+            for each in self._copied:
                 each.tensor.copy_(each.copy)
         self._random_state.restore()
 
@@ -293,7 +293,7 @@ class Call:
         are_trained = [(each, each.requires_grad) for each, _ in self._are_trained]
         self._restore_objects()
         try:
-            for each in self._buffers:
+            for each in self._copied:
                 each.table[each.place[1]] = each.copy.clone()
             yield
         finally:
@@ -306,7 +306,7 @@ class Call:
 
     def _changed(self) -> list[torch.Tensor]:
         """Tensors without a copy that were changed in place since, or have other memory."""
-        copied = {id(each.tensor) for each in self._buffers}
+        copied = {id(each.tensor) for each in self._copied}
         return [
             tensor
             for tensor, known in zip(self._watched, self._known, strict=True)

@@ -322,10 +322,12 @@ class Memory:
                 after_backward(self._end_recording)
             self.recorder.mark(frame.key, "backward_bytes")
         if self.needs is not None and not self.is_measuring:
-            needed = self.needs.of(frame.key).backward_peak(frame.schedule, self.scale)
-            if frame.key in self.needs.without_backward:
+            needs = self.needs.of(frame.key)
+            needed = needs.backward_peak(frame.schedule, self.scale)
+            if frame.key in self.needs.without_backward:  # not measured: gradients of all it saves
                 self.has_new_backward = True
-                needed = int(self.scale * self.needs.guessed_backward_bytes(frame.key))
+                guess = max(needs.backward_bytes, needs.forward_bytes + needs.saved_bytes)
+                needed = int(self.scale * guess)
             self._make_room(needed - frame.num_bytes, but=frame)
 
     def _end_recording(self) -> None:

@@ -199,7 +199,6 @@ class StepNeeds:
     has_new_calls: bool = False
     without_backward: frozenset[FrameKey] = frozenset()
     without_outputs: Mapping[FrameKey, Set[FrameKey]] = field(default_factory=dict)
-    _of_paths: dict[str, Needs] = field(default_factory=dict)
     _taken: set[FrameKey] = field(default_factory=set)
     _least: tuple[int, dict[FrameKey, int]] | None = None
 
@@ -257,16 +256,10 @@ class StepNeeds:
 
     def of(self, key: FrameKey) -> Needs:
         """Those of a frame; of one that was not recorded, the largest of its path, or of all."""
-        known = self.by_key.get(key) or self._of_paths.get(key.path)
-        if known is None:
-            alike = [needs for each, needs in self.by_key.items() if each.path == key.path]
-            known = self._of_paths[key.path] = _largest(alike or list(self.by_key.values()))
-        return known
-
-    def guessed_backward_bytes(self, key: FrameKey) -> int:
-        """Of a frame whose backward was not measured: gradients of all that it saves."""
-        needs = self.of(key)
-        return max(needs.backward_bytes, needs.forward_bytes + needs.saved_bytes)
+        if (known := self.by_key.get(key)) is not None:
+            return known
+        alike = [needs for each, needs in self.by_key.items() if each.path == key.path]
+        return _largest(alike or list(self.by_key.values()))
 
     def take(self, key: FrameKey, before: FrameKey | None, call_bytes: int) -> None:
         """Takes a call that was not recorded into its place among the others.
@@ -287,7 +280,6 @@ class StepNeeds:
         self.by_key = dict([*items[:place], (key, own), *items[place:]])
         self._taken.add(key)
         self.has_new_calls, self._least = True, None
-        self._of_paths.clear()
 
     def peak_from(self, key: FrameKey, schedule: ScheduleCost, scale: float) -> float:
         """Peak of the step from a frame on that runs a schedule, if what follows holds nothing."""
@@ -302,7 +294,6 @@ class StepNeeds:
         """Counts what a step was seen to have live beside all that was known."""
         for needs in self.by_key.values():
             needs.add(num_bytes)
-        self._of_paths.clear()
         self._least = None
 
     def set_schedules(
@@ -321,7 +312,6 @@ class StepNeeds:
         if number == self.schedules_number:
             return
         self.schedules_number, self._least = number, None
-        self._of_paths.clear()
         scaled = {
             path: [schedule.scaled(1 / scale) for schedule in each]
             for path, each in schedules.items()
@@ -342,7 +332,6 @@ class StepNeeds:
         for others in agreement.of_all(self.by_key):
             for key in self.by_key.keys() & others.keys():
                 self.by_key[key] = _largest([self.by_key[key], others[key]])
-        self._of_paths.clear()
         self.has_new_calls, self._least = False, None
 
     def learn(self, key: FrameKey, saved_bytes: int) -> None:

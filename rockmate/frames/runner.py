@@ -102,13 +102,12 @@ class FrameRunner:
 
             self._captures = InteriorCaptures(self._memory.clock, model)
         self._replaced = ReplacedForwards()
-        self._num_calls, self._num_frames = Counter[str](), 0
+        self._num_calls, self._num_frames, self._num_forgotten = Counter[str](), 0, 0
         self._measured: dict[StepSize, StepNeeds | None] = {}  # None: no call was a frame
         self._recorded_size: StepSize | None = None
         self._was_without_backward: StepSize | None = None  # the last step that was recorded
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
-        self._is_running, self._num_forgotten = False, 0  # the model's forward
-        self._draws_foreign = False  # in a call before
+        self._is_running = self._draws_foreign = False  # the model's forward
         may_refuse = on_infeasible == "error" and not is_fallback
         self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
         self._is_settled = self._has_step_hook = False  # settled: no frame is split any more

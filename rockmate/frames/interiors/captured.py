@@ -77,7 +77,8 @@ class Capturing:
             UnsupportedModelError: it would not be as in eager. Other errors of captures, too.
         """
         check_call(call, module, before)
-        run = partial(trained, call, module, clock=self._clock, layouts=layouts)
+        first_layouts = [each[0] for each in layouts]
+        run = partial(trained, call, module, clock=self._clock, layouts=first_layouts)
         outside = EscapedTensors()
         eager = run(_watched(arguments.forward, outside))
         if outside.found():
@@ -95,7 +96,8 @@ class Capturing:
         first, last = _forward_of(interior, 0), _forward_of(interior, len(planned.costs) - 1)
         was_tried = planned.was_tried
         for number in range(max(1, *map(len, layouts))):
-            runs = [run(each, number=number) for each in (arguments.forward, first, last)]
+            tried = [each[min(number, len(each) - 1)] for each in layouts]
+            runs = [run(each, layouts=tried) for each in (arguments.forward, first, last)]
             for ours in runs[1:]:
                 if difference := runs[0].difference(ours):
                     msg = f"its {difference} would not be eager's bit for bit"

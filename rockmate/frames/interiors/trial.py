@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,7 +77,7 @@ class Trial(NamedTuple):
         contributions: for each argument and parameter with a gradient, the bits of what its readers
             hand over, in the order in which they do, and the strides of that of an argument.
         buffers: bits of each.
-        random_state: after the forward.
+        random_state: after it.
         seconds: of forward and backward.
     """
 
@@ -102,8 +101,7 @@ def trained(
     module: nn.Module,
     forward: Callable[..., Any],
     clock: Callable[[], float],
-    layouts: Layouts,
-    number: int = 0,
+    layouts: Sequence[tuple[int, ...]],
     cast_names: Sequence[str] = (),
 ) -> Trial:
     """Runs a forward and its backward in the state that a call began in, which then goes back.
@@ -115,8 +113,7 @@ def trained(
         module: its submodule.
         forward: what runs.
         clock: seconds.
-        layouts: of the gradients of outputs.
-        number: which of these; the last one where an output has fewer.
+        layouts: of the gradient of each output.
         cast_names: parameters that autocast casts, whose casts' gradients are compared, too.
     """
     given: list[torch.Tensor] = []
@@ -129,67 +126,34 @@ def trained(
     with call.again(noting) as (run, _):
         begin_s = clock()
         tensors, structure = flatten(run(), what="the output")
-        forward_s = clock() - begin_s
-        random_state = RandomState([each.device for each in tensors])
-        buffers = tuple([bits_of(each) for each in module.buffers()])
         casts = [cached_cast(module.get_parameter(name)) for name in cast_names]
         trained_ones = dict.fromkeys(each for each in given if each.requires_grad)
         leaves = [*trained_ones, *parameters, *casts]
-        contributions, backward_s = _contributions(
-            tensors, leaves, clock, partial(_tangents, layouts, number)
-        )
-        outputs = tuple([
+        pairs = zip(tensors, layouts, strict=True)
+        tangents = [(each, _tangent(each, own)) for each, own in pairs if each.requires_grad]
+        outputs, gradients = [each for each, _ in tangents], [each for _, each in tangents]
+        with contributions_noted(outputs, leaves) as found:
+            _ = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+        seconds = clock() - begin_s
+        contributions = tuple([
+            tuple([(bits_of(each), _strides(leaf, each)) for each in arrived])
+            for leaf, arrived in zip(leaves, found, strict=True)
+        ])  # fmt: skip
+        bits = tuple([
             (each.shape, each.stride(), each.dtype, each.requires_grad, same, bits_of(each))
             for each, same in zip(tensors, _identities(given, tensors), strict=True)
         ])  # fmt: skip
-        seconds = forward_s + backward_s
-        return Trial(structure, outputs, contributions, buffers, random_state, seconds)
+        random_state = RandomState([each.device for each in tensors])
+        buffers = tuple([bits_of(each) for each in module.buffers()])
+        return Trial(structure, bits, contributions, buffers, random_state, seconds)
 
 
-def _contributions(
-    outputs: Sequence[torch.Tensor],
-    leaves: Sequence[torch.Tensor],
-    clock: Callable[[], float],
-    tangents_for: Callable[..., Sequence[torch.Tensor]],
-) -> tuple[tuple[Any, ...], float]:
-    """Bits of what arrives at each leaf, and seconds of the backward."""
-    generators = {each.device: torch.Generator(each.device) for each in outputs}
-    for generator in generators.values():
-        generator.manual_seed(0)
-    tangents = tangents_for(outputs, generators)
-    outputs = [each for each in outputs if each.requires_grad]
-    with contributions_noted(outputs, leaves) as found:
-        begin_s = clock()
-        _ = torch.autograd.grad(outputs, leaves, tangents, allow_unused=True)
-        seconds = clock() - begin_s
-    compared = [
-        tuple([(bits_of(each), _strides(leaf, each)) for each in gradients])
-        for leaf, gradients in zip(leaves, found, strict=True)
-    ]
-    return tuple(compared), seconds
-
-
-def _tangents(
-    layouts: Layouts,
-    number: int,
-    outputs: Sequence[torch.Tensor],
-    generators: Mapping[torch.device, torch.Generator],
-) -> list[torch.Tensor]:
-    """Random gradients of the outputs that have one."""
-    found = []
-    for place, each in enumerate(outputs):
-        if each.requires_grad:
-            known = layouts[place][: number + 1]
-            tangent = _empty(each, known[-1])
-            tangent.normal_(generator=generators[each.device])
-            found.append(tangent.expand(each.shape))
-    return found
-
-
-def _empty(like: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
-    """Of a size of one in each dimension in which all elements are the same."""
+def _tangent(like: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
+    """A random gradient; of one element in each dimension in which all are the same."""
     sizes = [1 if step == 0 else size for size, step in zip(like.shape, layout, strict=True)]
-    return torch.empty_strided(sizes, layout, dtype=like.dtype, device=like.device)
+    found = torch.empty_strided(sizes, layout, dtype=like.dtype, device=like.device)
+    found.normal_(generator=torch.Generator(like.device).manual_seed(0))
+    return found.expand(like.shape)
 
 
 def _strides(leaf: torch.Tensor, gradient: torch.Tensor) -> tuple[int, ...]:

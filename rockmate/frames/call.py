@@ -1,10 +1,16 @@
-"""One call of a submodule, with the state that a second run of it needs."""
+"""One call of a submodule, with the state that a second run of it needs.
+
+A forward may read and change parameters, buffers, attributes and modes of its modules, containers
+and objects that are reached from these or from its arguments, and random numbers. When it runs a
+second time, in the backward, it reads what it read the first time, and its changes are thrown away.
+Of tensors only buffers that it changes in place are copied; any other one that was changed in place
+meanwhile may not be read.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -13,19 +19,27 @@ from torch import nn
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.dispatch import ops_observed
 from rockmate._torch.dynamo import uncompiled_calls
-from rockmate._torch.members import modules_within, tensor_tables
-from rockmate._torch.storage import storage_id, versions_of
+from rockmate._torch.members import (
+    RECURRENT_WEIGHTS,
+    member_tables_of,
+    modules_within,
+    tensor_tables,
+)
+from rockmate._torch.storage import storage_id, version_of, versions_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
-from rockmate.frames.module_state import (
-    Buffers,
-    Watched,
-    autocast_as,
-)
 from rockmate.frames.needs import FrameKey
-from rockmate.frames.object_state import ObjectState
+from rockmate.state.objects import Handler, Objects, objects_of_python
 from rockmate.state.random_state import RandomState, random_state_kept
 from rockmate.state.tensors import PLAIN, parts_of, storages_of, tensors_in, with_changed
+
+# Tables of members and hooks, and the forward that stands in for a frame's own.
+_SKIPPED = (vars(nn.Module()).keys() | RECURRENT_WEIGHTS | {"forward"}) - {"training"}
+_MOST_OBJECTS = 256
+"""How many are followed from one call: a module may know the whole program."""
+_MOST_STATISTICS = 1 << 13
+"""Elements of a buffer in one dimension that is always copied: batch normalization changes its
+statistics without counting a write."""
 
 
 class Arguments(NamedTuple):
@@ -41,13 +55,50 @@ def sizes_of(arguments: Arguments) -> Hashable:
     return tuple((each.shape, each.dtype, each.requires_grad) for each in tensors_in(arguments[1:]))
 
 
+class _Attributes(NamedTuple):
+    """The attributes of a module, as a root; members and hooks among them do not count."""
+
+    table: dict[str, Any]
+
+
+def _put(found: _Attributes, content: dict[str, Any]) -> None:
+    for name in found.table.keys() - content.keys() - _SKIPPED:
+        del found.table[name]
+    found.table.update(content)
+
+
+_OF_MODULE = Handler(
+    lambda found: {name: each for name, each in found.table.items() if name not in _SKIPPED}, _put
+)
+
+
+def _follows(kind: type) -> Handler | None:
+    return _OF_MODULE if kind is _Attributes else objects_of_python(kind)
+
+
+class _Buffer(NamedTuple):
+    """A buffer and a copy of it.
+
+    Attributes:
+        place: position of its module, and its name.
+        table: in which it stands.
+        tensor: the buffer.
+        copy: its values.
+    """
+
+    place: tuple[int, str]
+    table: dict[str, Any]
+    tensor: torch.Tensor
+    copy: torch.Tensor
+
+
 class Call:
     """A call that can run again.
 
     Attributes:
         key: which call.
-        cannot_repeat: whether its forward cannot run again: it changed an input, or a buffer of
-            which there is no copy.
+        cannot_repeat: whether its forward cannot run again: it changed an input, a parameter, or
+            another tensor of which there is no copy.
     """
 
     def __init__(
@@ -59,9 +110,9 @@ class Call:
             key: which call.
             module: the submodule.
             arguments: its own forward, and the arguments.
-            memory: knows which buffers change.
+            memory: knows which buffers change, and whether the model draws Python's numbers.
         """
-        self.key, self._memory = key, memory
+        self.key, self._memory, self.cannot_repeat = key, memory, False
         self._arguments: Arguments | None = arguments
         self._forward = arguments.forward
         # The caller may change containers afterwards: lists of features, caches.
@@ -70,23 +121,50 @@ class Call:
         self._versions = versions_of(self._inputs)
         self._submodules = modules_within(module)
         others = [*arguments.args, *arguments.kwargs.values()]
-        # Sharded parameters are others while they are gathered.
-        is_sharded = memory.agreement is not None
-        roots = (each for each in others if type(each) not in PLAIN)
-        self._objects = ObjectState(self._submodules, roots, has_members=not is_sharded)
-        self._path_and_modes = key.path, tuple([each.training for each in self._submodules])
-        changing = memory.changing_buffers.of(self._path_and_modes)
-        self._kept_buffers = Buffers(self._submodules, changing)
-        self._watched = Watched(self._objects.tensors)
-        self._watched_buffers = Watched([])
-        self._random_state = RandomState([memory.device], of_pytorch_alone=True)
+        self._take_objects([each for each in others if type(each) not in PLAIN])
+        self._take_buffers()
+        foreign = memory.draws_foreign
+        self._random_state = RandomState([memory.device], of_pytorch_alone=not foreign)
         self._autocast = autocast_dtypes()
-        self.cannot_repeat = False
+
+    # --- taking -----------------------------------------------------------------------------------
+
+    def _take_objects(self, roots: list[Any]) -> None:
+        """Takes attributes, members, and what is reached from these and from some roots."""
+        attributes = [vars(each) for each in self._submodules]
+        tables: list[dict[str, Any]] = []
+        for found in map(member_tables_of, attributes):
+            # Sharded parameters are others while they are gathered.
+            tables += filter(None, found if self._memory.agreement is None else found[2:])
+        self._roots = [*roots, *map(_Attributes, attributes), *tables]
+        self._most = _MOST_OBJECTS + len(attributes) + len(tables)
+        self._objects = Objects(self._roots, follows=_follows, most=self._most)
+        members = (each for table in tables for each in table.values())
+        self._are_trained = [
+            (each, each.requires_grad) for each in members if isinstance(each, nn.Parameter)
+        ]
+
+    def _take_buffers(self) -> None:
+        """Copies buffers that change, as earlier calls have shown; in the first call all."""
+        self._path_and_modes = self.key.path, tuple([each.training for each in self._submodules])
+        self._changing = self._memory.changing_buffers.get(self._path_and_modes)
+        self._copied = [
+            _Buffer((position, name), table, buffer, buffer.detach().clone())
+            for position, module in enumerate(self._submodules)
+            for table in tensor_tables(module)[1:]
+            for name, buffer in (table.items() if table else ())
+            if buffer is not None and self._is_copied((position, name), buffer)
+        ]
+        self._watched = list(self._objects.tensors.values())
+        self._known = [*zip(versions_of(self._watched), map(_address, self._watched), strict=True)]
+
+    def _is_copied(self, place: tuple[int, str], buffer: torch.Tensor) -> bool:
+        return self._changing is None or place in self._changing or _is_statistic(buffer)
 
     @property
     def num_bytes(self) -> int:
         """Of what it takes for a second run: arguments, and copies of state."""
-        tensors = [*self._inputs, *self._kept_buffers.copies]
+        tensors = [*self._inputs, *[each.copy for each in self._copied]]
         parts = [part for tensor in tensors for part in parts_of(tensor)]
         return sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
 
@@ -100,11 +178,11 @@ class Call:
         return self._member_storages() | inputs
 
     def _member_storages(self) -> dict[int, torch.Tensor]:
-        members = chain.from_iterable(
-            table.values() for module in self._submodules for table in tensor_tables(module)
-        )
-        tensors = [each for each in members if each is not None]
+        tables = (table for module in self._submodules for table in tensor_tables(module))
+        tensors = [each for table in tables for each in table.values() if each is not None]
         return {key: tensor for tensor in tensors for key in storages_of(tensor)}
+
+    # --- the first run ----------------------------------------------------------------------------
 
     def run(self) -> Any:
         """The first run."""
@@ -116,21 +194,40 @@ class Call:
     def end(self) -> None:
         """After the first run: whether there can be another."""
         self._arguments = None
-        changed, is_whole = self._kept_buffers.changed()
-        self._memory.changing_buffers.note(self._path_and_modes, changed, is_whole=is_whole)
-        self._watched_buffers = Watched(self._kept_buffers.uncopied)
-        has_changed = self.has_changed_inputs() or self._watched.has_been_written
-        self.cannot_repeat = has_changed or not is_whole
+        now = versions_of(self._watched)
+        pairs = zip(self._watched, self._known, now, strict=True)
+        written = {id(tensor) for tensor, (version, _), present in pairs if version != present}
+        buffers = {
+            id(buffer): (position, name)
+            for position, module in enumerate(self._submodules)
+            for name, buffer in (tensor_tables(module)[1] or {}).items()
+        }
+        self._copied = [each for each in self._copied if self._has_changed(each, written)]
+        changing = self._memory.changing_buffers.setdefault(self._path_and_modes, set())
+        changing |= {each.place for each in self._copied}
+        changing |= {buffers[each] for each in written & buffers.keys()}
+        written -= {id(each.tensor) for each in self._copied}
+        self.cannot_repeat = bool(written) or self.has_changed_inputs()
+
+    def _has_changed(self, buffer: _Buffer, written: set[int]) -> bool:
+        """Whether a buffer has been written; values are compared in the first call."""
+        if self._changing is not None or id(buffer.tensor) in written:
+            return True
+        return _is_statistic(buffer.tensor) or not torch.equal(buffer.copy, buffer.tensor)
 
     def roll_back(self) -> None:
         """Undoes what an unfinished run has changed: attributes, buffers and random state."""
-        self._objects.restore()
-        self._kept_buffers.restore()
+        self._restore_objects()
+        with torch.no_grad():
+            for each in self._copied:
+                each.tensor.copy_(each.copy)
         self._random_state.restore()
 
     def has_changed_inputs(self) -> bool:
         """Whether an argument was changed in place since the call began."""
         return self._versions != versions_of(self._inputs)
+
+    # --- the second run ---------------------------------------------------------------------------
 
     @contextmanager
     def again(
@@ -145,7 +242,7 @@ class Call:
 
         Raises:
             UnsupportedModelError: an argument was changed in place after the call, or a parameter
-                or buffer that the run reads; or the run draws random numbers of others.
+                or buffer that the run reads; or the run draws random numbers that are not known.
         """
         if self.has_changed_inputs():
             msg = (
@@ -155,23 +252,66 @@ class Call:
             raise UnsupportedModelError(msg)
         args, kwargs = with_changed(_Detached(), self._rest)
         with ExitStack() as stack:
-            stack.enter_context(self._memory.foreign_random.refused(self._draws_foreign))
+            stack.enter_context(self._random_put_back())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._memory.inside_frame())
             if self._memory.has_compiled_modules:
                 stack.enter_context(uncompiled_calls())
-            kept = random_state_kept([self._memory.device], of_pytorch_alone=True)
-            stack.enter_context(kept)
-            self._random_state.restore()
             stack.enter_context(autocast_as(self._autocast))
-            stack.enter_context(self._objects.put_back())
-            buffers = stack.enter_context(self._kept_buffers.put_back())
-            copies = {key: each for each in buffers for key in storages_of(each)}
-            changed = [*self._watched.changed(), *self._watched_buffers.changed()]
+            stack.enter_context(self._objects_put_back())
+            changed = self._changed()
             if changed:
                 stack.enter_context(self._refusing_to_read(changed))
             run = self._forward if forward is None else forward
-            yield lambda: run(*args, **kwargs), self._member_storages() | copies
+            yield lambda: run(*args, **kwargs), self._member_storages()
+
+    @contextmanager
+    def _random_put_back(self) -> Iterator[None]:
+        """Numbers as in the first run; those of the script are as they were behind it."""
+        has_foreign, device = self._random_state.has_foreign, self._memory.device
+        of_pytorch_alone = not (has_foreign or self._memory.draws_foreign)
+        with random_state_kept([device], of_pytorch_alone=of_pytorch_alone) as before:
+            self._random_state.restore()
+            yield
+            if of_pytorch_alone or has_foreign:
+                return
+            drawn = before.differences(RandomState([device]))
+        if {"Python", "NumPy"} & set(drawn):
+            msg = (
+                f"{self.key} draws random numbers of Python or NumPy, which no call of the model "
+                f"did before, and cannot run again in this step. Leave it whole: "
+                f"keep={[self.key.path]!r}, or run the step once more."
+            )
+            raise UnsupportedModelError(msg)
+
+    @contextmanager
+    def _objects_put_back(self) -> Iterator[None]:
+        """Objects as in the first run, with copies in the place of buffers that it changed."""
+        reached = [value for value, *_ in self._objects.found.values()]
+        most = self._most + len(reached)
+        now = Objects([*self._roots, *reached], follows=_follows, most=most)
+        are_trained = [(each, each.requires_grad) for each, _ in self._are_trained]
+        self._restore_objects()
+        try:
+            for each in self._copied:
+                each.table[each.place[1]] = each.copy.clone()
+            yield
+        finally:
+            now.restore()
+            _train(are_trained)
+
+    def _restore_objects(self) -> None:
+        self._objects.restore()
+        _train(self._are_trained)
+
+    def _changed(self) -> list[torch.Tensor]:
+        """Tensors without a copy that were changed in place since, or have other memory."""
+        copied = {id(each.tensor) for each in self._copied}
+        return [
+            tensor
+            for tensor, known in zip(self._watched, self._known, strict=True)
+            if known != (version_of(tensor), _address(tensor)) and id(tensor) not in copied
+        ]
 
     def _refusing_to_read(self, changed: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         """Has an op that reads one of some tensors be an error."""
@@ -189,13 +329,6 @@ class Call:
             return op(*args, **kwargs)
 
         return ops_observed(run)
-
-    def _draws_foreign(self) -> UnsupportedModelError:
-        msg = (
-            f"{self.key} draws random numbers of Python or NumPy, which cannot be drawn again when "
-            f"it runs again. Draw PyTorch's, or leave it whole: keep={[self.key.path]!r}."
-        )
-        return UnsupportedModelError(msg)
 
     def not_repeated(self, first: str, second: str) -> UnsupportedModelError:
         """The error of a second run that saves something else."""
@@ -223,3 +356,32 @@ class _Detached:
             vars(found).update(vars(value))  # attributes that users have set
             self._found[id(value)] = found
         return found
+
+
+@contextmanager
+def autocast_as(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Runs with autocast on for these kinds of devices and off for others."""
+    with ExitStack() as stack:
+        for kind in autocast_dtypes().keys() | dtypes.keys():
+            stack.enter_context(
+                torch.autocast(kind, dtype=dtypes.get(kind), enabled=kind in dtypes)
+            )
+        yield
+
+
+def _is_statistic(buffer: torch.Tensor) -> bool:
+    return buffer.dim() == 1 and buffer.is_floating_point() and buffer.numel() <= _MOST_STATISTICS
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of a plain tensor's memory; 0 of others."""
+    try:
+        return tensor.data_ptr() if type(tensor) in PLAIN else 0
+    except RuntimeError:  # a sparse one
+        return 0
+
+
+def _train(parameters: Sequence[tuple[nn.Parameter, bool]]) -> None:
+    for parameter, is_trained in parameters:
+        if parameter.requires_grad != is_trained:
+            parameter.requires_grad_(is_trained)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 
-from rockmate._torch.engine import saving
+from rockmate._torch.engine import keeps_graph, saving
 from rockmate._torch.storage import version_of
+from rockmate.errors import BackwardError
 from rockmate.frames.call import Call
-from rockmate.frames.collector import Collector
 from rockmate.frames.memory import Memory
+from rockmate.frames.needs import FrameKey, ScheduleCost
 from rockmate.frames.slots import Saved, Slot, Slots, checked
 from rockmate.state.tensors import storages_of, tensors_in
 
@@ -25,9 +28,11 @@ class Frame:
         order: position among all frames, by the beginning of their calls.
         step: the forward of the model that it belongs to.
         seconds: that its forward took.
-        is_planned: whether it was decided ahead that it is dropped.
         is_recomputed: whether it was dropped and has been recomputed. It then stays.
     """
+
+    schedule = None
+    """It runs as in eager."""
 
     def __init__(self, call: Call, order: int, memory: Memory) -> None:
         """Holds nothing yet.
@@ -43,12 +48,7 @@ class Frame:
         self._held_outside = self._call.outside_storages()
         self._outside = frozenset(self._held_outside)
         self._slots = Slots(memory.storages)
-        self._num_dropped = 0  # the last that was needed when it was dropped is the last of these
-        self.seconds = 0.0
-        self.is_planned = self.is_recomputed = False
-
-    schedule = None
-    """It runs as in eager."""
+        self.seconds, self.is_recomputed = 0.0, False
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +72,7 @@ class Frame:
         keys, version = storages_of(tensor), version_of(tensor)
         if self._outside.issuperset(keys):
             return Saved(tensor, keys, version)
-        return Slot(self._slots, self._slots.add(tensor, keys, version))
+        return self._slots.add(tensor, keys, version)
 
     def note_backward_of(self, output: Any) -> None:
         """Has the backward of a result noted, also where a frame has saved nothing to read.
@@ -92,10 +92,11 @@ class Frame:
         if isinstance(packed, Slot):
             if self._memory.backward_order != self.order:
                 self._memory.begin_backward(self)
-            saved = self._slots.found(packed.index) or self._recompute(packed.index)
-        else:
-            saved = packed
-        return checked(saved, self.key)
+            if packed.saved is None:
+                self._recompute()
+            packed = packed.saved
+        assert packed is not None
+        return checked(packed, self.key)
 
     # --- dropping ---------------------------------------------------------------------------------
 
@@ -107,42 +108,139 @@ class Frame:
 
     def drop(self) -> None:
         """Drops what it has saved, until the backward reads it."""
-        if self._memory.recorder is not None:
-            self._slots.note_digests()
-        self._num_dropped = 1 + max(filter(self._slots.is_needed, range(len(self._slots))))
-        for index in range(self._num_dropped):
-            self._slots.free(index)
+        for slot in self._slots.needed().values():
+            if self._memory.recorder is not None:
+                slot.note_bits()
+            slot.free()
 
-    def _recompute(self, index: int) -> Saved:
+    def _recompute(self) -> None:
         """Runs the forward again. Where memory runs out, others are dropped, and it runs anew."""
         begin = self._memory.clock()
         self.is_recomputed = True
+        missing = self._slots.needed(lambda slot: slot.saved is None)
         while True:
             try:
-                made = self._made()
+                made = _saved_again(self._call, self._slots.shapes, last=max(missing))
                 break
             except Exception as error:
-                if not self._memory.can_retry(error, self.order, but=self):
+                if not self._memory.can_retry(error, but=self):
                     raise
-        for each, saved in made.items():
-            if not self._slots.is_as_noted(each, saved):
-                first = f"a tensor {list(saved.tensor.shape)}"
+        for index, slot in missing.items():
+            if not slot.fill(made[index]):
+                first = f"a tensor {list(made[index].tensor.shape)}"
                 raise self._call.not_repeated(first, "one with other values")
-            self._slots.fill(each, saved)
         self._memory.note_recomputation(self.key, self._memory.clock() - begin)
-        saved = self._slots.found(index)
-        assert saved is not None
-        return saved
-
-    def _made(self) -> dict[int, Saved]:
-        """What a second run saves, as far as it is needed."""
-        wanted = self._slots.missing(range(self._num_dropped))
-        collector = Collector(self._call, self._slots.shapes, last=max(wanted))
-        made = collector.run(self._call.outside_storages().keys())
-        return {index: made[index] for index in wanted}
 
 
 def _begin_backward(reference: weakref.ref[Frame], memory: Memory, _: Any) -> None:
     frame = reference()
     if frame is not None:
         memory.begin_backward(frame)
+
+
+class _CompleteError(Exception):
+    """Ends a second run of a forward when everything is made that was dropped."""
+
+
+def _saved_again(
+    call: Call, shapes: Sequence[tuple[torch.Size, torch.dtype]], last: int
+) -> list[Saved]:
+    """What a second run of a call saves, in order, up to the last that is wanted.
+
+    Args:
+        call: runs again.
+        shapes: shape and type of what the first run has saved.
+        last: position of the last tensor that is wanted.
+
+    Raises:
+        UnsupportedModelError: the run saves other tensors than the first.
+        BackwardError: it runs a backward.
+    """
+    made: list[Saved] = []
+    outside = {*call.outside_storages()}
+
+    def collect(tensor: torch.Tensor) -> None:
+        keys, position = storages_of(tensor), len(made)
+        if outside.issuperset(keys):
+            return
+        known = shapes[position] if position < len(shapes) else None
+        if known != (tensor.shape, tensor.dtype):
+            first = "no more" if known is None else _text(*known)
+            raise call.not_repeated(first, _text(tensor.shape, tensor.dtype))
+        made.append(Saved(tensor.detach(), keys, version_of(tensor)))
+        if position == last:
+            raise _CompleteError
+
+    def refuse_backward(_: Any) -> Any:  # what it reads is not held
+        msg = (
+            f"{call.key} runs a backward within its forward, which cannot run again. Leave it "
+            f"whole: keep={[call.key.path]!r}."
+        )
+        raise BackwardError(msg)
+
+    with call.again() as (forward, members):
+        outside |= members.keys()
+        with suppress(_CompleteError), saving(collect, refuse_backward):
+            forward()
+    if len(made) <= last:
+        raise call.not_repeated(f"{last + 1} tensors", f"{len(made)}")
+    return made
+
+
+def _text(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"a tensor {str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+class KeptFrame:
+    """One call of a submodule that drops nothing later: as in eager, or by a schedule, unhooked.
+
+    It holds what it saves until its backward has ended. A hook of the graph that the call makes
+    holds it. So it goes when the graph goes, if no backward runs before.
+
+    Attributes:
+        key: which call.
+        order: position among all frames, by the beginning of their calls.
+        step: the forward of the model that it belongs to.
+        num_bytes: that it holds: as known from calls before, or as the schedule says.
+        schedule: of a captured inside; None if it runs as in eager.
+    """
+
+    def __init__(
+        self,
+        key: FrameKey,
+        order: int,
+        memory: Memory,
+        num_bytes: int,
+        schedule: ScheduleCost | None = None,
+    ) -> None:
+        """Counts nothing yet."""
+        self.key, self.order, self._memory, self.schedule = key, order, memory, schedule
+        self.step = memory.in_flight.present
+        self._known_bytes, self.num_bytes = num_bytes, 0
+
+    def end_forward(self, output: Any) -> None:
+        """The forward has run: takes its place among what is held.
+
+        Args:
+            output: of the call.
+        """
+        nodes = {node for each in tensors_in(output) if (node := each.grad_fn) is not None}
+        for node in nodes:
+            node.register_prehook(self._begin_backward)
+        if nodes:
+            self.num_bytes = self._known_bytes
+        self._memory.end_kept(self)
+
+    def _begin_backward(self, _: Any) -> None:
+        self._memory.begin_backward(self)
+        if not keeps_graph():  # nothing is counted before the backward of another one begins
+            self.release()
+
+    def release(self) -> None:
+        """What it saved is free."""
+        self._memory.kept_bytes -= self.num_bytes
+        self.num_bytes = 0
+
+    def __del__(self) -> None:
+        """The graph is free."""
+        self.release()

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
+
+from rockmate.frames.needs import FrameKey, ScheduleCost
 
 _REMEMBERED = 16
 """Steps by which it is known how many forwards run before their backwards."""
@@ -25,24 +27,14 @@ class Step:
         is_over: whether its backward has run.
     """
 
-    def __init__(self, outside_bytes: int, on_free: Callable[[], None] | None = None) -> None:
-        """Has no frames yet.
-
-        Args:
-            outside_bytes: see the attribute.
-            on_free: is called when the graph is free.
-        """
-        self.outside_bytes, self.is_over, self._on_free = outside_bytes, False, on_free
+    def __init__(self, outside_bytes: int) -> None:
+        """Has no frames yet."""
+        self.outside_bytes, self.is_over = outside_bytes, False
         self.first_order: int | None = None
 
     def note_backward(self, order: int, *, keeps_graph: bool) -> None:
         """The backward of a frame begins; that of the first frame is the last one."""
         self.is_over |= order == self.first_order and not keeps_graph
-
-    def __del__(self) -> None:
-        """No frame of it is left."""
-        if self._on_free is not None:
-            self._on_free()
 
 
 class StepsInFlight:
@@ -59,9 +51,9 @@ class StepsInFlight:
         self._steps: list[weakref.ref[Step]] = []
         self._num_before: deque[int] = deque([0], maxlen=_REMEMBERED)
 
-    def begin(self, outside_bytes: int, on_free: Callable[[], None]) -> None:
-        """A forward begins; arguments are those of `Step`."""
-        self.present = Step(outside_bytes, on_free)
+    def begin(self, outside_bytes: int) -> None:
+        """A forward begins; see `Step` for the argument."""
+        self.present = Step(outside_bytes)
         self.run(self.present)
         self._steps = [each for each in self._steps if (step := each()) and not step.is_over]
         self._num_before.append(len(self._steps))
@@ -95,3 +87,26 @@ class StepsInFlight:
         num_to_come = 1 + max(self._num_before) - self._num_before[-1]
         left_bytes -= self.other_bytes + (num_to_come - 1) * after_bytes
         return min(left_bytes, least_bytes + (left_bytes - least_bytes) // num_to_come)
+
+
+class Running(Protocol):
+    """What a frame tells of itself to those that count and decide."""
+
+    key: FrameKey
+    order: int
+    step: Step
+
+    @property
+    def num_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def schedule(self) -> ScheduleCost | None: ...  # noqa: D102
+
+
+class Droppable(Running, Protocol):
+    """See `rockmate.frames.frame.Frame`."""
+
+    seconds: float
+
+    @property
+    def can_be_dropped(self) -> bool: ...  # noqa: D102
+    def drop(self) -> None: ...  # noqa: D102

@@ -4,10 +4,10 @@ The live bytes of a step are those that frames hold, which can be dropped, and t
 frames, what is saved between them, results of ops. The rest is measured in a step that holds
 nothing. In later steps a frame is dropped before the sum of both would pass the budget.
 
-Dropped is first what was decided ahead, see `ahead`. Where the calls are others than those, it is
-the frame with the least seconds / (bytes x distance to its backward). Backwards run in the reverse
-order of forwards, so the distance is known. A recomputed frame stays until its last read,
-so each forward runs at most twice.
+Dropped is first what was decided ahead, see `knapsack`. Where that is not enough, since other calls
+come, the oldest frame is dropped: backwards run in the reverse order of forwards, so its bytes are
+free for the longest. A recomputed frame stays until its last read, so each forward runs at most
+twice.
 
 A frame that is to drop nothing needs no hooks: it is *kept*, and runs as in eager. What
 it saves is known from earlier runs with inputs of the same sizes. The frames that are kept leave
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,24 +28,17 @@ import torch
 
 from rockmate._torch.allocator import free_bytes, is_out_of_memory
 from rockmate._torch.engine import after_backward, at_end_of_backward, backward_id, keeps_graph
+from rockmate.budget import size_text
 from rockmate.frames.agreement import Agreement
-from rockmate.frames.call_history import CallHistory, option_of
-from rockmate.frames.clock import clock_of, logical_clock
-from rockmate.frames.foreign_random import ForeignRandom
-from rockmate.frames.in_flight import StepsInFlight
-from rockmate.frames.knapsack import Decision, Option
-from rockmate.frames.module_state import ChangingBuffers
-from rockmate.frames.needs import FrameKey, StepNeeds
-from rockmate.frames.recorder import StepRecorder
-from rockmate.frames.room import Room, backward_bytes, forward_bytes, smallest_schedule
-from rockmate.frames.running import Frame, Kept, Running
-from rockmate.frames.schedule_cost import ScheduleCost
+from rockmate.frames.call_history import CallHistory
+from rockmate.frames.in_flight import Droppable, Running, StepsInFlight
+from rockmate.frames.knapsack import Decision
+from rockmate.frames.needs import FrameKey, ScheduleCost, StepNeeds
+from rockmate.frames.recorder import StepRecorder, clock_of, logical_clock
 from rockmate.frames.slots import HeldStorages
 
 _SURELY_FREE = 0.8
 """Of what is free when a step begins, the share that it can have: memory is in pieces."""
-_CHECKED_EVERY = 16
-"""A frame that is kept has hooks in one of so many steps, to see whether it saves as much."""
 
 
 @dataclass(slots=True)
@@ -77,17 +70,20 @@ class Memory:
         budget_bytes: None while nothing is to be held.
         needs: of a recorded step; None before the first.
         scale: size of the present call relative to the recorded one.
-        changing_buffers: for each path, the buffers that its forward changes.
-        foreign_random: whether forwards draw random numbers of Python's or NumPy's.
+        changing_buffers: by path and modes of modules, the buffers that forwards change: position
+            of the module, and name.
+        draws_foreign: whether the model draws random numbers of Python's or NumPy's, as far as is
+            known: to look takes a tenth of a millisecond.
         counts: since the last reset.
         storages: that frames hold.
         kept_bytes: of frames that are kept.
         is_capturing: whether insides are captured in this step, so that it holds nothing.
         decision: what was decided ahead for this step.
         is_limited: whether an allocation may fail.
-        dropped: what frames of this step have dropped; None of one that is kept.
+        dropped: what frames of this step have dropped, in words.
         peak_bytes: the largest predicted sum of held and needed bytes since the last reset.
-        room: what captured insides may hold in this step; None where nothing is to be held.
+        room_bytes: of the budget, what frames that cannot be dropped, and all that may follow them,
+            may take in this step; None where nothing is to be held.
         agreement: with the ranks that hold other shards of the parameters. Frames run collectives
             again, in the same order on all ranks, so nothing that differs between them decides, and
             frames drop what was decided ahead, not what memory is short for.
@@ -123,7 +119,8 @@ class Memory:
         self.needs: StepNeeds | None = None
         self.recorder: StepRecorder | None = None
         self.scale = 1.0
-        self.changing_buffers, self.foreign_random = ChangingBuffers(), ForeignRandom()
+        self.changing_buffers: dict[Hashable, set[tuple[int, str]]] = {}
+        self.draws_foreign = True
         self.counts = Counts()
         self.storages, self.kept_bytes = HeldStorages(), 0
         self.peak_bytes = 0
@@ -131,16 +128,14 @@ class Memory:
         self.has_compiled_modules = False
         self.is_measuring = self.has_second_derivatives = False
         self.calls, self.in_flight = CallHistory(), StepsInFlight()
-        self.decision = Decision()
-        self.dropped: dict[FrameKey, Option | None] = {}
-        self.room: Room | None = None
+        self.decision: Decision = {}
+        self.dropped: dict[FrameKey, str] = {}
+        self.room_bytes: int | None = None
         self.is_limited, self.is_capturing = True, False
         self.backward_order: int | None = None
-        self._num_steps = 0
-        self._frames: list[weakref.ref[Frame]] = []
-        self._planned: deque[weakref.ref[Frame]] = deque()  # in the order of their forwards
-        self._candidates: list[weakref.ref[Frame]] = []  # to be dropped next, the last one first
-        self._begun: list[weakref.ref[Kept]] = []
+        # In the order of their forwards: those that were decided to be dropped, and all others.
+        self._decided: deque[weakref.ref[Droppable]] = deque()
+        self._others: deque[weakref.ref[Droppable]] = deque()
         self._backward_id = -1
         self.at_end: Callable[[], None] | None = None
 
@@ -153,30 +148,27 @@ class Memory:
         """
         self.counts, self.peak_bytes, self.backward_order = Counts(), 0, None
         self.dropped = {}
-        self._num_steps += 1
         self.calls.begin_step(state)
-        self.decision, self.room = Decision(), None
+        self.decision, self.room_bytes = {}, None
         needs = self.needs
-        if needs is not None:
-            needs.settle()
         after_bytes = 0 if needs is None else int(needs.end_bytes * self.scale)
-        self.in_flight.begin(after_bytes, self._end_unused)
+        self.in_flight.begin(after_bytes)
         self._forget_dead()
         if self.is_measuring or needs is None or self.budget_bytes is None:
             return
         least_bytes = int(needs.minimum_bytes * self.scale)
         share = partial(self.in_flight.share, least_bytes=least_bytes, after_bytes=after_bytes)
         available_bytes = self.available_bytes(self.budget_bytes) - self.kept_bytes
-        self.room = Room(needs, self.kept_bytes + share(available_bytes), self.scale)
+        self.room_bytes = self.kept_bytes + share(available_bytes)
         if not self.is_capturing:
             left_bytes = share(self.budget_bytes - held_bytes)
-            now_s = self.clock() if self.agreement is None else None
-            self.decision = self.calls.decision(needs, left_bytes, self.scale, now_s)
+            self.decision = self.calls.decision(needs, left_bytes, self.scale)
 
     def _forget_dead(self) -> None:
-        self._frames = [each for each in self._frames if each() is not None]
-        self._planned = deque(each for each in self._planned if each() is not None)
-        self._candidates = []
+        self._decided, self._others = (
+            deque(each for each in frames if each() is not None)
+            for frames in (self._decided, self._others)
+        )
 
     def available_bytes(self, budget_bytes: int) -> int:
         """What frames that cannot be dropped, and those to come, may take.
@@ -205,34 +197,45 @@ class Memory:
         finally:
             self.is_inside = was_inside
 
-    def bytes_if_kept(self, key: FrameKey, sizes: Any, order: int) -> int | None:
+    def bytes_if_kept(self, key: FrameKey, sizes: Any) -> int | None:
         """Bytes that a frame saves if it is kept; None if it is to have hooks.
 
         Args:
             key: which frame.
             sizes: of its inputs.
-            order: of the frame.
         """
-        if key not in self.decision.kept or self.budget_bytes is None:
+        option, needs = self.decision.get(key), self.needs
+        if option is None or not option.is_kept or self.room_bytes is None or needs is None:
             return None
         num_bytes = self.calls.saved_bytes(key, sizes)
-        if num_bytes is None or (order + self._num_steps) % _CHECKED_EVERY == 0:
-            return None
-        has_room = self.room is not None and self.kept_bytes + num_bytes <= self.room.kept_bytes
+        least_bytes = self.kept_bytes + int(needs.minimum_bytes * self.scale)
+        has_room = num_bytes is not None and least_bytes + num_bytes <= self.room_bytes
         return num_bytes if has_room else None
 
     def may_run_schedule(self, key: FrameKey) -> bool:
         """Whether a frame runs a schedule, if its inside is captured."""
-        option = self.decision.options.get(key)
-        is_eager = option.schedule is None if option is not None else key in self.decision.kept
-        return self.is_capturing or (self.room is not None and not is_eager)
+        if self.room_bytes is None or self.is_capturing or self.has_second_derivatives:
+            return False
+        option = self.decision.get(key)
+        return option is None or option.schedule is not None
 
     def schedule_for(self, key: FrameKey, schedules: Sequence[ScheduleCost]) -> int | None:
-        """The number of the schedule that a frame runs; None if there is room for none."""
-        if self.is_capturing or self.room is None:
-            return smallest_schedule(schedules)
-        option = self.decision.options.get(key)
-        return self.room.number_for(key, schedules, option and option.schedule, self.kept_bytes)
+        """The number of the schedule that a frame runs; None if there is room for none.
+
+        What it holds is not dropped later. So each schedule is weighed against the least that the
+        rest of the step takes: what was decided on, and the others from the fastest on.
+        """
+        option, needs = self.decision.get(key), self.needs
+        assert needs is not None
+        assert self.room_bytes is not None
+        numbers = list(range(len(schedules)))
+        if option is not None and option.schedule in numbers:
+            numbers.insert(0, option.schedule)
+        for number in numbers:
+            peak_bytes = needs.peak_from(key, schedules[number], self.scale)
+            if self.kept_bytes + peak_bytes <= self.room_bytes:
+                return number
+        return None
 
     def begin_call(self, key: FrameKey, call_bytes: Callable[[], int]) -> None:
         """A call comes, as a frame. One that was not recorded adds to what a step needs.
@@ -241,10 +244,9 @@ class Memory:
             key: which.
             call_bytes: gives the bytes that it takes for a second run, its arguments among them.
         """
-        present = self.calls.present
+        present, needs = self.calls.present, self.needs
         before = present[-1] if present else None
-        self.calls.note(key)
-        needs = self.needs
+        present.append(key)
         if not self.is_measuring and needs is not None and key not in needs.by_key:
             needs.take(key, before, int(call_bytes() / self.scale))
 
@@ -253,26 +255,25 @@ class Memory:
         if self.recorder is not None:
             self.recorder.mark(frame.key, "forward_bytes")
         if self.needs is not None and not self.is_measuring:
-            needed = forward_bytes(self.needs.of(frame.key), frame.schedule, self.scale)
-            self._make_room(needed, position=frame.order)
+            needed = self.needs.of(frame.key).forward_peak(frame.schedule, self.scale)
+            self._make_room(needed)
 
-    def end_forward(self, frame: Frame, sizes: Any) -> None:
+    def end_forward(self, frame: Droppable, sizes: Any) -> None:
         """Takes a frame whose forward has run, and makes room for what follows."""
         self._begin_step_of(frame)
-        self._frames.append(weakref.ref(frame))
         self.calls.note_saved(frame.key, sizes, frame.num_bytes)
         if self.is_measuring and self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
         elif self.needs is not None:
             self.needs.learn(frame.key, int(frame.num_bytes / self.scale))
-        planned = self.decision.options.get(frame.key)
-        frame.is_planned = planned is not None and planned.schedule is None
+        option = self.decision.get(frame.key)
+        is_kept = option is not None and option.is_kept
         holds_nothing = self.budget_bytes is None or self.is_measuring or self.is_capturing
-        is_alike = self.agreement is not None and frame.key not in self.decision.kept
-        if holds_nothing or is_alike:
+        if holds_nothing or (self.agreement is not None and not is_kept):
             self._drop(frame)
-        elif frame.is_planned:
-            self._planned.append(weakref.ref(frame))
+        else:
+            is_decided = option is not None and option.schedule is None and not is_kept
+            (self._decided if is_decided else self._others).append(weakref.ref(frame))
         self._make_room_after(frame)
 
     def _begin_step_of(self, frame: Running) -> None:
@@ -280,18 +281,19 @@ class Memory:
         if frame.step.first_order is None and frame.num_bytes:
             frame.step.first_order = frame.order
 
-    def end_kept(self, frame: Kept) -> None:
+    def end_kept(self, frame: Running) -> None:
         """Takes a frame that is kept, or planned, when its forward has run."""
         self._begin_step_of(frame)
         self.kept_bytes += frame.num_bytes
         if frame.schedule is None:
             self.counts.num_kept += 1
-            self.dropped[frame.key] = None
+            self.dropped[frame.key] = "nothing, without hooks"
         else:
             self.counts.num_planned += 1
             self.counts.num_dropped += frame.schedule.recompute_s > 0
             saved_bytes = 0 if self.needs is None else self.needs.of(frame.key).saved_bytes
-            self.dropped[frame.key] = option_of(frame.schedule, saved_bytes)
+            dropped_bytes = max(0, saved_bytes - frame.schedule.held_bytes)
+            self.dropped[frame.key] = f"{size_text(dropped_bytes)}, as planned"
             if frame.schedule.recompute_s:
                 self._count_recomputation(frame.schedule.recompute_s)
         self._make_room_after(frame)
@@ -299,7 +301,7 @@ class Memory:
     def _make_room_after(self, frame: Running) -> None:
         if self.needs is not None and not self.is_measuring:
             needed = self.needs.of(frame.key).after_bytes * self.scale
-            self._make_room(int(needed), position=frame.order + 1)
+            self._make_room(int(needed))
         if self.recorder is not None:
             self.recorder.mark(frame.key, "after_bytes")
 
@@ -310,7 +312,6 @@ class Memory:
         self.backward_order = frame.order
         self.in_flight.run(frame.step)
         frame.step.note_backward(frame.order, keeps_graph=keeps_graph())
-        self.release_finished()
         self.has_new_backward |= self.is_unmeasured and self.recorder is None
         is_new, self._backward_id = self._backward_id != backward_id(), backward_id()
         if is_new and self.at_end is not None:
@@ -321,22 +322,17 @@ class Memory:
                 after_backward(self._end_recording)
             self.recorder.mark(frame.key, "backward_bytes")
         if self.needs is not None and not self.is_measuring:
-            needed = backward_bytes(self.needs.of(frame.key), frame.schedule, self.scale)
-            if frame.key in self.needs.without_backward:
+            needs = self.needs.of(frame.key)
+            needed = needs.backward_peak(frame.schedule, self.scale)
+            if frame.key in self.needs.without_backward:  # not measured: gradients of all it saves
                 self.has_new_backward = True
-                needed = int(self.scale * self.needs.guessed_backward_bytes(frame.key))
-            self._make_room(needed - frame.num_bytes, position=frame.order, but=frame)
+                guess = max(needs.backward_bytes, needs.forward_bytes + needs.saved_bytes)
+                needed = int(self.scale * guess)
+            self._make_room(needed - frame.num_bytes, but=frame)
 
     def _end_recording(self) -> None:
         """After a backward, if it was that of all frames: another one may be to come."""
         if self.recorder is not None and self.recorder.is_whole() and not self._on_recorded():
-            self.leave_recording()
-
-    def _end_unused(self) -> None:
-        """The graph of a step is free. If no backward has run, none will."""
-        recorder = self.recorder
-        is_unused = recorder is not None and recorder.has_frames > recorder.has_ended
-        if is_unused and backward_id() == -1 and not self._on_recorded():
             self.leave_recording()
 
     def leave_recording(self) -> None:
@@ -344,21 +340,6 @@ class Memory:
         if self.recorder is not None:
             self.recorder.stop(1)
         self.recorder, self.is_measuring = None, False
-
-    def end_backward_later(self, frame: Kept) -> None:
-        """A kept frame is released when the backward of another one begins.
-
-        Backwards run in reverse order, so what it saved is free by then.
-        """
-        self._begun.append(weakref.ref(frame))
-
-    def release_finished(self) -> None:
-        """Stops counting finished frames, even if their graph is still referenced."""
-        begun, self._begun = self._begun, []
-        for reference in begun:
-            frame = reference()
-            if frame is not None:
-                frame.release()
 
     def note_recomputation(self, key: FrameKey, seconds: float) -> None:
         """Takes what a second run of a forward has taken."""
@@ -374,48 +355,31 @@ class Memory:
 
     # --- dropping ---------------------------------------------------------------------------------
 
-    def drop_one(self, position: int, but: Running | None = None) -> bool:
-        """Drops the frame that costs the least; whether there was one.
+    def drop_one(self, but: Running | None = None) -> bool:
+        """Drops a frame; whether there was one.
 
-        First those that were decided on, in the order of their forwards: all of them will be.
+        First those that were decided on, then the others, in the order of their forwards.
         """
-        while self._planned:
-            frame = self._planned.popleft()()
-            if frame is not None and frame is not but and frame.can_be_dropped:
-                self._drop(frame)
-                return True
-        found = self._cheapest(position, but)
-        if found is not None:
-            self._drop(found)
-        return found is not None
+        for frames in (self._decided, self._others):
+            for _ in range(len(frames)):
+                frame = frames[0]()
+                if frame is not None and frame is but:
+                    frames.rotate(-1)
+                    continue
+                frames.popleft()
+                if frame is not None and frame.can_be_dropped:
+                    self._drop(frame)
+                    return True
+        return False
 
-    def _cheapest(self, position: int, but: Running | None) -> Frame | None:
-        """The frame of the least seconds for its bytes and for the distance to its backward."""
-        while self._candidates:
-            frame = self._candidates.pop()()
-            if frame is not None and frame is not but and frame.can_be_dropped:
-                return frame
-        live = [each for reference in self._frames if (each := reference()) is not None]
-        able = [each for each in live if each.can_be_dropped]
-        self._frames = [weakref.ref(each) for each in able]
-        able = [each for each in able if each is not but]
-        prices = [
-            (each.seconds / (each.num_bytes * max(1, position - each.order)), each.order, each)
-            for each in able
-        ]
-        prices.sort(key=lambda each: each[:2])
-        # So many at once that all drops of a step together take no time of its square.
-        self._candidates = [weakref.ref(each) for *_, each in prices[1 : len(prices) // 2]][::-1]
-        return prices[0][2] if prices else None
-
-    def can_retry(self, error: Exception, position: int, but: Running | None = None) -> bool:
+    def can_retry(self, error: Exception, but: Running | None = None) -> bool:
         """Whether a run that failed can run anew: memory had run out, and there is more now.
 
         Not where other ranks would not run it again.
         """
         if self.agreement is not None or not is_out_of_memory(error):
             return False
-        return self.drop_one(position, but)
+        return self.drop_one(but)
 
     def lower_budget(self, key: FrameKey, share: float) -> int | None:
         """Takes a share of the live bytes in a frame's forward as the budget, if that is less.
@@ -432,17 +396,16 @@ class Memory:
         self.budget_bytes = lowered
         return lowered
 
-    def _make_room(self, needed: int, *, position: int, but: Running | None = None) -> None:
+    def _make_room(self, needed: int, *, but: Running | None = None) -> None:
         assert self.budget_bytes is not None
-        assert self.needs is not None
-        needed += self.in_flight.other_bytes + int(self.needs.new_bytes * self.scale)
+        needed += self.in_flight.other_bytes
         while self.agreement is None and self.held_bytes + needed > self.budget_bytes:
-            if not self.drop_one(position, but):
+            if not self.drop_one(but):
                 break
         self.peak_bytes = max(self.peak_bytes, self.held_bytes + needed)
 
-    def _drop(self, frame: Frame) -> None:
+    def _drop(self, frame: Droppable) -> None:
         if frame.can_be_dropped:
             self.counts.num_dropped += 1
-            self.dropped[frame.key] = Option(frame.num_bytes, frame.seconds)
+            self.dropped[frame.key] = f"all, {size_text(frame.num_bytes)}"
             frame.drop()

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from rockmate.frames.agreement import Agreement
-from rockmate.frames.schedule_cost import ScheduleCost
 
 _PEAK_TOLERANCE = 1.01
 """A peak that is so much larger than the smallest is not taken for it."""
 MOST_PLANNED = 256
 """Frames of a step of which insides are captured: what is known of each pair of them counts."""
+_BYTES = (
+    "forward_bytes", "after_bytes", "backward_bytes", "before_forward_bytes",
+    "before_backward_bytes",
+)  # fmt: skip
 
 
 class FrameKey(NamedTuple):
@@ -24,6 +27,70 @@ class FrameKey(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.path} (call {self.number + 1})"
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleCost:
+    """What one schedule of a captured frame takes. Bytes are beside what was live before.
+
+    Attributes:
+        held_bytes: from its forward to its backward, without its outputs.
+        read_output_bytes: of outputs that its backward reads.
+        forward_bytes: peak of its forward.
+        backward_bytes: peak of its backward, with what it holds, without its outputs and their
+            gradients.
+        added_bytes: of the end of its backward, while autograd adds a gradient of a parameter to
+            another.
+        output_gradient_bytes: of gradients of its outputs.
+        recompute_s: recompute time.
+        seconds: time of forward and backward beyond that of eager.
+    """
+
+    held_bytes: int
+    read_output_bytes: int
+    forward_bytes: int
+    backward_bytes: int
+    added_bytes: int
+    output_gradient_bytes: int
+    recompute_s: float
+    seconds: float
+
+    def within(self, *, copies: bool, adds: bool) -> ScheduleCost:
+        """What it takes where gradients of outputs are copied, or those of parameters are added."""
+        backward_bytes = max(self.backward_bytes, self.added_bytes if adds else 0)
+        backward_bytes += self.output_gradient_bytes if copies else 0
+        return replace(self, backward_bytes=backward_bytes)
+
+    def scaled(self, factor: float) -> ScheduleCost:
+        """That of a step so many times as large."""
+        if factor == 1:
+            return self
+        names = (
+            "held_bytes", "read_output_bytes", "forward_bytes", "backward_bytes", "added_bytes",
+            "output_gradient_bytes",
+        )  # fmt: skip
+        sizes = {name: math.ceil(factor * getattr(self, name)) for name in names}
+        return replace(
+            self, recompute_s=factor * self.recompute_s, seconds=factor * self.seconds, **sizes
+        )
+
+
+class Option(NamedTuple):
+    """How a frame may run: it drops nothing, or all that it saves, or it runs a schedule.
+
+    Attributes:
+        held_bytes: from its forward to its backward.
+        peak_bytes: of its forward and backward, with what is live beside them.
+        seconds: beyond eager's.
+        schedule: its number; None if the frame runs as in eager.
+        is_kept: whether it drops nothing.
+    """
+
+    held_bytes: int
+    peak_bytes: int
+    seconds: float
+    schedule: int | None = None
+    is_kept: bool = False
 
 
 @dataclass(slots=True)
@@ -57,20 +124,40 @@ class Needs:
         """The largest of the peaks."""
         return max(self.forward_bytes, self.after_bytes, self.backward_bytes)
 
-    def peak_of(self, schedule: ScheduleCost) -> int:
-        """The largest peak of its forward and backward, by a schedule."""
-        return max(
-            self.before_forward_bytes + schedule.forward_bytes,
-            self.before_backward_bytes + schedule.backward_bytes,
-        )
+    def forward_peak(self, schedule: ScheduleCost | None, scale: float = 1.0) -> int:
+        """Peak of its forward, as in eager (None) or by a schedule.
+
+        Args:
+            schedule: which.
+            scale: size of the step relative to the measured one; the schedule has the step's size.
+        """
+        if schedule is None:
+            return int(scale * self.forward_bytes)
+        return int(scale * self.before_forward_bytes) + schedule.forward_bytes
+
+    def backward_peak(self, schedule: ScheduleCost | None, scale: float = 1.0) -> int:
+        """Peak of its backward; arguments as for `forward_peak`."""
+        if schedule is None:
+            return int(scale * self.backward_bytes)
+        return int(scale * self.before_backward_bytes) + schedule.backward_bytes
+
+    def _option(self, number: int | None, held_bytes: int, seconds: float) -> Option:
+        schedule = None if number is None else self.schedules[number]
+        peak_bytes = max(self.forward_peak(schedule), self.backward_peak(schedule))
+        return Option(held_bytes, peak_bytes, seconds, number)
+
+    @property
+    def options(self) -> list[Option]:
+        """How it may run: it drops nothing, or all, or runs one of its schedules."""
+        own = [self._option(None, self.saved_bytes, 0.0)._replace(is_kept=True)]
+        own += [self._option(None, 0, self.seconds)] if self.saved_bytes else []
+        schedules = enumerate(self.schedules)
+        return own + [self._option(at, each.held_bytes, each.seconds) for at, each in schedules]
 
     def add(self, num_bytes: int) -> None:
         """Counts what is in memory beside all that was measured."""
-        self.forward_bytes += num_bytes
-        self.after_bytes += num_bytes
-        self.backward_bytes += num_bytes
-        self.before_forward_bytes += num_bytes
-        self.before_backward_bytes += num_bytes
+        for name in _BYTES:
+            setattr(self, name, getattr(self, name) + num_bytes)
 
     def least_before(self, after_bytes: int, *, only_schedules: bool = False) -> int:
         """Bytes without which neither it nor what follows can run.
@@ -80,8 +167,9 @@ class Needs:
             only_schedules: whether it runs by one of its schedules, if there are any.
         """
         found = [
-            max(self.peak_of(schedule), schedule.held_bytes + after_bytes)
-            for schedule in self.schedules
+            max(each.peak_bytes, each.held_bytes + after_bytes)
+            for each in self.options
+            if each.schedule is not None
         ]
         if not (found and only_schedules):
             found.append(max(self.forward_bytes, self.backward_bytes, after_bytes))
@@ -100,7 +188,6 @@ class StepNeeds:
         num_elements: of the inputs of the step.
         schedules_number: which schedules the calls have; 0 for none.
         has_new_calls: whether calls have been added that ranks have not agreed on.
-        new_bytes: that calls of the present step take which were not recorded, until `settle`.
         without_backward: calls whose backward did not run in the step.
         without_outputs: for a call, itself and others before it, if their outputs were free when it
             ran. They are not where a backward of a captured inside is to read them.
@@ -110,11 +197,8 @@ class StepNeeds:
     num_elements: int = 0
     schedules_number: int = 0
     has_new_calls: bool = False
-    new_bytes: int = 0
     without_backward: frozenset[FrameKey] = frozenset()
     without_outputs: Mapping[FrameKey, Set[FrameKey]] = field(default_factory=dict)
-    _of_paths: dict[str, Needs] = field(default_factory=dict)
-    _new: dict[FrameKey, tuple[FrameKey | None, int]] = field(default_factory=dict)
     _taken: set[FrameKey] = field(default_factory=set)
     _least: tuple[int, dict[FrameKey, int]] | None = None
 
@@ -172,19 +256,13 @@ class StepNeeds:
 
     def of(self, key: FrameKey) -> Needs:
         """Those of a frame; of one that was not recorded, the largest of its path, or of all."""
-        known = self.by_key.get(key) or self._of_paths.get(key.path)
-        if known is None:
-            alike = [needs for each, needs in self.by_key.items() if each.path == key.path]
-            known = self._of_paths[key.path] = _largest(alike or list(self.by_key.values()))
-        return known
-
-    def guessed_backward_bytes(self, key: FrameKey) -> int:
-        """Of a frame whose backward was not measured: gradients of all that it saves."""
-        needs = self.of(key)
-        return max(needs.backward_bytes, needs.forward_bytes + needs.saved_bytes)
+        if (known := self.by_key.get(key)) is not None:
+            return known
+        alike = [needs for each, needs in self.by_key.items() if each.path == key.path]
+        return _largest(alike or list(self.by_key.values()))
 
     def take(self, key: FrameKey, before: FrameKey | None, call_bytes: int) -> None:
-        """Takes a call that was not recorded.
+        """Takes a call that was not recorded into its place among the others.
 
         What it takes for a second run is in memory from its forward to its backward, so all that
         follow need as much more.
@@ -194,32 +272,28 @@ class StepNeeds:
             before: the call that it follows; None if it is the first.
             call_bytes: of that, its arguments among it.
         """
-        self.by_key[key] = replace(self.of(key))
-        self._new[key] = before, call_bytes
+        own = replace(self.of(key))
+        place = 0 if before is None else list(self.by_key).index(before) + 1
+        items = list(self.by_key.items())
+        for _, needs in (*items[place:], (key, own)):
+            needs.add(call_bytes)
+        self.by_key = dict([*items[:place], (key, own), *items[place:]])
         self._taken.add(key)
-        self.new_bytes += call_bytes
-        self.has_new_calls = True
+        self.has_new_calls, self._least = True, None
 
-    def settle(self) -> None:
-        """Has the calls that were taken since the last time take their places among the others."""
-        if not self._new:
-            return
-        known = [key for key in self.by_key if key not in self._new]
-        more_bytes = 0
-        order = placed(known, {key: before for key, (before, _) in self._new.items()})
-        self.by_key = {key: self.by_key[key] for key in order}
-        for key, needs in self.by_key.items():
-            more_bytes += self._new.get(key, (None, 0))[1]
-            needs.add(more_bytes)
-        self._new.clear()
-        self._of_paths.clear()
-        self.new_bytes, self._least = 0, None
+    def peak_from(self, key: FrameKey, schedule: ScheduleCost, scale: float) -> float:
+        """Peak of the step from a frame on that runs a schedule, if what follows holds nothing."""
+        needs, after_bytes = self.of(key), self.least_after.get(key, self.minimum_bytes)
+        return max(
+            needs.forward_peak(schedule, scale),
+            needs.backward_peak(schedule, scale),
+            scale * after_bytes + schedule.held_bytes,
+        )
 
     def add(self, num_bytes: int) -> None:
         """Counts what a step was seen to have live beside all that was known."""
         for needs in self.by_key.values():
             needs.add(num_bytes)
-        self._of_paths.clear()
         self._least = None
 
     def set_schedules(
@@ -238,7 +312,6 @@ class StepNeeds:
         if number == self.schedules_number:
             return
         self.schedules_number, self._least = number, None
-        self._of_paths.clear()
         scaled = {
             path: [schedule.scaled(1 / scale) for schedule in each]
             for path, each in schedules.items()
@@ -259,7 +332,6 @@ class StepNeeds:
         for others in agreement.of_all(self.by_key):
             for key in self.by_key.keys() & others.keys():
                 self.by_key[key] = _largest([self.by_key[key], others[key]])
-        self._of_paths.clear()
         self.has_new_calls, self._least = False, None
 
     def learn(self, key: FrameKey, saved_bytes: int) -> None:
@@ -288,36 +360,8 @@ class StepNeeds:
             needs.seconds = min(needs.seconds, seconds)
 
 
-def merged(known: Sequence[FrameKey], present: Sequence[FrameKey]) -> list[FrameKey]:
-    """The known calls, and new ones each after the call that went before it."""
-    places = set(known)
-    pairs = zip(present, [None, *present[:-1]][: len(present)], strict=True)
-    return placed(known, {key: before for key, before in pairs if key not in places})
-
-
-def placed(known: Sequence[FrameKey], new: Mapping[FrameKey, FrameKey | None]) -> list[FrameKey]:
-    """Known calls, and new ones each after the one that it is given with."""
-    following: defaultdict[FrameKey | None, list[FrameKey]] = defaultdict(list)
-    for key, before in new.items():
-        following[before].append(key)
-    result: list[FrameKey] = []
-    pending: list[FrameKey] = [*reversed(known), *following.pop(None, ())]
-    while pending:
-        key = pending.pop()
-        result.append(key)
-        pending += following.pop(key, ())
-    return result
-
-
 def _largest(several: Sequence[Needs]) -> Needs:
-    return Needs(
-        max((each.forward_bytes for each in several), default=0),
-        max((each.after_bytes for each in several), default=0),
-        max((each.backward_bytes for each in several), default=0),
-        max((each.saved_bytes for each in several), default=0),
-        max((each.seconds for each in several), default=0.0),
-        max((each.before_forward_bytes for each in several), default=0),
-        max((each.before_backward_bytes for each in several), default=0),
-        max((each.output_bytes for each in several), default=0),
-        next((each.schedules for each in several if each.schedules), ()),
-    )
+    names = (*_BYTES, "saved_bytes", "seconds", "output_bytes")
+    found = {name: max([getattr(each, name) for each in several], default=0) for name in names}
+    schedules = next((each.schedules for each in several if each.schedules), ())
+    return Needs(**found, schedules=schedules)

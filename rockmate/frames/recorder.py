@@ -1,8 +1,10 @@
-"""Measures what a step needs, by the allocator, in stretches around its frames."""
+"""Measures what a step needs, by the allocator, in stretches around its frames; and clocks."""
 
 from __future__ import annotations
 
 import gc
+import itertools
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
@@ -16,6 +18,25 @@ from rockmate._torch.allocator import Recording, Stretch
 from rockmate._torch.storage import StorageWeakRef, bytes_of
 from rockmate.frames.needs import MOST_PLANNED, FrameKey, Needs, StepNeeds
 from rockmate.state.tensors import parts_of, tensors_in
+
+_TICK_S = 1e-4
+"""What a tick of the logical clock stands for."""
+
+
+def clock_of(device: torch.device) -> Callable[[], float]:
+    """Seconds. On one thread of a CPU its own, which other work on the machine does not drive.
+
+    Args:
+        device: of the model.
+    """
+    is_own = device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if is_own else time.perf_counter
+
+
+def logical_clock() -> Callable[[], float]:
+    """A clock that goes on by a tick whenever it is read: at saved tensors and calls."""
+    ticks = itertools.count()
+    return lambda: next(ticks) * _TICK_S
 
 
 class _Label(NamedTuple):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rockmate.budget import size_text
-from rockmate.frames.knapsack import Option
 from rockmate.frames.memory import Counts, Memory
-from rockmate.frames.needs import FrameKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,31 +62,27 @@ class FramesReport:
 
     def summary(self) -> str:
         """A line for each thing worth knowing."""
-        return "\n".join(f"{title:<19} {text}" for title, text in self._lines())
-
-    def _lines(self) -> Iterator[tuple[str, str]]:
-        counts = self.counts
-        yield "activation budget", size_text(self.budget_bytes)
+        counts, baseline = self.counts, size_text(self.baseline_bytes)
         share = f"{self.peak_bytes / max(1, self.baseline_bytes):.1%}"
-        yield (
-            "predicted peak",
-            f"{size_text(self.peak_bytes)}  ({share} of {size_text(self.baseline_bytes)} if "
-            "nothing is dropped)",
-        )
-        yield "smallest peak", size_text(self.minimum_bytes)
-        yield (
-            "frames",
-            f"{counts.num_frames}; {counts.num_dropped} dropped something, "
-            f"{counts.num_planned} ran as planned, {counts.num_kept} as in eager without hooks",
-        )
-        yield (
-            "recomputed",
-            f"{counts.num_recomputed} forwards, in {1e3 * counts.recomputed_s:.1f} ms",
-        )
+        lines = {
+            "activation budget": size_text(self.budget_bytes),
+            "predicted peak": (
+                f"{size_text(self.peak_bytes)}  ({share} of {baseline} if nothing is dropped)"
+            ),
+            "smallest peak": size_text(self.minimum_bytes),
+            "frames": (
+                f"{counts.num_frames}; {counts.num_dropped} dropped something, "
+                f"{counts.num_planned} ran as planned, {counts.num_kept} as in eager without hooks"
+            ),
+            "recomputed": (
+                f"{counts.num_recomputed} forwards, in {1e3 * counts.recomputed_s:.1f} ms"
+            ),
+        }
         if self.decided_s is not None:
-            yield "decided ahead", f"{1e3 * self.decided_s:.1f} ms by the measured times"
+            lines["decided ahead"] = f"{1e3 * self.decided_s:.1f} ms by the measured times"
         if self.bound_s is not None:
-            yield "lower bound", f"{1e3 * self.bound_s:.1f} ms, by the same times and options"
+            lines["lower bound"] = f"{1e3 * self.bound_s:.1f} ms, by the same times and options"
+        return "\n".join(f"{title:<19} {text}" for title, text in lines.items())
 
     def table(self) -> str:
         """A row for each frame."""
@@ -109,41 +103,25 @@ def report_of(memory: Memory) -> FramesReport | None:
     needs = memory.needs
     if needs is None or memory.budget_bytes is None:
         return None
-    decision = memory.decision
+    present, decision = memory.calls.present, memory.decision
     rows = [
         FrameRow(
             name=str(key) if key.number else key.path,
             saved_bytes=needs.of(key).saved_bytes,
             seconds=needs.of(key).seconds,
-            dropped=dropped_text(memory.dropped, key),
+            dropped=memory.dropped.get(key, "nothing"),
         )
-        for key in memory.calls.present
+        for key in present
     ]
-    is_decided = bool(decision.options or decision.kept)
+    decided_s = sum(decision[key].seconds for key in present if key in decision)
+    has_bound = decision and memory.scale == 1
     return FramesReport(
         budget_bytes=memory.budget_bytes,
         minimum_bytes=needs.minimum_bytes,
         baseline_bytes=needs.baseline_bytes,
         peak_bytes=memory.peak_bytes,
         counts=replace(memory.counts),
-        decided_s=decision.seconds_of(memory.calls.present) if is_decided else None,
-        bound_s=(
-            memory.calls.bound_s(needs, memory.budget_bytes)
-            if is_decided and memory.scale == 1
-            else None
-        ),
+        decided_s=decided_s if decision else None,
+        bound_s=memory.calls.bound_s(needs, memory.budget_bytes) if has_bound else None,
         rows=rows,
     )
-
-
-def dropped_text(dropped: Mapping[FrameKey, Option | None], key: FrameKey) -> str:
-    """What a frame has dropped, in words.
-
-    Args:
-        dropped: of all frames that have dropped something; None of one that was kept.
-        key: the frame.
-    """
-    if key not in dropped:
-        return "nothing"
-    option = dropped[key]
-    return "nothing, without hooks" if option is None else str(option)

@@ -19,23 +19,22 @@ from rockmate._torch.members import module_at
 from rockmate.budget import Budget, OnInfeasible, parse_budget
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, TrialError
-from rockmate.frames import feasibility
+from rockmate.frames import budget_check
 from rockmate.frames.agreement import Agreement
+from rockmate.frames.budget_check import PeakCheck
 from rockmate.frames.call import Arguments, Call, sizes_of
-from rockmate.frames.frame import Frame
-from rockmate.frames.kept import KeptFrame, PlannedFrame
+from rockmate.frames.call_history import state_of
+from rockmate.frames.frame import Frame, KeptFrame
 from rockmate.frames.knapsack import decidable_bytes
 from rockmate.frames.memory import Counts, Memory
-from rockmate.frames.module_state import state_of
 from rockmate.frames.needs import FrameKey, StepNeeds
-from rockmate.frames.peak_check import PeakCheck
 from rockmate.frames.recorder import StepRecorder, call_before_steps
-from rockmate.frames.replaced_forward import ReplacedForwards
 from rockmate.frames.report import FramesReport, report_of
-from rockmate.frames.selection import first_paths, frames_to_split, split
-from rockmate.frames.step_size import MeasuredSteps, StepSize
+from rockmate.frames.selection import ReplacedForwards, first_paths, frames_to_split, split
+from rockmate.frames.step_size import StepSize
 from rockmate.frames.trials import FrameTrials
 from rockmate.memory_limit import MemoryLimit
+from rockmate.state.random_state import ForeignState, random_state_kept
 from rockmate.state.tensors import tensors_in
 from rockmate.trial.steps import TrialOption
 
@@ -81,7 +80,7 @@ class FrameRunner:
         Raises:
             UnsupportedModelError: FSDP1 has sharded the model.
         """
-        feasibility.refuse_flat_parameters(model)
+        budget_check.refuse_flat_parameters(model)
         self._model, self._on_infeasible, self._is_fallback = model, on_infeasible, is_fallback
         self._budget: Budget | None = None if isinstance(budget, MemoryLimit) else budget
         self._limit = budget if isinstance(budget, MemoryLimit) else None
@@ -102,12 +101,12 @@ class FrameRunner:
 
             self._captures = InteriorCaptures(self._memory.clock, model)
         self._replaced = ReplacedForwards()
-        self._num_calls, self._num_frames = Counter[str](), 0
-        self._measured = MeasuredSteps()
+        self._num_calls, self._num_frames, self._num_forgotten = Counter[str](), 0, 0
+        self._measured: dict[StepSize, StepNeeds | None] = {}  # None: no call was a frame
         self._recorded_size: StepSize | None = None
         self._was_without_backward: StepSize | None = None  # the last step that was recorded
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
-        self._is_running, self._num_forgotten = False, 0  # the model's forward
+        self._is_running = self._draws_foreign = False  # the model's forward
         may_refuse = on_infeasible == "error" and not is_fallback
         self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
         self._is_settled = self._has_step_hook = False  # settled: no frame is split any more
@@ -167,7 +166,6 @@ class FrameRunner:
             self._budget = self._limit.activation_budget_bytes(self._model)
             if self._agreement is not None:
                 self._budget = -self._agreement.largest([-self._budget])[0]
-        memory.release_finished()
         size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
         shapes = sizes_of(Arguments(self._model.forward, args, dict(kwargs)))
         is_known = self._take_needs(size, shapes)
@@ -191,16 +189,17 @@ class FrameRunner:
 
     def _run_frames(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         memory = self._memory
-        watching = memory.foreign_random.watching()
+        before = None if self._draws_foreign else ForeignState.now()
         self._is_running = True
         try:
-            with watching, self._frames_installed(), uncompiled(self._model):
+            with self._frames_installed(), uncompiled(self._model):
                 output = self._model(*args, **kwargs)
         except BaseException:
             memory.leave_recording()
             raise
         finally:
             self._is_running = False
+            self._draws_foreign = memory.draws_foreign = before != ForeignState.now()
             memory.in_flight.end()
         if memory.recorder is not None and not memory.recorder.has_frames:
             end = self._end_if_alive
@@ -227,9 +226,11 @@ class FrameRunner:
             memory.has_new_backward = False
             self._num_forgotten += 1
             if self._num_forgotten <= _MOST_FORGOTTEN:
-                self._measured.forget()
-        if (known := self._measured.covering(size)) is not None:
-            memory.needs, memory.is_unmeasured = known[1] or memory.needs, known[1] is None
+                self._measured.clear()
+        known = size.smallest_covering(self._measured)
+        if known is not None:
+            measured = self._measured[known]
+            memory.needs, memory.is_unmeasured = measured or memory.needs, measured is None
         needs, memory.is_capturing = memory.needs, False
         if needs is None:
             return known is not None
@@ -281,7 +282,7 @@ class FrameRunner:
             if not recorder.has_frames:
                 self._note_no_frames(size, recorder.peak_bytes)
             elif self._was_without_backward == size:
-                self._measured.add(size, None)  # measured anew once a backward comes
+                self._measured[size] = None  # measured anew once a backward comes
             self._was_without_backward = size
             return
         self._was_without_backward = None
@@ -292,7 +293,8 @@ class FrameRunner:
             self._paths, needs, size = is_split
             self._is_settled = True
         assert self._budget is not None
-        baseline_bytes = max(needs.baseline_bytes, self._measured.baseline_bytes)
+        measured = [needs, *filter(None, self._measured.values())]
+        baseline_bytes = max(each.baseline_bytes for each in measured)
         budget_bytes = parse_budget(self._budget, baseline_bytes)
         large = [] if self._is_settled else frames_to_split(self._model, needs, budget_bytes)
         if large:
@@ -303,9 +305,9 @@ class FrameRunner:
         if large:
             memory.budget_bytes = memory.needs = None
             memory.calls.forget()
-            self._measured.forget()
+            self._measured.clear()
             return
-        self._measured.add(size, needs)
+        self._measured[size] = needs
         memory.needs, self._asked_bytes = needs, budget_bytes
         # Captured insides may need less than frames as in eager.
         may_need_less = self._captures is not None and budget_bytes >= needs.outside_bytes
@@ -316,9 +318,9 @@ class FrameRunner:
 
         If it passes the budget, the next one is refused, but where that is allowed.
         """
-        self._measured.add(size, None)
+        self._measured[size] = None
         assert self._budget is not None
-        refusal = feasibility.told_no_frames(self._budget, peak_bytes)
+        refusal = budget_check.told_no_frames(self._budget, peak_bytes)
         if self._on_infeasible == "error" and not self._is_fallback:
             self._refusal = refusal
 
@@ -326,14 +328,13 @@ class FrameRunner:
         """The budget, or the least peak where that is allowed."""
         minimum = needs.minimum_bytes
         if budget_bytes >= minimum:
-            feasibility.tell_budget(budget_bytes, needs, len(self._paths))
             return budget_bytes
         if self._on_infeasible == "error":
-            self._refusal = feasibility.too_small(budget_bytes, needs)
+            self._refusal = budget_check.too_small(budget_bytes, needs)
             return minimum
         if minimum not in self._told:
             self._told.add(minimum)
-            feasibility.tell_taken(budget_bytes, minimum)
+            budget_check.tell_taken(budget_bytes, minimum)
         return decidable_bytes(minimum, len(needs.by_key))
 
     # --- frames -----------------------------------------------------------------------------------
@@ -362,76 +363,68 @@ class FrameRunner:
         return framed
 
     def _run_frame(self, path: str, module: nn.Module, arguments: Arguments) -> Any:
+        """The result of a call. Where memory runs out, frames are dropped, and it runs anew."""
         memory = self._memory
         key, order = FrameKey(path, self._num_calls[path]), self._num_frames + 1
         self._num_calls[path], self._num_frames = key.number + 1, order
         sizes = sizes_of(arguments)
         memory.begin_call(key, lambda: Call(key, module, arguments, memory).num_bytes)
         capturing = self._captures if memory.is_capturing else None
-        unhooked = self._unhooked(key, arguments, sizes, order)
-        if unhooked is not None:
-            kept, run = unhooked
-            # What takes back a failed run is needed only where an allocation can fail.
-            call = Call(key, module, arguments, memory) if memory.is_limited else None
-            memory.begin_forward(kept)
+        kept, run = self._unhooked(key, arguments, sizes, order)
+        while True:
+            if capturing is not None:
+                with self._replaced.suspended():
+                    capturing.watch(path, module, arguments)
+            # A call takes back a failed run, which matters only where an allocation can fail.
+            is_taken = kept is None or memory.is_limited
+            call = Call(key, module, arguments, memory) if is_taken else None
+            frame = None if kept is not None or call is None else Frame(call, order, memory)
+            present = kept or frame
+            assert present is not None
+            memory.begin_forward(present)
             try:
                 with memory.inside_frame():
-                    output = run()
+                    output = run() if frame is None else frame.run()
+                break
             except Exception as error:
-                if call is None or not memory.can_retry(error, order):
+                if call is None or not memory.can_retry(error):
                     raise
                 self._roll_back(call)
-            else:
-                kept.end_forward(output)
-                return output
-        if capturing is not None:
-            with self._replaced.suspended():
-                capturing.watch(module, arguments)
-        call = Call(key, module, arguments, memory)
-        frame, output = self._run_with_hooks(call, module, arguments, order)
+                kept = None
+        if frame is None or call is None:
+            assert kept is not None
+            kept.end_forward(output)
+            return output
         frame.note_backward_of(output)
         memory.end_forward(frame, sizes)
         if memory.is_measuring and memory.recorder is not None:
             memory.recorder.note_output(key, output)
+        if self._captures is not None:
+            self._captures.note_output(path, output)
         if capturing is not None:
-            alone = memory.foreign_random.put_back()
+            alone = random_state_kept([memory.device])
             with self._replaced.suspended(), memory.inside_frame(), alone:
                 capturing.take(call, module, arguments, output)
         return output
 
     def _unhooked(
         self, key: FrameKey, arguments: Arguments, sizes: Hashable, order: int
-    ) -> tuple[KeptFrame, Callable[[], Any]] | None:
+    ) -> tuple[KeptFrame | None, Callable[[], Any]]:
         """A frame that drops nothing later, and what runs; None if it is to have hooks."""
         memory, found = self._memory, None
+        forward, args, kwargs = arguments
         if self._captures is not None and memory.may_run_schedule(key):
             found = self._captures.find(key.path, arguments)
-        number = None if found is None else memory.schedule_for(key, found[0].schedules)
-        if found is not None and number is not None:
+        if found is not None:
             interior, tensors = found
-            planned = PlannedFrame(key, order, interior.schedules[number], memory)
-            return planned, lambda: interior.run(number, tensors)
-        kept_bytes = memory.bytes_if_kept(key, sizes, order)
-        if kept_bytes is None:
-            return None
-        kept = KeptFrame(key, order, kept_bytes, memory)
-        return kept, lambda: arguments.forward(*arguments.args, **arguments.kwargs)
-
-    def _run_with_hooks(
-        self, call: Call, module: nn.Module, arguments: Arguments, order: int
-    ) -> tuple[Frame, Any]:
-        memory = self._memory
-        while True:
-            frame = Frame(call, order, memory)
-            memory.begin_forward(frame)
-            try:
-                with memory.inside_frame():
-                    return frame, frame.run()
-            except Exception as error:
-                if not memory.can_retry(error, order):
-                    raise
-                self._roll_back(call)
-                call = Call(call.key, module, arguments, memory)
+            number = memory.schedule_for(key, interior.schedules)
+            if number is not None:
+                schedule = interior.schedules[number]
+                planned = KeptFrame(key, order, memory, schedule.held_bytes, schedule)
+                return planned, lambda: interior.run(number, tensors)
+        kept_bytes = memory.bytes_if_kept(key, sizes)
+        kept = None if kept_bytes is None else KeptFrame(key, order, memory, kept_bytes)
+        return kept, lambda: forward(*args, **kwargs)
 
     def _roll_back(self, call: Call) -> None:
         """After a run that is out of memory.
@@ -443,4 +436,4 @@ class FrameRunner:
         lowered = self._memory.lower_budget(key, _SHARE_AFTER_OUT_OF_MEMORY)
         if lowered is not None and before is not None:
             self._asked_bytes = lowered
-            feasibility.tell_lowered(key, before, lowered)
+            budget_check.tell_lowered(key, before, lowered)

@@ -1,10 +1,14 @@
-"""Which submodules' calls are frames.
+"""Which submodules' calls are frames, and forwards that stand in for theirs.
 
 Frames lie side by side, never within one another. What a frame reads from outside stays in memory,
 so a frame should save much more than it reads: blocks of layers, not layers.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +19,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Passed through; a sequence of layers alone is a frame."""
 _MIN_FRAMES = 4
 """Fewer frames than this are split by their parameters before anything is measured."""
+_BEFORE = "forward_before_frames"
 _LARGE_SHARE = 0.15
 """A frame that saves more than this share of all is split where it can be."""
 
@@ -69,14 +74,54 @@ def frames_to_split(model: nn.Module, needs: StepNeeds, budget_bytes: int) -> li
     large = [path for path in saved if saved[path] > _LARGE_SHARE * total]
     if budget_bytes < needs.minimum_bytes:
         large += [path for path in peaks if peaks[path] > budget_bytes and path not in large]
-    return [path for path in large if _can_split(model, path)]
-
-
-def _can_split(model: nn.Module, path: str) -> bool:
-    """Whether there are several submodules of submodules within the one at `path`."""
-    return len(inner_paths(model, path)) > 1
+    return [path for path in large if len(inner_paths(model, path)) > 1]
 
 
 def _num_parameters(model: nn.Module, path: str) -> int:
     parameters = model.get_submodule(path).parameters()
     return sum(0 if nn.parameter.is_lazy(each) else each.numel() for each in parameters)
+
+
+# --- replaced forwards ----------------------------------------------------------------------------
+
+
+def forwards_of(module: nn.Module) -> list[Any]:
+    """The forwards of a module and of all within, as they are when none is replaced."""
+    return [_original(each.forward) for each in module.modules()]
+
+
+def _original(forward: Callable[..., Any]) -> Callable[..., Any]:
+    while (before := getattr(forward, _BEFORE, None)) is not None:
+        forward = before
+    return forward
+
+
+class ReplacedForwards:
+    """Attributes of instances that stand in the way of their `forward`."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[dict[str, Any], Any, Any]] = []  # table, before, now
+
+    def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Replaces the forward of one."""
+        table = vars(module)
+        vars(forward)[_BEFORE] = module.forward
+        self._replaced.append((table, table.get("forward"), forward))
+        table["forward"] = forward
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Has all as before within."""
+        self.put_back()
+        try:
+            yield
+        finally:
+            for table, _, forward in self._replaced:
+                table["forward"] = forward
+
+    def put_back(self) -> None:
+        """Puts all back, the last one first."""
+        for table, forward, _ in reversed(self._replaced):
+            table.pop("forward")
+            if forward is not None:
+                table["forward"] = forward

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,141 +32,119 @@ class HeldStorages:
         self.num_bytes = 0
         self._holders: dict[int, list[int]] = {}  # storage -> number of holders, bytes
 
-    def hold(self, tensor: torch.Tensor, keys: Sequence[int]) -> int:
+    def hold(self, saved: Saved) -> int:
         """Counts one more holder of a tensor's storages; bytes that were not held before."""
-        added = 0
+        before, keys = self.num_bytes, saved.storages
         for position, key in enumerate(keys):
             entry = self._holders.get(key)
             if entry is not None:
                 entry[0] += 1
                 continue
-            part = tensor if len(keys) == 1 else parts_of(tensor)[position]
+            part = saved.tensor if len(keys) == 1 else parts_of(saved.tensor)[position]
             num_bytes = part.untyped_storage().nbytes()
             self._holders[key] = [1, num_bytes]
-            added += num_bytes
-        self.num_bytes += added
-        return added
+            self.num_bytes += num_bytes
+        return self.num_bytes - before
 
-    def free(self, keys: Sequence[int]) -> int:
+    def free(self, saved: Saved) -> int:
         """Counts one holder less of each storage; bytes that are not held any more."""
-        freed = 0
-        for key in keys:
+        before = self.num_bytes
+        for key in saved.storages:
             entry = self._holders[key]
             entry[0] -= 1
             if not entry[0]:
-                freed += entry[1]
+                self.num_bytes -= entry[1]
                 del self._holders[key]
-        self.num_bytes -= freed
-        return freed
+        return before - self.num_bytes
+
+
+class Slot:
+    """What autograd holds in place of a tensor that a frame has saved.
+
+    Attributes:
+        slots: those of the frame.
+        index: position among these.
+        saved: the tensor; None if it is dropped.
+        is_returned: whether the call also returns it, so that its reader has it anyway.
+    """
+
+    __slots__ = ("__weakref__", "_bits", "index", "is_returned", "saved", "slots")
+
+    def __init__(self, slots: Slots, index: int, saved: Saved) -> None:
+        self.slots, self.index, self.is_returned = slots, index, False
+        self.saved: Saved | None = saved
+        self._bits: int | None = None
+
+    def __del__(self) -> None:
+        if not self.is_returned:
+            self.free()
+
+    def free(self) -> None:
+        """The frame holds it no more."""
+        if self.saved is not None:
+            self.slots.num_bytes -= self.slots.storages.free(self.saved)
+            self.saved = None
+
+    def fill(self, saved: Saved) -> bool:
+        """Holds it again; whether it has the bits that were noted, if any were."""
+        self.slots.num_bytes += self.slots.storages.hold(saved)
+        self.saved = saved
+        return self._bits is None or self._bits == bits_of(saved.tensor)
+
+    def note_bits(self) -> None:
+        """Notes them, but not on a GPU, whose kernels may differ in the last bit.
+
+        Nor those of an unwritten workspace.
+        """
+        tensor = None if self.saved is None else self.saved.tensor
+        if tensor is not None and tensor.device.type == "cpu" and tensor.dtype != torch.uint8:
+            self._bits = bits_of(tensor)
 
 
 class Slots:
     """The saved tensors of one frame.
 
     Attributes:
+        storages: that all frames hold.
         shapes: shape and type of each.
         num_bytes: that they hold and no other frame does.
     """
 
     def __init__(self, storages: HeldStorages) -> None:
-        """None yet.
-
-        Args:
-            storages: counts what all frames hold.
-        """
-        self._storages = storages
-        self._held: list[Saved | None] = []
-        self._dead: set[int] = set()
-        self._returned: dict[int, Saved] = {}
-        self._digests: dict[int, int] = {}
+        """None yet."""
+        self.storages = storages
+        self._slots: list[weakref.ref[Slot]] = []
         self.shapes: list[tuple[torch.Size, torch.dtype]] = []
         self.num_bytes = 0
 
-    def __len__(self) -> int:
-        """How many there are, held or not."""
-        return len(self._held)
-
-    def add(self, tensor: torch.Tensor, keys: tuple[int, ...], version: int) -> int:
-        """Takes a tensor that is saved; its position.
+    def add(self, tensor: torch.Tensor, keys: tuple[int, ...], version: int) -> Slot:
+        """Takes a tensor that is saved.
 
         Args:
             tensor: with its history.
             keys: its storages.
             version: its number of in-place writes.
         """
-        self._held.append(Saved(tensor.detach(), keys, version))
+        saved = Saved(tensor.detach(), keys, version)
+        slot = Slot(self, len(self._slots), saved)
+        self._slots.append(weakref.ref(slot))
         self.shapes.append((tensor.shape, tensor.dtype))
-        self.num_bytes += self._storages.hold(tensor, keys)
-        return len(self._held) - 1
+        self.num_bytes += self.storages.hold(saved)
+        return slot
+
+    def needed(self, is_wanted: Callable[[Slot], bool] = lambda _: True) -> dict[int, Slot]:
+        """By position, those that autograd has yet to read and that the call does not return."""
+        live = [slot for each in self._slots if (slot := each()) is not None]
+        return {each.index: each for each in live if not each.is_returned and is_wanted(each)}
 
     def keep_returned(self, output: Any) -> None:
         """Takes out the saved tensors that the call also returns: their reader has them anyway."""
         returned = {key for each in tensors_in(output) for key in storages_of(each)}
-        for index, saved in enumerate(self._held):
+        for slot in self.needed().values():
+            saved = slot.saved
             if saved is not None and returned.issuperset(saved.storages):
-                self.free(index)
-                self._returned[index] = saved
-
-    def release(self, index: int) -> None:
-        """Autograd needs one of them no more."""
-        self._dead.add(index)
-        if self._returned:
-            self._returned.pop(index, None)
-        if index < len(self._held):
-            self.free(index)
-
-    def free(self, index: int) -> None:
-        """Holds one no more."""
-        saved, self._held[index] = self._held[index], None
-        if saved is not None:
-            self.num_bytes -= self._storages.free(saved.storages)
-
-    def found(self, index: int) -> Saved | None:
-        """One of them, if it is in memory."""
-        returned = self._returned.get(index) if self._returned else None
-        return self._held[index] if returned is None else returned
-
-    def is_needed(self, index: int) -> bool:
-        """Whether autograd has yet to read one that is not in memory whatever is dropped."""
-        return index not in self._dead and index not in self._returned
-
-    def missing(self, indices: Iterable[int]) -> set[int]:
-        """Those of some that are needed and not held."""
-        return {each for each in indices if self._held[each] is None and self.is_needed(each)}
-
-    def note_digests(self) -> None:
-        """Notes the bits of those that are held, for `is_as_noted`."""
-        for index, each in enumerate(self._held):
-            if each is not None and _is_compared(each.tensor):
-                self._digests[index] = bits_of(each.tensor)
-
-    def is_as_noted(self, index: int, saved: Saved) -> bool:
-        """Whether a recomputed tensor has the bits that were noted, if any were."""
-        known = self._digests.get(index)
-        return known is None or known == bits_of(saved.tensor)
-
-    def fill(self, index: int, saved: Saved) -> None:
-        """Holds one again, if that is needed."""
-        if self._held[index] is None and self.is_needed(index):
-            self.num_bytes += self._storages.hold(saved.tensor, saved.storages)
-            self._held[index] = saved
-
-
-class Slot:
-    """What autograd holds in place of a tensor that a frame has saved."""
-
-    __slots__ = ("_slots", "index")
-
-    def __init__(self, slots: Slots, index: int) -> None:
-        self._slots, self.index = slots, index
-
-    def __del__(self) -> None:
-        self._slots.release(self.index)
-
-
-def _is_compared(tensor: torch.Tensor) -> bool:
-    """Not on a GPU, whose kernels may differ in the last bit, nor in an unwritten workspace."""
-    return tensor.device.type == "cpu" and tensor.dtype != torch.uint8
+                slot.free()
+                slot.saved, slot.is_returned = saved, True
 
 
 def checked(saved: Saved, name: object) -> torch.Tensor:

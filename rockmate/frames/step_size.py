@@ -1,13 +1,13 @@
-"""How large a step is, before it runs, and what steps that were measured need."""
+"""How large a step is, before it runs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from rockmate._torch.allocator import Recording
 from rockmate._torch.engine import is_profiling
 from rockmate.frames.agreement import Agreement
-from rockmate.frames.needs import StepNeeds
 from rockmate.state.opened_object import tensors_within
 
 _MOST_DIMENSIONS = 6
@@ -65,33 +65,7 @@ class StepSize(NamedTuple):
             own >= size for own, size in zip(self.dimensions, other.dimensions, strict=True)
         )
 
-
-class MeasuredSteps:
-    """Steps that were measured, each with what it needs."""
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[StepSize, StepNeeds | None]] = []
-
-    def add(self, size: StepSize, needs: StepNeeds | None) -> None:
-        """Takes one.
-
-        Args:
-            size: of the step.
-            needs: None if no call of it was a frame.
-        """
-        self._steps = [each for each in self._steps if each[0] != size]
-        self._steps.append((size, needs))
-
-    def covering(self, size: StepSize) -> tuple[StepSize, StepNeeds | None] | None:
-        """The smallest measured step that is at least as large as another one; None if none is."""
-        found = [each for each in self._steps if each[0].covers(size)]
-        return min(found, key=lambda each: each[0].num_elements, default=None)
-
-    @property
-    def baseline_bytes(self) -> int:
-        """The peak of a step that drops nothing, the largest of all."""
-        return max((each.baseline_bytes for _, each in self._steps if each is not None), default=0)
-
-    def forget(self) -> None:
-        """Other calls will be frames."""
-        self._steps.clear()
+    def smallest_covering(self, sizes: Iterable[StepSize]) -> StepSize | None:
+        """The smallest of some that covers this one; None if none does."""
+        found = [each for each in sizes if each.covers(self)]
+        return min(found, key=lambda each: each.num_elements, default=None)

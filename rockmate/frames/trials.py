@@ -55,28 +55,24 @@ class FrameTrials:
         """
         budget_bytes, needs = memory.budget_bytes, memory.needs
         if needs is None or budget_bytes is None or memory.recorder is not None:
-            self._steps.is_next(can_run=False, is_due=False)
+            self._steps.is_next(can_run=False)
             return ours()
         room_bytes = max(0, budget_bytes - needs.outside_bytes - memory.held_bytes)
-        most_bytes, own_bytes = budget_bytes, 0
-        can_run = memory.agreement is None
+        most_bytes, own_bytes, can_run = budget_bytes, 0, not memory.held_bytes
         if self._is_joined:
             each = needs.by_key.values()
             own_bytes = max(of.forward_bytes - of.before_forward_bytes for of in each)
-            most_bytes, can_run = room_bytes, can_run and room_bytes > own_bytes
-        elif memory.held_bytes:
-            can_run = False
-        if not self._steps.is_next(
-            can_run=can_run, is_due=needs.schedules_number not in self._tried
-        ):
+            most_bytes, can_run = room_bytes, room_bytes > own_bytes
+        can_run = can_run and memory.agreement is None
+        is_due = needs.schedules_number not in self._tried
+        if not self._steps.is_next(can_run=can_run, is_due=is_due):
             return ours()
         self._tried.add(needs.schedules_number)
-        is_on_cpu = memory.device.type == "cpu"
         conditions = Conditions(
             most_bytes=most_bytes,
             largest_bytes=own_bytes,
             most_copied_bytes=room_bytes,
-            is_exact=is_on_cpu or torch.are_deterministic_algorithms_enabled(),
+            is_exact=memory.device.type == "cpu" or torch.are_deterministic_algorithms_enabled(),
             what="the step in frames",
         )
         return run_beside_eager(model, *call, ours, conditions)

@@ -30,6 +30,11 @@ class RandomState:
         self._cuda = [torch.cuda.get_rng_state(each).numpy().tobytes() for each in self._devices]
         self._foreign = None if of_pytorch_alone else ForeignState.now()
 
+    @property
+    def has_foreign(self) -> bool:
+        """Whether Python's and NumPy's are among them."""
+        return self._foreign is not None
+
     def restore(self) -> None:
         """Sets the states."""
         torch.set_rng_state(_tensor(self._torch))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from rockmate.frames.clock import clock_of, logical_clock
+from rockmate.frames.recorder import clock_of, logical_clock
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_with_room_for_all_frames_are_kept() -> None:
     module = framed(Chain(), "1GiB")
     kept = steps(module, 6)
     assert kept[:2] == [0, 0]
-    assert min(kept[2:]) >= 5  # one in turn may be checked
+    assert kept[2:] == [6, 6, 6, 6]
     assert memory_of(module).held_bytes == 0
 
 
@@ -64,8 +64,6 @@ def test_two_backwards_hold_what_is_kept() -> None:
     value.backward(retain_graph=True)
     assert memory.kept_bytes == before
     value.backward()
-    assert 0 < memory.kept_bytes < before  # the last one is released when another one begins
-    del value
     assert memory.kept_bytes == 0
 
 
@@ -138,28 +136,6 @@ def test_a_budget_below_the_smallest_peak_of_later_calls_is_refused() -> None:
     steps(module, 1)
     with pytest.raises(InfeasibleBudgetError, match="smallest peak found"):
         steps(module, 1)
-
-
-class Branching(Block):
-    """Saves more in some calls."""
-
-    saves_more = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        output = super().forward(x)
-        return output.sin().exp().cos() if self.saves_more else output
-
-
-def test_a_frame_that_saves_more_than_before_is_kept_no_more() -> None:
-    model = Chain()
-    model.blocks[3] = block = Branching()
-    module = framed(model, "1GiB")
-    steps(module, 4)
-    block.saves_more = True
-    steps(module, 17)  # each frame is checked in one of sixteen steps
-    calls = memory_of(module).calls
-    varying = {key.path for (key, _), value in calls._saved.items() if value is None}
-    assert varying == {"blocks.3"}
 
 
 def test_a_change_of_mode_starts_anew() -> None:
@@ -241,5 +217,5 @@ def test_a_loss_that_the_script_holds_keeps_no_bytes_of_its_step() -> None:
     for step in range(6):
         losses.append(loss_of(module, step, ROWS))
         losses[-1].backward()
-    assert not memory_of(module).decision.options
+    assert all(each.is_kept for each in memory_of(module).decision.values())
     assert memory_of(module).counts.num_dropped == 0

@@ -15,10 +15,9 @@ from torch.nn import functional
 
 from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
-from rockmate.frames.needs import FrameKey, StepNeeds
+from rockmate.frames.needs import FrameKey, ScheduleCost
 from rockmate.frames.recorder import StepRecorder
-from rockmate.frames.schedule_cost import GradientContext, ScheduleCost
-from rockmate.frames.step_size import MeasuredSteps, StepSize
+from rockmate.frames.step_size import StepSize
 from tests.frames.test_frames import Chain, batch, check, framed
 
 WIDTH = 32
@@ -129,13 +128,10 @@ def test_a_step_covers_those_that_are_no_larger_in_any_dimension() -> None:
 
 
 def test_the_smallest_step_that_covers_another_one() -> None:
-    steps = MeasuredSteps()
-    assert steps.covering(size(1, 1)) is None
-    needs = [StepNeeds(num_elements=each) for each in range(3)]
-    for dimensions, each in zip(((8, 8), (2, 16), (4, 4)), needs, strict=True):
-        steps.add(size(*dimensions), each)
-    found = [steps.covering(size(*each)) for each in ((3, 3), (5, 3), (1, 9), (8, 9))]
-    assert [each and each[1] for each in found] == [needs[2], needs[0], needs[1], None]
+    sizes = [size(8, 8), size(2, 16), size(4, 4)]
+    assert size(1, 1).smallest_covering([]) is None
+    found = [size(*each).smallest_covering(sizes) for each in ((3, 3), (5, 3), (1, 9), (8, 9))]
+    assert found == [sizes[2], sizes[0], sizes[1], None]
 
 
 def test_a_backward_that_the_measured_step_lacked_has_it_measured_again() -> None:
@@ -247,10 +243,9 @@ def test_outputs_that_are_free_count_for_insides_that_read_them_again() -> None:
 
 
 def test_a_schedule_takes_more_where_gradients_are_copied_or_added() -> None:
-    assert WAY.within(GradientContext()) == WAY
-    assert WAY.within(GradientContext(adds_gradients=True)).backward_bytes == 37
-    both = GradientContext(adds_gradients=True, copies_gradients=True)
-    assert WAY.within(both).backward_bytes == 42
+    assert WAY.within(copies=False, adds=False) == WAY
+    assert WAY.within(copies=False, adds=True).backward_bytes == 37
+    assert WAY.within(copies=True, adds=True).backward_bytes == 42
     assert WAY.scaled(2.0).read_output_bytes == 8
 
 

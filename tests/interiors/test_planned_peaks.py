@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from rockmate import RockmateModule
 from rockmate._torch.allocator import Recording
+from rockmate.frames.budget_check import PeakCheck
 from rockmate.frames.memory import Memory
-from rockmate.frames.peak_check import PeakCheck
 
 WIDTH, ROWS = 48, 64
 
@@ -164,8 +164,8 @@ def interior_of(model: nn.Module, path: str, x: Tensor) -> Any:
     for _ in range(3):
         module(x).square().mean().backward()
     assert module.frames is not None
-    learning: Any = module.frames._captures
-    return learning._present.found[path][0]
+    captures: Any = module.frames._captures
+    return captures._present.found[path]
 
 
 class Measured:

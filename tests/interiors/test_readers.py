@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.sample import read_sample, trace_sample
-from rockmate.frames.interiors.readers import contributions_noted, one_gradient_per_reader
+from rockmate.frames.interiors.gradients import contributions_noted, one_gradient_per_reader
 
 
 def test_gradients_arrive_in_the_order_of_the_backward() -> None:

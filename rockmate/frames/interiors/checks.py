@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,41 +78,43 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
     )
 
 
-def check_effects(call: Call, before: CallState) -> None:
-    """Refuses a call that has changed what its module, or others, have.
+def check_call(call: Call, module: nn.Module, before: CallState) -> None:
+    """Refuses a call whose inside a plan would not run as eager does.
 
     Args:
         call: which has run.
-        before: the state that it began in.
+        module: the submodule.
+        before: the state that the call began in.
     """
-    if before.objects.has_changed():
-        msg = "it changes attributes, globals, or what it is given"
-        raise UnsupportedModelError(msg)
-    if call.cannot_repeat:
-        msg = "it changes its input, or a buffer, in place"
-        raise UnsupportedModelError(msg)
-
-
-def check_module(module: nn.Module) -> None:
-    """Refuses a module that a plan would not run as eager does."""
-    if has_hooks(module.modules()):
-        msg = "it, or a submodule or a parameter of it, has hooks"
-        raise UnsupportedModelError(msg)
-    parameters = list(module.named_parameters(remove_duplicate=False))
-    if len({id(each) for _, each in parameters}) < len(parameters):
-        msg = "it has one parameter under several names"
-        raise UnsupportedModelError(msg)
+    parameters = [each for _, each in module.named_parameters(remove_duplicate=False)]
+    refused = {
+        "it, or a submodule or a parameter of it, has hooks": has_hooks(module.modules()),
+        "it has one parameter under several names": (
+            len(set(map(id, parameters))) < len(parameters)
+        ),
+        "it changes attributes, globals, or what it is given": before.objects.has_changed(),
+        "it changes its input, or a buffer, in place": call.cannot_repeat,
+    }
+    _refuse(refused)
     check_model(module, (), None)
 
 
 def check_capture(capture: Capture) -> None:
     """Refuses a captured inside that leaves something behind."""
-    if capture.attributes.leaves_any or capture.read_values.check is not None:
-        msg = "it assigns attributes, or reads the values of tensors"
-        raise UnsupportedModelError(msg)
-    if capture.num_checkpoints or capture.non_differentiable_outputs:
-        msg = "it has checkpoints of its own, or outputs without a gradient"
-        raise UnsupportedModelError(msg)
+    attributes, read = capture.attributes, capture.read_values
+    refused = {
+        "it assigns attributes": attributes.leaves_any,
+        "it reads the values of tensors": read.check is not None,
+        "it has checkpoints of its own": capture.num_checkpoints > 0,
+        "it has outputs without a gradient": bool(capture.non_differentiable_outputs),
+    }
+    _refuse(refused)
+
+
+def _refuse(reasons: Mapping[str, bool]) -> None:
+    reason = next((reason for reason, is_refused in reasons.items() if is_refused), "")
+    if reason:
+        raise UnsupportedModelError(reason)
 
 
 class EscapedTensors(TorchFunctionMode):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -15,14 +15,15 @@ from rockmate.capture.huggingface import switches_of
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.errors import BackwardError
 from rockmate.frames.interiors.checks import has_hooks
-from rockmate.frames.interiors.gradient_layouts import GradientLayouts
 from rockmate.frames.interiors.schedules import PlannedSchedules
-from rockmate.frames.replaced_forward import forwards_of
-from rockmate.frames.schedule_cost import GradientContext, ScheduleCost
+from rockmate.frames.interiors.trial import Layouts
+from rockmate.frames.needs import ScheduleCost
+from rockmate.frames.selection import forwards_of
 from rockmate.graph.parameters import Binding, owner_names
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import Schedule
+from rockmate.state.tensors import layout_of
 from rockmate.step import CapturedStep
 
 _ANY_NUMBER = 1 << 30
@@ -33,7 +34,10 @@ class Interior:
     """The inside of the calls of one submodule, for arguments of one signature.
 
     Attributes:
-        is_confirmed: whether gradients have come, and lie in memory as those of its trial.
+        copies_gradients: whether gradients of outputs do not lie in memory as the outputs do, and
+            are copied.
+        adds_gradients: whether a parameter may have another gradient in the same step, to which
+            autograd adds that of a call.
     """
 
     def __init__(
@@ -42,7 +46,7 @@ class Interior:
         step: CapturedStep,
         module: nn.Module,
         planned: PlannedSchedules,
-        layouts: GradientLayouts,
+        layouts: Layouts,
         cast_names: Sequence[str],
     ) -> None:
         """Writes no code yet.
@@ -52,41 +56,24 @@ class Interior:
             step: the captured inside; gradients are returned.
             module: the submodule.
             planned: its schedules.
-            layouts: of the gradients of outputs in its trial.
+            layouts: of the gradients of each output in its trial.
             cast_names: parameters whose gradient is that of the cast that autocast keeps.
         """
-        self.is_confirmed, self._is_wrong, self._layouts = False, False, layouts
+        self.copies_gradients = self.adds_gradients = False
+        self._layouts = layouts
         self._path, self._step, self._module, self._planned = path, step, module, planned
         self._cast_names = frozenset(cast_names)
         self._runners: dict[int, Runner] = {}
-        self._costs: Sequence[ScheduleCost] = planned.costs
         self._watch = ModelWatch(module, step.capture.attributes)
         self._watched_modules, self._forwards = list(module.modules()), forwards_of(module)
         switches = switches_of(module)
         self._switches = [(owner, name, getattr(owner, name)) for owner, name in switches]
 
-    @property
+    @cached_property
     def schedules(self) -> Sequence[ScheduleCost]:
-        """How it can run, of rising seconds."""
-        return self._costs
-
-    def expect(self, around: GradientContext) -> None:
-        """Counts the bytes of its schedules where gradients go like this."""
-        self._costs = [each.within(around) for each in self._planned.costs]
-
-    def confirm(self, place: int, gradient: torch.Tensor) -> bool:
-        """Whether its trial had a gradient of this layout. If not, it is used no more.
-
-        Args:
-            place: among the tensors of the output.
-            gradient: of that one, in eager.
-        """
-        is_tried = self._layouts.has(place, gradient)
-        if not is_tried:
-            self._layouts.add(place, gradient)  # for the next trial
-        self._is_wrong = self._is_wrong or not is_tried
-        self.is_confirmed = not self._is_wrong
-        return is_tried
+        """How it can run, of rising seconds, with the bytes that they take where it is."""
+        copies, adds = self.copies_gradients, self.adds_gradients
+        return [each.within(copies=copies, adds=adds) for each in self._planned.costs]
 
     def is_present(self, forward: Callable[..., Any]) -> bool:
         """Whether the submodule, its forwards, and the attributes that they read, are as they were.
@@ -140,7 +127,7 @@ class Interior:
 
     def _check_tangents(self, tangents: Sequence[torch.Tensor | None]) -> None:
         for place, each in enumerate(tangents):
-            if each is not None and not self._layouts.has(place, each):
+            if each is not None and layout_of(each) not in self._layouts[place]:
                 msg = (
                     f"the gradient of an output of {self._path} has strides {list(each.stride())}, "
                     "others than in steps before: another loss, perhaps. Its planned backward "

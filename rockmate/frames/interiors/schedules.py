@@ -8,16 +8,16 @@ save for each level of saved bytes, and the default search adds schedules with s
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+import operator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
-
-import torch
 
 from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
-from rockmate.frames.schedule_cost import ScheduleCost
+from rockmate.frames.interiors.gradients import casts_of
+from rockmate.frames.needs import ScheduleCost
 from rockmate.graph.blocks import Block, kind_of, wiring_of
 from rockmate.graph.ir import Graph
 from rockmate.planning.block_options import OptionSolver, SolvedBlocks, Solving, storages_at
@@ -61,7 +61,7 @@ class PlannedSchedules:
             costs: of its ops.
         """
         found = [_priced(step.graph, each, costs) for each in _schedules(step, costs)]
-        kept = _thinned(_undominated(found))
+        kept = _worth_running(found)
         self.costs = [each.cost for each in kept]
         self.schedules = [each.schedule for each in kept]
         self._eager_s = self._fastest_s = math.inf
@@ -114,7 +114,9 @@ def _priced(graph: Graph, schedule: Schedule, costs: Costs) -> PricedSchedule:
     # The simulation has all outputs and their gradients live to the end.
     running_bytes = max(live[num_forward:], default=0) - output_bytes - gradient_bytes
     returned_bytes, added_bytes = _returned_bytes(graph)
-    cast_bytes = sum(gradient.nbytes for _, gradient in _casts(graph))  # those of autocast
+    cast_bytes = sum(
+        gradient.nbytes for _, gradient in casts_of(graph).values()
+    )  # those of autocast
     cost = ScheduleCost(
         held_bytes=max(0, simulation.saved_bytes - output_bytes),
         read_output_bytes=read_output_bytes,
@@ -141,24 +143,12 @@ def _returned_bytes(graph: Graph) -> tuple[int, int]:
         for kind in (RoleKind.INPUT_GRADIENT, RoleKind.PARAMETER_GRADIENT)
     )
     kept_bytes = sum(each.num_bytes for each in graph.storages if each.is_kept_to_end)
-    kept_bytes += max([parameter.nbytes for parameter, _ in _casts(graph)], default=0)
+    kept_bytes += max(
+        [parameter.nbytes for parameter, _ in casts_of(graph).values()],
+        default=0,
+    )
     most_of_inputs = max(inputs, default=0)
     return kept_bytes + most_of_inputs, kept_bytes + max(parameters, default=most_of_inputs)
-
-
-def _casts(graph: Graph) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Parameters and the gradients of their casts, where autocast keeps these."""
-    parameters = {
-        role.name: node.meta["val"]
-        for node, role in graph.inputs
-        if role.kind is RoleKind.PARAMETER
-    }
-    gradients = [
-        (parameters[role.name], node.meta["val"])
-        for node, role in graph.outputs
-        if role.kind is RoleKind.PARAMETER_GRADIENT and role.name in parameters
-    ]
-    return [each for each in gradients if each[0].dtype != each[1].dtype]
 
 
 def _recompute_ms(schedule: Schedule, costs: Costs) -> float:
@@ -167,26 +157,16 @@ def _recompute_ms(schedule: Schedule, costs: Costs) -> float:
     return float(sum(times[steps[position]] for position in schedule.recomputed_positions()))
 
 
-def _bytes_of(cost: ScheduleCost) -> tuple[int, int, int]:
-    return cost.held_bytes, cost.forward_bytes, cost.backward_bytes
-
-
-def _undominated(priced: Iterable[PricedSchedule]) -> list[PricedSchedule]:
-    """Those that no faster one betters in all that it takes."""
+def _worth_running(priced: Iterable[PricedSchedule]) -> list[PricedSchedule]:
+    """Those that no faster one betters in all bytes; so many at most, first and last included."""
     kept: list[PricedSchedule] = []
-    for each in sorted(priced, key=lambda each: (each.cost.seconds, _bytes_of(each.cost))):
-        mine = _bytes_of(each.cost)
-        if not any(
-            all(one <= other for one, other in zip(_bytes_of(known.cost), mine, strict=True))
-            for known in kept
-        ):
+    taken: list[tuple[int, int, int]] = []
+    for each in sorted(priced, key=lambda each: each.cost.seconds):
+        mine = each.cost.held_bytes, each.cost.forward_bytes, each.cost.backward_bytes
+        if not any(all(map(operator.le, known, mine)) for known in taken):
             kept.append(each)
-    return kept
-
-
-def _thinned(priced: Sequence[PricedSchedule]) -> list[PricedSchedule]:
-    """At most so many of them, the first and the last included."""
-    if len(priced) <= _MOST_SCHEDULES:
-        return list(priced)
-    step = (len(priced) - 1) / (_MOST_SCHEDULES - 1)
-    return [priced[round(step * number)] for number in range(_MOST_SCHEDULES)]
+            taken.append(mine)
+    if len(kept) <= _MOST_SCHEDULES:
+        return kept
+    step = (len(kept) - 1) / (_MOST_SCHEDULES - 1)
+    return [kept[round(step * number)] for number in range(_MOST_SCHEDULES)]

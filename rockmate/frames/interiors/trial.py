@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +12,59 @@ from torch import nn
 from rockmate._torch.autocast import cached_cast
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
-from rockmate.frames.interiors.gradient_layouts import GradientLayouts
-from rockmate.frames.interiors.readers import contributions_noted
+from rockmate.frames.interiors.gradients import contributions_noted
 from rockmate.state.digest import bits_of
+from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import layout_of, storages_of, tensors_in
+
+Layouts = Sequence[Sequence[tuple[int, ...]]]
+"""For each output, how its gradients may lie in memory."""
+_MOST_LAYOUTS = 4
+
+
+class GradientLayouts:
+    """How the gradients of outputs of one submodule have lain in memory, in backwards of eager.
+
+    Kernels round otherwise for other strides. A reader that transposes, takes a part, or sums up,
+    hands over a gradient with strides of its own: those of its view, or zeros.
+
+    Attributes:
+        differ: whether one lay otherwise than its output.
+    """
+
+    def __init__(self) -> None:
+        """None is known."""
+        self.differ = False
+        self._known: defaultdict[Hashable, list[tuple[int, ...]]] = defaultdict(list)
+        self._tried: set[Hashable] = set()
+
+    def add(self, place: int, own: tuple[int, ...], gradient: torch.Tensor) -> bool:
+        """Takes one; whether a trial that there was had none of its layout.
+
+        Args:
+            place: of its output.
+            own: layout of that.
+            gradient: of it.
+        """
+        layout, key = layout_of(gradient), (place, gradient.shape)
+        known = self._known[key]
+        self.differ |= layout != own
+        if layout in known or len(known) == _MOST_LAYOUTS:
+            return False
+        known.append(layout)
+        return key in self._tried
+
+    def are_known(self, output: Any) -> bool:
+        """Whether a backward of an output of these shapes has come."""
+        return any((at, each.shape) in self._known for at, each in enumerate(tensors_in(output)))
+
+    def for_trial(self, output: Any) -> Layouts:
+        """Those that a trial of a call has to have."""
+        tensors = tensors_in(output)
+        keys = [(place, each.shape) for place, each in enumerate(tensors)]
+        self._tried.update(keys)
+        pairs = zip(keys, tensors, strict=True)
+        return [list(self._known.get(key) or [layout_of(each)]) for key, each in pairs]
 
 
 class Trial(NamedTuple):
@@ -28,7 +77,7 @@ class Trial(NamedTuple):
         contributions: for each argument and parameter with a gradient, the bits of what its readers
             hand over, in the order in which they do, and the strides of that of an argument.
         buffers: bits of each.
-        random_state: bits of it, after the forward.
+        random_state: after it.
         seconds: of forward and backward.
     """
 
@@ -36,15 +85,15 @@ class Trial(NamedTuple):
     outputs: tuple[Any, ...]
     contributions: tuple[Any, ...]
     buffers: tuple[int, ...]
-    random_state: tuple[int, ...]
+    random_state: RandomState
     seconds: float
 
     def difference(self, other: Trial) -> str:
         """What differs, in one word; empty if nothing does."""
-        for name in self._fields[:-1]:
-            if getattr(self, name) != getattr(other, name):
-                return name.replace("_", " ")
-        return ""
+        if self.random_state.differences(other.random_state):
+            return "random state"
+        names = ("structure", "outputs", "contributions", "buffers")
+        return next((name for name in names if getattr(self, name) != getattr(other, name)), "")
 
 
 def trained(
@@ -52,8 +101,7 @@ def trained(
     module: nn.Module,
     forward: Callable[..., Any],
     clock: Callable[[], float],
-    layouts: GradientLayouts,
-    number: int = 0,
+    layouts: Sequence[tuple[int, ...]],
     cast_names: Sequence[str] = (),
 ) -> Trial:
     """Runs a forward and its backward in the state that a call began in, which then goes back.
@@ -65,8 +113,7 @@ def trained(
         module: its submodule.
         forward: what runs.
         clock: seconds.
-        layouts: of the gradients of outputs.
-        number: which of these.
+        layouts: of the gradient of each output.
         cast_names: parameters that autocast casts, whose casts' gradients are compared, too.
     """
     given: list[torch.Tensor] = []
@@ -79,54 +126,39 @@ def trained(
     with call.again(noting) as (run, _):
         begin_s = clock()
         tensors, structure = flatten(run(), what="the output")
-        forward_s = clock() - begin_s
-        random_state = tuple(bits_of(each) for each in _random_states(tensors))
-        buffers = tuple([bits_of(each) for each in module.buffers()])
         casts = [cached_cast(module.get_parameter(name)) for name in cast_names]
         trained_ones = dict.fromkeys(each for each in given if each.requires_grad)
         leaves = [*trained_ones, *parameters, *casts]
-        contributions, backward_s = _contributions(
-            tensors, leaves, clock, partial(layouts.tangents, trial=number)
-        )
-        outputs = tuple([
+        pairs = zip(tensors, layouts, strict=True)
+        tangents = [(each, _tangent(each, own)) for each, own in pairs if each.requires_grad]
+        outputs, gradients = [each for each, _ in tangents], [each for _, each in tangents]
+        with contributions_noted(outputs, leaves) as found:
+            _ = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
+        seconds = clock() - begin_s
+        contributions = tuple([
+            tuple([(bits_of(each), _strides(leaf, each)) for each in arrived])
+            for leaf, arrived in zip(leaves, found, strict=True)
+        ])  # fmt: skip
+        bits = tuple([
             (each.shape, each.stride(), each.dtype, each.requires_grad, same, bits_of(each))
             for each, same in zip(tensors, _identities(given, tensors), strict=True)
         ])  # fmt: skip
-        seconds = forward_s + backward_s
-        return Trial(structure, outputs, contributions, buffers, random_state, seconds)
+        random_state = RandomState([each.device for each in tensors])
+        buffers = tuple([bits_of(each) for each in module.buffers()])
+        return Trial(structure, bits, contributions, buffers, random_state, seconds)
 
 
-def _contributions(
-    outputs: Sequence[torch.Tensor],
-    leaves: Sequence[torch.Tensor],
-    clock: Callable[[], float],
-    tangents_for: Callable[..., Sequence[torch.Tensor]],
-) -> tuple[tuple[Any, ...], float]:
-    """Bits of what arrives at each leaf, and seconds of the backward."""
-    generators = {each.device: torch.Generator(each.device) for each in outputs}
-    for generator in generators.values():
-        generator.manual_seed(0)
-    tangents = tangents_for(outputs, generators)
-    outputs = [each for each in outputs if each.requires_grad]
-    with contributions_noted(outputs, leaves) as found:
-        begin_s = clock()
-        _ = torch.autograd.grad(outputs, leaves, tangents, allow_unused=True)
-        seconds = clock() - begin_s
-    compared = [
-        tuple([(bits_of(each), _strides(leaf, each)) for each in gradients])
-        for leaf, gradients in zip(leaves, found, strict=True)
-    ]
-    return tuple(compared), seconds
+def _tangent(like: torch.Tensor, layout: Sequence[int]) -> torch.Tensor:
+    """A random gradient; of one element in each dimension in which all are the same."""
+    sizes = [1 if step == 0 else size for size, step in zip(like.shape, layout, strict=True)]
+    found = torch.empty_strided(sizes, layout, dtype=like.dtype, device=like.device)
+    found.normal_(generator=torch.Generator(like.device).manual_seed(0))
+    return found.expand(like.shape)
 
 
 def _strides(leaf: torch.Tensor, gradient: torch.Tensor) -> tuple[int, ...]:
     """Of an argument's gradient, since what made the argument rounds by them."""
     return () if isinstance(leaf, nn.Parameter) else layout_of(gradient)
-
-
-def _random_states(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    devices = {each.device for each in tensors if each.device.type == "cuda"}
-    return [torch.get_rng_state(), *map(torch.cuda.get_rng_state, sorted(devices, key=str))]
 
 
 def _identities(

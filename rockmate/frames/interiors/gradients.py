@@ -1,8 +1,11 @@
-"""The gradients that a tensor gets from each of its readers.
+"""The gradients that a captured inside returns: of each reader of a tensor, and of casts.
 
-Autograd adds them up as they arrive. Where a tensor has readers within a frame and outside of it,
-the order of these additions is that of eager only if each reader within hands over its gradient by
-itself. A captured graph has their sum.
+Autograd adds up the gradients of a tensor as they arrive. Where a tensor has readers within a frame
+and outside of it, the order of these additions is that of eager only if each reader within hands
+over its gradient by itself. A captured graph has their sum.
+
+Autocast casts a parameter once for all calls until its context ends, and autograd adds up the
+gradients of the cast. So a captured inside returns the gradient of the cast, not the parameter's.
 """
 
 from __future__ import annotations
@@ -13,11 +16,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from rockmate.capture.roles import Capture, Role
+from rockmate._torch.autocast import autocast_dtypes
+from rockmate.capture.roles import Capture, Role, RoleKind
+from rockmate.errors import UnsupportedModelError
+from rockmate.graph.ir import Graph
 
 _ADD = torch.ops.aten.add.Tensor
+_CAST = torch.ops.aten._to_copy.default
 
 
 @contextmanager
@@ -99,3 +106,56 @@ def _terms(value: Any, count: int) -> list[Any] | None:
         value, last = value.args
         terms.append(last)
     return [value, *reversed(terms)]
+
+
+def return_gradients_of_casts(module: nn.Module, capture: Capture) -> None:
+    """Changes the graph so that it returns the gradient of each cast that autocast keeps.
+
+    Args:
+        module: which was captured.
+        capture: its joint graph, which is changed in place.
+
+    Raises:
+        UnsupportedModelError: a parameter has other readers beside its cast.
+    """
+    if not (autocast_dtypes() and torch.is_autocast_cache_enabled()):
+        return
+    trained = {name for name, each in module.named_parameters() if each.requires_grad}
+    cast = {
+        role.name
+        for node, role in capture.inputs
+        if role.kind is RoleKind.PARAMETER
+        and role.name in trained
+        and any(user.target is _CAST for user in node.users)
+    }
+    output = capture.joint.graph.output_node()
+    returned: Any = output.args[0]
+    values = list(returned)
+    for place, role in enumerate(capture.output_roles):
+        if role is not None and role.kind is RoleKind.PARAMETER_GRADIENT and role.name in cast:
+            values[place] = _before_cast(values[place], role.name)
+    output.args = (tuple(values),)
+
+
+def _before_cast(gradient: fx.Node, name: str) -> fx.Node:
+    if gradient.target is not _CAST:
+        msg = f"autocast casts {name}, which it reads without the cast, too, or several times"
+        raise UnsupportedModelError(msg)
+    before = gradient.args[0]
+    assert isinstance(before, fx.Node)
+    return before
+
+
+def casts_of(captured: Capture | Graph) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """By name, the parameters whose returned gradient is that of their cast, and this gradient."""
+    parameters = {
+        role.name: node.meta["val"]
+        for node, role in captured.inputs
+        if role.kind is RoleKind.PARAMETER
+    }
+    gradients = {
+        role.name: (parameters[role.name], node.meta["val"])
+        for node, role in captured.outputs
+        if role.kind is RoleKind.PARAMETER_GRADIENT and role.name in parameters
+    }
+    return {name: pair for name, pair in gradients.items() if pair[0].dtype != pair[1].dtype}

@@ -1,0 +1,167 @@
+"""Whether frames keep the budget: the real peak of steps, errors, and lines of the log.
+
+What a step takes beside its frames is known from a measured one. Another step may run other ops, or
+its script may hold more. So peaks are looked at where that is free: on CUDA in each step, by the
+allocator's counters, and on a CPU, where a profiler has to be on, in steps 2, 4, 8, 16, ... and in
+the one after a step that has passed the budget. After such a step all frames count as taking so
+much more, and a line says so. If the next one that is looked at passes it again, the budget cannot
+be kept.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from rockmate._torch.storage import bytes_of
+from rockmate.budget import Budget, parse_budget, size_text
+from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
+from rockmate.frames.memory import Memory
+from rockmate.frames.needs import FrameKey, StepNeeds
+
+logger = logging.getLogger(__name__)
+
+_TOLERANCE = 1.01
+"""A peak within so much of the budget is no fault."""
+
+
+class PeakCheck:
+    """Of the steps of one model.
+
+    On CUDA the allocator knows the largest peak of all time. A step that reaches a larger one than
+    all before has its own; of others it is known that theirs is no larger.
+    """
+
+    def __init__(self, model: nn.Module, memory: Memory, *, may_refuse: bool) -> None:
+        """No step has run.
+
+        Args:
+            model: whose steps they are.
+            memory: of the model.
+            may_refuse: whether a budget that is passed twice ends in an error.
+        """
+        self._model, self._memory, self._may_refuse = model, memory, may_refuse
+        self._num_steps = self._num_passed = self._real_bytes = self._told_bytes = 0
+        self._was_looked_at = False
+
+    def is_due(self, *, is_profiled: bool) -> bool:
+        """Whether the step that begins is to be recorded.
+
+        Args:
+            is_profiled: whether somebody's profiler is on, so that none can be.
+        """
+        memory = self._memory
+        if memory.budget_bytes is None or memory.is_capturing or memory.agreement is not None:
+            return False
+        self._num_steps += 1
+        if memory.device.type == "cuda":
+            begin_bytes = torch.cuda.memory_allocated(memory.device)
+            known_bytes = torch.cuda.max_memory_allocated(memory.device)
+            gradient_bytes = self._gradient_bytes()
+            memory.at_end = partial(self._end, begin_bytes, known_bytes, gradient_bytes)
+            return False
+        is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
+        return not is_profiled and self._num_steps > 1 and (self._num_passed > 0 or is_power_of_two)
+
+    def _end(self, begin_bytes: int, known_bytes: int, gradient_bytes: int) -> None:
+        """A backward on CUDA has ended: the peak of the step, without its new gradients."""
+        peak_bytes = torch.cuda.max_memory_allocated(self._memory.device)
+        new_bytes = 0 if gradient_bytes else self._gradient_bytes()
+        is_known = peak_bytes == known_bytes
+        self._real_bytes = 0 if is_known else peak_bytes - begin_bytes - new_bytes
+        self._was_looked_at = True
+
+    def _gradient_bytes(self) -> int:
+        found = (each.grad for each in self._model.parameters())
+        return sum(bytes_of(each) for each in found if each is not None)
+
+    def note(self, needs: StepNeeds | None) -> None:
+        """Takes what a recorded step had live around its frames; None if that is not known."""
+        if needs is not None and needs.by_key:
+            self._real_bytes = max(each.peak_bytes for each in needs.by_key.values())
+            self._was_looked_at = True
+
+    def refusal_of_last_step(self) -> InfeasibleBudgetError | None:
+        """Takes what the last step has shown; an error if the budget cannot be kept."""
+        memory, real_bytes = self._memory, self._real_bytes
+        was_looked_at, self._was_looked_at, self._real_bytes = self._was_looked_at, False, 0
+        budget_bytes = memory.budget_bytes
+        if budget_bytes is None or memory.needs is None or memory.is_capturing:
+            return None
+        peak_bytes = max(memory.peak_bytes, real_bytes)
+        if peak_bytes <= _TOLERANCE * budget_bytes:
+            self._num_passed = 0 if was_looked_at else self._num_passed
+            return None
+        self._num_passed += 1
+        if real_bytes > memory.peak_bytes:
+            memory.needs.add(int((real_bytes - memory.peak_bytes) / memory.scale))
+        if self._num_passed > 1 and self._may_refuse:
+            where = "a step that runs other ops than the one that was measured"
+            return InfeasibleBudgetError(budget_bytes, peak_bytes, where=where)
+        if peak_bytes > self._told_bytes:
+            self._told_bytes = peak_bytes
+            logger.warning(
+                "a step has taken %s, more than the budget of %s: it ran other ops than the one "
+                "that was measured, or the script held more. The following steps hold less.",
+                size_text(peak_bytes), size_text(budget_bytes),
+            )  # fmt: skip
+        return None
+
+
+# --- errors and lines of the log ------------------------------------------------------------------
+
+
+def refuse_flat_parameters(model: nn.Module) -> None:
+    """Raises `UnsupportedModelError` for a model that FSDP1 has sharded."""
+    if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
+        msg = (
+            "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which frames do "
+            "not follow. Shard with torch.distributed.fsdp.fully_shard (FSDP2), then wrap the "
+            "model."
+        )
+        raise UnsupportedModelError(msg)
+
+
+def too_small(budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError:
+    """The error for a budget below the smallest peak."""
+    largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
+    return InfeasibleBudgetError(budget_bytes, needs.minimum_bytes, where=str(largest))
+
+
+def tell_taken(budget_bytes: int, minimum_bytes: int) -> None:
+    """Says that the smallest peak is taken for the budget."""
+    logger.warning(
+        "the budget of %s is below the smallest peak of frames, %s, which is taken",
+        size_text(budget_bytes),
+        size_text(minimum_bytes),
+    )
+
+
+def told_no_frames(budget: Budget, peak_bytes: int) -> InfeasibleBudgetError | None:
+    """Says that nothing keeps the budget, and gives the error; None if the step is within it."""
+    budget_bytes = parse_budget(budget, peak_bytes)
+    if budget_bytes >= peak_bytes:
+        return None
+    logger.warning(
+        "no call of a submodule could be a frame, so nothing keeps the budget of %s: the step "
+        "takes %s. Frames are calls of submodules that have submodules, outside of checkpoints and "
+        "of keep.",
+        size_text(budget_bytes),
+        size_text(peak_bytes),
+    )
+    where = "a step of which no call can be a frame"
+    return InfeasibleBudgetError(budget_bytes, peak_bytes, where=where)
+
+
+def tell_lowered(key: FrameKey, before_bytes: int, lowered_bytes: int) -> None:
+    """Says that memory ran out in a frame, and what the budget is from now on."""
+    logger.warning(
+        "out of memory in %s, within the budget of %s, which is %s from now on",
+        key,
+        size_text(before_bytes),
+        size_text(lowered_bytes),
+    )

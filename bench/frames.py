@@ -19,22 +19,19 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 from bench import command
 from bench.command import Record
 from bench.machine import machine_text
 from bench.measure import allocator_peak, time_in_turn
-from bench.models import dynamic
-from bench.pages import all_row, records_table, targets, worst_row
-from bench.peers.checkpoint import replaced_forwards
+from bench.models import Workload, dynamic
+from bench.pages import Goal, filled, judged, records_table, targets, worst_row
+from bench.peers.checkpoint import checkpointed
 from rockmate import RockmateModule
 
 SEEDS = (0, 1, 2)
@@ -56,7 +53,7 @@ OVER_BUDGET = 1.01
 class Trained:
     """A copy of a model, and how its steps are run."""
 
-    def __init__(self, made: dynamic.Dynamic, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    def __init__(self, made: Workload, wrap: Callable[[nn.Module], nn.Module]) -> None:
         self._model = copy.deepcopy(made.model)
         self.module = wrap(self._model)
         self._make_batch, self._num_timed = made.make_batch, 0
@@ -66,7 +63,7 @@ class Trained:
         """Forward and backward; gradients add up."""
         return self._step(seed, self._make_batch(seed))
 
-    def _step(self, seed: int, batch: dict[str, Tensor]) -> Tensor:
+    def _step(self, seed: int, batch: Mapping[str, Tensor]) -> Tensor:
         torch.manual_seed(seed)
         loss = self.module(**batch)
         loss.backward()
@@ -98,22 +95,7 @@ class Trained:
         self._num_timed += 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes the page."""
-    parser = command.parser(
-        "frames", __doc__, models=dynamic.NAMES, rounds=7, tiny=True, stem="frames_cpu"
-    )
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    found = (
-        record
-        for name in tqdm(options.model or dynamic.NAMES, unit="model")
-        for record in _measured(name, options)
-    )
-    return command.run("frames", options, found, page)
-
-
-def _measured(name: str, options: argparse.Namespace) -> list[Record]:
+def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     """All methods on one model."""
     made = dynamic.build(name, tiny=options.tiny)
     eager = Trained(made, lambda model: model)
@@ -143,7 +125,7 @@ def _measured(name: str, options: argparse.Namespace) -> list[Record]:
     steps = {method: trained.next_step for method, (trained, _) in methods.items()}
     for method, times in time_in_turn(steps, options.rounds, collects=False).items():
         records[method] |= {"seconds": times.median_ms / 1e3, "ratio": times.ratio}
-    return list(records.values())
+    yield from records.values()
 
 
 def _framed(model: nn.Module, budget: int) -> nn.Module:
@@ -179,18 +161,8 @@ class _Checkpointed(nn.Module):
         self.model, self.paths = model, paths
 
     def forward(self, **batch: Tensor) -> Tensor:
-        with self._checkpoints():
+        with checkpointed(map(self.model.get_submodule, self.paths)):
             return self.model(**batch)
-
-    @contextmanager
-    def _checkpoints(self) -> Iterator[None]:
-        modules = [self.model.get_submodule(path) for path in self.paths]
-        wrapped = {
-            each: partial(checkpoint, each.forward, use_reentrant=False, preserve_rng_state=True)
-            for each in modules
-        }
-        with replaced_forwards(wrapped):
-            yield
 
 
 # --- page -------------------------------------------------------------------------------------
@@ -200,8 +172,7 @@ def page(lines: Sequence[Record]) -> list[str]:
     """Targets, and a table for each model."""
     newest = {(line["model"], line["method"]): line for line in lines}
     names = list(dict.fromkeys(name for name, _ in newest))
-    text = ["# Frames beside eager, checkpoints and plans", "", machine_text(lines[-1]), ""]
-    text += [*_targets(newest, names), ""]
+    text: list[str] = []
     for name in names:
         own = {method: line for (model, method), line in newest.items() if model == name}
         last = list(own.values())[-1]
@@ -210,42 +181,56 @@ def page(lines: Sequence[Record]) -> list[str]:
             f"{last['load_average']:.1f} at the start."
         )
         text += [f"## {name}", "", where, "", *_table(own), ""]
-    return text[:-1]
+    machine = machine_text(lines[-1])
+    return filled("frames", machine=machine, targets=_targets(newest, names), models=text)
 
 
 def _targets(newest: dict[tuple[str, str], Record], names: Sequence[str]) -> list[str]:
-    framed = [line for (_, method), line in newest.items() if method.startswith("frames")]
-    rows = [
-        all_row("bits of losses, gradients and buffers equal eager's",
-                sum(line["is_bitwise"] for line in framed), len(framed)),
-        worst_row("measured peak over the budget or the smallest peak", OVER_BUDGET,
-                  [(_place(line), line["peak_bytes"] / _allowed(line)) for line in framed]),
-    ]  # fmt: skip
-    for share, reach in TIME_AT.items():
-        lines = [newest[name, f"frames: {share}"] for name in names]
-        within = [line for line in lines if line["minimum_bytes"] <= line["budget_bytes"]]
-        figures = [(line["model"], line["ratio"]) for line in within]
-        rows.append(worst_row(f"time at {share} of the peak", reach, figures))
     at_equal_peak = [
         (name, newest[name, "frames: as checkpoint"]["ratio"] / newest[name, "checkpoint"]["ratio"])
         for name in names
     ]
-    rows.append(worst_row("time over checkpoints' at their peak", 1.0, at_equal_peak))
     beside_plans = [
-        (_place(line), newest[name, method.replace("plan", "frames")]["ratio"] / line["ratio"])
-        for (name, method), line in newest.items()
-        if method.startswith("plan")
+        (_PLACE.format_map(line), newest[key[0], f"frames{key[1][4:]}"]["ratio"] / line["ratio"])
+        for key, line in newest.items()
+        if key[1].startswith("plan")
     ]
-    rows.append(worst_row("time over a plan's", TIME_OVER_PLAN, beside_plans))
-    return targets(rows)
+    return targets(
+        [
+            *judged(_GOALS, list(newest.values())),
+            worst_row("time over checkpoints' at their peak", 1.0, at_equal_peak),
+            worst_row("time over a plan's", TIME_OVER_PLAN, beside_plans),
+        ]
+    )
 
 
-def _place(line: Record) -> str:
-    return f"{line['model']}, {line['method']}"
+def _is_framed(line: Record) -> bool:
+    return line["method"].startswith("frames")
+
+
+def _fits_at(share: float) -> Callable[[Record], bool]:
+    """Whether frames keep a budget of this share."""
+    return lambda line: (
+        line["method"] == f"frames: {share}" and line["minimum_bytes"] <= line["budget_bytes"]
+    )
 
 
 def _allowed(line: Record) -> int:
     return max(line["budget_bytes"], line["minimum_bytes"])
+
+
+_PLACE = "{model}, {method}"
+_GOALS = (
+    Goal("bits of losses, gradients and buffers equal eager's", None,
+         lambda line: line["is_bitwise"], _is_framed),
+    Goal("measured peak over the budget or the smallest peak", OVER_BUDGET,
+         lambda line: line["peak_bytes"] / _allowed(line), _is_framed, _PLACE),
+    *(
+        Goal(f"time at {share} of the peak", reach, lambda line: line["ratio"], _fits_at(share),
+             "{model}")
+        for share, reach in TIME_AT.items()
+    ),
+)  # fmt: skip
 
 
 def _table(own: dict[str, Record]) -> list[str]:
@@ -277,6 +262,14 @@ def _budget_text(line: Record) -> str:
     if line.get("minimum_bytes", 0) > line["budget_bytes"]:
         share += f" (smallest peak: {line['minimum_bytes'] / line['eager_bytes']:.2f})"
     return share
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and writes the page."""
+    return command.run_models(
+        "frames", __doc__, arguments, measured, page, models=dynamic.NAMES, rounds=7, tiny=True,
+        stem="frames_cpu",
+    )[0]  # fmt: skip
 
 
 if __name__ == "__main__":

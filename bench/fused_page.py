@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from bench.command import Record
 from bench.comparison.result import TIME_TOLERANCE
-from bench.pages import Column, Start, all_row, provenance, records_table, targets, worst_row
+from bench.pages import (
+    Column,
+    Goal,
+    Start,
+    Target,
+    filled,
+    judged,
+    provenance,
+    records_table,
+    targets,
+    worst_row,
+)
 
 SHARES = (None, 0.5, 0.25, 0.1)
 """Budgets as shares of eager's peak; None recomputes nothing."""
@@ -37,66 +48,84 @@ def page(lines: Sequence[Record]) -> list[str]:
     """Targets, and a table for each model."""
     every = {(line["model"], line["method"]): line for line in lines}
     newest = {place: line for place, line in every.items() if line.get("kind") != "peer"}
-    peers = {place: line for place, line in every.items() if line.get("kind") == "peer"}
-    names = list(dict.fromkeys(name for name, _ in every))
-    text = ["# Fused kernels beside eager's", ""]
-    text += [*_sources(list(every.values())), ""]
-    text += [*_targets(newest, list(peers.values())), ""]
-    for name in names:
+    peers = [line for line in every.values() if line.get("kind") == "peer"]
+    text: list[str] = []
+    for name in dict.fromkeys(name for name, _ in every):
         own = [line for (model, _), line in newest.items() if model == name]
         text += [f"## {name}", "", *(_table(own) if own else ()), ""]
-        beside = [line for (model, _), line in peers.items() if model == name]
+        beside = [line for line in peers if line["model"] == name]
         if beside:
             text += [f"### {name} beside Inductor", "", *records_table(_PEER_COLUMNS, beside), ""]
-    return text[:-1]
-
-
-def _sources(lines: Sequence[Record]) -> list[str]:
-    """Where the lines come from."""
     starts = {
         (line["model"], line["command"]): Start(
             model=line["model"], command=line["command"], machine=line
         )
-        for line in lines
+        for line in every.values()
     }
-    return provenance(list(starts.values()))
+    return filled(
+        "fused",
+        provenance=provenance(list(starts.values())),
+        targets=targets([*_rows(newest), *judged(_LAST_GOALS, list(every.values()))]),
+        models=text,
+    )
 
 
-def _targets(newest: dict[tuple[str, str], Record], peers: Sequence[Record]) -> list[str]:
+def _rows(newest: dict[tuple[str, str], Record]) -> Iterator[Target]:
+    """The targets of our plans."""
     names = list(dict.fromkeys(name for name, _ in newest))
-    fused = [line for line in newest.values() if line["method"].startswith("fused")]
-    whole = [line for line in fused if not line.get("chunks")]
-    peaks = [
-        (_place(line), line["peak_bytes"] / line["predicted_bytes"]) for line in newest.values()
-    ]
-    rows = [
-        worst_row("measured peak over the predicted one", PREDICTED, peaks),
-        all_row("measured peak within the budget",
-                sum(line["peak_bytes"] <= line["budget_bytes"] for line in newest.values()),
-                len(newest)),
-        all_row("gradients of a fused plan without chunks equal those of the others, bitwise",
-                sum(line["is_bitwise"] for line in whole), len(whole)),
-        worst_row("error of a gradient against eager's, over the larger of 1e-5 and eager's own",
-                  1.0, [(_place(line), line["error"] / _allowed_error(line)) for line in fused]),
-        worst_row("peak without recomputation over that of eager's kernels", 1.0,
-                  [(name, _peak(newest, name, "fused") / _peak(newest, name, "eager"))
-                   for name in names if (name, "fused: no recomputation") in newest]),
-    ]  # fmt: skip
-    for share, reach in TIME_AT.items():
-        figures = [
-            (_place(line), line["ratio"])
+    yield from judged(_GOALS, list(newest.values()))
+    yield worst_row(
+        "peak without recomputation over that of eager's kernels",
+        1.0,
+        [
+            (name, _peak(newest, name, "fused") / _peak(newest, name, "eager"))
             for name in names
-            if name in BOUNDED and (line := _fused_at(newest, name, share))
-        ]
-        rows.append(worst_row(f"time at {share} of eager's peak, GPT-2 and Llama", reach, figures))
+            if (name, "fused: no recomputation") in newest
+        ],
+    )
+    for share, reach in TIME_AT.items():
+        found = (_fused_at(newest, name, share) for name in names if name in BOUNDED)
+        figures = [(_PLACE.format_map(line), line["ratio"]) for line in found if line]
+        yield worst_row(f"time at {share} of eager's peak, GPT-2 and Llama", reach, figures)
     auto = [(name, _auto(newest, name, share)) for name in names for share in SHARES]
     found = [(name, ratio) for name, ratio in auto if ratio is not None]
-    rows.append(worst_row('time of kernels="auto" over that of eager\'s kernels', AUTO, found))
-    dominated = f"points of Inductor dominated, within {100 * TIME_TOLERANCE:g} % of time"
-    rows.append(all_row(dominated, sum(map(_is_dominated, peers)), len(peers)))
-    seconds = [(line["model"], line["compile_s"] / COMPILE_S) for line in fused]
-    rows.append(worst_row("compilation / 40 s", 1.0, seconds))
-    return targets(rows)
+    yield worst_row('time of kernels="auto" over that of eager\'s kernels', AUTO, found)
+
+
+def _is_fused(line: Record) -> bool:
+    return line.get("kind") != "peer" and line["method"].startswith("fused")
+
+
+def _is_peer(line: Record) -> bool:
+    return line.get("kind") == "peer"
+
+
+def _allowed_error(line: Record) -> float:
+    """Eager's error against float64 is larger where a ReLU's input is within rounding of zero."""
+    return max(ERROR, line.get("own_error", 0.0))
+
+
+def _is_dominated(peer: Record) -> bool:
+    ours = peer["our_ratio"]
+    return ours is not None and ours <= peer["ratio"] * (1 + TIME_TOLERANCE)
+
+
+_PLACE = "{model}, {method}"
+_GOALS = (
+    Goal("measured peak over the predicted one", PREDICTED,
+         lambda r: r["peak_bytes"] / r["predicted_bytes"], lambda _: True, _PLACE),
+    Goal("measured peak within the budget", None,
+         lambda r: r["peak_bytes"] <= r["budget_bytes"], lambda _: True),
+    Goal("gradients of a fused plan without chunks equal those of the others, bitwise", None,
+         lambda r: r["is_bitwise"], lambda r: _is_fused(r) and not r.get("chunks")),
+    Goal("error of a gradient against eager's, over the larger of 1e-5 and eager's own", 1.0,
+         lambda r: r["error"] / _allowed_error(r), _is_fused, _PLACE),
+)  # fmt: skip
+_LAST_GOALS = (
+    Goal(f"points of Inductor dominated, within {100 * TIME_TOLERANCE:g} % of time", None,
+         _is_dominated, _is_peer),
+    Goal("compilation / 40 s", 1.0, lambda r: r["compile_s"] / COMPILE_S, _is_fused, "{model}"),
+)  # fmt: skip
 
 
 def _peak(newest: dict[tuple[str, str], Record], name: str, kernels: str) -> int:
@@ -119,20 +148,6 @@ def _auto(newest: dict[tuple[str, str], Record], name: str, share: float | None)
     # Without recomputation both run at their own peaks, of which the fused one is smaller.
     is_fused = fused["predicted_ms"] < eager["predicted_ms"]
     return fused["ratio"] / eager["ratio"] if is_fused else 1.0
-
-
-def _allowed_error(line: Record) -> float:
-    """Eager's error against float64 is larger where a ReLU's input is within rounding of zero."""
-    return max(ERROR, line.get("own_error", 0.0))
-
-
-def _is_dominated(peer: Record) -> bool:
-    ours = peer["our_ratio"]
-    return ours is not None and ours <= peer["ratio"] * (1 + TIME_TOLERANCE)
-
-
-def _place(line: Record) -> str:
-    return f"{line['model']}, {line['method']}"
 
 
 def _of_eager(key: str) -> Callable[[Record], str]:

@@ -1,7 +1,11 @@
-"""The parts of all pages: tables, targets, numbers, pictures, and where the lines come from."""
+"""The parts of all pages: tables, targets, numbers, pictures, and where the lines come from.
+
+A page is a file of `bench/templates` with its parts filled in.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +16,18 @@ from bench.machine import hardware_text, versions_text
 Record = Mapping[str, Any]
 Column = tuple[str, str | Callable[[Any], str]]
 """A title, and the cell of a record: a format of its fields, or a function of it."""
+
+
+def filled(template: str, **parts: Any) -> list[str]:
+    """The lines of a page.
+
+    Args:
+        template: name of a file in `bench/templates`, as `str.format` takes it.
+        **parts: by name. A list stands for its lines; a paragraph without text leaves no gap.
+    """
+    text = (Path(__file__).parent / "templates" / f"{template}.md").read_text(encoding="utf-8")
+    known = {k: "\n".join(v) if isinstance(v, list) else v for k, v in parts.items()}
+    return re.sub(r"\n{3,}", "\n\n", text.format(**known)).strip().split("\n")
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -48,23 +64,99 @@ def megabytes(num_bytes: int | None) -> str:
 # --- targets ----------------------------------------------------------------------------------
 
 
-def targets(rows: Iterable[Sequence[str]]) -> list[str]:
-    """The section of targets; a row is as `all_row` and `worst_row` give it."""
-    return ["## Targets", "", *table(("what", "reach", "figure", "where", ""), rows)]
+class Target(NamedTuple):
+    """One target with its figure: a row of the table of targets.
+
+    Attributes:
+        what: The quantity.
+        reach: Its target.
+        figure: The measured value; empty if nothing was measured.
+        where: Of the figure.
+        is_hit: None if nothing was measured, which is neither hit nor missed.
+    """
+
+    what: str
+    reach: str
+    figure: str = ""
+    where: str = ""
+    is_hit: bool | None = None
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        return {None: "not measured", True: "hit", False: "**miss**"}[self.is_hit]
 
 
-def all_row(what: str, num_hit: int, num_all: int) -> list[str]:
+class Goal(NamedTuple):
+    """A target of a figure that records have.
+
+    Attributes:
+        what: The quantity.
+        limit: What the largest figure may be at most; None: all figures have to be true.
+        figure: Of a record.
+        counts: Whether a record counts.
+        place: Names a record; a format of its fields, or a function of it.
+    """
+
+    what: str
+    limit: float | None
+    figure: Callable[[Any], float]
+    counts: Callable[[Any], Any]
+    place: str | Callable[[Any], str] = ""
+
+
+def judged(goals: Iterable[Goal], records: Sequence[Any]) -> list[Target]:
+    """The row of each goal."""
+    rows = []
+    for what, limit, figure, counts, place in goals:
+        own = [each for each in records if counts(each)]
+        if limit is None:
+            rows.append(all_row(what, sum(map(bool, map(figure, own))), len(own)))
+            continue
+        name = place.format_map if isinstance(place, str) else place
+        rows.append(worst_row(what, limit, [(name(each), figure(each)) for each in own]))
+    return rows
+
+
+def targets(rows: Iterable[Target]) -> list[str]:
+    """The section of targets."""
+    cells = [[*row[:4], row.verdict] for row in rows]
+    return ["## Targets", "", *table(("what", "reach", "figure", "where", ""), cells)]
+
+
+def all_row(what: str, num_hit: int, num_all: int) -> Target:
     """A target that every case has to hit."""
-    verdict = "hit" if num_hit == num_all else "**miss**"
-    return [what, "all", f"{num_hit} of {num_all}", "", verdict if num_all else "not measured"]
+    return Target(
+        what, "all", f"{num_hit} of {num_all}", "", num_hit == num_all if num_all else None
+    )
 
 
-def worst_row(what: str, limit: float, figures: Sequence[tuple[str, float]]) -> list[str]:
-    """A target that the largest figure has to hit; a figure stands with its place."""
+def worst_row(
+    what: str,
+    limit: float,
+    figures: Sequence[tuple[str, float]],
+    *,
+    reach: str = "",
+    show: Callable[[float], str] = "{:.3f}".format,
+    counts: bool = False,
+) -> Target:
+    """A target that the largest figure has to hit; a figure stands with its place.
+
+    Args:
+        what: The quantity.
+        limit: What the figure may be at most.
+        figures: Place and figure of each case.
+        reach: The limit as a text.
+        show: Makes a text of a figure.
+        counts: Whether the row says how many figures are within the limit.
+    """
+    reach = reach or f"<= {limit:.2f}"
     if not figures:
-        return [what, f"<= {limit:.2f}", "", "", "not measured"]
+        return Target(what, reach)
     where, worst = max(figures, key=lambda pair: pair[1])
-    return [what, f"<= {limit:.2f}", f"{worst:.3f}", where, "hit" if worst <= limit else "**miss**"]
+    if counts:
+        where += f"; {sum(each <= limit for _, each in figures)} of {len(figures)} within"
+    return Target(what, reach, show(worst), where, worst <= limit)
 
 
 # --- where the lines come from ----------------------------------------------------------------
@@ -78,13 +170,11 @@ class Start:
         model: Its name.
         command: As a user types it.
         machine: The record of `machine_record`.
-        device: "cpu" or "cuda".
     """
 
     model: str
     command: str
     machine: Mapping[str, Any]
-    device: str = "cpu"
 
 
 def about(records: Sequence[Record], text: str | None = None) -> list[str]:
@@ -112,7 +202,7 @@ def provenance(starts: Sequence[Start]) -> list[str]:
     """
     groups: dict[tuple[str, str, str, str], list[Start]] = {}
     for start in starts:
-        hardware = hardware_text(start.machine, device=start.device)
+        hardware = hardware_text(start.machine)
         versions = versions_text(start.machine)
         key = (f"`{start.command}`", start.machine["commit"], hardware, versions)
         groups.setdefault(key, []).append(start)

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from bench import command
 from bench.command import Record, add_line
 from bench.measure import time_in_turn
-from bench.models.hf import hf, usual
+from bench.models import text
 from bench.pages import Column, records_table
 from rockmate import RockmateModule, fully_shard, timeline
 
@@ -48,16 +48,12 @@ TIME_LIMIT_S = 3.0
 def model_of(options: argparse.Namespace) -> nn.Module:
     """A language model with dropout, the same on all ranks."""
     torch.manual_seed(0)
-    width, special = options.width, {"bos_token_id": 0, "eos_token_id": 0}
+    sizes: dict[str, Any] = {"layers": options.layers, "width": options.width, "heads": 4}
+    sizes |= {"words": VOCABULARY, "rows": options.batch, "length": options.length}
     if options.model == "gpt2":
-        return hf(
-            "GPT2LMHeadModel", vocab_size=VOCABULARY, n_positions=options.length, n_embd=width,
-            n_layer=options.layers, n_head=4, **special,
-        )  # fmt: skip
-    return hf(
-        "LlamaForCausalLM", **usual(options.layers, width, 4, 3 * width, VOCABULARY),
-        num_key_value_heads=2, attention_dropout=0.1, **special,
-    )  # fmt: skip
+        return text.gpt2(**sizes).model
+    further = {"kind": "Llama", "shared_heads": 2, "inner": 3 * options.width}
+    return text.rotary(**sizes, **further, attention_dropout=0.1).model
 
 
 def sharded_by_torch(

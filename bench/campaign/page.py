@@ -6,97 +6,91 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bench.machine import hardware_text, versions_text
-from bench.pages import Column, all_row, records_table, targets, worst_row
+from bench.pages import Column, Goal, filled, judged, records_table, targets
 
 Record = Mapping[str, Any]
-_RESERVED_TOLERANCE = 1.05
-_PREDICTED_TOLERANCE = 1.01
 SAVE_ON_CPU = "save_on_cpu"
 """Setting of the peer in the part with moves."""
-_OVERLAP_TOLERANCE = 0.05
-# Share of the baseline's peak -> largest ratio of the planned time to eager's.
-_TIME_TARGETS = {"1.0": 1.02, "0.5": 1.10, "0.25": 1.20}
 
 
 def page(records: Mapping[str, Sequence[Record]], machine: Record) -> str:
     """The page of finished cases."""
-    lines = ["# Campaign on a GPU", ""]
-    lines += targets(_target_rows(records))
+    parts: list[str] = []
     for part in _COLUMNS:
-        done = [record for record in records[part] if "error" not in record]
+        whole = [r for r in records[part] if not {"error", "skipped"} & r.keys()]
         failed = [record for record in records[part] if "error" in record]
-        lines += ["", f"## {part.capitalize()}", ""]
-        whole = [record for record in done if "skipped" not in record]
-        lines += [line for each in _tables(part, whole) for line in (*each, "")][:-1]
-        lines += [
-            f"\n{record['model']} {record['setting']}: {record['error']}" for record in failed
-        ]
-    lines += [
-        "",
-        "## Command, commit, machine",
-        "",
-        f"`{machine['command']}` at commit {machine['commit']}. "
-        f"{hardware_text(machine, device='cuda' if machine['gpu'] else 'cpu')}. "
-        f"{versions_text(machine)}.",
-    ]
-    return "\n".join(lines) + "\n"
+        parts += [f"## {part.capitalize()}", ""]
+        parts += [line for each in _tables(part, whole) for line in (*each, "")]
+        parts += [f"{_PLACE.format_map(record)}: {record['error']}\n" for record in failed]
+    text = filled(
+        "cuda",
+        targets=targets(judged(_GOALS, _judgeable(records))),
+        parts=parts,
+        machine=machine,
+        hardware=hardware_text(machine, device="cuda" if machine["gpu"] else "cpu"),
+        versions=versions_text(machine),
+    )
+    return "\n".join(text) + "\n"
 
 
-def _target_rows(records: Mapping[str, Sequence[Record]]) -> list[list[str]]:
+def _judgeable(records: Mapping[str, Sequence[Record]]) -> list[Record]:
+    """The steps of all parts, each with its part; those with moves with the time of the peer."""
     steps = [
-        record
+        {**record, "part": part}
         for part in ("step", "fused", "offload")
         for record in records[part]
         if "error" not in record and "budget_bytes" in record
     ]
-    fits = sum(record["own_peak_bytes"] <= record["budget_bytes"] for record in steps)
-    predicted = [
-        (_place(r), max(_ratio(r, "own_peak_bytes"), 1 / _ratio(r, "own_peak_bytes")))
-        for r in steps
-    ]
-    reserved = [
-        (_place(r), _ratio(r, "own_reserved_bytes")) for r in steps if "own_reserved_bytes" in r
-    ]
-    rows = [
-        all_row("measured peak <= budget", fits, len(steps)),
-        worst_row("allocated over predicted, or the inverse", _PREDICTED_TOLERANCE, predicted),
-        worst_row("reserved over predicted", _RESERVED_TOLERANCE, reserved),
-    ]
-    for share, limit in _TIME_TARGETS.items():
-        figures = [(r["model"], r["ratio"]) for r in steps if r["setting"] == share]
-        rows.append(worst_row(f"time over eager's at {share} of the peak", limit, figures))
-    return [*rows, *_offload_targets(records["offload"])]
+    peers = {r["model"]: r for r in records["offload"] if r["setting"] == SAVE_ON_CPU}
+    for step in steps:
+        peer = peers.get(step["model"], {})
+        # Where the peer needs no less than ours.
+        if step["part"] == "offload" and step["own_peak_bytes"] <= peer.get("own_peak_bytes", 0):
+            step["peer_ratio"] = peer["ratio"]
+    return steps
 
 
-def _offload_targets(records: Sequence[Record]) -> list[list[str]]:
-    found = [record for record in records if "error" not in record]
-    ours = [record for record in found if record["setting"] != SAVE_ON_CPU]
-    peers = {r["model"]: r for r in found if r["setting"] == SAVE_ON_CPU}
-    same = sum(r["host_bytes"] == r["predicted_host_bytes"] for r in ours)
-    unheld = sum(r["num_host_waits"] <= r["eager_host_waits"] for r in ours)
-    times = [(_place(r), abs(r["ratio"] / r["predicted_ratio"] - 1)) for r in ours]
-    alone = [(_place(r), r["ratio"] / r["recompute_ratio"]) for r in ours if "recompute_ratio" in r]
-    # Where the peer needs no less than ours.
-    dominated = [
-        (_place(r), r["ratio"] / peers[r["model"]]["ratio"])
-        for r in ours
-        if r["model"] in peers and r["own_peak_bytes"] <= peers[r["model"]]["own_peak_bytes"]
-    ]
-    return [
-        all_row("host bytes as predicted", same, len(ours)),
-        all_row("no wait of the host that eager has not", unheld, len(ours)),
-        worst_row("time with moves, distance to the predicted", _OVERLAP_TOLERANCE, times),
-        worst_row("time with moves over that of recomputation alone", 1.0, alone),
-        worst_row("time over save_on_cpu's, at its peak or below", 1.0, dominated),
-    ]
+def _over_predicted(key: str) -> Callable[[Record], float]:
+    return lambda r: r[key] / r["predicted_peak_bytes"]
 
 
-def _place(record: Record) -> str:
-    return f"{record['model']} {record['setting']}".strip()
+def _either_way(r: Record) -> float:
+    ratio = _over_predicted("own_peak_bytes")(r)
+    return max(ratio, 1 / ratio)
 
 
-def _ratio(record: Record, key: str) -> float:
-    return record[key] / record["predicted_peak_bytes"]
+def _at(share: str) -> Callable[[Record], bool]:
+    return lambda r: r["setting"] == share
+
+
+def _moves(r: Record) -> bool:
+    return r["part"] == "offload"
+
+
+_PLACE = "{model} {setting}"
+_GOALS = (
+    Goal("measured peak <= budget", None, lambda r: r["own_peak_bytes"] <= r["budget_bytes"],
+         lambda _: True),
+    Goal("allocated over predicted, or the inverse", 1.01, _either_way, lambda _: True, _PLACE),
+    Goal("reserved over predicted", 1.05, _over_predicted("own_reserved_bytes"),
+         lambda r: "own_reserved_bytes" in r, _PLACE),
+    *(
+        Goal(f"time over eager's at {share} of the peak", limit, lambda r: r["ratio"], _at(share),
+             "{model}")
+        for share, limit in (("1.0", 1.02), ("0.5", 1.10), ("0.25", 1.20))
+    ),
+    Goal("host bytes as predicted", None,
+         lambda r: r["host_bytes"] == r["predicted_host_bytes"], _moves),
+    Goal("no wait of the host that eager has not", None,
+         lambda r: r["num_host_waits"] <= r["eager_host_waits"], _moves),
+    Goal("time with moves, distance to the predicted", 0.05,
+         lambda r: abs(r["ratio"] / r["predicted_ratio"] - 1), _moves, _PLACE),
+    Goal("time with moves over that of recomputation alone", 1.0,
+         lambda r: r["ratio"] / r["recompute_ratio"],
+         lambda r: _moves(r) and "recompute_ratio" in r, _PLACE),
+    Goal("time over save_on_cpu's, at its peak or below", 1.0,
+         lambda r: r["ratio"] / r["peer_ratio"], lambda r: "peer_ratio" in r, _PLACE),
+)  # fmt: skip
 
 
 def _mib(key: str) -> Callable[[Record], str]:
@@ -107,9 +101,9 @@ def _batch_column(name: str, key: str, form: str) -> Callable[[Record], str]:
     return lambda record: format(record[name][key], form)
 
 
-_PLACE: tuple[Column, ...] = (("model", "{model}"), ("of the peak", "{setting}"))
+_FIRST: tuple[Column, ...] = (("model", "{model}"), ("of the peak", "{setting}"))
 _STEP: tuple[Column, ...] = (
-    *_PLACE,
+    *_FIRST,
     ("budget, MiB", _mib("budget_bytes")),
     ("predicted", _mib("predicted_peak_bytes")),
     ("measured", _mib("own_peak_bytes")),
@@ -134,7 +128,7 @@ _COLUMNS: Mapping[str, Sequence[Sequence[Column]]] = {
     "fused": [
         _STEP,
         (
-            *_PLACE,
+            *_FIRST,
             ("groups", "{num_places}"),
             ("kernels", "{num_kernels}"),
             ("unfused", lambda r: str(len(r["refusals"]))),
@@ -144,7 +138,7 @@ _COLUMNS: Mapping[str, Sequence[Sequence[Column]]] = {
     ],
     "offload": [
         (
-            *_PLACE,
+            *_FIRST,
             ("moves", "{num_moves}"),
             ("recomputed", "{num_recomputations}"),
             ("host, MiB", _mib("host_bytes")),

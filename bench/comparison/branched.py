@@ -8,26 +8,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench import peers
 from bench.command import Record
-from bench.comparison.page import MEASURED, gradients_text, ratio_text
+from bench.comparison.page import gradients_text, number_text, ratio_text
 from bench.comparison.result import OURS, ModelResult, Point
 from bench.pages import (
     OURS_COLOR,
     PEER_COLOR,
     Column,
+    Goal,
     Line,
     Start,
-    all_row,
+    filled,
     in_mb,
+    judged,
     megabytes,
     picture,
     provenance,
     records_table,
     targets,
-    worst_row,
 )
 
 CHAINS = ("gpt2-12", "llama", "resnet50")
@@ -45,89 +46,78 @@ PLANNING_S = 20.0
 """Target of planning time without the capture."""
 
 
-def _planner(result: ModelResult) -> Record:
-    return result.of("planner")[0]
+class Case(NamedTuple):
+    """A model at a budget: the plan, None if infeasible, and what was measured of it."""
+
+    result: ModelResult
+    share: str
+    plan: Record | None
+    point: Point | None
+
+    @property
+    def planner(self) -> Record:
+        """Planning times, and the size of the step."""
+        return self.result.of("planner")[0]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether its step was timed."""
+        return self.point is not None and not math.isnan(self.point.ratio)
 
 
-def _plan(result: ModelResult, share: str) -> Record | None:
-    return next((plan for plan in result.of("plan") if plan["method"] == f"{OURS}: {share}"), None)
+def _cases(result: ModelResult) -> list[Case]:
+    """The model at each budget, then at the peaks of peers."""
+    plans = {plan["method"].partition(": ")[2]: plan for plan in result.of("plan")}
+    shares = dict.fromkeys((*SHARES, *plans))
+    return [Case(result, s, plans.get(s), _point(result, f"{OURS}: {s}")) for s in shares]
 
 
-def _peer(result: ModelResult, method: str) -> Point | None:
+def _point(result: ModelResult, method: str) -> Point | None:
     return next((point for point in result.points if point.method == method), None)
-
-
-def _point(result: ModelResult, share: str) -> Point | None:
-    """Our point at a budget."""
-    return _peer(result, f"{OURS}: {share}")
 
 
 def _planning_s(result: ModelResult) -> float:
     """Seconds without the capture: op costs, solving, and the slowest budget."""
-    timings = _planner(result)["timings_s"]
+    timings = result.of("planner")[0]["timings_s"]
     slowest = max((plan["plan_s"] for plan in result.of("plan")), default=0.0)
     return timings["costs"] + timings["solve"] + slowest
 
 
 def _share_of_checkpoint(result: ModelResult) -> float:
     """Our least measured peak over that of checkpoints; NaN if one is missing."""
-    found = [point.peak_bytes for method in PEERS if (point := _peer(result, method))]
-    own = _point(result, SMALLEST)
+    found = [point.peak_bytes for method in PEERS if (point := _point(result, method))]
+    own = _point(result, f"{OURS}: {SMALLEST}")
     return own.peak_bytes / min(found) if found and own else math.nan
 
 
 def page(results: Sequence[ModelResult]) -> list[str]:
     """The page's lines, for models with an eager point and a planner's record."""
-    return [
-        "# Branched models, and chains beside them, on one CPU thread",
-        "",
-        *_headline(results),
-        "",
-        *targets([*_fit_rows(results), *_time_rows(results), *_planner_rows(results)]),
-        "",
-        *provenance(list(_starts(results))),
-        "",
-        "## Model by model",
-        "",
-        "The largest block is given in forward ops. The largest part is the number of forward ops "
-        "in a knapsack whose choices depend on each other, over the whole graph or a span of "
-        "blocks. An exact dynamic program solves a part; its size depends on the values that are "
-        "live together, not on the ops. Planning is measuring op costs, solving, and the slowest "
-        "budget.",
-        "",
-        *records_table(_MODELS, results),
-        "",
-        "## Budgets",
-        "",
-        *records_table(_BUDGETS, [(result, share) for result in results for share in SHARES]),
-        *_failures(results),
-        "",
-        "## How it was measured",
-        "",
-        f"{MEASURED} A budget is a share of the predicted peak of the baseline, the schedule "
-        "without recomputation. The gap is the distance of the predicted time to the lower bound, "
-        "over the baseline's time. MB are millions of bytes. `bench/models` has the models with "
-        "their blocks and stages.",
-    ]
+    cases = [case for result in results for case in _cases(result)]
+    return filled(
+        "branched",
+        headline=_headline([c for c in cases if c.share == HALF and c.is_timed]),
+        targets=targets(judged(_GOALS, cases)),
+        provenance=provenance(list(_starts(results))),
+        models=records_table(_MODELS, results),
+        budgets=records_table(_BUDGETS, [case for case in cases if case.share in SHARES]),
+        failures=[
+            f"- {r.name}: {failed['method']} **failed**: {failed['error']}"
+            for r in results
+            for failed in r.of("failed")
+        ],
+        measured=filled("measured"),
+    )
 
 
-def _headline(results: Sequence[ModelResult]) -> list[str]:
-    ratios = [(ratio, name) for name, ratio in _timed_at_half(results)]
-    text = "Models whose step is not a chain of blocks, planned at five budgets and run."
+def _headline(timed: Sequence[Case]) -> str:
+    ratios = [(case.point.ratio, case.result.name) for case in timed if case.point]
     if not ratios:
-        return [text]
+        return ""
     (least, _), (most, name) = min(ratios), max(ratios)
-    return [
-        text,
-        "",
+    return (
         f"**At half of the activation peak, a step takes {least:.2f} to {most:.2f} times eager's "
-        f"time on {len(ratios)} models; the largest is {name}.**",
-    ]
-
-
-def _timed_at_half(results: Sequence[ModelResult]) -> list[tuple[str, float]]:
-    points = [(result.name, _point(result, HALF)) for result in results]
-    return [(name, p.ratio) for name, p in points if p and not math.isnan(p.ratio)]
+        f"time on {len(ratios)} models; the largest is {name}.**"
+    )
 
 
 def _starts(results: Sequence[ModelResult]) -> Iterator[Start]:
@@ -140,97 +130,83 @@ def _starts(results: Sequence[ModelResult]) -> Iterator[Start]:
             )
 
 
-def _failures(results: Sequence[ModelResult]) -> list[str]:
-    lines = [
-        f"- {r.name}: {failed['method']} **failed**: {failed['error']}"
-        for r in results
-        for failed in r.of("failed")
-    ]
-    return ["", *lines] if lines else []
-
-
 # --- targets ----------------------------------------------------------------------------------
 
 
-def _fit_rows(results: Sequence[ModelResult]) -> list[list[str]]:
-    """Rows of measured peaks and gradients."""
-    pairs = [
-        (point, plan)
-        for result in results
-        for plan in result.of("plan")
-        if (point := _peer(result, plan["method"]))
-    ]
-    within = sum(point.peak_bytes <= plan["budget_bytes"] for point, plan in pairs)
-    predicted = sum(
-        abs(plan["predicted_peak_bytes"] / point.peak_bytes - 1) <= PREDICTION_TOLERANCE
-        for point, plan in pairs
-    )
-    equal = sum(point.gradient_difference <= GRADIENT_TOLERANCE for point, _ in pairs)
-    gradients = f"gradients equal eager's, relative {GRADIENT_TOLERANCE:g}"
-    return [
-        all_row("measured peak within the budget", within, len(pairs)),
-        all_row("predicted peak within 2 % of the measured one", predicted, len(pairs)),
-        all_row(gradients, equal, len(pairs)),
-    ]
+def _is_run(case: Any) -> bool:
+    return case.plan and case.point
 
 
-def _time_rows(results: Sequence[ModelResult]) -> list[list[str]]:
-    """Rows of times at half of the peak."""
-    plans = {result.name: plan for result in results if (plan := _plan(result, HALF))}
-    timed = _timed_at_half(results)
-    unet = [
-        (
-            f"{name}, where no schedule is below "
-            f"{plan['predicted_ratio'] - plan['optimality_gap']:.3f}",
-            plan["predicted_ratio"],
-        )
-        for name, plan in plans.items()
-        if name == UNET
-    ]
-    predicted = [(name, plan["predicted_ratio"]) for name, plan in plans.items()]
-    timed_unet = [(name, ratio) for name, ratio in timed if name == UNET]
-    over_baseline = "predicted time there, over the baseline's"
-    return [
-        all_row("half of the peak is feasible", len(plans), len(results)),
-        worst_row("measured time there, over eager's: largest", TIME_AT_HALF, timed),
-        worst_row("measured time there, over eager's: U-Net", UNET_TIME_AT_HALF, timed_unet),
-        worst_row(f"{over_baseline}: largest", TIME_AT_HALF, predicted),
-        worst_row(f"{over_baseline}: U-Net", UNET_TIME_AT_HALF, unet),
-    ]
+def _at(share: str, name: str = "") -> Callable[[Any], bool]:
+    """Whether a case is of this budget, and of this model if one is named."""
+    return lambda case: case.share == share and name in ("", case.result.name)
 
 
-def _planner_rows(results: Sequence[ModelResult]) -> list[list[str]]:
-    """Rows of gaps, smallest peaks and planning."""
-    gaps = [
-        (f"{result.name}, {share}", plan["optimality_gap"])
-        for result in results
-        for share in SHARES
-        if (plan := _plan(result, share))
-        and plan["budget_bytes"] >= int(GAP_DOWN_TO * _planner(result)["baseline_peak_bytes"])
-    ]
-    shares = [(r.name, share) for r in results if not math.isnan(share := _share_of_checkpoint(r))]
-    planning = [(r.name, _planning_s(r)) for r in results]
-    return [
-        worst_row(f"gap to the bound down to {GAP_DOWN_TO}: largest", LARGEST_GAP, gaps),
-        worst_row("least peak, of that of checkpoints: largest", LEAST_PEAK, shares),
-        worst_row("planning without capture, in s: largest", PLANNING_S, planning),
-    ]
+def _timed_at_half(name: str = "") -> Callable[[Any], bool]:
+    return lambda case: _at(HALF, name)(case) and case.is_timed
+
+
+def _planned_at_half(name: str = "") -> Callable[[Any], bool]:
+    return lambda case: _at(HALF, name)(case) and case.plan
+
+
+def _has_bound(case: Any) -> bool:
+    """Whether the gap to the lower bound has a target."""
+    least_bytes = int(GAP_DOWN_TO * case.planner["baseline_peak_bytes"])
+    return case.share in SHARES and case.plan and case.plan["budget_bytes"] >= least_bytes
+
+
+def _name(case: Any) -> str:
+    return case.result.name
+
+
+def _name_and_bound(case: Any) -> str:
+    bound = case.plan["predicted_ratio"] - case.plan["optimality_gap"]
+    return f"{_name(case)}, where no schedule is below {bound:.3f}"
+
+
+_OVER_EAGER = "measured time there, over eager's"
+_OVER_BASELINE = "predicted time there, over the baseline's"
+_GOALS = (
+    Goal("measured peak within the budget", None,
+         lambda c: c.point.peak_bytes <= c.plan["budget_bytes"], _is_run),
+    Goal("predicted peak within 2 % of the measured one", None,
+         lambda c: (
+             abs(c.plan["predicted_peak_bytes"] / c.point.peak_bytes - 1) <= PREDICTION_TOLERANCE
+         ), _is_run),
+    Goal(f"gradients equal eager's, relative {GRADIENT_TOLERANCE:g}", None,
+         lambda c: c.point.gradient_difference <= GRADIENT_TOLERANCE, _is_run),
+    Goal("half of the peak is feasible", None, lambda c: c.plan is not None, _at(HALF)),
+    Goal(f"{_OVER_EAGER}: largest", TIME_AT_HALF, lambda c: c.point.ratio,
+         _timed_at_half(), _name),
+    Goal(f"{_OVER_EAGER}: U-Net", UNET_TIME_AT_HALF, lambda c: c.point.ratio,
+         _timed_at_half(UNET), _name),
+    Goal(f"{_OVER_BASELINE}: largest", TIME_AT_HALF, lambda c: c.plan["predicted_ratio"],
+         _planned_at_half(), _name),
+    Goal(f"{_OVER_BASELINE}: U-Net", UNET_TIME_AT_HALF, lambda c: c.plan["predicted_ratio"],
+         _planned_at_half(UNET), _name_and_bound),
+    Goal(f"gap to the bound down to {GAP_DOWN_TO}: largest", LARGEST_GAP,
+         lambda c: c.plan["optimality_gap"], _has_bound, lambda c: f"{_name(c)}, {c.share}"),
+    Goal("least peak, of that of checkpoints: largest", LEAST_PEAK,
+         lambda c: _share_of_checkpoint(c.result),
+         lambda c: _at(SMALLEST)(c) and not math.isnan(_share_of_checkpoint(c.result)), _name),
+    Goal("planning without capture, in s: largest", PLANNING_S,
+         lambda c: _planning_s(c.result), _at(SMALLEST), _name),
+)  # fmt: skip
 
 
 # --- tables -----------------------------------------------------------------------------------
 
 
 def _sized(key: str) -> Callable[[ModelResult], str]:
-    return lambda result: str(_planner(result)[key])
+    return lambda result: str(result.of("planner")[0][key])
 
 
-def _measured(
-    find: Callable[[ModelResult], Point | None], title: str, its: str
-) -> tuple[Column, Column]:
-    """The peak and time of a point, empty without one."""
+def _measured(method: str, title: str, its: str) -> tuple[Column, Column]:
+    """The peak and time of a method, empty without a point."""
     return (
-        (title, lambda r: megabytes(p.peak_bytes) if (p := find(r)) else ""),
-        (its, lambda r: ratio_text(p) if (p := find(r)) else ""),
+        (title, lambda r: megabytes(p.peak_bytes) if (p := _point(r, method)) else ""),
+        (its, lambda r: ratio_text(p) if (p := _point(r, method)) else ""),
     )
 
 
@@ -243,49 +219,44 @@ _MODELS: tuple[Column, ...] = (
     ("blocks", _sized("num_blocks")),
     ("largest block", _sized("largest_block_ops")),
     ("largest part", _sized("largest_part_ops")),
-    ("capture s", lambda r: f"{_planner(r)['timings_s']['capture']:.1f}"),
+    ("capture s", lambda r: f"{r.of('planner')[0]['timings_s']['capture']:.1f}"),
     ("planning s", lambda r: f"{_planning_s(r):.1f}"),
-    *_measured(lambda r: _peer(r, PEERS[0]), "checkpoint MB", "its time"),
-    *_measured(lambda r: _peer(r, PEERS[1]), "stages MB", "their time"),
-    *_measured(lambda r: _point(r, SMALLEST), "our least MB", "our time"),
-    ("share", lambda r: "" if math.isnan(share := _share_of_checkpoint(r)) else f"{share:.3f}"),
+    *_measured(PEERS[0], "checkpoint MB", "its time"),
+    *_measured(PEERS[1], "stages MB", "their time"),
+    *_measured(f"{OURS}: {SMALLEST}", "our least MB", "our time"),
+    ("share", lambda r: number_text(_share_of_checkpoint(r))),
 )
-_Pair = tuple[ModelResult, str]
 
 
-def _from_plan(write: Callable[[Record], str]) -> Callable[[_Pair], str]:
-    """A cell of a model's plan at a budget, empty if it is infeasible."""
-    return lambda pair: write(plan) if (plan := _plan(*pair)) else ""
+def _from_plan(write: Callable[[Record], str]) -> Callable[[Case], str]:
+    """A cell of a plan, empty if it is infeasible."""
+    return lambda case: write(case.plan) if case.plan else ""
 
 
-def _from_point(write: Callable[[Point], str], without: str = "") -> Callable[[_Pair], str]:
-    """A cell of what was measured there."""
-    return lambda pair: (
-        (write(point) if (point := _point(*pair)) else without) if _plan(*pair) else ""
-    )
+def _from_point(write: Callable[[Point], str], without: str = "") -> Callable[[Case], str]:
+    """A cell of what was measured of a plan."""
+    return lambda case: (write(case.point) if case.point else without) if case.plan else ""
 
 
-def _budget_text(pair: _Pair) -> str:
-    plan = _plan(*pair)
-    least = megabytes(_planner(pair[0])["minimum_peak_bytes"])
+def _budget_text(case: Case) -> str:
+    least = megabytes(case.planner["minimum_peak_bytes"])
+    plan = case.plan
     return megabytes(plan["budget_bytes"]) if plan else f"infeasible: the least peak is {least} MB"
 
 
-def _gap_text(plan: Record) -> str:
-    gap = plan["optimality_gap"]
-    return f"{gap:.2%}" if math.isfinite(gap) else ""
-
-
 _BUDGETS: tuple[Column, ...] = (
-    ("model", lambda pair: pair[0].name),
-    ("budget", lambda pair: pair[1]),
+    ("model", _name),
+    ("budget", lambda case: case.share),
     ("budget MB", _budget_text),
     ("predicted MB", _from_plan(in_mb("predicted_peak_bytes"))),
     ("measured MB", _from_point(lambda p: megabytes(p.peak_bytes), "failed")),
     ("resident MB", _from_point(lambda p: megabytes(p.resident_bytes))),
     ("predicted time", _from_plan("{predicted_ratio:.3f}".format_map)),
     ("measured time", _from_point(ratio_text)),
-    ("gap", _from_plan(_gap_text)),
+    (
+        "gap",
+        _from_plan(lambda p: f"{gap:.2%}" if math.isfinite(gap := p["optimality_gap"]) else ""),
+    ),
     ("gradients", _from_point(gradients_text)),
     ("plan s", _from_plan("{plan_s:.1f}".format_map)),
 )
@@ -310,12 +281,11 @@ def save_picture(results: Sequence[ModelResult], path: Path) -> None:
 def _panel(result: ModelResult) -> tuple[str, list[Line]]:
     eager = result.eager
     assert eager is not None
-    pairs = [(_plan(result, share), _point(result, share)) for share in SHARES]
     found = sorted(
         (
             (point.peak_bytes / eager.peak_bytes, plan, point)
-            for plan, point in pairs
-            if plan and point
+            for _, share, plan, point in _cases(result)
+            if share in SHARES and plan and point
         ),
         key=lambda item: item[0],
     )
@@ -331,7 +301,7 @@ def _panel(result: ModelResult) -> tuple[str, list[Line]]:
              linestyle=":", label="lower bound, predicted"),
     ]  # fmt: skip
     for method, marker in zip(PEERS, "os", strict=True):
-        point = _peer(result, method)
+        point = _point(result, method)
         style = {"color": PEER_COLOR, "marker": marker, "linestyle": "", "label": method}
         if point:
             lines.append(Line([(point.peak_bytes / eager.peak_bytes, point.ratio)], style))

@@ -96,7 +96,6 @@ _MARKERS = {
     "inductor by layer": ("h", "#588157"),
     "inductor, checkpoints": ("<", "#a3b18a"),
     "inductor by layer, checkpoints": ("d", "#344e41"),
-    "offload": ("X", "#5b3a29"),
 }
 _TOP_RATIO = 2.6
 """Largest ratio of the picture; a slower point is drawn at this edge."""

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from bench.command import Record
+from bench.command import Record, newest
 
 OURS = "rockmate"
 ONE_PER_LAYER = "checkpoint"
@@ -91,7 +91,8 @@ class ModelResult:
         self._times: dict[str, list[Record]] = {}
         for record in self.of("time"):
             self._times.setdefault(record["method"], []).append(record)
-        distinct = [record for record in self.of("point") if record["same_as"] is None]
+        points = newest(self.of("point"), "method")
+        distinct = [record for record in points if record["same_as"] is None]
         self.points = [self._point(record) for record in distinct]
         timed = [point for point in self.points if not math.isnan(point.ratio)]
         self.peers = [point for point in timed if point.owner == "peer"]
@@ -150,3 +151,11 @@ class ModelResult:
             return None
         peer = min(self.peers, key=lambda point: (point.peak_bytes, point.ratio))
         return Match(peer=peer, ours=min(fast, key=lambda point: point.peak_bytes, default=None))
+
+
+def by_model(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records by model, in the order of their first lines."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record["model"], []).append(record)
+    return found

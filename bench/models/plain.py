@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from torch import Tensor, nn
 
 from bench.models import batches
@@ -25,28 +27,39 @@ class MLP(nn.Module):
         return x
 
 
-def mlp(tiny: bool, *, layers: int = 24, width: int = 768, rows: int = 1024) -> Made:
+def mlp(*, layers: int, width: int, rows: int) -> Made:
     """A chain of equal layers."""
-    if tiny:
-        layers, width, rows = 4, 32, 256
     return Made(
         model=MLP(layers, width),
-        make_batch=batches.vectors("x", (rows, width)),
+        make_batch=batches.vectors("x", width),
+        rows=rows,
         layers=("layers.*",),
         loss=outside_squared_error,
     )
 
 
-def encoder(tiny: bool, *, layers: int, width: int, heads: int, shape: tuple[int, int]) -> Made:
+def funnels(*, widths: list[int], rows: int, length: int) -> Made:
+    """Linear layers of several widths, GELU after each."""
+    layers = [
+        layer for inner, outer in pairwise(widths) for layer in (nn.Linear(inner, outer), nn.GELU())
+    ]
+    return Made(
+        model=nn.Sequential(*layers),
+        make_batch=batches.vectors("input", length, widths[0]),
+        rows=rows,
+        layers=("*",),
+        loss=outside_squared_error,
+    )
+
+
+def encoder(*, layers: int, width: int, heads: int, inner: int, rows: int, length: int) -> Made:
     """`nn.TransformerEncoder` with the squared error as its loss."""
-    inner = 4 * width
-    if tiny:
-        layers, width, heads, inner, shape = 2, 32, 2, 64, (2, 16)
     layer = nn.TransformerEncoderLayer(width, heads, inner, batch_first=True)
     # Nested tensors serve inference only, and the default warns where they cannot be used.
     return Made(
         model=nn.TransformerEncoder(layer, layers, enable_nested_tensor=False),
-        make_batch=batches.vectors("src", (*shape, width)),
+        make_batch=batches.vectors("src", length, width),
+        rows=rows,
         layers=("layers.*",),
         loss=outside_squared_error,
     )

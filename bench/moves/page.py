@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from bench.command import Record
 from bench.machine import machine_text
-from bench.pages import Column, all_row, in_mb, records_table, targets, worst_row
+from bench.pages import Column, Goal, Target, filled, in_mb, judged, records_table, targets
 
 _MOST_TIME = 1.25
 _REACH = {"resnet50": 5, "resnet101": 6}
@@ -16,156 +16,128 @@ TIGHT = 1.2
 
 def page(records: Sequence[Record]) -> list[str]:
     """The targets, and a table for each machine and for the measured models."""
-    lines = ["# Moves to another memory tier", ""]
-    commands = {record["command"]: record for record in records}
-    for record in commands.values():
-        lines += [machine_text(record), ""]
-    lines += targets(_target_rows(records))
+    machines = [machine_text(each) for each in {r["command"]: r for r in records}.values()]
     simulated = [record for record in records if record["kind"] == "simulated"]
+    tables: list[str] = []
     for machine in dict.fromkeys(record["machine_name"] for record in simulated):
-        lines += ["", *_simulated_table([r for r in simulated if r["machine_name"] == machine])]
+        tables += [*_simulated_table([r for r in simulated if r["machine_name"] == machine]), ""]
     for kind, (title, text, columns) in _KINDS.items():
         found = [record for record in records if record["kind"] == kind]
         if found:
-            lines += ["", f"## {title}", "", text, "", *records_table(columns, found)]
-    return lines
+            tables += [f"## {title}", "", text, "", *records_table(columns, found), ""]
+    rows = [*judged(_GOALS, records), *_batch_rows(records), *judged(_BATCH_GOALS, records)]
+    return filled("offload", machines="\n\n".join(machines), targets=targets(rows), tables=tables)
 
 
-def _target_rows(records: Sequence[Record]) -> Iterator[list[str]]:
-    planned = [r for r in records if r["kind"] == "simulated" and not r.get("everything")]
-    yield from _simulated_targets(planned)
-    peers = [r for r in records if r.get("everything")]
-    yield worst_row(
-        "time over that of moving everything, at its peak",
-        1.0,
-        [(r["machine_name"], r["ratio"] / r["everything_ratio"]) for r in peers],
-    )
-    yield from _measured_targets([r for r in records if r["kind"] == "measured"])
-    yield from _peer_targets([r for r in records if r["kind"] == "peer"])
-    yield from _batch_targets([r for r in records if r["kind"] == "batch"])
+# --- targets ----------------------------------------------------------------------------------
 
 
-def _simulated_targets(planned: Sequence[Record]) -> Iterator[list[str]]:
-    def over(records: Sequence[Record]) -> list[tuple[str, float]]:
-        return [
-            (f"{r['machine_name']} at {r['share']:.3f}", r["ratio"] / r["recompute_ratio"])
-            for r in records
-            if r["recompute_ratio"] is not None
-        ]
+def _of_kind(kind: str) -> Callable[[Record], bool]:
+    return lambda r: r["kind"] == kind and not r.get("everything")
 
-    def at(machine: str, share: float) -> list[Record]:
-        return [
-            r for r in planned if r["machine_name"] == machine and abs(r["share"] - share) < 1e-3
-        ]
 
-    tight = [r for r in planned if abs(r["share"] / r["least_share"] - TIGHT) < 1e-2]
-    bounded = [r for r in planned if 0.149 <= r["share"] <= 0.501]
-    gaps = [
-        (f"{r['machine_name']} at {r['share']:.2f}", r["ratio"] - r["bound_ratio"]) for r in bounded
-    ]
-    yield worst_row(
-        "time at half of the peak, rtx4090",
-        1.005,
-        [("rtx4090 at 0.5", r["ratio"]) for r in at("rtx4090", 0.5)],
-    )
-    yield worst_row(
-        "time at a tenth, rtx4090",
-        1.03,
-        [("rtx4090 at 0.1", r["ratio"]) for r in at("rtx4090", 0.1)],
-    )
-    yield worst_row("time over recomputation's at 0.3, h100", 0.94, over(at("h100", 0.3)))
-    yield worst_row("the same at 0.1, h100", 0.88, over(at("h100", 0.1)))
-    yield worst_row("the same at any budget", 1.0, over(planned))
-    yield worst_row(
-        "the same at 1.2 x the least peak, rtx4090",
-        0.6,
-        over([r for r in tight if r["machine_name"] == "rtx4090"]),
-    )
-    yield worst_row("distance to the bound, 0.5 to 0.15 of the peak", 0.03, gaps)
-    yield worst_row(
-        "seconds to plan, over those without moves",
-        2.0,
-        [
-            (
-                f"{r['machine_name']} at {r['share']:.2f}",
-                (r["prepare_with_moves_s"] + r["plan_with_moves_s"])
-                / (r["prepare_s"] + r["plan_s"]),
-            )
-            for r in planned
-        ],
+def _planned_for(machine: str, share: float = 0.0) -> Callable[[Record], bool]:
+    """Whether a record is of a plan for a machine, at a share of the peak if one is given."""
+    return lambda r: (
+        _of_kind("simulated")(r)
+        and r["machine_name"] == machine
+        and (not share or abs(r["share"] - share) < 1e-3)
     )
 
 
-def _measured_targets(found: Sequence[Record]) -> Iterator[list[str]]:
-    yield all_row("gradients bitwise eager's", sum(r["is_bitwise"] for r in found), len(found))
-    unmoved = sum(r.get("is_bitwise_unmoved", r["is_bitwise"]) for r in found)
-    yield all_row("gradients bitwise those without moves", unmoved, len(found))
-    within = [r for r in found if r["measured_peak_bytes"] <= r["budget_bytes"]]
-    yield all_row("measured peak within the budget", len(within), len(found))
-    same = [r for r in found if r["measured_host_bytes"] == r["predicted_host_bytes"]]
-    yield all_row("bytes on the disk as predicted", len(same), len(found))
-    peaks = [
-        (_place(r), abs(r["measured_peak_bytes"] / r["predicted_peak_bytes"] - 1)) for r in found
-    ]
-    yield worst_row("measured peak, distance to the predicted", 0.01, peaks)
-    times = [(_place(r), abs(r["measured_ratio"] / r["predicted_ratio"] - 1)) for r in found]
-    yield worst_row(
-        "measured time over the plan's without moves, distance to predicted", 0.08, times
-    )
-    planned = [
-        (_place(r), abs(r["measured_ratio"] / _planned_ratio(r) - 1))
-        for r in found
-        if "ops_factor" in r
-    ]
-    yield worst_row("the same, to the time at the rates that were planned with", 0.08, planned)
+def _beside(counts: Callable[[Record], bool]) -> Callable[[Record], bool]:
+    """The same, where recomputation alone fits as well."""
+    return lambda r: counts(r) and r["recompute_ratio"] is not None
 
 
-def _planned_ratio(record: Record) -> float:
+def _over_recomputation(r: Record) -> float:
+    return r["ratio"] / r["recompute_ratio"]
+
+
+def _is_tight(r: Record) -> bool:
+    return _planned_for("rtx4090")(r) and abs(r["share"] / r["least_share"] - TIGHT) < 1e-2
+
+
+def _planning_ratio(r: Record) -> float:
+    with_moves_s = r["prepare_with_moves_s"] + r["plan_with_moves_s"]
+    return with_moves_s / (r["prepare_s"] + r["plan_s"])
+
+
+def _planned_ratio(r: Record) -> float:
     """The plan's own prediction, over that of the plan without moves."""
-    base_ms = record["predicted_ms"] / record["predicted_ratio"] / record["ops_factor"]
-    return record["planned_ms"] / base_ms
+    base_ms = r["predicted_ms"] / r["predicted_ratio"] / r["ops_factor"]
+    return r["planned_ms"] / base_ms
 
 
-def _place(record: Record) -> str:
-    return f"{record['model']} at {record['share']:.2f}"
+def _distance(figure: float, predicted: float) -> float:
+    return abs(figure / predicted - 1)
 
 
-def _peer_targets(found: Sequence[Record]) -> Iterator[list[str]]:
-    """Targets of the comparison with others that use the disk."""
-    yield all_row(
-        "gradients beside peers bitwise eager's", sum(r["is_bitwise"] for r in found), len(found)
-    )
-    below = sum(r["own_bytes"] <= max(r["peer_bytes"], r["least_bytes"]) for r in found)
-    yield all_row("peak no higher than the peer's, or than our least", below, len(found))
-    equal = [r for r in found if r["peer_bytes"] >= r["least_bytes"]]
-    yield worst_row(
-        "time over the peer's at its peak",
-        1.0,
-        [(f"{r['model']}, {r['peer']}", r["over_peer"]) for r in equal],
-    )
+_SIMULATED_ONES, _MEASURED_ONES = _of_kind("simulated"), _of_kind("measured")
+_PEERS, _BATCHES = _of_kind("peer"), _of_kind("batch")
+_AT, _NEAR = "{machine_name} at {share:.3f}", "{machine_name} at {share:.2f}"
+_MODEL_AT = "{model} at {share:.2f}"
+_GOALS = (
+    Goal("time at half of the peak, rtx4090", 1.005, lambda r: r["ratio"],
+         _planned_for("rtx4090", 0.5), "rtx4090 at 0.5"),
+    Goal("time at a tenth, rtx4090", 1.03, lambda r: r["ratio"],
+         _planned_for("rtx4090", 0.1), "rtx4090 at 0.1"),
+    Goal("time over recomputation's at 0.3, h100", 0.94, _over_recomputation,
+         _beside(_planned_for("h100", 0.3)), _AT),
+    Goal("the same at 0.1, h100", 0.88, _over_recomputation,
+         _beside(_planned_for("h100", 0.1)), _AT),
+    Goal("the same at any budget", 1.0, _over_recomputation, _beside(_SIMULATED_ONES), _AT),
+    Goal("the same at 1.2 x the least peak, rtx4090", 0.6, _over_recomputation,
+         _beside(_is_tight), _AT),
+    Goal("distance to the bound, 0.5 to 0.15 of the peak", 0.03,
+         lambda r: r["ratio"] - r["bound_ratio"],
+         lambda r: _SIMULATED_ONES(r) and 0.149 <= r["share"] <= 0.501, _NEAR),
+    Goal("seconds to plan, over those without moves", 2.0, _planning_ratio,
+         _SIMULATED_ONES, _NEAR),
+    Goal("time over that of moving everything, at its peak", 1.0,
+         lambda r: r["ratio"] / r["everything_ratio"],
+         lambda r: r.get("everything"), "{machine_name}"),
+    Goal("gradients bitwise eager's", None, lambda r: r["is_bitwise"], _MEASURED_ONES),
+    Goal("gradients bitwise those without moves", None,
+         lambda r: r.get("is_bitwise_unmoved", r["is_bitwise"]), _MEASURED_ONES),
+    Goal("measured peak within the budget", None,
+         lambda r: r["measured_peak_bytes"] <= r["budget_bytes"], _MEASURED_ONES),
+    Goal("bytes on the disk as predicted", None,
+         lambda r: r["measured_host_bytes"] == r["predicted_host_bytes"], _MEASURED_ONES),
+    Goal("measured peak, distance to the predicted", 0.01,
+         lambda r: _distance(r["measured_peak_bytes"], r["predicted_peak_bytes"]),
+         _MEASURED_ONES, _MODEL_AT),
+    Goal("measured time over the plan's without moves, distance to predicted", 0.08,
+         lambda r: _distance(r["measured_ratio"], r["predicted_ratio"]),
+         _MEASURED_ONES, _MODEL_AT),
+    Goal("the same, to the time at the rates that were planned with", 0.08,
+         lambda r: _distance(r["measured_ratio"], _planned_ratio(r)),
+         lambda r: _MEASURED_ONES(r) and "ops_factor" in r, _MODEL_AT),
+    Goal("gradients beside peers bitwise eager's", None, lambda r: r["is_bitwise"], _PEERS),
+    Goal("peak no higher than the peer's, or than our least", None,
+         lambda r: r["own_bytes"] <= max(r["peer_bytes"], r["least_bytes"]), _PEERS),
+    Goal("time over the peer's at its peak", 1.0, lambda r: r["over_peer"],
+         lambda r: _PEERS(r) and r["peer_bytes"] >= r["least_bytes"], "{model}, {peer}"),
+)  # fmt: skip
 
 
-def _batch_targets(found: Sequence[Record]) -> Iterator[list[str]]:
-    """Targets of the largest batches; a target is a lower limit."""
+def _batch_rows(records: Sequence[Record]) -> Iterator[Target]:
+    """Targets that are lower limits."""
     for name, reach in _REACH.items():
-        own = [r for r in found if r["model"] == name]
+        own = [r for r in records if _BATCHES(r) and r["model"] == name]
         times = [r["largest"] / r["rows"] for r in own]
-        is_hit = bool(own) and min(times) >= reach
         figure = ", ".join(f"{each:.3g} {_where(r)}" for r, each in zip(own, times, strict=True))
-        verdict = ("hit" if is_hit else "**miss**") if own else "not measured"
         what = f"{name}: largest batch over eager's, in its memory"
-        yield [what, f">= {reach}", figure, "", verdict]
-    yield worst_row(
-        "time a sample over eager's there",
-        _MOST_TIME,
-        [(f"{r['model']} {_where(r)}", r["time_ratio"]) for r in found],
-    )
-    measured = [r for r in found if "measured_peak_bytes" in r]
-    yield all_row(
-        "measured peak of the largest batch within eager's memory",
-        sum(r["measured_peak_bytes"] + r["batch_bytes"] <= r["memory_bytes"] for r in measured),
-        len(measured),
-    )
+        yield Target(what, f">= {reach}", figure, "", min(times) >= reach if times else None)
+
+
+_BATCH_GOALS = (
+    Goal("time a sample over eager's there", _MOST_TIME, lambda r: r["time_ratio"], _BATCHES,
+         lambda r: f"{r['model']} {_where(r)}"),
+    Goal("measured peak of the largest batch within eager's memory", None,
+         lambda r: r["measured_peak_bytes"] + r["batch_bytes"] <= r["memory_bytes"],
+         lambda r: _BATCHES(r) and "measured_peak_bytes" in r),
+)  # fmt: skip
 
 
 # --- tables -----------------------------------------------------------------------------------

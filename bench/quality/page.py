@@ -15,6 +15,7 @@ from bench.pages import (
     Column,
     Line,
     Start,
+    filled,
     picture,
     provenance,
     records_table,
@@ -34,63 +35,31 @@ from bench.quality.targets import LARGEST_GAP, LEAST_BUDGET, rows
 def page(records: Sequence[Record]) -> list[str]:
     """The page's lines."""
     lines = Records(records)
-    return [
-        "# How good plans are",
-        "",
-        *_headline(lines, is_tiny=records[0]["tiny"]),
-        "",
-        *targets(row.cells for row in rows(records)),
-        "",
-        *provenance([Start(model=r["model"], command=r["command"], machine=r) for r in records]),
-        "",
-        *_models(lines),
-        "",
-        *_gap_notes(lines),
-        "",
-        "## Where a plan for less memory is faster",
-        "",
-        "Near the lower bound the search stops early, so that a further budget takes a fraction of "
-        "a second. Farther away it is greedy, and results differ from budget to budget. A frontier "
-        "leaves out dominated plans. A plan in chunks may be faster than an unchunked one with "
-        "more memory: by default the step stays unchunked where that fits.",
-        "",
-        *_rising_notes(lines),
-        *_unsolved_notes(lines),
-        "",
-        "## How it was measured",
-        "",
-        "No step is run. Times are sums of op times, each measured alone, and peaks are simulated. "
-        "The baseline is the schedule without recomputation. A budget is a fraction of its peak, a "
-        "gap a fraction of its time. MB are millions of bytes. The step returns its outputs and "
-        "has its loss unchunked, unless a row says otherwise.",
-    ]
-
-
-def _headline(lines: Records, *, is_tiny: bool) -> list[str]:
     gaps = [gap for own in lines.gaps_of_models().values() for gap in own.values()]
-    text = "Plans beside a lower bound that no schedule beats, with measured op times."
-    if is_tiny:
-        text = "Plans of tiny models beside a lower bound: a rehearsal."
-    if not gaps:
-        return [text]
+    return filled(
+        "plan_quality",
+        subject="Plans of tiny models beside a lower bound: a rehearsal."
+        if records[0]["tiny"]
+        else "Plans beside a lower bound that no schedule beats, with measured op times.",
+        headline=_headline(gaps) if gaps else "",
+        targets=targets(rows(records)),
+        provenance=provenance(
+            [Start(model=r["model"], command=r["command"], machine=r) for r in records]
+        ),
+        models=records_table(_COLUMNS, [(lines, model) for model in lines.models]),
+        largest_gap=LARGEST_GAP,
+        loose=_gap_notes(lines),
+        rising=_rising_notes(lines),
+        unsolved=_unsolved_notes(lines),
+    )
+
+
+def _headline(gaps: Sequence[float]) -> str:
     num_near = sum(gap <= LARGEST_GAP for gap in gaps)
-    return [
-        text,
-        "",
+    return (
         f"**{num_near} of {len(gaps)} plans are within {100 * LARGEST_GAP:g} % of the lower bound; "
-        f"the median gap is {percent(statistics.median(gaps))} of a step.**",
-    ]
-
-
-def _models(lines: Records) -> list[str]:
-    return [
-        "## Model by model",
-        "",
-        "Peaks are fractions of the baseline's. An infeasible budget is one below the smallest "
-        "peak. Nothing fits below the proved one.",
-        "",
-        *records_table(_COLUMNS, [(lines, model) for model in lines.models]),
-    ]
+        f"the median gap is {percent(statistics.median(gaps))} of a step.**"
+    )
 
 
 _Pair = tuple[Records, str]
@@ -142,29 +111,14 @@ def _unsolved_notes(lines: Records) -> list[str]:
         for r in lines.plans
         if "why" in r
     ]
-    return ["", "## What solvers have no answer for", "", *found] if found else []
+    return ["## What solvers have no answer for", "", *found] if found else []
 
 
 def _gap_notes(lines: Records) -> list[str]:
-    loose = [
-        _loose_note(lines, r)
-        for r in lines.ours
-        if r["purpose"] == "budget" and r["gap"] > LARGEST_GAP
-    ]
-    chunked = [
-        _chunked_note(r)
-        for r in lines.chunked
-        if r["budget"] >= LEAST_BUDGET and chunked_gap(r) > LARGEST_GAP
-    ]
-    return [
-        f"## Where the gap is above {LARGEST_GAP:.0%}",
-        "",
-        "Close to the smallest peak, memory is short at many program points, and the bound "
-        "considers a few of them.",
-        "",
-        *loose,
-        *chunked,
-    ]
+    budgets = [r for r in lines.ours if r["purpose"] == "budget" and r["gap"] > LARGEST_GAP]
+    series = [r for r in lines.chunked if r["budget"] >= LEAST_BUDGET]
+    loose = [r for r in series if chunked_gap(r) > LARGEST_GAP]
+    return [*(_loose_note(lines, r) for r in budgets), *map(_chunked_note, loose)]
 
 
 def _rising_notes(lines: Records) -> list[str]:

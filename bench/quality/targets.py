@@ -7,11 +7,11 @@ neither hit nor missed.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from bench.command import Record
+from bench.pages import Target, worst_row
 from bench.quality.records import (
     ROUNDING,
     Records,
@@ -38,75 +38,32 @@ SERIES = {
 """Model to budget, as a fraction of the baseline's peak, to the target of its time ratio."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One target with its figure.
-
-    Attributes:
-        what: The quantity.
-        reach: Its target.
-        figure: The measured value, empty if nothing was measured.
-        where: Model and budget of the figure, and the number of others.
-        is_hit: None if nothing was measured.
-    """
-
-    what: str
-    reach: str
-    figure: str = ""
-    where: str = ""
-    is_hit: bool | None = None
-
-    @property
-    def cells(self) -> list[str]:
-        """The row of the page's table."""
-        verdict = {None: "not measured", True: "hit", False: "**miss**"}[self.is_hit]
-        return [self.what, self.reach, self.figure, self.where, verdict]
-
-
-def rows(records: Sequence[Record]) -> list[Row]:
+def rows(records: Sequence[Record]) -> list[Target]:
     """All rows, in the order of the targets."""
     lines = Records(records)
     return [
         *_gap_rows(lines),
         _whole_graph_row(lines),
         *_series_rows(lines),
-        *_chunked_rows(lines),
         *_soundness_rows(lines),
         *_smallest_peak_rows(lines),
         _strategy_row(lines),
     ]
 
 
-def _worst(
-    what: str,
-    reach: str,
-    figures: Sequence[tuple[str, float]],
-    limit: float,
-    show: Callable[[float], str],
-) -> Row:
-    """The row of the largest figure: every figure has to be at most `limit`."""
-    if not figures:
-        return Row(what=what, reach=reach)
-    name, worst = max(figures, key=lambda pair: pair[1])
-    num_within = sum(figure <= limit for _, figure in figures)
-    where = f"{name}; {num_within} of {len(figures)} within"
-    return Row(
-        what=what, reach=reach, figure=show(worst), where=where, is_hit=num_within == len(figures)
-    )
-
-
-def _every(what: str, holds: Sequence[tuple[str, bool]]) -> Row:
+def _every(what: str, holds: Sequence[tuple[str, bool]]) -> Target:
     """The row of a condition that has to hold everywhere."""
-    if not holds:
-        return Row(what=what, reach="always")
     failing = [name for name, hold in holds if not hold]
-    figure = f"{len(holds) - len(failing)} of {len(holds)}"
-    return Row(
-        what=what, reach="always", figure=figure, where=", ".join(failing[:4]), is_hit=not failing
-    )
+    figure = f"{len(holds) - len(failing)} of {len(holds)}" if holds else ""
+    return Target(what, "always", figure, ", ".join(failing[:4]), not failing if holds else None)
 
 
-def _gap_rows(lines: Records) -> list[Row]:
+def _gap_row(what: str, limit: float, gaps: Sequence[tuple[str, float]]) -> Target:
+    """The row of the largest gap."""
+    return worst_row(what, limit, gaps, reach=f"<= {100 * limit:g} %", show=percent, counts=True)
+
+
+def _gap_rows(lines: Records) -> list[Target]:
     gaps = lines.gaps_of_models()
     largest = [
         (f"{model} at {budget:g}", gap)
@@ -118,26 +75,16 @@ def _gap_rows(lines: Records) -> list[Row]:
     chunked = [(f"{r['model']} at {r['budget']:g}", chunked_gap(r)) for r in in_range]
     num_infeasible = sum(len(lines.infeasible(model)) for model in gaps)
     left_out = f" ({num_infeasible} below the smallest peak left out)" if num_infeasible else ""
+    what = f"gap to the lower bound, budgets from 1.0 to 0.25{left_out}: largest"
+    series = "the same of the series below down to 0.25, only the loss returned: largest"
     return [
-        _worst(
-            f"gap to the lower bound, budgets from 1.0 to 0.25{left_out}: largest",
-            "<= 2 %",
-            largest,
-            LARGEST_GAP,
-            percent,
-        ),
-        _worst("the same: median of a model", "<= 1 %", medians, MEDIAN_GAP, percent),
-        _worst(
-            "the same of the series below down to 0.25, only the loss returned: largest",
-            "<= 2 %",
-            chunked,
-            LARGEST_GAP,
-            percent,
-        ),
+        _gap_row(what, LARGEST_GAP, largest),
+        _gap_row("the same: median of a model", MEDIAN_GAP, medians),
+        _gap_row(series, LARGEST_GAP, chunked),
     ]
 
 
-def _whole_graph_row(lines: Records) -> Row:
+def _whole_graph_row(lines: Records) -> Target:
     others = [r for r in lines.plans if r["strategy"] == "checkmate"]
     gaps = [
         (
@@ -159,63 +106,47 @@ def _whole_graph_row(lines: Records) -> Row:
     unproved = f" ({num_unproved} not proved in that time, left out)" if num_unproved else ""
     optimum = "gap to whole-graph Checkmate's proved optimum, of schedules without in-place ops"
     what = f"{optimum}{capped}{unproved}"
-    return _worst(what, "<= 1 %", gaps, WHOLE_GRAPH_GAP, percent)
+    return _gap_row(what, WHOLE_GRAPH_GAP, gaps)
 
 
-def _series_rows(lines: Records) -> list[Row]:
-    found = {(r["model"], r["budget"]): r for r in lines.plans if r["purpose"] == "series"}
-    return [
-        _series_row(
-            f"{model} at {budget:g}: predicted time ratio", target, found.get((model, budget))
-        )
+def _series_rows(lines: Records) -> list[Target]:
+    """The series with the outputs returned, then with the loss alone."""
+    whole = {(r["model"], r["budget"]): r for r in lines.plans if r["purpose"] == "series"}
+    chunked = {(r["model"], r["budget"]): r for r in lines.chunked}
+    goals = [
+        ((model, budget), target)
         for model, targets in SERIES.items()
         for budget, target in targets.items()
     ]
+    return [_series_row(*key, target, whole.get(key)) for key, target in goals] + [
+        _chunked_row(*key, target, chunked.get(key)) for key, target in goals
+    ]
 
 
-def _series_row(what: str, target: float, record: Record | None) -> Row:
-    reach = f"<= {target:g}"
+def _series_row(model: str, budget: float, target: float, record: Record | None) -> Target:
+    what, reach = f"{model} at {budget:g}: predicted time ratio", f"<= {target:g}"
     if record is None:
-        return Row(what=what, reach=reach)
+        return Target(what, reach)
     if not record["is_feasible"]:
-        return Row(what=what, reach=reach, figure="infeasible", is_hit=False)
+        return Target(what, reach, "infeasible", is_hit=False)
     bound = record["ratio"] * record["lower_bound_ms"] / record["ms"]
     where = f"no schedule of this graph is below {bound:.3f}" + (
         ", so the target is out of reach" if bound > target else ""
     )
-    return Row(
-        what=what,
-        reach=reach,
-        figure=f"{record['ratio']:.3f}",
-        where=where,
-        is_hit=record["ratio"] <= target,
-    )
+    return Target(what, reach, f"{record['ratio']:.3f}", where, record["ratio"] <= target)
 
 
-def _chunked_rows(lines: Records) -> list[Row]:
-    found = {(r["model"], r["budget"]): r for r in lines.chunked}
-    return [
-        _chunked_row(
-            f"{model} at {budget:g}, only the loss returned, in chunks where that is faster",
-            target,
-            found.get((model, budget)),
-        )
-        for model, targets in SERIES.items()
-        for budget, target in targets.items()
-    ]
-
-
-def _chunked_row(what: str, target: float, record: Record | None) -> Row:
-    reach = f"<= {target:g}"
+def _chunked_row(model: str, budget: float, target: float, record: Record | None) -> Target:
+    what = f"{model} at {budget:g}, only the loss returned, in chunks where that is faster"
     if record is None:
-        return Row(what=what, reach=reach)
+        return Target(what, f"<= {target:g}")
     bound = f"{record['lower_bound_ratio']:.3f}"
     where = f"{form_text(record)}; no considered graph has a schedule below {bound}"
     is_hit = record["ratio"] <= target and record["peak_bytes"] <= record["budget_bytes"]
-    return Row(what=what, reach=reach, figure=f"{record['ratio']:.3f}", where=where, is_hit=is_hit)
+    return Target(what, f"<= {target:g}", f"{record['ratio']:.3f}", where, is_hit)
 
 
-def _soundness_rows(lines: Records) -> list[Row]:
+def _soundness_rows(lines: Records) -> list[Target]:
     fits = [(place(lines, r), r["peak_bytes"] <= r["budget_bytes"]) for r in lines.feasible]
     bounded = [
         (place(lines, r), r["ms"] >= lines.bounds_ms[key_of(r)] * (1 - ROUNDING))
@@ -256,16 +187,17 @@ def _times_fall(plans: Iterable[Record]) -> bool:
     )
 
 
-def _smallest_peak_rows(lines: Records) -> list[Row]:
+def _smallest_peak_rows(lines: Records) -> list[Target]:
     known = {
         model: record
         for model, record in lines.models.items()
         if "minimum_peak_bytes" in record and not has_two_layers(model)
     }
 
-    def row(what: str, key: str) -> Row:
+    def row(what: str, key: str) -> Target:
         shares = [(m, r[key]["rockmate"] / r[key]["rotor"]) for m, r in known.items()]
-        return _worst(what, "<= 0.7", shares, SMALLEST_PEAK_OF_ROTOR, "{:.3f}".format)
+        limit = SMALLEST_PEAK_OF_ROTOR
+        return worst_row(what, limit, shares, reach=f"<= {limit:g}", counts=True)
 
     unreachable = sum(
         r["proved_minimum_bytes"] > SMALLEST_PEAK_OF_ROTOR * r["minimum_peak_bytes"]["rotor"]
@@ -279,12 +211,11 @@ def _smallest_peak_rows(lines: Records) -> list[Row]:
     ]
 
 
-def _strategy_row(lines: Records) -> Row:
+def _strategy_row(lines: Records) -> Target:
     others = [r for r in lines.feasible if r["strategy"] != "rockmate"]
     slower = [
         (f"against {place(lines, other)}", lines.own_ms(other) / other["ms"] - 1)
         for other in others
     ]
-    return _worst(
-        "time beyond another strategy's at the same budget", "<= 0", slower, ROUNDING, percent
-    )
+    what = "time beyond another strategy's at the same budget"
+    return worst_row(what, ROUNDING, slower, reach="<= 0", show=percent, counts=True)

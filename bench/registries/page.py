@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from bench.command import Record
 from bench.machine import machine_text
-from bench.pages import records_table, table
+from bench.pages import filled, records_table, table
 
 _RIGHT = ("bitwise", "within rounding")
 _FAULTS = ("WRONG", "refused", "error", "timeout")
@@ -19,22 +19,13 @@ def page(records: Sequence[Record]) -> list[str]:
     """The lines of the page."""
     if not records:
         return ["# Registered architectures", "", "No model is finished."]
-    return [
-        "# Registered architectures, tiny, on a CPU",
-        "",
-        "Each architecture is built tiny from its configuration and trained three steps of SGD, in "
-        "eager and within 0.6 of its activation peak (or the smallest peak), with "
-        '`mode="auto"`, `outputs="loss"` and estimated op times: planned, or in frames where it '
-        "cannot be captured. Right is: losses, gradients and buffers "
-        "equal bit for bit, or within rounding: at most 1e-4 away from float64, relative to the "
-        "norm. Where eager itself cannot train the tiny build, the model is not counted.",
-        "",
-        *_counts(records),
-        "",
-        *_faults(records),
-        *_uncounted(records),
-        machine_text(records[-1]),
-    ]
+    return filled(
+        "zoo",
+        counts=_counts(records),
+        faults=_faults(records),
+        uncounted=_uncounted(records),
+        machine=machine_text(records[-1]),
+    )
 
 
 def _counts(records: Sequence[Record]) -> list[str]:
@@ -61,7 +52,7 @@ def _faults(records: Sequence[Record]) -> list[str]:
         ("verdict", "{verdict}"),
         ("reason", lambda r: _cell("; ".join(filter(None, (r.get("difference"), r["detail"]))))),
     )
-    return ["## Not right", "", *(records_table(columns, found) if found else ["None."]), ""]
+    return records_table(columns, found) if found else ["None."]
 
 
 def _cell(text: str) -> str:
@@ -80,4 +71,4 @@ def _uncounted(records: Sequence[Record]) -> list[str]:
         ]
         if names:
             lines.append(f"- {registry}: {', '.join(names)}")
-    return ["## Tiny builds that eager does not train", "", *lines, ""] if lines else []
+    return ["## Tiny builds that eager does not train", "", *lines] if lines else []

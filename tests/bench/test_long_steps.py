@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 
 from bench.long_steps import COLUMNS, measured, page
@@ -11,7 +13,7 @@ from bench.pages import records_table
 
 @pytest.mark.parametrize("name", ["gpt2-96", "qwen3-30b-a3b"])
 def test_gaps_of_feasible_budgets(name: str) -> None:
-    found = measured(name, (0.9, 0.5, 0.01), tiny=True)
+    (found,) = measured(name, Namespace(share=(0.9, 0.5, 0.01), tiny=True))
     assert "0.01" not in found["gaps"]
     assert all(float(share) >= found["smallest_share"] for share in found["gaps"])
     assert all(0 <= gap < 1 for gap in found["gaps"].values())

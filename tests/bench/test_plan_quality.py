@@ -10,8 +10,9 @@ import pytest
 
 from bench import plan_quality
 from bench.machine import machine_record
+from bench.pages import Target
 from bench.quality.page import page
-from bench.quality.targets import Row, rows
+from bench.quality.targets import rows
 
 HEAD = machine_record("bench.plan_quality") | {"tiny": False}
 
@@ -60,7 +61,7 @@ def chunked_line(budget: float, ratio: float, **changes: Any) -> dict[str, Any]:
     return HEAD | line | changes
 
 
-def row(start: str, *lines: dict[str, Any]) -> Row:
+def row(start: str, *lines: dict[str, Any]) -> Target:
     """The one row whose text begins like that."""
     found = [row for row in rows(lines) if row.what.startswith(start)]
     assert len(found) == 1, found
@@ -71,7 +72,7 @@ def test_nothing_measured_is_neither_hit_nor_missed() -> None:
     bare = model_line(frontiers={})
     del bare["minimum_peak_bytes"], bare["loss_only_minimum_bytes"]
     assert {found.is_hit for found in rows([bare])} == {None}
-    assert "not measured" in row("llama at 0.48:", bare).cells
+    assert row("llama at 0.48:", bare).verdict == "not measured"
 
 
 def test_gap_rows_take_the_largest_and_the_median() -> None:

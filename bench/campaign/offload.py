@@ -39,6 +39,7 @@ def offloaded_step(build: Build, share: float) -> Figures:
         plan, lanes = planned.plan, planned.plan.simulation.lanes
         figures = step_figures(planned, workload, planning_s)
         link = ("out_gb_per_s", "in_gb_per_s", "latency_ms", "duplex", "slowdown")
+        assert plan.offload is not None
         tier = tier_of(model, plan.offload)
         assert isinstance(tier, DiskTier | PinnedTier)
         return {

@@ -33,7 +33,7 @@ def page(records: Mapping[str, Sequence[Record]], machine: Record) -> str:
     return "\n".join(text) + "\n"
 
 
-def _judgeable(records: Mapping[str, Sequence[Record]]) -> list[Record]:
+def _judgeable(records: Mapping[str, Sequence[Record]]) -> list[dict[str, Any]]:
     """The steps of all parts, each with its part; those with moves with the time of the peer."""
     steps = [
         {**record, "part": part}

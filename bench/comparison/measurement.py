@@ -75,7 +75,7 @@ class ModelMeasurement(measure.Trainer):
 
     def _ours(self, folder: Path) -> Iterator[Record]:
         planned = self._planned(folder)
-        options = StepOptions(**({"outputs": "loss"} if self._task.loss_only else {}))
+        options = StepOptions(outputs="loss" if self._task.loss_only else "all")
         step = capture_step(self.workload.model, self.workload.sample, options)
         for record in planned:
             yield record

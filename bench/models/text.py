@@ -138,7 +138,8 @@ def library(*, kind: str, batch: str, sizes: list[int], rows: int, **fields: Any
 def recurrent(*, kind: str, layers: int, length: int, vocab_size: int, **fields: Any) -> Made:
     """A decoder with recurrent layers, for sequences of one length; `fields` as for `library`."""
     longest = "context_length" if kind.startswith("Rwkv") else "max_position_embeddings"
+    fields[longest] = length
     return library(
         kind=kind, sizes=[length, vocab_size], vocab_size=vocab_size, num_hidden_layers=layers,
-        **TOKENS, **fields, **{longest: length},
+        **TOKENS, **fields,
     )  # fmt: skip

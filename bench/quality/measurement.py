@@ -64,7 +64,7 @@ def measure(name: str, extent: Extent) -> Iterator[Record]:
         extent: How much is tried.
     """
     workload = models.build(name, tiny=extent.is_tiny)
-    limit = {"time_limit_s": extent.whole_graph_limit_s} if name in TWO_LAYER_MODELS else {}
+    limit: Any = {"time_limit_s": extent.whole_graph_limit_s} if name in TWO_LAYER_MODELS else {}
     planner = Planner(workload.model, workload.sample, numerics="bitwise", **limit)
     plans = _ModelPlans(name=name, planner=planner, extent=extent)
     yield plans.model_record()

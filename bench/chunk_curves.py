@@ -18,7 +18,7 @@ from pathlib import Path
 from bench import command
 from bench.command import Record
 from bench.models import built, makers
-from bench.pages import INK, OURS_COLOR, Column, Line, about, filled, picture, records_table
+from bench.pages import INK, OURS_COLOR, Line, about, filled, picture
 from rockmate import InfeasibleBudgetError, Planner
 
 _MACHINE, _SHARES = "cpu-avx2", (0.5, 0.25)
@@ -57,41 +57,17 @@ def _ratio(planner: Planner, budget_bytes: int, plain: Planner) -> float | None:
         return None
 
 
-_Pair = tuple[Record, bool]
-
-
-def _least(record: Record, may_chunk: bool) -> float:
-    return record["curves"][may_chunk][0][0] / record["peak_bytes"]
-
-
-def _time_column(place: int) -> Column:
-    def cell(pair: _Pair) -> str:
-        ratio = pair[0]["ratios"][pair[1]][place]
-        return "infeasible" if ratio is None else f"{ratio:.3f}"
-
-    return f"time at {_SHARES[place]:g} of it", cell
-
-
-_COLUMNS: tuple[Column, ...] = (
-    ("model", lambda pair: pair[0]["model"]),
-    ("peak MB", lambda pair: f"{pair[0]['peak_bytes'] / 1e6:.1f}"),
-    ("chunks", lambda pair: "yes" if pair[1] else "no"),
-    ("least peak", lambda pair: f"{_least(*pair):.3f}"),
-    *map(_time_column, range(len(_SHARES))),
-)
-
-
 def page(records: Sequence[Record]) -> list[str]:
     """The table, with the least peaks as its headline."""
     newest = command.newest(records, "model")
-    least = [_least(record, True) for record in newest]
-    pairs = [(record, may_chunk) for record in newest for may_chunk in (False, True)]
+    least = [record["curves"][1][0][0] / record["peak_bytes"] for record in newest]
     return filled(
         "chunk_curves",
         number=len(newest),
         least=min(least),
         most=max(least),
-        table=records_table(_COLUMNS, pairs),
+        shares=_SHARES,
+        lines=newest,
         about=about(newest, __doc__),
     )
 

@@ -39,13 +39,15 @@ from bench import command
 from bench.campaign import measure
 from bench.campaign.measure import Build
 from bench.campaign.offload import offloaded_step, save_on_cpu_step
-from bench.campaign.page import SAVE_ON_CPU, page
-from bench.machine import machine_record
+from bench.machine import hardware_text, machine_record, versions_text
+from bench.pages import filled
 
 FRACTIONS = (1.0, 0.5, 0.25)
 OFFLOAD_FRACTIONS = (0.5, 0.25)
 CAPS_GB = (24, 48, 80)
 PEERS = ("checkpoint", "compile")
+SAVE_ON_CPU = "save_on_cpu"
+"""Setting of the peer in the part with moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,20 @@ def run(folder: Path, todo: Sequence[Case], limit_s: float) -> int:
     return 0
 
 
+def page(parts: Mapping[str, Sequence[Mapping[str, Any]]], machine: Mapping[str, Any]) -> list[str]:
+    """The page of finished cases by part: the targets, then a table for each part."""
+    offload = parts["offload"]
+    peers = {r["model"]: r for r in offload if r["setting"] == SAVE_ON_CPU}
+    beside = [{**r, "peer": peers.get(r["model"], {})} for r in offload]
+    return filled(
+        "cuda",
+        parts={**parts, "offload": beside},
+        machine=machine,
+        hardware=hardware_text(machine, device="cuda" if machine["gpu"] else "cpu"),
+        versions=versions_text(machine),
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line."""
     parser = command.parser("cuda", __doc__, tiny=True)
@@ -131,7 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     done = {part: finished(options.output, part) for part in dict.fromkeys(c.part for c in every)}
     machine = options.output / "machine.json"
     if options.page:
-        sys.stdout.write(page(done, json.loads(machine.read_text(encoding="utf-8"))))
+        text = page(done, json.loads(machine.read_text(encoding="utf-8")))
+        sys.stdout.write("\n".join(text) + "\n")
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
     machine.write_text(json.dumps(machine_record("bench.cuda")) + "\n", encoding="utf-8")

@@ -36,7 +36,7 @@ from bench import command
 from bench.command import Record
 from bench.machine import machine_text
 from bench.models import Workload, built, makers
-from bench.pages import Column, all_row, filled, records_table, targets
+from bench.pages import filled
 from rockmate.capture.options import Numerics
 
 _MIB = 1 << 20
@@ -200,28 +200,13 @@ def is_held(line: Record) -> bool:
     return 0 <= line["trains"] - line["predicted"] <= MOST_BELOW
 
 
-_COLUMNS: tuple[Column, ...] = (
-    ("model", "{model}"),
-    ("memory", "{memory_mib} MiB"),
-    ("predicted", "{predicted}"),
-    ("trains", "{trains}"),
-    ("batches tried", "{num_runs}"),
-    ("prediction took", "{predicted_s:.0f} s"),
-)
-
-
 def page(lines: Sequence[Record]) -> list[str]:
     """The target, and a row for the newest line of each model."""
     newest = command.newest(lines, "model")
-    what = f"predicted batch at most {MOST_BELOW} below the real one, never above"
     missing = "; ".join(name for name in CASES if name not in {line["model"] for line in newest})
-    return filled(
-        "fit",
-        machine=machine_text({**newest[-1], "command": "python -m bench.fit"}),
-        targets=targets([all_row(what, sum(map(is_held, newest)), len(newest))]),
-        table=records_table(_COLUMNS, newest),
-        missing=f"Not measured yet: {missing}." if missing else "",
-    )
+    machine = machine_text({**newest[-1], "command": "python -m bench.fit"})
+    note = f"Not measured yet: {missing}." if missing else ""
+    return filled("fit", machine=machine, lines=newest, missing=note)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -30,7 +30,7 @@ from bench.command import Record
 from bench.machine import machine_text
 from bench.measure import allocator_peak, time_in_turn
 from bench.models import Workload, dynamic
-from bench.pages import Goal, filled, judged, records_table, targets, worst_row
+from bench.pages import filled
 from bench.peers.checkpoint import checkpointed
 from rockmate import RockmateModule
 
@@ -169,99 +169,25 @@ class _Checkpointed(nn.Module):
 
 
 def page(lines: Sequence[Record]) -> list[str]:
-    """Targets, and a table for each model."""
+    """Targets, and a table for each model, in the order of their first lines."""
     newest = {(line["model"], line["method"]): line for line in lines}
-    names = list(dict.fromkeys(name for name, _ in newest))
-    text: list[str] = []
-    for name in names:
-        own = {method: line for (model, method), line in newest.items() if model == name}
-        last = list(own.values())[-1]
-        where = (
-            f"Commit {last['commit']}, {last['processor']}, load average "
-            f"{last['load_average']:.1f} at the start."
-        )
-        text += [f"## {name}", "", where, "", *_table(own), ""]
-    machine = machine_text(lines[-1])
-    return filled("frames", machine=machine, targets=_targets(newest, names), models=text)
-
-
-def _targets(newest: dict[tuple[str, str], Record], names: Sequence[str]) -> list[str]:
-    at_equal_peak = [
-        (name, newest[name, "frames: as checkpoint"]["ratio"] / newest[name, "checkpoint"]["ratio"])
-        for name in names
-    ]
-    beside_plans = [
-        (_PLACE.format_map(line), newest[key[0], f"frames{key[1][4:]}"]["ratio"] / line["ratio"])
-        for key, line in newest.items()
-        if key[1].startswith("plan")
-    ]
-    return targets(
-        [
-            *judged(_GOALS, list(newest.values())),
-            worst_row("time over checkpoints' at their peak", 1.0, at_equal_peak),
-            worst_row("time over a plan's", TIME_OVER_PLAN, beside_plans),
-        ]
+    found = [{**line, "own_ratio": _own_ratio(newest, line)} for line in newest.values()]
+    return filled(
+        "frames",
+        machine=machine_text(lines[-1]),
+        lines=found,
+        names=dict.fromkeys(line["model"] for line in found),
+        over_budget=OVER_BUDGET,
+        time_at=TIME_AT,
+        time_over_plan=TIME_OVER_PLAN,
     )
 
 
-def _is_framed(line: Record) -> bool:
-    return line["method"].startswith("frames")
-
-
-def _fits_at(share: float) -> Callable[[Record], bool]:
-    """Whether frames keep a budget of this share."""
-    return lambda line: (
-        line["method"] == f"frames: {share}" and line["minimum_bytes"] <= line["budget_bytes"]
-    )
-
-
-def _allowed(line: Record) -> int:
-    return max(line["budget_bytes"], line["minimum_bytes"])
-
-
-_PLACE = "{model}, {method}"
-_GOALS = (
-    Goal("bits of losses, gradients and buffers equal eager's", None,
-         lambda line: line["is_bitwise"], _is_framed),
-    Goal("measured peak over the budget or the smallest peak", OVER_BUDGET,
-         lambda line: line["peak_bytes"] / _allowed(line), _is_framed, _PLACE),
-    *(
-        Goal(f"time at {share} of the peak", reach, lambda line: line["ratio"], _fits_at(share),
-             "{model}")
-        for share, reach in TIME_AT.items()
-    ),
-)  # fmt: skip
-
-
-def _table(own: dict[str, Record]) -> list[str]:
-    eager_s = own["eager"]["seconds"]
-    columns = (
-        ("method", "{method}"),
-        ("budget", _budget_text),
-        ("peak", lambda line: f"{line['peak_bytes'] / line['eager_bytes']:.3f}"),
-        ("time", "{ratio:.3f}x"),
-        (
-            "bound",
-            lambda line: "" if (s := line.get("bound_s")) is None else f"{1 + s / eager_s:.3f}x",
-        ),
-        (
-            "made again",
-            lambda line: (
-                "{num_recomputed} of {num_frames}".format_map(line) if "num_frames" in line else ""
-            ),
-        ),
-        ("bits", lambda line: "equal" if line["is_bitwise"] else "**differ**"),
-    )
-    return records_table(columns, own.values())
-
-
-def _budget_text(line: Record) -> str:
-    if line["budget_bytes"] is None:
-        return ""
-    share = f"{line['budget_bytes'] / line['eager_bytes']:.2f}"
-    if line.get("minimum_bytes", 0) > line["budget_bytes"]:
-        share += f" (smallest peak: {line['minimum_bytes'] / line['eager_bytes']:.2f})"
-    return share
+def _own_ratio(newest: dict[tuple[str, str], Record], line: Record) -> float | None:
+    """The ratio of the frames beside a plan or beside checkpoints."""
+    kind, colon, share = line["method"].partition(":")
+    method = "frames: as checkpoint" if kind == "checkpoint" else f"frames{colon}{share}"
+    return newest.get((line["model"], method), {}).get("ratio")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

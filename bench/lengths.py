@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from bench import command, measure
 from bench.command import Record
 from bench.models import batches, built, makers
-from bench.pages import Column, about, filled, records_table
+from bench.pages import about, filled
 from rockmate import RockmateModule
 from rockmate.plan_cache import PlanCache
 
@@ -154,26 +154,13 @@ class CaptureLog(logging.Handler):
         self._logger.removeHandler(self)
 
 
-_COLUMNS: tuple[Column, ...] = (
-    ("model", "{model}"),
-    ("plan, s", "{plan_s:.1f}"),
-    ("first other length, s", "{first_s:.1f}"),
-    ("each later, median ms", "{later_ms:.1f}"),
-    ("largest, ms", "{largest_ms:.1f}"),
-    ("step, ms", "{step_ms:.0f}"),
-    ("captures", "{num_captures}"),
-    ("peak / budget", "{peak_share:.3f}"),
-    ("equal to eager", "{num_equal} of {num_lengths}"),
-)
-
-
 def page(records: Sequence[Record]) -> list[str]:
     """The table, with the slowest later length as its headline."""
     newest = command.newest(records, "model")
     return filled(
         "lengths",
         slowest=max(newest, key=lambda record: record["later_ms"]),
-        table=records_table(_COLUMNS, newest),
+        lines=newest,
         about=about(newest, __doc__),
     )
 

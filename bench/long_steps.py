@@ -23,7 +23,7 @@ import torch
 from bench import command
 from bench.command import Record
 from bench.models import REGISTRY, built, makers
-from bench.pages import Column, about, filled, records_table
+from bench.pages import about, filled
 from rockmate import Planner
 
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
@@ -61,19 +61,6 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     }
 
 
-def _gap_column(share: str) -> Column:
-    return share, lambda r: f"{r['gaps'][share]:.2%}" if share in r["gaps"] else "-"
-
-
-COLUMNS: tuple[Column, ...] = (
-    ("model", "{model}"),
-    ("ops", "{num_ops:,}"),
-    ("smallest peak", "{smallest_share:.3f}"),
-    *(_gap_column(f"{share:g}") for share in SHARES),
-    ("s a plan", "{plan_s:.1f}"),
-)
-
-
 def page(records: Sequence[Record]) -> list[str]:
     """The table, with the number of plans within the target as its headline."""
     newest = command.newest(records, "model")
@@ -86,7 +73,8 @@ def page(records: Sequence[Record]) -> list[str]:
         median=statistics.median(gaps),
         largest=max(gaps),
         machine=MACHINE,
-        table=records_table(COLUMNS, newest),
+        shares=SHARES,
+        lines=newest,
         about=about(newest),
     )
 

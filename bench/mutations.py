@@ -27,7 +27,7 @@ from tqdm import tqdm
 from bench import command
 from bench.command import ROOT
 from bench.machine import machine_record
-from bench.pages import filled, records_table
+from bench.pages import filled
 
 _TIERS = "unit or model"
 # The sections of pytest's summary that name a failing test.
@@ -107,17 +107,12 @@ def _first_failure(copy: Path, tests: Sequence[str]) -> str:
 def page(results: Sequence[dict[str, Any]], commit: str) -> str:
     """The results as a Markdown page."""
     paths = {mutation.fault: mutation.path for mutation in MUTATIONS}
-    columns = (
-        ("fault", "{fault}"),
-        ("file", lambda result: f"`{paths[result['fault']]}`"),
-        ("found by", lambda r: f"`{r['found_by']}`" if r["found_by"] else "not found"),
-        ("s", "{seconds:.0f}"),
-    )
     text = filled(
         "mutations",
         num_found=sum(bool(result["found_by"]) for result in results),
         number=len(results),
-        table=records_table(columns, results),
+        results=results,
+        paths=paths,
         commit=commit,
     )
     return "\n".join(text) + "\n"

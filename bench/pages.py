@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jinja2
+
 from bench.machine import hardware_text, versions_text
 
 Record = Mapping[str, Any]
@@ -21,13 +23,60 @@ Column = tuple[str, str | Callable[[Any], str]]
 def filled(template: str, **parts: Any) -> list[str]:
     """The lines of a page.
 
+    Templates are Jinja's. Beside what that has, they have the filters `as`, a format that leaves
+    None and NaN empty; `mb`, as `megabytes`; `where`, the records for which an expression of `r`
+    is true; and the functions `every` and `worst`, which give rows of targets. Lists stand for
+    their lines, and a paragraph without text leaves no gap.
+
     Args:
-        template: name of a file in `bench/templates`, as `str.format` takes it.
-        **parts: by name. A list stands for its lines; a paragraph without text leaves no gap.
+        template: name of a file in `bench/templates`.
+        **parts: by name.
     """
-    text = (Path(__file__).parent / "templates" / f"{template}.md").read_text(encoding="utf-8")
-    known = {k: "\n".join(v) if isinstance(v, list) else v for k, v in parts.items()}
-    return re.sub(r"\n{3,}", "\n\n", text.format(**known)).strip().split("\n")
+    text = _TEMPLATES.get_template(f"{template}.md").render(**parts)
+    return re.sub(r"\n{3,}", "\n\n", text).strip().split("\n")
+
+
+def _of_record(expression: str) -> Callable[[Any], Any]:
+    """The value of an expression of a record `r`, or of `r` alone, as templates have them."""
+    found = _TEMPLATES.compile_expression(expression)
+    return lambda record: found(r=record)
+
+
+def _where(records: Iterable[Any], expression: str) -> list[Any]:
+    return [record for record in records if _of_record(expression)(record)]
+
+
+def _every(records: Sequence[Any], what: str, expression: str) -> str:
+    """The row of a target that is hit if an expression is true for every record."""
+    return all_row(what, len(_where(records, expression)), len(records)).text
+
+
+def _worst(records: Sequence[Any], what: str, limit: float, figure: str, place: str) -> str:
+    """The row of a target that the largest figure has to hit; both are expressions."""
+    name, value = _of_record(place), _of_record(figure)
+    return worst_row(what, limit, [(str(name(each)), value(each)) for each in records]).text
+
+
+def _as_text(part: Any) -> Any:
+    return "\n".join(part) if isinstance(part, list) else "" if part is None else part
+
+
+def _formatted(value: Any, form: str) -> str:
+    is_there = value is not None and not isinstance(value, jinja2.Undefined) and value == value
+    return format(value, form) if is_there else ""
+
+
+def _templates() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_as_text,
+        undefined=jinja2.ChainableUndefined,
+    )
+    made.filters |= {"as": _formatted, "mb": megabytes, "where": _where}
+    made.globals |= {"every": _every, "worst": _worst}
+    return made
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -49,14 +98,9 @@ def records_table(columns: Sequence[Column], records: Iterable[Any]) -> list[str
     return table([title for title, _ in columns], rows)
 
 
-def in_mb(key: str) -> Callable[[Record], str]:
-    """A cell: the bytes of a field, as `megabytes`."""
-    return lambda record: megabytes(record[key])
-
-
 def megabytes(num_bytes: int | None) -> str:
     """Millions of bytes, to at least four digits; empty for None."""
-    if num_bytes is None:
+    if not isinstance(num_bytes, int):
         return ""
     return f"{num_bytes / 1e6:.1f}" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.4g}"
 
@@ -86,42 +130,16 @@ class Target(NamedTuple):
         """In words."""
         return {None: "not measured", True: "hit", False: "**miss**"}[self.is_hit]
 
-
-class Goal(NamedTuple):
-    """A target of a figure that records have.
-
-    Attributes:
-        what: The quantity.
-        limit: What the largest figure may be at most; None: all figures have to be true.
-        figure: Of a record.
-        counts: Whether a record counts.
-        place: Names a record; a format of its fields, or a function of it.
-    """
-
-    what: str
-    limit: float | None
-    figure: Callable[[Any], float]
-    counts: Callable[[Any], Any]
-    place: str | Callable[[Any], str] = ""
-
-
-def judged(goals: Iterable[Goal], records: Sequence[Any]) -> list[Target]:
-    """The row of each goal."""
-    rows = []
-    for what, limit, figure, counts, place in goals:
-        own = [each for each in records if counts(each)]
-        if limit is None:
-            rows.append(all_row(what, sum(map(bool, map(figure, own))), len(own)))
-            continue
-        name = place.format_map if isinstance(place, str) else place
-        rows.append(worst_row(what, limit, [(name(each), figure(each)) for each in own]))
-    return rows
+    @property
+    def text(self) -> str:
+        """The row."""
+        return table_row([*self[:4], self.verdict])
 
 
 def targets(rows: Iterable[Target]) -> list[str]:
     """The section of targets."""
-    cells = [[*row[:4], row.verdict] for row in rows]
-    return ["## Targets", "", *table(("what", "reach", "figure", "where", ""), cells)]
+    head = table(("what", "reach", "figure", "where", ""), ())
+    return ["## Targets", "", *head, *(row.text for row in rows)]
 
 
 def all_row(what: str, num_hit: int, num_all: int) -> Target:
@@ -314,3 +332,6 @@ def _draw(panel: Any, line: Line) -> None:
             word, place, xytext=(5, 4), textcoords="offset points", fontsize=6,
             color=line.style["color"],
         )  # fmt: skip
+
+
+_TEMPLATES = _templates()

@@ -30,7 +30,7 @@ import torch
 from bench import command, models
 from bench.command import Record
 from bench.models import Workload, built, makers
-from bench.pages import Column, about, filled, records_table
+from bench.pages import about, filled
 from rockmate import Planner
 from rockmate.costs.machine import load_machine
 from rockmate.planning.candidate import linspace_int
@@ -183,29 +183,13 @@ def is_hit(record: Record) -> bool:
     return record["figure_s"] is not None and record["figure_s"] <= record["target_s"]
 
 
-_COLUMNS: tuple[Column, ...] = (
-    ("model", "{model}"),
-    ("ops", lambda r: f"{r['num_ops']:,}" if r["num_ops"] else ""),
-    ("what", "{what}"),
-    ("reach, s", lambda r: "" if r["target_s"] is None else f"{r['target_s']:g}"),
-    (
-        "figure, s",
-        lambda r: f"> {r['limit_s']}" if r["figure_s"] is None else f"{r['figure_s']:.2f}",
-    ),
-    ("", lambda r: "hit" if is_hit(r) else "**miss**"),
-)
-
-
 def page(records: Sequence[Record]) -> list[str]:
     """The table, with the number of targets that are hit as its headline."""
     newest = command.newest(records, "model", "what")
-    return filled(
-        "planning_time",
-        num_hit=sum(map(is_hit, newest)),
-        number=len(newest),
-        table=records_table(_COLUMNS, newest),
-        about=about(newest),
-    )
+    lines = [{**record, "is_hit": is_hit(record)} for record in newest]
+    num_hit = sum(record["is_hit"] for record in lines)
+    number, head = len(newest), about(newest)
+    return filled("planning_time", num_hit=num_hit, number=number, lines=lines, about=head)
 
 
 def measured_apart(case: str, limit_s: int) -> list[Record]:

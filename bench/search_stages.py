@@ -19,7 +19,7 @@ import torch
 
 from bench import command, models
 from bench.machine import machine_record, machine_text
-from bench.pages import Column, filled, records_table
+from bench.pages import filled
 from rockmate._util import gc_paused
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.estimate import estimate_costs
@@ -32,7 +32,6 @@ MODELS = ("gpt2-2layer", "llama-2layer", "unet", "resnet50", "convnext", "qwen3-
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.25)
 MACHINE = "cpu-avx2"
 SOLVER_LIMIT_S = 30.0
-MIN_GAIN = 1e-9
 
 
 class TracedPlan(NamedTuple):
@@ -67,39 +66,12 @@ def traced_plans(name: str, shares: Sequence[float], *, tiny: bool = False) -> l
     return found
 
 
-def _found_by(plan: TracedPlan) -> str:
-    """The stage that found the plan."""
-    steps = plan.trace.steps
-    return next(step.source for step in steps if step.time_ms == steps[-1].time_ms)
-
-
-_PLANS: tuple[Column, ...] = (
-    ("model", lambda plan: plan.model),
-    ("budget", lambda plan: f"{plan.share:.3f}"),
-    ("time", lambda plan: f"{plan.trace.steps[-1].time_ms / plan.trace.baseline_ms:.4f}"),
-    ("gap", lambda plan: f"{plan.trace.steps[-1].gap:.2%}"),
-    ("s", lambda plan: f"{plan.trace.steps[-1].elapsed_s:.2f}"),
-    ("found by", _found_by),
-)
-
-
 class Stage(NamedTuple):
     """What a stage has gained in all plans, and in how many seconds."""
 
     name: str
     gains: list[float]
     seconds: float
-    num_plans: int
-
-
-_STAGES: tuple[Column, ...] = (
-    ("stage", lambda stage: stage.name),
-    ("runs", lambda stage: str(len(stage.gains))),
-    ("improved", lambda stage: str(sum(gain > MIN_GAIN for gain in stage.gains))),
-    ("gain a plan", lambda stage: f"{sum(stage.gains) / stage.num_plans:.3%}"),
-    ("s", lambda stage: f"{stage.seconds:.2f}"),
-    ("gain a second", lambda s: f"{sum(s.gains) / s.seconds:.2%}" if s.seconds else ""),
-)
 
 
 def stages_of(plans: Sequence[TracedPlan]) -> list[Stage]:
@@ -111,7 +83,7 @@ def stages_of(plans: Sequence[TracedPlan]) -> list[Stage]:
     for step in (step for plan in plans for step in plan.trace.steps):
         runs.setdefault(step.source, []).append((step.gain or 0.0, step.seconds))
     stages = [
-        Stage(name, [gain for gain, _ in own], sum(seconds for _, seconds in own), len(plans))
+        Stage(name, [gain for gain, _ in own], sum(seconds for _, seconds in own))
         for name, own in runs.items()
     ]
     return sorted(stages, key=lambda stage: -sum(stage.gains))
@@ -126,8 +98,8 @@ def page(plans: Sequence[TracedPlan]) -> list[str]:
         median=statistics.median(gaps),
         mean=statistics.mean(gaps),
         seconds=statistics.mean(plan.trace.steps[-1].elapsed_s for plan in plans),
-        stages=records_table(_STAGES, stages_of(plans)),
-        plans=records_table(_PLANS, plans),
+        stages=stages_of(plans),
+        plans=plans,
         machine=machine_text(machine_record("bench.search_stages")),
     )
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from bench.command import Record
-from bench.comparison.page import number_text
 from bench.comparison.result import OURS, ModelResult, Point
 from bench.pages import INK, PEER_COLOR, STRATEGIES, Line, picture
 
@@ -41,9 +40,9 @@ def _rows(result: ModelResult) -> Iterator[dict[str, str]]:
             "peak_mb": _exact(point.peak_bytes),
             "peak_of_eager": f"{point.peak_bytes / eager.peak_bytes:.4f}" if eager else "",
             "resident_mb": _exact(point.resident_bytes),
-            "time_over_eager": number_text(point.ratio, ".4f"),
-            "spread": number_text(point.spread, ".4f"),
-            "ms": number_text(point.ms, ".1f"),
+            "time_over_eager": _number(point.ratio, ".4f"),
+            "spread": _number(point.spread, ".4f"),
+            "ms": _number(point.ms, ".1f"),
             "prepared_s": f"{point.prepare_s:.1f}",
             "gradient_difference": f"{difference:.1e}" if difference else "0",
             "budget_mb": _exact(point.budget_bytes),
@@ -75,6 +74,10 @@ def _note(record: Record) -> str:
             return f"infeasible: {budget} MB is below the strategy's smallest peak, {least} MB"
         case _:
             return ""
+
+
+def _number(value: float, form: str) -> str:
+    return "" if math.isnan(value) else format(value, form)
 
 
 def _exact(num_bytes: int | None) -> str:

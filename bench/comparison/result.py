@@ -57,6 +57,20 @@ class Point:
     predicted_ratio: float | None = None
 
     @property
+    def ratio_text(self) -> str:
+        """The time over eager's with its spread, empty if it was not timed."""
+        return "" if math.isnan(self.ratio) else f"{self.ratio:.3f} ± {self.spread:.3f}"
+
+    @property
+    def gradients_text(self) -> str:
+        """The difference of the gradients from eager's."""
+        if self.gradient_difference == 0:
+            return "bitwise"
+        if self.is_wrong:
+            return f"**wrong**, {self.gradient_difference:.1g}"
+        return f"{self.gradient_difference:.1e}"
+
+    @property
     def is_wrong(self) -> bool:
         """Whether the gradients differ from eager's beyond the tolerance."""
         return not self.gradient_difference <= GRADIENT_TOLERANCE
@@ -73,6 +87,20 @@ class Match:
     def excess(self) -> float:
         """Our time over the peer's, less 1; infinite if we have no point."""
         return math.inf if self.ours is None else self.ours.ratio / self.peer.ratio - 1
+
+    @property
+    def share(self) -> float:
+        """Our peak over the peer's; infinite if we have no point."""
+        return math.inf if self.ours is None else self.ours.peak_bytes / self.peer.peak_bytes
+
+    @property
+    def noise_text(self) -> str:
+        """Whether the times differ by no more than both spreads."""
+        ours = self.ours or self.peer
+        noise = ours.spread + self.peer.spread
+        if ours.ratio - self.peer.ratio <= noise:
+            return "yes"
+        return "no" if noise else "unknown: one round"
 
     @property
     def is_dominated(self) -> bool:

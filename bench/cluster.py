@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from bench import command
 from bench.models import Workload, built, makers
-from bench.pages import Column, records_table, table
+from bench.pages import filled
 from rockmate import Machine, Planner, fully_shard
 from rockmate.costs.machine import load_machine
 from rockmate.ops.shards import gather_shards
@@ -170,27 +170,19 @@ class Cluster:
             best = min((plain, repriced), key=lambda plan: plan.overlapped_ms)
             yield self.row(best, mesh, f"{budget:g}", is_hidden=best is not plain)
 
-    def published(self) -> Iterator[list[str]]:
-        """What is reported, the same schedule simulated, and plans at the reported memory."""
+    def published(self) -> Iterator[tuple[list[Published], list[Row]]]:
+        """What is reported, with the same schedule simulated and plans at the reported memory."""
         rows = [row for row in PUBLISHED if row.model == self.options.model]
         for mesh in dict.fromkeys(str(row.ranks) for row in rows):
             reported = [row for row in rows if str(row.ranks) == mesh]
-            for row in reported:
-                memory = f"{row.gib:.1f} GiB" if row.gib else "-"
-                yield [mesh, f"reported: {row.what}", f"{row.tokens_per_s:,}", "1", memory, ""]
             theirs = self.planner(mesh, saves_products=reported[0].saves_products)
-            same = self.row(theirs.plan(1.0, **_LEAST), mesh, "its schedule, simulated")
-            ours, state_gib = self.planner(mesh), same.rank_gib - same.peak_gib
+            found = [self.row(theirs.plan(1.0, **_LEAST), mesh, "its schedule, simulated")]
+            ours, state_gib = self.planner(mesh), found[0].rank_gib - found[0].peak_gib
             # Where no memory is reported: that of the schedule.
-            limits = dict.fromkeys(row.gib or same.rank_gib for row in reported)
-            found = [same]
-            for gib in limits:
+            for gib in dict.fromkeys(row.gib or found[0].rank_gib for row in reported):
                 plan = ours.plan(int((gib - state_gib) * 2**30), **_LEAST)
                 found.append(self.row(plan, mesh, f"a plan within {gib:.1f} GiB"))
-            for row in found:
-                shares = " and ".join(f"{row.tokens_per_s / r.tokens_per_s:.2f}" for r in reported)
-                speed, memory = f"{row.tokens_per_s:,.0f}", f"{row.rank_gib:.1f} GiB"
-                yield [mesh, row.budget, speed, shares, memory, str(row.num_gathers)]
+            yield reported, found
 
 
 def every_second_product() -> Any:
@@ -227,20 +219,6 @@ def sum_ms(plan: Plan, priced: Plan) -> float:
     return total
 
 
-_FRONTIER: tuple[Column, ...] = (
-    ("ranks", lambda r: r.mesh),
-    ("budget", lambda r: r.budget),
-    ("activations, gathered weights", lambda r: f"{r.peak_gib:.1f} GiB"),
-    ("with weights and AdamW", lambda r: f"{r.rank_gib:.1f} GiB"),
-    ("sum of times", lambda r: f"{r.sum_ms:,.0f} ms"),
-    ("step with overlap", lambda r: f"{r.overlapped_ms:,.0f} ms"),
-    ("tokens/s a rank", lambda r: f"{r.tokens_per_s:,.0f}"),
-    ("gathers", lambda r: str(r.num_gathers)),
-    ("planned with hidden collectives", lambda r: "yes" if r.is_hidden else "no"),
-)
-_PUBLISHED_COLUMNS = ("GPUs", "", "tokens/s a GPU", "times the reported", "memory", "gathers")
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
     parser = command.parser("cluster", __doc__)
@@ -258,13 +236,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.disable(logging.WARNING)
     machine = load_machine("h100")
     if options.published:
-        their = replace(machine, bandwidth_gb_per_s=THEIR_BANDWIDTH_GB_PER_S)
-        lines = table(_PUBLISHED_COLUMNS, Cluster(options, their).published())
-    else:
-        cluster = Cluster(options, machine)
-        rows = (row for mesh in options.ranks.split(",") for row in cluster.frontier(mesh))
-        lines = records_table(_FRONTIER, rows)
-    sys.stdout.write("\n".join(lines) + "\n")
+        machine = replace(machine, bandwidth_gb_per_s=THEIR_BANDWIDTH_GB_PER_S)
+    cluster = Cluster(options, machine)
+    found: dict[str, Any] = (
+        {"published": cluster.published()}
+        if options.published
+        else {"frontier": [row for m in options.ranks.split(",") for row in cluster.frontier(m)]}
+    )
+    sys.stdout.write("\n".join(filled("cluster", **found)) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from bench import command
 from bench.machine import machine_text
-from bench.pages import all_row, filled, table, targets
+from bench.pages import all_row, filled
 
 WIDTHS = (8, 24, 40)
 STRATEGIES = ("rockmate", "rotor", "chen")
@@ -264,8 +264,8 @@ def page(lines: Sequence[Mapping[str, Any]]) -> list[str]:
     return filled(
         "marks",
         machine=machine_text({**lines[-1], "command": "python -m bench.marks"}),
-        targets=targets([row]),
-        table=table(("", "number"), [(n.removeprefix("num_"), f"{total(n):,}") for n in _COUNTS]),
+        target=row.text,
+        counts={name.removeprefix("num_"): total(name) for name in _COUNTS},
     )
 
 

@@ -34,7 +34,7 @@ from bench import command
 from bench.command import Record, add_line
 from bench.measure import time_in_turn
 from bench.models import text
-from bench.pages import Column, records_table
+from bench.pages import filled
 from rockmate import RockmateModule, fully_shard, timeline
 
 NUM_RANKS = 2
@@ -163,22 +163,6 @@ def measured(options: argparse.Namespace, rank: int) -> list[Record]:
     return rows
 
 
-def _mib(key: str) -> Callable[[Record], str]:
-    return lambda row: f"{row[key] / 2**20:.2f} MiB"
-
-
-_COLUMNS: tuple[Column, ...] = (
-    ("setting of PyTorch's", "{setting}"),
-    ("its peak (budget)", _mib("peak_bytes")),
-    ("its step", lambda row: f"{row['step_ms']:.0f} ms" if row["step_ms"] else "-"),
-    ("plan's peak", _mib("plan_peak_bytes")),
-    ("predicted", _mib("plan_predicted_bytes")),
-    ("plan's step", "{plan_ms:.0f} ms"),
-    ("ratio", lambda row: f"{row['ratio']:.2f}x" if row["ratio"] else "-"),
-    ("gathers", "{num_gathers}"),
-)
-
-
 def enter(rank: int, store: str, options: argparse.Namespace) -> None:
     """One rank."""
     warnings.filterwarnings("ignore")
@@ -188,7 +172,7 @@ def enter(rank: int, store: str, options: argparse.Namespace) -> None:
     )
     rows = measured(options, rank)
     if rank == 0:
-        sys.stdout.write("\n".join(records_table(_COLUMNS, rows)) + "\n")
+        sys.stdout.write("\n".join(filled("sharded", rows=rows)) + "\n")
         sys.stdout.flush()
         for row in rows if options.output else ():
             add_line(options.output, row)

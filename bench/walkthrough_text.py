@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,7 @@ from rockmate._torch.ops import is_op
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.roles import Capture, Role
-from rockmate.costs.cost import Cost, Costs
-from rockmate.curves.table import Column, table_text
+from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import storages_of
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.planning.baseline_search import Searcher
@@ -86,102 +84,107 @@ def of_rewrites(before: Counter[str], after: Counter[str]) -> str:
     return "\n".join(lines)
 
 
-def _table(rows: Sequence[Any], **columns: Callable[[Any], str]) -> str:
-    """A table with these columns, whose names stand for their titles."""
-    shown = [Column(title.replace("_", " "), cell) for title, cell in columns.items()]
-    return table_text(shown, rows, lambda _: "")
-
-
 def of_costs(graph: Graph, costs: Costs) -> str:
     """The distinct costs."""
-    firsts: dict[Cost, Op] = {}
+    lines = [
+        f"{len(graph.ops)} ops, {costs.num_distinct} distinct calls",
+        f"{'op':<28} {'phase':<9} {'makes, bytes':>12} {'time, ms':>9} {'workspace, bytes':>17}",
+    ]
+    seen = set()
     for op, cost in zip(graph.ops, costs.first, strict=True):
-        firsts.setdefault(cost, op)
-    table = _table(
-        [(op, cost) for cost, op in firsts.items()],
-        op=lambda row: row[0].name,
-        phase=lambda row: row[0].phase.value,
-        bytes_made=lambda row: f"{row[0].written_bytes:,}",
-        ms=lambda row: f"{row[1].time_ms:.3f}",
-        workspace_bytes=lambda row: f"{row[1].overhead_bytes:,}",
-    )
-    return f"{len(graph.ops)} ops, {costs.num_distinct} distinct calls\n{table}"
+        if cost not in seen:
+            seen.add(cost)
+            lines.append(
+                f"{op.name:<28} {op.phase.value:<9} {op.written_bytes:>12,} {cost.time_ms:>9.3f} "
+                f"{cost.overhead_bytes:>17,}"
+            )
+    return "\n".join(lines)
 
 
 def of_options(rotor: RotorFamily) -> str:
     """The options of one block."""
     block = rotor.chain.blocks[_SHOWN_BLOCK]
     storages = storages_of(block)
-
-    def saved(option: Any) -> str:
-        found = (storages[position] for position in option.saved)
-        return " ".join(each.name for each in found if each is not block.output) or "-"
-
-    table = _table(
-        list(enumerate(rotor.options_of(_SHOWN_BLOCK, _SHOWN_BLOCK))),
-        option=lambda row: str(row[0]),
-        saved_KiB=lambda row: _kib(row[1].saved_bytes),
-        forward_peak=lambda row: _kib(row[1].forward.peak_bytes),
-        backward_peak=lambda row: _kib(row[1].backward.peak_bytes),
-        forward_ms=lambda row: f"{row[1].forward.time_ms:.3f}",
-        backward_ms=lambda row: f"{row[1].backward.time_ms:.3f}",
-        saved_beside_the_output=lambda row: saved(row[1]),
-    )
-    return (
+    lines = [
         f"block {_SHOWN_BLOCK} ({block.name}): input {_name(block.input)}, output "
-        f"{_name(block.output)}\n{table}\n"
+        f"{_name(block.output)}",
+        f"{'':>6} {'saved':>8} {'forward peak':>13} {'backward peak':>14} {'forward':>9} "
+        f"{'backward':>9}",
+        f"{'option':>6} {'KiB':>8} {'KiB':>13} {'KiB':>14} {'ms':>9} {'ms':>9}  saved beside the "
+        "output",
+    ]
+    for index, option in enumerate(rotor.options_of(_SHOWN_BLOCK, _SHOWN_BLOCK)):
+        saved = " ".join(
+            storages[position].name
+            for position in option.saved
+            if storages[position] is not block.output
+        )
+        times = f"{option.forward.time_ms:>9.3f} {option.backward.time_ms:>9.3f}"
+        lines.append(
+            f"{index:>6} {_kib(option.saved_bytes):>8} {_kib(option.forward.peak_bytes):>13} "
+            f"{_kib(option.backward.peak_bytes):>14} {times}  {saved or '-'}"
+        )
+    lines.append(
         f"{len(rotor.solver.solved.by_key)} distinct blocks and spans solved for "
         f"{len(rotor.rotor_chain.spans)}"
     )
+    return "\n".join(lines)
 
 
 def of_rotor(rotor: RotorFamily) -> str:
     """Rotor's chain and three of its sequences."""
-    table = _table(
-        list(enumerate(rotor.rotor_chain.stages)),
-        stage=lambda row: str(row[0]),
-        input_KiB=lambda row: _kib(row[1].input_bytes),
-        gradient_KiB=lambda row: _kib(row[1].output_gradient_bytes),
-        forward_ms=lambda row: f"{row[1].forward_ms:.3f}",
-        forward_peak_KiB=lambda row: _kib(row[1].forward_peak_bytes),
-    )
-    points = rotor.table.breakpoints()
-    lines = [table, "", f"{len(points)} breakpoints; table unit {rotor.table.unit_bytes:,} bytes"]
-    lines += [
-        f"budget {_kib(budget_bytes)} KiB, {time_ms:.3f} ms: {rotor.table.sequence(budget_bytes)}"
-        for budget_bytes, time_ms in (points[0], points[len(points) // 2], points[-1])
+    lines = [
+        f"{'stage':>5} {'input x, KiB':>13} {'gradient d, KiB':>16} {'forward, ms':>12} "
+        f"{'forward peak, KiB':>18}"
     ]
+    for index, stage in enumerate(rotor.rotor_chain.stages):
+        lines.append(
+            f"{index:>5} {_kib(stage.input_bytes):>13} {_kib(stage.output_gradient_bytes):>16} "
+            f"{stage.forward_ms:>12.3f} "
+            f"{_kib(stage.forward_peak_bytes):>18}"
+        )
+    points = rotor.table.breakpoints()
+    lines += ["", f"{len(points)} breakpoints; table unit {rotor.table.unit_bytes:,} bytes"]
+    for budget_bytes, time_ms in (points[0], points[len(points) // 2], points[-1]):
+        lines.append(
+            f"budget {_kib(budget_bytes)} KiB, {time_ms:.3f} ms: "
+            f"{rotor.table.sequence(budget_bytes)}"
+        )
     return "\n".join(lines)
 
 
 def of_refinement(rotor: RotorFamily, budget_bytes: int) -> str:
     """Each start near the budget, after repair and after refinement, as the local search does."""
     graph, costs = rotor.graph, rotor.solver.costs
-    most_bytes = int(_MAX_EXCESS * budget_bytes)
     one_level = KnapsackFamily(Solving(graph, rotor.chain, costs, SolverTime(TIME_LIMIT_S)))
-    solved = map(one_level.fastest_saving, linspace_int(0, most_bytes, _NUM_LIMITS))
-    schedules: dict[str, list[Schedule]] = {
-        "knapsack": [schedule for schedule in solved if schedule is not None],
+    limits = linspace_int(0, int(_MAX_EXCESS * budget_bytes), _NUM_LIMITS)
+    schedules = {
+        "knapsack": [
+            schedule
+            for limit in limits
+            if (schedule := one_level.fastest_saving(limit)) is not None
+        ],
         "rotor": [maker() for maker in rotor.makers()],
     }
-    rows: list[tuple[str, list[Simulation]]] = []
+    lines = [
+        f"budget {_kib(budget_bytes)} KiB",
+        f"{'':<14} {'start':>19}  {'repaired':>19}  {'refined':>19}",
+        f"{'family':<14} {'KiB':>9} {'ms':>9}  {'KiB':>9} {'ms':>9}  {'KiB':>9} {'ms':>9}",
+    ]
     for family, proposals in schedules.items():
-        for candidate in _fastest_of_each_peak(rotor, proposals, most_bytes):
-            schedule, stages = candidate.schedule, [candidate.simulation]
-            fitting = spill_until_feasible(graph, costs, schedule, stages[0], budget_bytes)
-            if fitting is not None:
-                stages.append(simulate(graph, fitting, costs))
-                spent = remove_recomputations(graph, costs, fitting, stages[1], budget_bytes)
-                stages.append(simulate(graph, spent, costs))
-            rows.append((family, stages))
-
-    def stage(number: int) -> Callable[[tuple[str, list[Simulation]]], str]:
-        return lambda row: _size_and_time(row[1][number]) if number < len(row[1]) else "none fits"
-
-    table = _table(
-        rows, family=lambda row: row[0], start=stage(0), repaired=stage(1), refined=stage(2)
-    )
-    return f"budget {_kib(budget_bytes)} KiB; peaks in KiB, times in ms\n{table}"
+        for candidate in _fastest_of_each_peak(rotor, proposals, int(_MAX_EXCESS * budget_bytes)):
+            schedule, proposed = candidate.schedule, candidate.simulation
+            row = f"{family:<14} {_size_and_time(proposed)}"
+            fitting = spill_until_feasible(graph, costs, schedule, proposed, budget_bytes)
+            if fitting is None:
+                lines.append(f"{row}  nothing left to evict")
+                continue
+            fitted = simulate(graph, fitting, costs)
+            spent = simulate(
+                graph, remove_recomputations(graph, costs, fitting, fitted, budget_bytes), costs
+            )
+            lines.append(f"{row}  {_size_and_time(fitted)}  {_size_and_time(spent)}")
+    return "\n".join(lines)
 
 
 def _fastest_of_each_peak(
@@ -192,59 +195,62 @@ def _fastest_of_each_peak(
     for schedule in schedules:
         simulation = simulate(rotor.graph, schedule, rotor.solver.costs)
         peak_kib = simulation.peak_bytes // _KIB
-        known = fastest.get(peak_kib)
-        if simulation.peak_bytes <= max_bytes and (
-            known is None or simulation.time_ms < known.simulation.time_ms
+        if simulation.peak_bytes > max_bytes or (
+            peak_kib in fastest and fastest[peak_kib].simulation.time_ms <= simulation.time_ms
         ):
-            fastest[peak_kib] = Candidate(schedule=schedule, simulation=simulation)
+            continue
+        fastest[peak_kib] = Candidate(schedule=schedule, simulation=simulation)
     return [fastest[peak_kib] for peak_kib in sorted(fastest)]
 
 
 def _size_and_time(simulation: Simulation) -> str:
-    return f"{_kib(simulation.peak_bytes)}, {simulation.time_ms:.3f}"
+    return f"{_kib(simulation.peak_bytes):>9} {simulation.time_ms:>9.3f}"
 
 
 def of_frontier(search: Searcher, baseline: Simulation, fraction: float, budget_bytes: int) -> str:
     """The frontier of a search."""
     low, high = search.minimum().peak_bytes, baseline.peak_bytes
-    table = _table(
-        frontier_at(linspace_int(low, high, FRONTIER_POINTS), search.best_within),
-        budget_KiB=lambda row: _kib(row[0]),
-        peak_KiB=lambda row: _kib(row[1].peak_bytes),
-        of_baseline=lambda row: f"{row[1].peak_bytes / high:.3f}",
-        ms=lambda row: f"{row[1].simulation.time_ms:.3f}",
-        of_its_time=lambda row: f"{row[1].simulation.time_ms / baseline.time_ms:.3f}",
-        recomputed_ops=lambda row: str(row[1].schedule.num_recomputations()),
-    )
-    return (
-        f"baseline: {_kib(high)} KiB, {baseline.time_ms:.3f} ms; budget {fraction}: "
-        f"{_kib(budget_bytes)} KiB; smallest peak: {_kib(low)} KiB\n{table}"
-    )
+    frontier = frontier_at(linspace_int(low, high, FRONTIER_POINTS), search.best_within)
+    lines = [
+        f"baseline: {_kib(baseline.peak_bytes)} KiB, {baseline.time_ms:.3f} ms; "
+        f"budget {fraction}: {_kib(budget_bytes)} KiB; smallest peak: "
+        f"{_kib(search.minimum().simulation.peak_bytes)} KiB",
+        "budget, KiB  peak, KiB  of baseline  time, ms  of baseline  recomputed ops",
+    ]
+    for budget, candidate in frontier:
+        found = candidate.simulation
+        lines.append(
+            f"{_kib(budget):>11} {_kib(found.peak_bytes):>10} "
+            f"{found.peak_bytes / baseline.peak_bytes:>12.3f} {found.time_ms:>9.3f} "
+            f"{found.time_ms / baseline.time_ms:>12.3f} "
+            f"{candidate.schedule.num_recomputations():>15}"
+        )
+    return "\n".join(lines)
 
 
 def of_lower_bound(bound: LowerBound, search: Searcher, baseline: Simulation) -> str:
     """Program points, and the bound against the plan at some budgets."""
-    points = _table(
-        bound.points,
-        while_it_runs=lambda point: point.op.name,
-        live_in_any_schedule_KiB=lambda point: _kib(point.min_bytes),
-        backward_ops_after_it=lambda point: str(len(point.after)),
-    )
-    rows = []
+    lines = [
+        f"{len(bound.points)} program points",
+        f"{'while it runs':<24} {'live in any schedule, KiB':>26} {'backward ops after it':>22}",
+    ]
+    for point in bound.points:
+        lines.append(f"{point.op.name:<24} {_kib(point.min_bytes):>26} {len(point.after):>22}")
+    lines += [
+        "",
+        f"{'budget':>6} {'KiB':>9} {'lower bound, ms':>22} {'plan, ms':>10} "
+        f"{'gap of the baseline':>20}",
+    ]
     for fraction in _BOUND_FRACTIONS:
         budget_bytes = int(fraction * baseline.peak_bytes)
-        best, bound_ms = search.best_within(budget_bytes), bound.bound_ms(budget_bytes)
-        time_ms = math.nan if best is None else best.simulation.time_ms
-        rows.append((fraction, budget_bytes, bound_ms, time_ms))
-    table = _table(
-        rows,
-        budget=lambda row: str(row[0]),
-        KiB=lambda row: _kib(row[1]),
-        lower_bound_ms=lambda row: f"{row[2]:.3f}",
-        plan_ms=lambda row: f"{row[3]:.3f}",
-        gap_of_the_baseline=lambda row: f"{(row[3] - row[2]) / baseline.time_ms:.2%}",
-    )
-    return f"{len(bound.points)} program points\n{points}\n\n{table}"
+        bound_ms = bound.bound_ms(budget_bytes)
+        best = search.best_within(budget_bytes)
+        row = f"{fraction:>6} {_kib(budget_bytes):>9} {bound_ms:>22.3f}"
+        if best is not None:
+            time_ms = best.simulation.time_ms
+            row += f" {time_ms:>10.3f} {(time_ms - bound_ms) / baseline.time_ms:>20.2%}"
+        lines.append(row)
+    return "\n".join(lines)
 
 
 def of_schedule(graph: Graph, schedule: Schedule) -> str:
@@ -312,10 +318,13 @@ def live_at(graph: Graph, costs: Costs, schedule: Schedule, position: int) -> li
 
 
 def _states_held(graph: Graph, schedule: Schedule, position: int) -> list[Op]:
-    """Random ops that have run and will run again."""
-    held = set(schedule.steps[: position + 1]) & set(schedule.steps[position:])
-    again = [graph.ops[index] for index in sorted(held) if schedule.steps.count(index) > 1]
-    return [op for op in again if op.recompute_state_bytes]
+    so_far, later = schedule.steps[: position + 1], schedule.steps[position:]
+    held = [
+        index
+        for index in dict.fromkeys(so_far)
+        if index in later and schedule.steps.count(index) > 1
+    ]
+    return [graph.ops[index] for index in held if graph.ops[index].recompute_state_bytes]
 
 
 def of_code(code: str, first_shown: str = "") -> str:
@@ -363,30 +372,35 @@ def of_run(
         outputs["loss"].backward()
         return outputs["loss"]
 
-    measured: list[tuple[int, Tensor, Tensor]] = []
-    for step, owner in ((eager_step, eager), (planned_step, model)):
+    measured = {}
+    for name, step, owner in (("eager", eager_step, eager), ("planned", planned_step, model)):
         step()  # makes `.grad` and what libraries make on first use
         owner.zero_grad(set_to_none=False)
         torch.manual_seed(1)
-        loss: list[Tensor] = []
-        memory = timeline(lambda step=step, loss=loss: loss.append(step().detach()))
-        measured.append((memory.peak_bytes, loss[0], torch.get_rng_state()))
-    (eager_bytes, eager_loss, eager_state), (peak_bytes, own_loss, own_state) = measured
+        loss = []
+        measured[name] = (
+            timeline(lambda step=step, loss=loss: loss.append(step().detach())),
+            loss[0],
+            torch.get_rng_state(),
+        )
+    (eager_memory, eager_loss, eager_state), (memory, loss, state) = (
+        measured["eager"],
+        measured["planned"],
+    )
     pairs = list(zip(model.parameters(), eager.parameters(), strict=True))
     equal = sum(torch.equal(_gradient(own), _gradient(theirs)) for own, theirs in pairs)
-    sizes = {
-        "eager, measured peak": eager_bytes,
-        "budget": budget_bytes,
-        "predicted peak": chosen.simulation.peak_bytes,
-        "measured peak": peak_bytes,
-    }
-    lines = [f"{name:<24} {size:>10,} bytes" for name, size in sizes.items()]
-    lines.append(
-        f"loss equal to eager's: {torch.equal(own_loss, eager_loss)}; gradients bitwise equal: "
-        f"{equal} of {len(pairs)}; "
-        f"generator state equal: {torch.equal(own_state, eager_state)}"
+    predicted = chosen.simulation.peak_bytes
+    return "\n".join(
+        [
+            f"eager, measured peak     {eager_memory.peak_bytes:>10,} bytes",
+            f"budget                   {budget_bytes:>10,} bytes",
+            f"predicted peak           {predicted:>10,} bytes",
+            f"measured peak            {memory.peak_bytes:>10,} bytes",
+            f"loss equal to eager's: {torch.equal(loss, eager_loss)}; gradients bitwise equal: "
+            f"{equal} of {len(pairs)}; "
+            f"generator state equal: {torch.equal(state, eager_state)}",
+        ]
     )
-    return "\n".join(lines)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

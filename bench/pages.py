@@ -24,9 +24,9 @@ def filled(template: str, **parts: Any) -> list[str]:
     """The lines of a page.
 
     Templates are Jinja's. Beside what that has, they have the filters `as`, a format that leaves
-    None and NaN empty; `mb`, as `megabytes`; `where`, the records for which an expression of `r`
-    is true; and the functions `every` and `worst`, which give rows of targets. Lists stand for
-    their lines, and a paragraph without text leaves no gap.
+    None and NaN empty, `mb`, as `megabytes`, `kib`, and `where`, the records for which an
+    expression of `r` is true; and the functions `every` and `worst`, which give rows of targets.
+    Lists stand for their lines, and a paragraph without text leaves no gap.
 
     Args:
         template: name of a file in `bench/templates`.
@@ -74,7 +74,8 @@ def _templates() -> jinja2.Environment:
         finalize=_as_text,
         undefined=jinja2.ChainableUndefined,
     )
-    made.filters |= {"as": _formatted, "mb": megabytes, "where": _where}
+    kib: Callable[[int], str] = lambda size: f"{size / 1024:,.1f}"  # noqa: E731
+    made.filters |= {"as": _formatted, "mb": megabytes, "kib": kib, "where": _where}
     made.globals |= {"every": _every, "worst": _worst}
     return made
 

@@ -25,8 +25,8 @@ def filled(template: str, **parts: Any) -> list[str]:
 
     Templates are Jinja's. Beside what that has, they have the filters `as`, a format that leaves
     None and NaN empty, `mb`, as `megabytes`, `kib`, and `where`, the records for which an
-    expression of `r` is true; and the functions `every` and `worst`, which give rows of targets.
-    Lists stand for their lines, and a paragraph without text leaves no gap.
+    expression of `r` is true; and functions that give rows of targets: `every`, `always`, `worst`
+    and `target`. Lists stand for their lines, and a paragraph without text leaves no gap.
 
     Args:
         template: name of a file in `bench/templates`.
@@ -51,10 +51,30 @@ def _every(records: Sequence[Any], what: str, expression: str) -> str:
     return all_row(what, len(_where(records, expression)), len(records)).text
 
 
-def _worst(records: Sequence[Any], what: str, limit: float, figure: str, place: str) -> str:
-    """The row of a target that the largest figure has to hit; both are expressions."""
+def _worst(
+    records: Sequence[Any],
+    what: str,
+    limit: float,
+    figure: str,
+    place: str,
+    *,
+    percent: bool = False,
+    **options: Any,
+) -> str:
+    """The row of a target that the largest figure has to hit; figure and place are expressions."""
     name, value = _of_record(place), _of_record(figure)
-    return worst_row(what, limit, [(str(name(each)), value(each)) for each in records]).text
+    figures = [(str(name(each)), value(each)) for each in records]
+    shown = {"show": lambda share: f"{100 * share:.2f} %"} if percent else {}
+    return worst_row(what, limit, figures, **options, **shown).text
+
+
+def _always(records: Sequence[Any], what: str, expression: str) -> str:
+    """The row of an expression that has to be true everywhere; it names where it is not."""
+    holds = _of_record(expression)
+    failing = [each["place"] for each in records if not holds(each)]
+    figure = f"{len(records) - len(failing)} of {len(records)}" if records else ""
+    is_hit = not failing if records else None
+    return Target(what, "always", figure, ", ".join(failing[:4]), is_hit).text
 
 
 def _as_text(part: Any) -> Any:
@@ -76,7 +96,8 @@ def _templates() -> jinja2.Environment:
     )
     kib: Callable[[int], str] = lambda size: f"{size / 1024:,.1f}"  # noqa: E731
     made.filters |= {"as": _formatted, "mb": megabytes, "kib": kib, "where": _where}
-    made.globals |= {"every": _every, "worst": _worst}
+    made.globals |= {"every": _every, "worst": _worst, "always": _always}
+    made.globals["target"] = lambda *cells: Target(*cells).text
     return made
 
 

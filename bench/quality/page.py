@@ -17,10 +17,9 @@ from bench.pages import (
     filled,
     picture,
     provenance,
-    targets,
 )
 from bench.quality.records import ROUNDING, Records, chunked_gap, percent, place
-from bench.quality.targets import LARGEST_GAP, LEAST_BUDGET, rows
+from bench.quality.targets import LARGEST_GAP, LEAST_BUDGET, facts
 
 
 def page(records: Sequence[Record]) -> list[str]:
@@ -33,7 +32,7 @@ def page(records: Sequence[Record]) -> list[str]:
         is_tiny=records[0]["tiny"],
         gaps=gaps,
         median=statistics.median(gaps) if gaps else None,
-        targets=targets(rows(records)),
+        facts=facts(lines),
         provenance=provenance(
             [Start(model=r["model"], command=r["command"], machine=r) for r in records]
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from bench import plan_quality
 from bench.machine import machine_record
 from bench.pages import Target
 from bench.quality.page import page
-from bench.quality.targets import rows
 
 HEAD = machine_record("bench.plan_quality") | {"tiny": False}
 
@@ -59,6 +59,15 @@ def chunked_line(budget: float, ratio: float, **changes: Any) -> dict[str, Any]:
     line = {"kind": "chunked", "model": "llama", "budget": budget, "budget_bytes": size}
     line |= {"peak_bytes": size, "ratio": ratio, "lower_bound_ratio": 1.05, "chunks": ""}
     return HEAD | line | changes
+
+
+def rows(lines: Sequence[dict[str, Any]]) -> list[Target]:
+    """The rows of targets on the page."""
+    text = page(lines)
+    first = text.index("## Targets") + 4
+    verdicts = {"hit": True, "**miss**": False, "not measured": None}
+    cells = [line[2:-2].split(" | ") for line in text[first : text.index("", first)]]
+    return [Target(*map(str.strip, own[:4]), verdicts[own[4]]) for own in cells]
 
 
 def row(start: str, *lines: dict[str, Any]) -> Target:

@@ -51,7 +51,7 @@ def plan_line(budget: float, ms: float, **changes: Any) -> dict[str, Any]:
         "is_proved": True,
         "chunks": "",
     }
-    return line | changes
+    return HEAD | line | changes
 
 
 def chunked_line(budget: float, ratio: float, **changes: Any) -> dict[str, Any]:

@@ -29,10 +29,11 @@ def filled(template: str, **parts: Any) -> list[str]:
     and `target`. Lists stand for their lines, and a paragraph without text leaves no gap.
 
     Args:
-        template: name of a file in `bench/templates`.
+        template: name of a file in `bench/templates`; without an ending, of Markdown.
         **parts: by name.
     """
-    text = _TEMPLATES.get_template(f"{template}.md").render(**parts)
+    name = template if "." in template else f"{template}.md"
+    text = _TEMPLATES.get_template(name).render(**parts)
     return re.sub(r"\n{3,}", "\n\n", text).strip().split("\n")
 
 

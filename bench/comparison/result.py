@@ -153,6 +153,15 @@ class ModelResult:
         """Eager's point."""
         return next((point for point in self.points if point.method == "eager"), None)
 
+    @property
+    def all_points(self) -> list[Point]:
+        """Peers' points, then ours, by falling peak."""
+        return sorted(self.points, key=lambda each: (each.owner != "peer", -each.peak_bytes))
+
+    def match_of(self, point: Point) -> Match | None:
+        """That of a peer's point."""
+        return next((match for match in self.matches if match.peer is point), None)
+
     @cached_property
     def matches(self) -> list[Match]:
         """Each peer's point with ours, by falling peak."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from torch import Tensor, nn
 
 from bench.models import batches
-from bench.models.workload import Made, outside_squared_error
+from bench.models.workload import Made, loss_alone, outside_squared_error
 
 
 class MLP(nn.Module):
@@ -38,17 +38,26 @@ def mlp(*, layers: int, width: int, rows: int) -> Made:
     )
 
 
+class Funnels(nn.Module):
+    """Linear layers of several widths, GELU after each; returns the mean square alone."""
+
+    def __init__(self, widths: list[int]) -> None:
+        """The widths before the first layer, between two, and after the last."""
+        super().__init__()
+        pairs = [(nn.Linear(*each), nn.GELU()) for each in pairwise(widths)]
+        self.layers = nn.Sequential(*chain.from_iterable(pairs))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """The loss."""
+        return self.layers(values).square().mean()
+
+
 def funnels(*, widths: list[int], rows: int, length: int) -> Made:
-    """Linear layers of several widths, GELU after each."""
-    layers = [
-        layer for inner, outer in pairwise(widths) for layer in (nn.Linear(inner, outer), nn.GELU())
-    ]
+    """Such layers, over so many values a row."""
+    make_batch = batches.drawn(values=batches.normal(length, widths[0]))
+    model = Funnels(widths)
     return Made(
-        model=nn.Sequential(*layers),
-        make_batch=batches.vectors("input", length, widths[0]),
-        rows=rows,
-        layers=("*",),
-        loss=outside_squared_error,
+        model=model, make_batch=make_batch, rows=rows, layers=("layers.*",), loss=loss_alone
     )
 
 

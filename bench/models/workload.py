@@ -48,7 +48,7 @@ class Workload:
 
     def with_loss_inside(self) -> Workload:
         """The same step with the loss computed by the module; itself if it already is."""
-        if self.loss is own_loss:
+        if self.loss in (own_loss, loss_alone):
             return self
         return replace(
             self,
@@ -117,6 +117,12 @@ def own_loss(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:
     """The loss that the model itself computes."""
     outputs = model(**batch)
     return outputs, outputs.loss
+
+
+def loss_alone(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:
+    """The loss of a model that returns nothing else."""
+    loss = model(**batch)
+    return loss, loss
 
 
 def outside_cross_entropy(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:

@@ -3,9 +3,9 @@
 | folder or file | has |
 |---|---|
 | `command` | the options, lines and pages of all commands |
-| `pages` | tables, targets, pictures, where lines come from |
-| `measure` | the meters of peaks and times |
-| `models`, `unet` | the workloads |
+| `pages`, `templates` | pages with their tables and targets; pictures; where lines come from |
+| `measure` | a training step, the meters of peaks and times |
+| `models`, `unet` | the workloads: functions, and tables of their sizes |
 | `peers` | the other ways to train in less memory |
 | `comparison`, `compare` | all methods on one model, measured; the command |
 | `quality`, `plan_quality` | plans beside a lower bound and other strategies; the command |

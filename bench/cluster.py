@@ -24,20 +24,19 @@ import logging
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from bench.models.hf import hf, usual
-from bench.pages import Column, records_table, table
-from rockmate import InfeasibleBudgetError, Machine, Planner, fully_shard
+from bench import command
+from bench.models import Workload, built, makers
+from bench.pages import filled
+from rockmate import Machine, Planner, fully_shard
 from rockmate.costs.machine import load_machine
 from rockmate.ops.shards import gather_shards
 from rockmate.plan.plan import Plan
@@ -47,25 +46,15 @@ UPDATED_BYTES = 28
 HIDDEN_SHARE = 0.1
 # Of the cards that torchtitan's figures are from.
 THEIR_BANDWIDTH_GB_PER_S = 2400
-
-
-class Size(NamedTuple):
-    """Dimensions of a Llama-3."""
-
-    width: int
-    inner: int
-    layers: int
-    heads: int
-
-
-SIZES = {"8b": Size(4096, 14336, 32, 32), "70b": Size(8192, 28672, 80, 64)}
+SIZES = ("8b", "70b")
+_LEAST: Any = {"on_infeasible": "least"}
 
 
 class Published(NamedTuple):
     """A figure of torchtitan's `benchmarks/`, at commit b5bcd76.
 
     Attributes:
-        model: a key of `SIZES`.
+        model: one of `SIZES`.
         ranks: number of GPUs.
         what: how it was run.
         saves_products: whether checkpoints save every second product and attention.
@@ -105,50 +94,95 @@ class Row(NamedTuple):
     is_hidden: bool
 
 
-def model_and_batch(options: argparse.Namespace) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model without memory, and a batch of one rank."""
-    size = SIZES[options.model]
-    with torch.device("meta"):
-        model = hf(
-            "LlamaForCausalLM",
-            **usual(options.layers or size.layers, size.width, size.heads, size.inner, 128256),
-            num_key_value_heads=8, max_position_embeddings=options.length, bos_token_id=0,
-            eos_token_id=0,
-        )  # fmt: skip
-        tokens = torch.zeros(options.batch, options.length, dtype=torch.long)
-    return model, {"input_ids": tokens, "labels": tokens}
+class Cluster:
+    """A model on ranks of one kind of machine.
 
+    Args:
+        options: of the command line.
+        machine: what a rank is.
+    """
 
-def meta_llama(size: str, *, layers: int | None = None, length: int = 8192) -> Any:
-    """A Llama-3 in bfloat16 on the meta device, and one sequence."""
-    options = argparse.Namespace(model=size, layers=layers, length=length, batch=1)
-    model, sample = model_and_batch(options)
-    return model.to(torch.bfloat16), sample
+    def __init__(self, options: argparse.Namespace, machine: Machine) -> None:
+        self.options, self.machine = options, machine
+        self.num_parameters = sum(each.numel() for each in self._workload().model.parameters())
 
+    def _workload(self) -> Workload:
+        """The model without memory, in float32; a plan may change what a model's forward does."""
+        options = self.options
+        sizes = {"layers": options.layers} if options.layers else {}
+        make = partial(makers("large")[f"llama-3-{options.model}"], length=options.length, **sizes)
+        return built(options.model, make, device="meta")
 
-def planner_for(
-    options: argparse.Namespace, machine: Machine, mesh: str, **further: Any
-) -> Planner:
-    """A planner for one rank of a mesh: "8" for shards, "2x8" for replicas of them."""
-    model, batch = model_and_batch(options)
-    saves_products = further.pop("saves_products", None)
-    if saves_products is not None:
-        context = {"context_fn": every_second_product} if saves_products else {}
-        made: Any = model
-        made.gradient_checkpointing_enable({"use_reentrant": False, **context})
-        further["existing_checkpoints"] = "honour"
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return Planner(
-        model,
-        batch,
-        machine=machine,
-        mesh=[*map(int, mesh.split("x"))],
-        shard=partial(fully_shard, mp_policy=policy),
-        outputs="loss",
-        numerics="bitwise",
-        time_limit_s=options.limit,
-        **further,
-    )
+    def planner(
+        self, mesh: str, *, is_hidden: bool = False, saves_products: bool | None = None
+    ) -> Planner:
+        """A planner for one rank of a mesh: "8" for shards, "2x8" for replicas of them.
+
+        Args:
+            mesh: sizes.
+            is_hidden: whether collectives take a tenth of their time.
+            saves_products: of torchtitan's checkpoints; None without those.
+        """
+        workload = self._workload()
+        further: dict[str, Any] = {}
+        if saves_products is not None:
+            context = {"context_fn": every_second_product} if saves_products else {}
+            model: Any = workload.model
+            model.gradient_checkpointing_enable({"use_reentrant": False, **context})
+            further["existing_checkpoints"] = "honour"
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        return Planner(
+            workload.model,
+            dict(workload.make_batch(0, self.options.batch)),
+            machine=hidden(self.machine) if is_hidden else self.machine,
+            mesh=[*map(int, mesh.split("x"))],
+            shard=partial(fully_shard, mp_policy=policy),
+            outputs="loss",
+            numerics="bitwise",
+            time_limit_s=self.options.limit,
+            **further,
+        )
+
+    def row(self, plan: Plan, mesh: str, budget: str, *, is_hidden: bool = False) -> Row:
+        """A plan with the step's time and memory on a rank."""
+        own = self.num_parameters / int(mesh.split("x")[-1])
+        step_ms = plan.overlapped_ms + self.machine.memory_ms(UPDATED_BYTES * own)
+        targets = [plan.graph.ops[index].node.target for index in plan.schedule.steps]
+        return Row(
+            mesh,
+            budget,
+            plan.predicted_peak_bytes / 2**30,
+            (plan.predicted_peak_bytes + STATE_BYTES * own) / 2**30,
+            plan.predicted_ms,
+            step_ms,
+            1e3 * self.options.batch * self.options.length / step_ms,
+            targets.count(gather_shards),
+            is_hidden,
+        )
+
+    def frontier(self, mesh: str) -> Iterator[Row]:
+        """The plans for a mesh of ranks."""
+        planners = [self.planner(mesh, is_hidden=is_hidden) for is_hidden in (False, True)]
+        for budget in map(float, self.options.budgets.split(",")):
+            plain, other = (planner.plan(budget, **_LEAST) for planner in planners)
+            # The same schedule by the real times of collectives.
+            repriced = replace(other, costs=plain.costs, predicted_ms=sum_ms(other, plain))
+            best = min((plain, repriced), key=lambda plan: plan.overlapped_ms)
+            yield self.row(best, mesh, f"{budget:g}", is_hidden=best is not plain)
+
+    def published(self) -> Iterator[tuple[list[Published], list[Row]]]:
+        """What is reported, with the same schedule simulated and plans at the reported memory."""
+        rows = [row for row in PUBLISHED if row.model == self.options.model]
+        for mesh in dict.fromkeys(str(row.ranks) for row in rows):
+            reported = [row for row in rows if str(row.ranks) == mesh]
+            theirs = self.planner(mesh, saves_products=reported[0].saves_products)
+            found = [self.row(theirs.plan(1.0, **_LEAST), mesh, "its schedule, simulated")]
+            ours, state_gib = self.planner(mesh), found[0].rank_gib - found[0].peak_gib
+            # Where no memory is reported: that of the schedule.
+            for gib in dict.fromkeys(row.gib or found[0].rank_gib for row in reported):
+                plan = ours.plan(int((gib - state_gib) * 2**30), **_LEAST)
+                found.append(self.row(plan, mesh, f"a plan within {gib:.1f} GiB"))
+            yield reported, found
 
 
 def every_second_product() -> Any:
@@ -166,146 +200,50 @@ def every_second_product() -> Any:
 
 def hidden(machine: Machine) -> Machine:
     """The same machine, with a tenth of the time of each collective."""
-    link = {
-        key: value * HIDDEN_SHARE
-        if "latency" in key
-        else value / HIDDEN_SHARE
-        if key.startswith("gb_per_s")
-        else value
-        for key, value in machine.link.items()
-    }
+    link = dict(machine.link)
+    for key, value in link.items():
+        if "latency" in key:
+            link[key] = value * HIDDEN_SHARE
+        elif key.startswith("gb_per_s"):
+            link[key] = value / HIDDEN_SHARE
     return replace(machine, link=link)
-
-
-def planned(planner: Planner, budget: float | int) -> Plan:
-    """The plan for a budget, or that of the smallest peak."""
-    try:
-        return planner.plan(budget)
-    except InfeasibleBudgetError as error:
-        return planner.plan(error.minimum_bytes)
 
 
 def sum_ms(plan: Plan, priced: Plan) -> float:
     """The sum of the times of a plan's runs, at the costs of another plan of the same step."""
     seen, total = set[int](), 0.0
     for index in plan.schedule.steps:
-        table = priced.costs.recompute if index in seen else priced.costs.first
-        total += table[index].time_ms
+        costs = priced.costs.recompute if index in seen else priced.costs.first
+        total += costs[index].time_ms
         seen.add(index)
     return total
 
 
-def row_of(
-    plan: Plan, mesh: str, budget: str, options: argparse.Namespace, *, is_hidden: bool = False
-) -> Row:
-    """A plan with the step's time and memory on a rank."""
-    model, _ = model_and_batch(options)
-    num_shards = int(mesh.split("x")[-1])
-    own = sum(parameter.numel() for parameter in model.parameters()) / num_shards
-    step_ms = plan.overlapped_ms + options.machine.memory_ms(UPDATED_BYTES * own)
-    targets = [plan.graph.ops[index].node.target for index in plan.schedule.steps]
-    return Row(
-        mesh,
-        budget,
-        plan.predicted_peak_bytes / 2**30,
-        (plan.predicted_peak_bytes + STATE_BYTES * own) / 2**30,
-        plan.predicted_ms,
-        step_ms,
-        1e3 * options.batch * options.length / step_ms,
-        targets.count(gather_shards),
-        is_hidden,
-    )
-
-
-def frontier_rows(mesh: str, options: argparse.Namespace) -> Iterator[Row]:
-    """The plans for a mesh of ranks."""
-    machines = options.machine, hidden(options.machine)
-    planners = [planner_for(options, machine, mesh) for machine in machines]
-    for budget in map(float, options.budgets.split(",")):
-        plain, other = (planned(planner, budget) for planner in planners)
-        # The same schedule by the real times of collectives.
-        repriced = replace(other, costs=plain.costs, predicted_ms=sum_ms(other, plain))
-        best = min((plain, repriced), key=lambda plan: plan.overlapped_ms)
-        is_hidden = best is not plain
-        yield row_of(best, mesh, f"{budget:g}", options, is_hidden=is_hidden)
-
-
-_FRONTIER: tuple[Column, ...] = (
-    ("ranks", lambda r: r.mesh),
-    ("budget", lambda r: r.budget),
-    ("activations, gathered weights", lambda r: f"{r.peak_gib:.1f} GiB"),
-    ("with weights and AdamW", lambda r: f"{r.rank_gib:.1f} GiB"),
-    ("sum of times", lambda r: f"{r.sum_ms:,.0f} ms"),
-    ("step with overlap", lambda r: f"{r.overlapped_ms:,.0f} ms"),
-    ("tokens/s a rank", lambda r: f"{r.tokens_per_s:,.0f}"),
-    ("gathers", lambda r: str(r.num_gathers)),
-    ("planned with hidden collectives", lambda r: "yes" if r.is_hidden else "no"),
-)
-_PUBLISHED_COLUMNS = ("GPUs", "", "tokens/s a GPU", "times the reported", "memory", "gathers")
-
-
-def published_rows(options: argparse.Namespace) -> Iterator[list[str]]:
-    """What is reported, the same schedule simulated, and plans at the reported memory."""
-    rows = [row for row in PUBLISHED if row.model == options.model]
-    for num_ranks in dict.fromkeys(row.ranks for row in rows):
-        reported = [row for row in rows if row.ranks == num_ranks]
-        for row in reported:
-            memory = f"{row.gib:.1f} GiB" if row.gib else "-"
-            speed = f"{row.tokens_per_s:,}"
-            yield [str(num_ranks), f"reported: {row.what}", speed, "1", memory, ""]
-        first = reported[0]
-        theirs = planner_for(
-            options, options.machine, str(num_ranks), saves_products=first.saves_products
-        )
-        same = row_of(planned(theirs, 1.0), str(num_ranks), "its schedule, simulated", options)
-        ours = planner_for(options, options.machine, str(num_ranks))
-        state_gib = same.rank_gib - same.peak_gib
-        # Where no memory is reported: that of the schedule.
-        limits = [row.gib or same.rank_gib for row in reported]
-        found = [same]
-        for gib in dict.fromkeys(limits):
-            plan = planned(ours, int((gib - state_gib) * 2**30))
-            found.append(row_of(plan, str(num_ranks), f"a plan within {gib:.1f} GiB", options))
-        for row in found:
-            shares = " and ".join(f"{row.tokens_per_s / r.tokens_per_s:.2f}" for r in reported)
-            yield [
-                *(str(num_ranks), row.budget, f"{row.tokens_per_s:,.0f}", shares),
-                *(f"{row.rank_gib:.1f} GiB", str(row.num_gathers)),
-            ]
-
-
-def lines(options: argparse.Namespace) -> list[str]:
-    """The table that was asked for."""
-    if options.published:
-        return table(_PUBLISHED_COLUMNS, published_rows(options))
-    meshes = options.ranks.split(",")
-    return records_table(
-        _FRONTIER, (row for mesh in meshes for row in frontier_rows(mesh, options))
-    )
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--model", choices=SIZES, default="8b")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--length", type=int, default=8192)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--ranks", default="1,8,64,256,1024,128x8")
-    parser.add_argument("--budgets", default="0.1,0.2,0.4,1")
-    parser.add_argument("--published", action="store_true")
-    parser.add_argument("--limit", type=float, default=10.0)
-    parser.add_argument("--output", type=Path)
-    options = parser.parse_args()
+    parser = command.parser("cluster", __doc__)
+    add = parser.add_argument
+    add("--model", choices=SIZES, default="8b")
+    add("--layers", type=int)
+    add("--length", type=int, default=8192)
+    add("--batch", type=int, default=2)
+    add("--ranks", default="1,8,64,256,1024,128x8")
+    add("--budgets", default="0.1,0.2,0.4,1")
+    add("--published", action="store_true")
+    add("--limit", type=float, default=10.0)
+    options = parser.parse_args(arguments)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
-    options.machine = load_machine("h100")
+    machine = load_machine("h100")
     if options.published:
-        options.machine = replace(options.machine, bandwidth_gb_per_s=THEIR_BANDWIDTH_GB_PER_S)
-    text = "\n".join(lines(options)) + "\n"
-    sys.stdout.write(text)
-    if options.output:
-        options.output.write_text(text, encoding="utf-8")
+        machine = replace(machine, bandwidth_gb_per_s=THEIR_BANDWIDTH_GB_PER_S)
+    cluster = Cluster(options, machine)
+    found: dict[str, Any] = (
+        {"published": cluster.published()}
+        if options.published
+        else {"frontier": [row for m in options.ranks.split(",") for row in cluster.frontier(m)]}
+    )
+    sys.stdout.write("\n".join(filled("cluster", **found)) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from tqdm import tqdm
+
 from bench.machine import machine_record
 
 Record = dict[str, Any]
-RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).resolve().parent.parent
+"""The folder that `python -m bench...` starts in."""
+RESULTS = ROOT / "bench" / "results"
 
 
 def parser(
@@ -105,6 +111,52 @@ def newest(records: Iterable[Record], *keys: str) -> list[Record]:
 
 
 # --- running ----------------------------------------------------------------------------------
+
+
+def run_models(
+    name: str,
+    text: str | None,
+    arguments: Sequence[str] | None,
+    measured: Callable[[str, argparse.Namespace], Iterable[Record]],
+    page: Callable[[Sequence[Record]], list[str]],
+    *,
+    models: Collection[str],
+    further: Mapping[str, Mapping[str, Any]] | None = None,
+    **shared: Any,
+) -> tuple[int, argparse.Namespace]:
+    """A command that measures model by model, on one thread.
+
+    Args:
+        name: as for `parser`, as are `text` and `shared`.
+        text: the module's docstring.
+        arguments: the command line; None takes the process's own.
+        measured: gives the records of a model.
+        page: gives the page of all records.
+        models: choices of `--model`, all of which are measured if none is named.
+        further: options of this command alone, by flag.
+        **shared: which of the shared options it has.
+
+    Returns:
+        The exit status, and the options.
+    """
+    made = parser(name, text, models=models, **shared)
+    for flag, details in (further or {}).items():
+        made.add_argument(flag, **details)
+    options = made.parse_args(arguments)
+    torch.set_num_threads(1)
+    bar = tqdm(options.model or list(models), unit="model", disable=options.page)
+    found = (record for model in bar for record in measured(model, options))
+    return run(name, options, found, page), options
+
+
+def apart(
+    module: str, *words: str, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m bench.MODULE WORDS...` in a process of its own, and keeps what it prints."""
+    line = [sys.executable, "-m", f"bench.{module}", *words]
+    return subprocess.run(
+        line, stdout=subprocess.PIPE, text=True, check=False, env=environment, cwd=ROOT
+    )
 
 
 def run(

@@ -37,15 +37,17 @@ import torch
 
 from bench import command
 from bench.campaign import measure
+from bench.campaign.measure import Build
 from bench.campaign.offload import offloaded_step, save_on_cpu_step
-from bench.campaign.page import SAVE_ON_CPU, page
-from bench.machine import machine_record
-from bench.models.gpu import GpuModel, gpu_models
+from bench.machine import hardware_text, machine_record, versions_text
+from bench.pages import filled
 
 FRACTIONS = (1.0, 0.5, 0.25)
 OFFLOAD_FRACTIONS = (0.5, 0.25)
 CAPS_GB = (24, 48, 80)
 PEERS = ("checkpoint", "compile")
+SAVE_ON_CPU = "save_on_cpu"
+"""Setting of the peer in the part with moves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ class Case:
     run: Callable[[], Mapping[str, Any]]
 
 
-def cases(models: Mapping[str, GpuModel], device: torch.device, *, tiny: bool) -> Iterator[Case]:
+def cases(models: Mapping[str, Build], *, tiny: bool) -> Iterator[Case]:
     """All cases, part by part."""
     caps = {f"{cap} GB": (cap << 20) // 100 if tiny else cap * 10**9 for cap in CAPS_GB}
     fused = partial(measure.planned_step, is_fused=True)
@@ -82,9 +84,9 @@ def cases(models: Mapping[str, GpuModel], device: torch.device, *, tiny: bool) -
         },
     }
     for part, settings in parts.items():
-        for name, model in models.items():
+        for name, build in models.items():
             for setting, measured in settings.items():
-                yield Case(part, name, setting, partial(measured, model, device))
+                yield Case(part, name, setting, partial(measured, build))
 
 
 def run_case(case: Case) -> dict[str, Any]:
@@ -116,6 +118,20 @@ def run(folder: Path, todo: Sequence[Case], limit_s: float) -> int:
     return 0
 
 
+def page(parts: Mapping[str, Sequence[Mapping[str, Any]]], machine: Mapping[str, Any]) -> list[str]:
+    """The page of finished cases by part: the targets, then a table for each part."""
+    offload = parts["offload"]
+    peers = {r["model"]: r for r in offload if r["setting"] == SAVE_ON_CPU}
+    beside = [{**r, "peer": peers.get(r["model"], {})} for r in offload]
+    return filled(
+        "cuda",
+        parts={**parts, "offload": beside},
+        machine=machine,
+        hardware=hardware_text(machine, device="cuda" if machine["gpu"] else "cpu"),
+        versions=versions_text(machine),
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line."""
     parser = command.parser("cuda", __doc__, tiny=True)
@@ -126,31 +142,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a rehearsal")
     parser.add_argument("--page", action="store_true", help="print the page of finished cases")
     options = parser.parse_args(arguments)
-    parts = dict.fromkeys(case.part for case in cases(gpu_models(), torch.device("cpu"), tiny=True))
+    models = measure.builds(torch.device(options.device), tiny=options.tiny)
+    every = list(cases(models, tiny=options.tiny))
+    done = {part: finished(options.output, part) for part in dict.fromkeys(c.part for c in every)}
+    machine = options.output / "machine.json"
     if options.page:
-        records = {part: finished(options.output, part) for part in parts}
-        machine = json.loads((options.output / "machine.json").read_text(encoding="utf-8"))
-        sys.stdout.write(page(records, machine))
+        text = page(done, json.loads(machine.read_text(encoding="utf-8")))
+        sys.stdout.write("\n".join(text) + "\n")
         return 0
     options.output.mkdir(parents=True, exist_ok=True)
-    record = machine_record("bench.cuda")
-    (options.output / "machine.json").write_text(json.dumps(record) + "\n", encoding="utf-8")
-    done = {
-        (part, each["model"], each["setting"])
-        for part in parts
-        for each in finished(options.output, part)
-    }
+    machine.write_text(json.dumps(machine_record("bench.cuda")) + "\n", encoding="utf-8")
+    known = {(part, r["model"], r["setting"]) for part, own in done.items() for r in own}
     todo = [
         case
-        for case in cases(
-            gpu_models(tiny=options.tiny), torch.device(options.device), tiny=options.tiny
-        )
-        if (case.part, case.model, case.setting) not in done
-        and case.part in (options.part or parts)
-        and case.model in (options.model or [case.model])
+        for case in every
+        if (case.part, case.model, case.setting) not in known
+        and case.part in (options.part or done)
+        and case.model in (options.model or models)
     ]
     num_left = run(options.output, todo, options.seconds)
-    sys.stderr.write(f"bench.cuda: {num_left} cases left; the same command runs them\n")
+    command.say(f"{num_left} cases left; the same command runs them")
     return 0
 
 

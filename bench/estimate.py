@@ -18,7 +18,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -43,26 +42,21 @@ class PlanError(NamedTuple):
     peak_ratio: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelError:
+class ModelError(NamedTuple):
     """One model's estimate beside its measurement.
 
     Attributes:
         name: Of the model.
         total_ratio: Estimated over measured time of a step.
-        measured_shares: Share of the measured step by kind of op.
-        estimated_shares: The same of the estimated step.
-        measured_backward: Backward time over forward time, measured.
-        estimated_backward: The same, estimated.
+        shares: Share of the step by kind of op, measured and estimated.
+        backward: Backward time over forward time, measured and estimated.
         plans: One for each feasible budget.
     """
 
     name: str
     total_ratio: float
-    measured_shares: Counter[str]
-    estimated_shares: Counter[str]
-    measured_backward: float
-    estimated_backward: float
+    shares: tuple[Counter[str], Counter[str]]
+    backward: tuple[float, float]
     plans: tuple[PlanError, ...]
 
     @property
@@ -71,10 +65,9 @@ class ModelError:
 
         0 is perfect, 1 the worst.
         """
-        kinds = self.measured_shares.keys() | self.estimated_shares.keys()
-        return (
-            sum(abs(self.measured_shares[kind] - self.estimated_shares[kind]) for kind in kinds) / 2
-        )
+        measured, estimated = self.shares
+        kinds = measured.keys() | estimated.keys()
+        return sum(abs(measured[kind] - estimated[kind]) for kind in kinds) / 2
 
 
 def compare(
@@ -89,21 +82,19 @@ def compare(
         budgets: Fractions of the baseline's peak.
     """
     workload = models.build(name, tiny=tiny)
-    measured, estimated = (
-        Planner(workload.model, workload.sample),
-        Planner(workload.model, workload.sample, machine=machine),
-    )
+    measured = Planner(workload.model, workload.sample)
+    estimated = Planner(workload.model, workload.sample, machine=machine)
     ours, theirs = measured.plan(1.0), estimated.plan(1.0)
-    assert ours.snapshot.fingerprint == theirs.snapshot.fingerprint, (
-        "the two planners captured different graphs"
-    )
+    same = ours.snapshot.fingerprint == theirs.snapshot.fingerprint
+    assert same, "the two planners captured different graphs"
     return ModelError(
         name=name,
         total_ratio=estimated.baseline_ms / measured.baseline_ms,
-        measured_shares=_shares(ours.graph, ours.costs),
-        estimated_shares=_shares(theirs.graph, theirs.costs),
-        measured_backward=_backward_ratio(ours.graph, ours.costs),
-        estimated_backward=_backward_ratio(theirs.graph, theirs.costs),
+        shares=(_shares(ours.graph, ours.costs), _shares(theirs.graph, theirs.costs)),
+        backward=(
+            _backward_ratio(ours.graph, ours.costs),
+            _backward_ratio(theirs.graph, theirs.costs),
+        ),
         plans=tuple(_plan_errors(measured, estimated, ours, budgets)),
     )
 
@@ -150,17 +141,18 @@ def _backward_ratio(graph: Graph, costs: Costs) -> float:
 
 def report(error: ModelError, *, num_kinds: int = 10) -> str:
     """One model as text."""
+    (measured, estimated), (own, other) = error.shares, error.backward
     lines = [
         f"{error.name}: step estimated at {error.total_ratio:.2f} of measured; backward / forward "
-        f"{error.estimated_backward:.2f} estimated, {error.measured_backward:.2f} measured; "
+        f"{other:.2f} estimated, {own:.2f} measured; "
         f"share of time misplaced {error.misplaced_share:.1%}",
         "  budget    own   real   best   peak",
     ]
     for budget, *ratios in error.plans:
         lines.append(f"  {budget:6.2f} " + " ".join(f"{ratio:6.3f}" for ratio in ratios))
     lines.append("  measured  estimated  kind of op")
-    for kind, share in error.measured_shares.most_common(num_kinds):
-        lines.append(f"  {share:8.1%}  {error.estimated_shares[kind]:9.1%}  {kind}")
+    for kind, share in measured.most_common(num_kinds):
+        lines.append(f"  {share:8.1%}  {estimated[kind]:9.1%}  {kind}")
     return "\n".join(lines) + "\n"
 
 

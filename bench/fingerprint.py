@@ -17,10 +17,7 @@ Each model gives one line of kind `model`, with its baseline and smallest peak, 
 
 from __future__ import annotations
 
-import argparse
 import hashlib
-import io
-import json
 import math
 import os
 import subprocess
@@ -50,41 +47,30 @@ TOLERANCE = 1e-9
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Writes or compares fingerprints; 1 if one differs from the expected one."""
-    options = _parse(arguments)
+    parser = command.parser("fingerprint", __doc__, models=MODELS, tiny=True)
+    add = parser.add_argument
+    add("--output", type=Path, metavar="FILE", help="write JSON lines to FILE")
+    add("--compare", type=Path, metavar="FILE", help="print the differences from FILE")
+    options = parser.parse_args(arguments)
+    if not (options.output or options.compare):
+        parser.error("one of --output FILE and --compare FILE is needed")
     torch.set_num_threads(1)
     expected = command.read(options.compare) if options.compare else []
     known = {record["model"] for record in expected}
     names = options.model or [name for name in MODELS if not expected or name in known]
-    found = _measure(names, options)
+    found: list[Record] = []
+    if options.output:
+        options.output.unlink(missing_ok=True)
+    for name in tqdm(names, unit="model"):
+        own = list(fingerprint(name, is_tiny=options.tiny))
+        for record in own if options.output else ():
+            command.add_line(options.output, record)
+        found += own
     if not options.compare:
         return 0
     lines = differences(found, [record for record in expected if record["model"] in names])
     sys.stdout.write("".join(f"{line}\n" for line in lines) or f"{len(found)} lines are equal\n")
     return 1 if lines else 0
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser("fingerprint", __doc__, models=MODELS, tiny=True)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write JSON lines to FILE")
-    parser.add_argument(
-        "--compare", type=Path, metavar="FILE", help="print the differences from FILE"
-    )
-    options = parser.parse_args(arguments)
-    if not (options.output or options.compare):
-        parser.error("one of --output FILE and --compare FILE is needed")
-    return options
-
-
-def _measure(names: Iterable[str], options: argparse.Namespace) -> list[Record]:
-    """The records of all models, each written to the output as soon as its model is finished."""
-    found: list[Record] = []
-    with options.output.open("w") if options.output else io.StringIO() as file:
-        for name in tqdm(names, unit="model"):
-            records = list(fingerprint(name, is_tiny=options.tiny))
-            file.writelines(f"{json.dumps(record)}\n" for record in records)
-            file.flush()
-            found += records
-    return found
 
 
 def fingerprint(name: str, *, is_tiny: bool = False) -> Iterator[Record]:
@@ -170,8 +156,8 @@ def _run_with_fixed_hashes() -> int:
     """Runs `main` in a process whose hashes have a fixed seed."""
     if "PYTHONHASHSEED" in os.environ:
         return main()
-    command = [sys.executable, "-m", "bench.fingerprint", *sys.argv[1:]]
-    return subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": "0"}).returncode
+    line = [sys.executable, "-m", "bench.fingerprint", *sys.argv[1:]]
+    return subprocess.run(line, env=os.environ | {"PYTHONHASHSEED": "0"}, check=False).returncode
 
 
 if __name__ == "__main__":

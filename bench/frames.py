@@ -19,22 +19,19 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from tqdm import tqdm
 
 from bench import command
 from bench.command import Record
 from bench.machine import machine_text
 from bench.measure import allocator_peak, time_in_turn
-from bench.models import dynamic
-from bench.pages import all_row, records_table, targets, worst_row
-from bench.peers.checkpoint import replaced_forwards
+from bench.models import Workload, dynamic
+from bench.pages import filled
+from bench.peers.checkpoint import checkpointed
 from rockmate import RockmateModule
 
 SEEDS = (0, 1, 2)
@@ -56,7 +53,7 @@ OVER_BUDGET = 1.01
 class Trained:
     """A copy of a model, and how its steps are run."""
 
-    def __init__(self, made: dynamic.Dynamic, wrap: Callable[[nn.Module], nn.Module]) -> None:
+    def __init__(self, made: Workload, wrap: Callable[[nn.Module], nn.Module]) -> None:
         self._model = copy.deepcopy(made.model)
         self.module = wrap(self._model)
         self._make_batch, self._num_timed = made.make_batch, 0
@@ -66,7 +63,7 @@ class Trained:
         """Forward and backward; gradients add up."""
         return self._step(seed, self._make_batch(seed))
 
-    def _step(self, seed: int, batch: dict[str, Tensor]) -> Tensor:
+    def _step(self, seed: int, batch: Mapping[str, Tensor]) -> Tensor:
         torch.manual_seed(seed)
         loss = self.module(**batch)
         loss.backward()
@@ -98,22 +95,7 @@ class Trained:
         self._num_timed += 1
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes the page."""
-    parser = command.parser(
-        "frames", __doc__, models=dynamic.NAMES, rounds=7, tiny=True, stem="frames_cpu"
-    )
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    found = (
-        record
-        for name in tqdm(options.model or dynamic.NAMES, unit="model")
-        for record in _measured(name, options)
-    )
-    return command.run("frames", options, found, page)
-
-
-def _measured(name: str, options: argparse.Namespace) -> list[Record]:
+def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     """All methods on one model."""
     made = dynamic.build(name, tiny=options.tiny)
     eager = Trained(made, lambda model: model)
@@ -143,7 +125,7 @@ def _measured(name: str, options: argparse.Namespace) -> list[Record]:
     steps = {method: trained.next_step for method, (trained, _) in methods.items()}
     for method, times in time_in_turn(steps, options.rounds, collects=False).items():
         records[method] |= {"seconds": times.median_ms / 1e3, "ratio": times.ratio}
-    return list(records.values())
+    yield from records.values()
 
 
 def _framed(model: nn.Module, budget: int) -> nn.Module:
@@ -179,104 +161,41 @@ class _Checkpointed(nn.Module):
         self.model, self.paths = model, paths
 
     def forward(self, **batch: Tensor) -> Tensor:
-        with self._checkpoints():
+        with checkpointed(map(self.model.get_submodule, self.paths)):
             return self.model(**batch)
-
-    @contextmanager
-    def _checkpoints(self) -> Iterator[None]:
-        modules = [self.model.get_submodule(path) for path in self.paths]
-        wrapped = {
-            each: partial(checkpoint, each.forward, use_reentrant=False, preserve_rng_state=True)
-            for each in modules
-        }
-        with replaced_forwards(wrapped):
-            yield
 
 
 # --- page -------------------------------------------------------------------------------------
 
 
 def page(lines: Sequence[Record]) -> list[str]:
-    """Targets, and a table for each model."""
+    """Targets, and a table for each model, in the order of their first lines."""
     newest = {(line["model"], line["method"]): line for line in lines}
-    names = list(dict.fromkeys(name for name, _ in newest))
-    text = ["# Frames beside eager, checkpoints and plans", "", machine_text(lines[-1]), ""]
-    text += [*_targets(newest, names), ""]
-    for name in names:
-        own = {method: line for (model, method), line in newest.items() if model == name}
-        last = list(own.values())[-1]
-        where = (
-            f"Commit {last['commit']}, {last['processor']}, load average "
-            f"{last['load_average']:.1f} at the start."
-        )
-        text += [f"## {name}", "", where, "", *_table(own), ""]
-    return text[:-1]
-
-
-def _targets(newest: dict[tuple[str, str], Record], names: Sequence[str]) -> list[str]:
-    framed = [line for (_, method), line in newest.items() if method.startswith("frames")]
-    rows = [
-        all_row("bits of losses, gradients and buffers equal eager's",
-                sum(line["is_bitwise"] for line in framed), len(framed)),
-        worst_row("measured peak over the budget or the smallest peak", OVER_BUDGET,
-                  [(_place(line), line["peak_bytes"] / _allowed(line)) for line in framed]),
-    ]  # fmt: skip
-    for share, reach in TIME_AT.items():
-        lines = [newest[name, f"frames: {share}"] for name in names]
-        within = [line for line in lines if line["minimum_bytes"] <= line["budget_bytes"]]
-        figures = [(line["model"], line["ratio"]) for line in within]
-        rows.append(worst_row(f"time at {share} of the peak", reach, figures))
-    at_equal_peak = [
-        (name, newest[name, "frames: as checkpoint"]["ratio"] / newest[name, "checkpoint"]["ratio"])
-        for name in names
-    ]
-    rows.append(worst_row("time over checkpoints' at their peak", 1.0, at_equal_peak))
-    beside_plans = [
-        (_place(line), newest[name, method.replace("plan", "frames")]["ratio"] / line["ratio"])
-        for (name, method), line in newest.items()
-        if method.startswith("plan")
-    ]
-    rows.append(worst_row("time over a plan's", TIME_OVER_PLAN, beside_plans))
-    return targets(rows)
-
-
-def _place(line: Record) -> str:
-    return f"{line['model']}, {line['method']}"
-
-
-def _allowed(line: Record) -> int:
-    return max(line["budget_bytes"], line["minimum_bytes"])
-
-
-def _table(own: dict[str, Record]) -> list[str]:
-    eager_s = own["eager"]["seconds"]
-    columns = (
-        ("method", "{method}"),
-        ("budget", _budget_text),
-        ("peak", lambda line: f"{line['peak_bytes'] / line['eager_bytes']:.3f}"),
-        ("time", "{ratio:.3f}x"),
-        (
-            "bound",
-            lambda line: "" if (s := line.get("bound_s")) is None else f"{1 + s / eager_s:.3f}x",
-        ),
-        (
-            "made again",
-            lambda line: (
-                "{num_recomputed} of {num_frames}".format_map(line) if "num_frames" in line else ""
-            ),
-        ),
-        ("bits", lambda line: "equal" if line["is_bitwise"] else "**differ**"),
+    found = [{**line, "own_ratio": _own_ratio(newest, line)} for line in newest.values()]
+    return filled(
+        "frames",
+        machine=machine_text(lines[-1]),
+        lines=found,
+        names=dict.fromkeys(line["model"] for line in found),
+        over_budget=OVER_BUDGET,
+        time_at=TIME_AT,
+        time_over_plan=TIME_OVER_PLAN,
     )
-    return records_table(columns, own.values())
 
 
-def _budget_text(line: Record) -> str:
-    if line["budget_bytes"] is None:
-        return ""
-    share = f"{line['budget_bytes'] / line['eager_bytes']:.2f}"
-    if line.get("minimum_bytes", 0) > line["budget_bytes"]:
-        share += f" (smallest peak: {line['minimum_bytes'] / line['eager_bytes']:.2f})"
-    return share
+def _own_ratio(newest: dict[tuple[str, str], Record], line: Record) -> float | None:
+    """The ratio of the frames beside a plan or beside checkpoints."""
+    kind, colon, share = line["method"].partition(":")
+    method = "frames: as checkpoint" if kind == "checkpoint" else f"frames{colon}{share}"
+    return newest.get((line["model"], method), {}).get("ratio")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures and writes the page."""
+    return command.run_models(
+        "frames", __doc__, arguments, measured, page, models=dynamic.NAMES, rounds=7, tiny=True,
+        stem="frames_cpu",
+    )[0]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ peak is measured, and a plan with fused kernels is made for that peak. Then all 
 
 from __future__ import annotations
 
+import argparse
 import copy
 import sys
 import time
@@ -36,10 +37,11 @@ from bench import command
 from bench.command import Record
 from bench.comparison.plans import peaks_to_meet
 from bench.fused_page import IN_CHUNKS, SHARES, page
-from bench.measure import allocator_peak, gradients_of, same_bits, time_in_turn, training_step
+from bench.measure import Trainer, gradients_of, same_bits, time_in_turn, training_step
 from bench.models import Workload, build
 from bench.peers import peers_for
 from rockmate import Planner, RockmateModule
+from rockmate.curves.measure import tensor_difference
 from rockmate.planning.forms import Forms
 
 MODELS = (
@@ -51,15 +53,12 @@ _PRODUCTS = ("mm", "convolution", "attention")
 """In the names of ops that no fusion spares."""
 
 
-class Case:
+class Case(Trainer):
     """One model, its planners, and the plans that are compared."""
 
     def __init__(self, workload: Workload, *, chunks: bool = False) -> None:
-        self.workload = workload
-        self.batch = workload.make_batch(1)
-        self.step_of(workload.model)()  # makes `.grad`
-        workload.model.zero_grad(set_to_none=False)
-        self.eager_peak_bytes = allocator_peak(self.step_of(workload.model))
+        super().__init__(workload)
+        self.eager_peak_bytes = self.peak_bytes(workload.model)
         self._suffix = IN_CHUNKS if chunks else ""
         self._strategy = "rockmate" if chunks else "bitwise"
         begin = time.perf_counter()
@@ -85,10 +84,6 @@ class Case:
         )
         return products / total
 
-    def step_of(self, callee: Callable[..., Any]) -> Callable[[], Tensor]:
-        """A training step of the model or of a module around it."""
-        return partial(training_step, self.workload, callee, self.batch, seed=1)
-
     def modules(self, shares: Sequence[float | None]) -> dict[str, RockmateModule]:
         """The planned modules by method; those that fit."""
         found = {}
@@ -109,18 +104,6 @@ class Case:
             return None
         as_plan: Any = self.planner._as_plan  # pyright: ignore[reportPrivateUsage]
         return self.planner.module_of(as_plan(budget_bytes, self._strategy, *best), trial="never")
-
-    def peak_bytes(self, callee: Callable[..., Any]) -> int:
-        """The peak of a step of a model or module."""
-        self.step_of(callee)()
-        self.workload.model.zero_grad(set_to_none=False)
-        return allocator_peak(self.step_of(callee))
-
-    def gradients(self, callee: Callable[..., Any]) -> dict[str, Tensor]:
-        """The gradients of one step."""
-        self.workload.model.zero_grad(set_to_none=False)
-        self.step_of(callee)()
-        return gradients_of(self.workload.model)
 
     def own_error(self) -> float:
         """Eager's error against float64, in the worse of the two memory formats."""
@@ -152,13 +135,12 @@ def measured(
     """A record for each method of one model."""
     case = Case(workload, chunks=chunks)
     modules = case.modules(shares)
-    model = workload.model
-    expected = case.gradients(model)
+    expected = case.gradients(workload.model)
     found = {method: case.gradients(module) for method, module in modules.items()}
     peaks = {method: case.peak_bytes(module) for method, module in modules.items()}
-    steps = {"eager": case.step_of(model)}
-    steps |= {method: case.step_of(module) for method, module in modules.items()}
-    times = time_in_turn(steps, rounds, before=partial(model.zero_grad, set_to_none=False))
+    steps = {"eager": case.step(workload.model)}
+    steps |= {method: case.step(module) for method, module in modules.items()}
+    times = time_in_turn(steps, rounds, before=case.zero)
     # Chunks add the same numbers in another order.
     is_chunked = {method: each.plan.options.loss_chunks for method, each in modules.items()}
     whole = (found[m] for m in modules if "fused" in m and not is_chunked[m])
@@ -198,11 +180,7 @@ def error_of(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     Gradients that are zero in theory, such as those of key biases, are rounding in eager, too: they
     count against the largest gradient of all.
     """
-    largest = max(float(value.abs().max()) for value in theirs.values())
-    return max(
-        float((mine[name] - value).abs().max() / value.abs().max().clamp_min(1e-4 * largest))
-        for name, value in theirs.items()
-    )
+    return tensor_difference(mine, theirs, small=1e-4).largest_relative
 
 
 # --- Inductor beside our plans ----------------------------------------------------------------
@@ -214,10 +192,9 @@ def measured_peers(workload: Workload, names: Sequence[str], rounds: int) -> Ite
     expected = case.gradients(workload.model)
     errors: dict[str, float] = {}
     peaks: dict[str, int] = {}
-    steps: dict[str, Callable[[], Any]] = {"eager": case.step_of(workload.model)}
+    steps: dict[str, Callable[[], Any]] = {"eager": case.step(workload.model)}
     for name in names:
         lend = lenders[name]
-        assert lend is not None
         with lend(workload) as model:
             errors[name] = error_of(case.gradients(model), expected)
             peaks[name] = case.peak_bytes(model)
@@ -225,9 +202,8 @@ def measured_peers(workload: Workload, names: Sequence[str], rounds: int) -> Ite
         command.say(f"{workload.name}: {name} has a peak of {peaks[name] / 1e6:.1f} MB")
     modules = _modules_at(case, peaks_to_meet(list(peaks.values())))
     ours = {budget: case.peak_bytes(module) for budget, module in modules.items()}
-    steps |= {f"fused at {budget}": case.step_of(module) for budget, module in modules.items()}
-    zero = partial(workload.model.zero_grad, set_to_none=False)
-    times = time_in_turn(steps, rounds, before=zero)
+    steps |= {f"fused at {budget}": case.step(module) for budget, module in modules.items()}
+    times = time_in_turn(steps, rounds, before=case.zero)
     for name in names:
         fitting = [budget for budget in modules if ours[budget] <= peaks[name]]
         best = min(fitting, key=lambda each: modules[each].plan.predicted_ms, default=None)
@@ -249,7 +225,7 @@ def measured_peers(workload: Workload, names: Sequence[str], rounds: int) -> Ite
 
 def _lent_step(case: Case, lend: Callable[..., Any]) -> None:
     with lend(case.workload) as model:
-        case.step_of(model)()
+        case.step(model)()
 
 
 def _modules_at(case: Case, budgets: Sequence[int]) -> dict[int, RockmateModule]:
@@ -258,31 +234,27 @@ def _modules_at(case: Case, budgets: Sequence[int]) -> dict[int, RockmateModule]
     return {budget: module for budget, module in found.items() if module is not None}
 
 
+def _measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
+    workload = build(name, tiny=options.tiny).with_loss_inside()
+    if options.peers:
+        return measured_peers(workload, options.peer or PEERS, options.rounds)
+    return measured(workload, options.rounds, options.share or SHARES, chunks=options.chunks)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and writes the page."""
-    parser = command.parser("fused", __doc__, models=MODELS, rounds=7, tiny=True, stem="fused_cpu")
-    add = parser.add_argument
-    add("--share", action="append", type=float, help="repeatable; default: all")
-    add("--chunks", action="store_true", help="chunks wherever they are faster")
-    add(
-        "--peers",
-        action="store_true",
-        help="measure Inductor's points and our plans at their peaks",
-    )
-    add("--peer", action="append", choices=PEERS, help="with --peers; repeatable; default: all")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-
-    def found() -> Iterator[Record]:
-        for name in options.model or MODELS:
-            workload = build(name, tiny=options.tiny).with_loss_inside()
-            if options.peers:
-                yield from measured_peers(workload, options.peer or PEERS, options.rounds)
-            else:
-                shares = options.share or SHARES
-                yield from measured(workload, options.rounds, shares, chunks=options.chunks)
-
-    return command.run("fused", options, found(), page)
+    beside = "measure Inductor's points and our plans at their peaks"
+    peer = "with --peers; repeatable; default: all"
+    return command.run_models(
+        "fused", __doc__, arguments, _measured, page, models=MODELS, rounds=7, tiny=True,
+        stem="fused_cpu",
+        further={
+            "--share": {"action": "append", "type": float, "help": "repeatable; default: all"},
+            "--chunks": {"action": "store_true", "help": "chunks wherever they are faster"},
+            "--peers": {"action": "store_true", "help": beside},
+            "--peer": {"action": "append", "choices": PEERS, "help": peer},
+        },
+    )[0]  # fmt: skip
 
 
 if __name__ == "__main__":

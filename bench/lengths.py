@@ -12,6 +12,7 @@ for the symbolic capture. Captures counts the captures after the sample's.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import logging
 import statistics
@@ -19,7 +20,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,23 +28,13 @@ from torch import Tensor, nn
 
 from bench import command, measure
 from bench.command import Record
-from bench.models import batches
-from bench.models.hf import TOKENS, hf, usual
-from bench.pages import Column, about, records_table
+from bench.models import batches, built, makers
+from bench.pages import about, filled
 from rockmate import RockmateModule
 from rockmate.plan_cache import PlanCache
 
 BATCH, LENGTH, WORDS = 4, 96, 8192
-MODELS = {
-    "gpt2": partial(
-        hf, "GPT2LMHeadModel", n_layer=12, n_embd=128, n_head=4, n_positions=128, vocab_size=WORDS,
-        **TOKENS,
-    ),
-    "llama": partial(
-        hf, "LlamaForCausalLM", **usual(8, 128, 4, 344, WORDS), num_key_value_heads=2, **TOKENS
-    ),
-    "bert": partial(hf, "BertForMaskedLM", **usual(12, 128, 4, 512, WORDS), pad_token_id=0),
-}  # fmt: skip
+MODELS = makers("lengths")
 
 
 def batch_of(name: str, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
@@ -52,10 +42,12 @@ def batch_of(name: str, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
 
     BERT also gets a mask that pads each sequence by another number of tokens.
     """
-    batch = batches.translated(shape, shape, WORDS)(torch.Generator().manual_seed(seed))
+    rows, length = shape
+    draw = torch.Generator().manual_seed(seed)
+    batch = batches.translated(length, length, WORDS)(draw, rows)
     if name == "bert":
-        padded = torch.arange(shape[0])[:, None] * 5
-        batch["attention_mask"] = (torch.arange(shape[1]) >= padded).long()
+        padded = torch.arange(rows)[:, None] * 5
+        batch["attention_mask"] = (torch.arange(length) >= padded).long()
     return batch
 
 
@@ -68,10 +60,9 @@ def shapes_of(num_lengths: int) -> list[tuple[int, int]]:
     return [(BATCH - (index % 3 == 2), length) for index, length in enumerate(lengths)]
 
 
-def measured(name: str, num_lengths: int) -> Record:
-    """Trains one model on the sample and on `num_lengths` other lengths."""
-    torch.manual_seed(0)
-    model = MODELS[name]()
+def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
+    """Trains one model on the sample and on other lengths."""
+    model = built(name, MODELS[name]).model
     eager = copy.deepcopy(model)
     begin = time.process_time()
     module = RockmateModule(model, batch_of(name, (BATCH, LENGTH), 0), 0.5, trial="never")
@@ -80,10 +71,10 @@ def measured(name: str, num_lengths: int) -> Record:
     with CaptureLog() as log:
         lengths = [
             _measured_length(module, model, eager, batch_of(name, shape, seed))
-            for seed, shape in enumerate(shapes_of(num_lengths), start=1)
+            for seed, shape in enumerate(shapes_of(options.lengths), start=1)
         ]
     later = [length["cost_ms"] for length in lengths[1:]] or [0.0]
-    return {
+    yield {
         "model": name,
         "plan_s": plan_s,
         "first_s": lengths[0]["cost_ms"] / 1e3,
@@ -163,45 +154,24 @@ class CaptureLog(logging.Handler):
         self._logger.removeHandler(self)
 
 
-_COLUMNS: tuple[Column, ...] = (
-    ("model", "{model}"),
-    ("plan, s", "{plan_s:.1f}"),
-    ("first other length, s", "{first_s:.1f}"),
-    ("each later, median ms", "{later_ms:.1f}"),
-    ("largest, ms", "{largest_ms:.1f}"),
-    ("step, ms", "{step_ms:.0f}"),
-    ("captures", "{num_captures}"),
-    ("peak / budget", "{peak_share:.3f}"),
-    ("equal to eager", "{num_equal} of {num_lengths}"),
-)
-
-
 def page(records: Sequence[Record]) -> list[str]:
     """The table, with the slowest later length as its headline."""
     newest = command.newest(records, "model")
-    slowest = max(newest, key=lambda record: record["later_ms"])
-    return [
-        "# Batches of other lengths",
-        "",
-        f"**After the first other length, each further one costs at most {slowest['later_ms']:.1f} "
-        f"ms of processor time as a median ({slowest['model']}), with steps of "
-        f"{slowest['step_ms']:.0f} ms.**",
-        "",
-        *records_table(_COLUMNS, newest),
-        "",
-        *about(newest, __doc__),
-    ]
+    return filled(
+        "lengths",
+        slowest=max(newest, key=lambda record: record["later_ms"]),
+        lines=newest,
+        about=about(newest, __doc__),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and writes the page."""
-    parser = command.parser("lengths", __doc__, models=MODELS, stem="lengths_cpu")
     number = "number of different lengths after the first, at most 89"
-    parser.add_argument("--lengths", type=int, default=20, help=number)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    found = (measured(name, options.lengths) for name in options.model or MODELS)
-    return command.run("lengths", options, found, page)
+    return command.run_models(
+        "lengths", __doc__, arguments, measured, page, models=MODELS, stem="lengths_cpu",
+        further={"--lengths": {"type": int, "default": 20, "help": number}},
+    )[0]  # fmt: skip
 
 
 if __name__ == "__main__":

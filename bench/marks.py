@@ -18,15 +18,16 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from bench import command
 from bench.machine import machine_text
-from bench.pages import all_row, table, targets
+from bench.pages import all_row, filled
 
 WIDTHS = (8, 24, 40)
 STRATEGIES = ("rockmate", "rotor", "chen")
@@ -94,28 +95,27 @@ class RandomModel(nn.Module):
         return loss + sum(value.mean() for value in values[1:])
 
     def _made(self, name: str, inputs: list[Tensor], layer: int) -> Tensor:
-        first = inputs[0]
-        match name:
-            case "linear":
-                return self.layers[layer](first)
-            case "norm":
-                return self.norms[layer](first)
-            case "mul":
-                return first * inputs[1]
-            case "add":
-                return first + 0.5 * inputs[1]
-            case "cat":
-                half = first.shape[1] // 2
-                return torch.cat([first[:, :half], inputs[1][:, half:]], 1)
-            case "exp":
-                return torch.exp(0.1 * first)
-            case "gelu":
-                return nn.functional.gelu(first)
-            case "dropout":
-                return nn.functional.dropout(first, 0.1)
-            case "softmax":
-                return torch.softmax(first, 1)
-        return getattr(torch, name)(first)
+        if name in ("linear", "norm"):
+            return (self.layers if name == "linear" else self.norms)[layer](inputs[0])
+        return _FUNCTIONS[name](*inputs)
+
+
+def _halves(one: Tensor, other: Tensor) -> Tensor:
+    half = one.shape[1] // 2
+    return torch.cat([one[:, :half], other[:, half:]], 1)
+
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "mul": torch.mul,
+    "add": lambda one, other: one + 0.5 * other,
+    "cat": _halves,
+    "exp": lambda x: torch.exp(0.1 * x),
+    "gelu": functional.gelu,
+    "dropout": lambda x: functional.dropout(x, 0.1),
+    "softmax": lambda x: torch.softmax(x, 1),
+    "tanh": torch.tanh,
+    "sigmoid": torch.sigmoid,
+}
 
 
 def drawn_marks(model: RandomModel, rng: random.Random) -> dict[str, str]:
@@ -260,13 +260,13 @@ def page(lines: Sequence[Mapping[str, Any]]) -> list[str]:
         return sum(line.get(name, 0) for line in lines)
 
     what = "plans keep the marks, and no bound is above a plan"
-    machine = machine_text({**lines[-1], "command": "python -m bench.marks"})
     row = all_row(what, total("num_kept"), total("num_models"))
-    return [
-        "# Random marks on random small models", "", machine, "", *targets([row]),
-        "", "## What was looked at", "",
-        *table(("", "number"), [(each[len("num_") :], f"{total(each):,}") for each in _COUNTS]),
-    ]  # fmt: skip
+    return filled(
+        "marks",
+        machine=machine_text({**lines[-1], "command": "python -m bench.marks"}),
+        target=row.text,
+        counts={name.removeprefix("num_"): total(name) for name in _COUNTS},
+    )
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from operator import sub, truediv
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,40 @@ def training_step(
     loss.backward()
     del outputs
     return loss.detach()
+
+
+class Trainer:
+    """Training steps of a workload, on the same batch and from the same random state each time.
+
+    A callee is its model, or a module around that.
+    """
+
+    def __init__(self, workload: Workload, batch: Batch | None = None, *, seed: int = 1) -> None:
+        """The batch is the one of the seed by default."""
+        self.workload, self.seed = workload, seed
+        self.batch = workload.make_batch(seed) if batch is None else batch
+
+    def step(self, callee: Callable[..., Any]) -> Callable[[], Tensor]:
+        """One step of a callee; gradients add up."""
+        return partial(training_step, self.workload, callee, self.batch, seed=self.seed)
+
+    def zero(self) -> None:
+        """Sets the gradients to zero, in place."""
+        self.workload.model.zero_grad(set_to_none=False)
+
+    def gradients(self, callee: Callable[..., Any]) -> dict[str, Tensor]:
+        """Those of one step, by parameter name; afterwards they are zero."""
+        self.zero()
+        self.step(callee)()
+        found = gradients_of(self.workload.model)
+        self.zero()
+        return found
+
+    def peak_bytes(self, callee: Callable[..., Any]) -> int:
+        """The peak of a second step, with gradients in place."""
+        self.step(callee)()
+        self.zero()
+        return allocator_peak(self.step(callee))
 
 
 # --- peak, by the allocator's events ---------------------------------------------------------
@@ -264,6 +299,7 @@ def time_in_turn(
     is_wall: bool = False,
     warm_ups: int = 1,
     collects: bool = True,
+    reference_every: int = 0,
 ) -> dict[str, StepTimes]:
     """Times the steps in turn, the order reversed in every other round; the first is the reference.
 
@@ -276,23 +312,46 @@ def time_in_turn(
         is_wall: Whether wall time counts; else as in `time_once`.
         warm_ups: Rounds before those that count.
         collects: Whether garbage is collected before each step, which takes longer than small ones.
+        reference_every: If not 0, the reference runs before and after each so many others, which
+            are held against the mean of both; its own time in a round is the median.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    times_ms: dict[str, list[float]] = {name: [] for name in steps}
+
+    def timed(name: str) -> float:
+        # Before every step alike: a collection empties caches, which the step pays for.
+        if collects:
+            gc.collect()
+        before()
+        return time_once(steps[name], device, is_wall=is_wall)
+
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names = list(steps)
     with quiet(num_threads):
         for number in range(-warm_ups, rounds):
-            for name in reversed(names) if number % 2 else names:
-                # Before every step alike: a collection empties caches, which the step pays for.
-                if collects:
-                    gc.collect()
-                before()
-                elapsed_ms = time_once(steps[name], device, is_wall=is_wall)
-                if number >= 0:
-                    times_ms[name].append(elapsed_ms)
-    reference = next(iter(times_ms.values()), [])
-    return {name: StepTimes(own, reference) for name, own in times_ms.items()}
+            ordered = names[::-1] if number % 2 else names
+            own = _round(ordered, names[0], timed, reference_every)
+            for name, pair in own.items() if number >= 0 else ():
+                found[name].append(pair)
+    return {name: StepTimes(*zip(*pairs, strict=True)) for name, pairs in found.items()}
+
+
+def _round(
+    names: Sequence[str], reference: str, timed: Callable[[str], float], every: int
+) -> dict[str, tuple[float, float]]:
+    """One time of each step, and that of the reference beside it."""
+    if not every:
+        times = {name: timed(name) for name in names}
+        return {name: (own, times[reference]) for name, own in times.items()}
+    found, references = dict[str, tuple[float, float]](), [timed(reference)]
+    others = [name for name in names if name != reference]
+    for first in range(0, len(others), every):
+        own = {name: timed(name) for name in others[first : first + every]}
+        references.append(timed(reference))
+        mean = statistics.mean(references[-2:])
+        found |= {name: (time_ms, mean) for name, time_ms in own.items()}
+    median = statistics.median(references)
+    return found | {reference: (median, median)}
 
 
 def time_once(step: Step, device: str | torch.device = "cpu", *, is_wall: bool = False) -> float:

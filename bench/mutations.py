@@ -2,7 +2,7 @@
 
     python -m bench.mutations --results DIR [--only N ...] > docs/internals/mutations.md
 
-For each fault of `bench.mutation_table`, the repository is copied, the fault is planted, and the
+For each fault of mutations.toml, the repository is copied, the fault is planted, and the
 quick tests run until one fails: first those beside the mutated code, then all. A finished fault is
 a JSON file in DIR and is not run again. The page names the failing test of each fault.
 """
@@ -17,21 +17,35 @@ import subprocess
 import sys
 import tempfile
 import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from bench import command
+from bench.command import ROOT
 from bench.machine import machine_record
-from bench.mutation_table import MUTATIONS, Mutation
-from bench.pages import records_table
+from bench.pages import filled
 
-ROOT = Path(__file__).resolve().parent.parent
 _TIERS = "unit or model"
 # The sections of pytest's summary that name a failing test.
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", flags=re.MULTILINE)
+
+
+class Mutation(NamedTuple):
+    """One planted fault, as mutations.toml says."""
+
+    fault: str
+    path: str
+    text: str
+    mutated: str
+    first: str
+
+
+_TABLE = tomllib.loads((ROOT / "bench" / "mutations.toml").read_text(encoding="utf-8"))
+MUTATIONS = tuple(Mutation(**each) for each in _TABLE["faults"])
 
 
 def planted(mutation: Mutation, text: str) -> str:
@@ -93,27 +107,15 @@ def _first_failure(copy: Path, tests: Sequence[str]) -> str:
 def page(results: Sequence[dict[str, Any]], commit: str) -> str:
     """The results as a Markdown page."""
     paths = {mutation.fault: mutation.path for mutation in MUTATIONS}
-    num_found = sum(bool(result["found_by"]) for result in results)
-    columns = (
-        ("fault", "{fault}"),
-        ("file", lambda result: f"`{paths[result['fault']]}`"),
-        ("found by", lambda r: f"`{r['found_by']}`" if r["found_by"] else "not found"),
-        ("s", "{seconds:.0f}"),
+    text = filled(
+        "mutations",
+        num_found=sum(bool(result["found_by"]) for result in results),
+        number=len(results),
+        results=results,
+        paths=paths,
+        commit=commit,
     )
-    lines = [
-        "# Planted faults",
-        "",
-        f"**The quick tests find {num_found} of {len(results)} planted faults.**",
-        "",
-        "Each fault is planted alone. The tests beside the mutated code run first, then all quick "
-        "tests, until one fails.",
-        "",
-        *records_table(columns, results),
-        "",
-        f"Command: `python -m bench.mutations --results DIR`. Commit {commit}. The faults are in "
-        "`bench/mutation_table.py`.",
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(text) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,9 +19,8 @@ import torch
 
 from bench import command
 from bench.command import Record
-from bench.moves import batches, measured, peers, simulated
+from bench.moves import batches, measured, simulated
 from bench.moves.page import page
-from bench.moves.small_models import BRANCHED, SMALL
 
 _SIMULATED = "simulated"
 
@@ -56,14 +55,14 @@ def _records(arguments: argparse.Namespace) -> Iterator[Record]:
                 machine, num_layers=arguments.layers, num_tokens=arguments.tokens
             )
     if arguments.measured:
-        for name in arguments.model or (*SMALL, *BRANCHED):
+        for name in arguments.model or measured.MODELS:
             yield from measured.measured(name, arguments.measured)
     if arguments.peers:
-        for name in arguments.model or peers.MODELS:
-            yield from peers.against_peers(name, arguments.peers)
+        for name in arguments.model or measured.PEER_MODELS:
+            yield from measured.against_peers(name, arguments.peers)
     if arguments.batches is not None:
         folder = None if arguments.batches == _SIMULATED else arguments.batches
-        for name in arguments.model or batches.DEPTHS:
+        for name in arguments.model or batches.MODELS:
             yield from batches.batches(name, folder)
 
 

@@ -1,17 +1,105 @@
-"""The parts of all pages: tables, targets, numbers, pictures, and where the lines come from."""
+"""The parts of all pages: tables, targets, numbers, pictures, and where the lines come from.
+
+A page is a file of `bench/templates` with its parts filled in.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import jinja2
 
 from bench.machine import hardware_text, versions_text
 
 Record = Mapping[str, Any]
 Column = tuple[str, str | Callable[[Any], str]]
 """A title, and the cell of a record: a format of its fields, or a function of it."""
+
+
+def filled(template: str, **parts: Any) -> list[str]:
+    """The lines of a page.
+
+    Templates are Jinja's. Beside what that has, they have the filters `as`, a format that leaves
+    None and NaN empty, `mb`, as `megabytes`, `kib`, and `where`, the records for which an
+    expression of `r` is true; and functions that give rows of targets: `every`, `always`, `worst`
+    and `target`. Lists stand for their lines, and a paragraph without text leaves no gap.
+
+    Args:
+        template: name of a file in `bench/templates`; without an ending, of Markdown.
+        **parts: by name.
+    """
+    name = template if "." in template else f"{template}.md"
+    text = _TEMPLATES.get_template(name).render(**parts)
+    return re.sub(r"\n{3,}", "\n\n", text).strip().split("\n")
+
+
+def _of_record(expression: str) -> Callable[[Any], Any]:
+    """The value of an expression of a record `r`, or of `r` alone, as templates have them."""
+    found = _TEMPLATES.compile_expression(expression)
+    return lambda record: found(r=record)
+
+
+def _where(records: Iterable[Any], expression: str) -> list[Any]:
+    return [record for record in records if _of_record(expression)(record)]
+
+
+def _every(records: Sequence[Any], what: str, expression: str) -> str:
+    """The row of a target that is hit if an expression is true for every record."""
+    return all_row(what, len(_where(records, expression)), len(records)).text
+
+
+def _worst(
+    records: Sequence[Any],
+    what: str,
+    limit: float,
+    figure: str,
+    place: str,
+    *,
+    percent: bool = False,
+    **options: Any,
+) -> str:
+    """The row of a target that the largest figure has to hit; figure and place are expressions."""
+    name, value = _of_record(place), _of_record(figure)
+    figures = [(str(name(each)), value(each)) for each in records]
+    shown = {"show": lambda share: f"{100 * share:.2f} %"} if percent else {}
+    return worst_row(what, limit, figures, **options, **shown).text
+
+
+def _always(records: Sequence[Any], what: str, expression: str) -> str:
+    """The row of an expression that has to be true everywhere; it names where it is not."""
+    holds = _of_record(expression)
+    failing = [each["place"] for each in records if not holds(each)]
+    figure = f"{len(records) - len(failing)} of {len(records)}" if records else ""
+    is_hit = not failing if records else None
+    return Target(what, "always", figure, ", ".join(failing[:4]), is_hit).text
+
+
+def _as_text(part: Any) -> Any:
+    return "\n".join(part) if isinstance(part, list) else "" if part is None else part
+
+
+def _formatted(value: Any, form: str) -> str:
+    is_there = value is not None and not isinstance(value, jinja2.Undefined) and value == value
+    return format(value, form) if is_there else ""
+
+
+def _templates() -> jinja2.Environment:
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_as_text,
+        undefined=jinja2.ChainableUndefined,
+    )
+    kib: Callable[[int], str] = lambda size: f"{size / 1024:,.1f}"  # noqa: E731
+    made.filters |= {"as": _formatted, "mb": megabytes, "kib": kib, "where": _where}
+    made.globals |= {"every": _every, "worst": _worst, "always": _always}
+    made.globals["target"] = lambda *cells: Target(*cells).text
+    return made
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -33,14 +121,9 @@ def records_table(columns: Sequence[Column], records: Iterable[Any]) -> list[str
     return table([title for title, _ in columns], rows)
 
 
-def in_mb(key: str) -> Callable[[Record], str]:
-    """A cell: the bytes of a field, as `megabytes`."""
-    return lambda record: megabytes(record[key])
-
-
 def megabytes(num_bytes: int | None) -> str:
     """Millions of bytes, to at least four digits; empty for None."""
-    if num_bytes is None:
+    if not isinstance(num_bytes, int):
         return ""
     return f"{num_bytes / 1e6:.1f}" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.4g}"
 
@@ -48,23 +131,73 @@ def megabytes(num_bytes: int | None) -> str:
 # --- targets ----------------------------------------------------------------------------------
 
 
-def targets(rows: Iterable[Sequence[str]]) -> list[str]:
-    """The section of targets; a row is as `all_row` and `worst_row` give it."""
-    return ["## Targets", "", *table(("what", "reach", "figure", "where", ""), rows)]
+class Target(NamedTuple):
+    """One target with its figure: a row of the table of targets.
+
+    Attributes:
+        what: The quantity.
+        reach: Its target.
+        figure: The measured value; empty if nothing was measured.
+        where: Of the figure.
+        is_hit: None if nothing was measured, which is neither hit nor missed.
+    """
+
+    what: str
+    reach: str
+    figure: str = ""
+    where: str = ""
+    is_hit: bool | None = None
+
+    @property
+    def verdict(self) -> str:
+        """In words."""
+        return {None: "not measured", True: "hit", False: "**miss**"}[self.is_hit]
+
+    @property
+    def text(self) -> str:
+        """The row."""
+        return table_row([*self[:4], self.verdict])
 
 
-def all_row(what: str, num_hit: int, num_all: int) -> list[str]:
+def targets(rows: Iterable[Target]) -> list[str]:
+    """The section of targets."""
+    head = table(("what", "reach", "figure", "where", ""), ())
+    return ["## Targets", "", *head, *(row.text for row in rows)]
+
+
+def all_row(what: str, num_hit: int, num_all: int) -> Target:
     """A target that every case has to hit."""
-    verdict = "hit" if num_hit == num_all else "**miss**"
-    return [what, "all", f"{num_hit} of {num_all}", "", verdict if num_all else "not measured"]
+    return Target(
+        what, "all", f"{num_hit} of {num_all}", "", num_hit == num_all if num_all else None
+    )
 
 
-def worst_row(what: str, limit: float, figures: Sequence[tuple[str, float]]) -> list[str]:
-    """A target that the largest figure has to hit; a figure stands with its place."""
+def worst_row(
+    what: str,
+    limit: float,
+    figures: Sequence[tuple[str, float]],
+    *,
+    reach: str = "",
+    show: Callable[[float], str] = "{:.3f}".format,
+    counts: bool = False,
+) -> Target:
+    """A target that the largest figure has to hit; a figure stands with its place.
+
+    Args:
+        what: The quantity.
+        limit: What the figure may be at most.
+        figures: Place and figure of each case.
+        reach: The limit as a text.
+        show: Makes a text of a figure.
+        counts: Whether the row says how many figures are within the limit.
+    """
+    reach = reach or f"<= {limit:.2f}"
     if not figures:
-        return [what, f"<= {limit:.2f}", "", "", "not measured"]
+        return Target(what, reach)
     where, worst = max(figures, key=lambda pair: pair[1])
-    return [what, f"<= {limit:.2f}", f"{worst:.3f}", where, "hit" if worst <= limit else "**miss**"]
+    if counts:
+        where += f"; {sum(each <= limit for _, each in figures)} of {len(figures)} within"
+    return Target(what, reach, show(worst), where, worst <= limit)
 
 
 # --- where the lines come from ----------------------------------------------------------------
@@ -78,13 +211,11 @@ class Start:
         model: Its name.
         command: As a user types it.
         machine: The record of `machine_record`.
-        device: "cpu" or "cuda".
     """
 
     model: str
     command: str
     machine: Mapping[str, Any]
-    device: str = "cpu"
 
 
 def about(records: Sequence[Record], text: str | None = None) -> list[str]:
@@ -112,7 +243,7 @@ def provenance(starts: Sequence[Start]) -> list[str]:
     """
     groups: dict[tuple[str, str, str, str], list[Start]] = {}
     for start in starts:
-        hardware = hardware_text(start.machine, device=start.device)
+        hardware = hardware_text(start.machine)
         versions = versions_text(start.machine)
         key = (f"`{start.command}`", start.machine["commit"], hardware, versions)
         groups.setdefault(key, []).append(start)
@@ -224,3 +355,6 @@ def _draw(panel: Any, line: Line) -> None:
             word, place, xytext=(5, 4), textcoords="offset points", fontsize=6,
             color=line.style["color"],
         )  # fmt: skip
+
+
+_TEMPLATES = _templates()

@@ -13,25 +13,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
-
-import torch
-from tqdm import tqdm
 
 from bench import command
 from bench.command import Record
-from bench.machine import machine_record
-from bench.quality.measurement import (
-    QUICK,
-    TWO_LAYER_MODELS,
-    Extent,
-    measure,
-)
+from bench.quality.measurement import QUICK, TWO_LAYER_MODELS, Extent, measure
 from bench.quality.page import page, save_picture
+from bench.quality.records import newest_of_models
 
 MODELS = (
     "gpt2", "gpt2-deep", "bert-base", "bert-narrow", "llama", "t5-small", "vit-base", "resnet50",
@@ -41,60 +31,35 @@ MODELS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures what is missing and writes the page; 0 whether targets are hit or missed."""
-    parser = command.parser(
-        "plan_quality", __doc__, models=(*MODELS, *TWO_LAYER_MODELS), tiny=True,
-        stem="plan_quality_cpu",
-    )  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="fewer budgets and limits")
     limit = "time limit of one solve of whole-graph Checkmate, in seconds"
-    parser.add_argument("--checkmate-limit", type=float, metavar="S", help=limit)
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    if not options.page:
-        _measure_missing(options)
-    records = command.read(command.lines_of(options))
-    if not records:
-        command.say(f"{command.lines_of(options)} has no line")
-        return 1
-    command.write(options, page(records))
+    status, options = command.run_models(
+        "plan_quality", __doc__, arguments, _measured, page, models=(*MODELS, *TWO_LAYER_MODELS),
+        tiny=True, stem="plan_quality_cpu",
+        further={
+            "--quick": {"action": "store_true", "help": "fewer budgets and limits"},
+            "--checkmate-limit": {"type": float, "metavar": "S", "help": limit},
+        },
+    )  # fmt: skip
     options.output.mkdir(parents=True, exist_ok=True)
-    for name in dict.fromkeys(record["model"] for record in records):
-        own = [record for record in records if record["model"] == name]
+    for name, own in newest_of_models(command.read(command.lines_of(options))).items():
         if "frontiers" in own[0]:
             save_picture(own, options.output / f"{name}.png")
-    return 0
+    return status
 
 
-def _measure_missing(options: argparse.Namespace) -> None:
-    """Adds the records of the models that the lines lack, with these settings."""
+def _measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
+    """The records of a model, all at once; none if the lines have them, with these settings."""
+    settings = {"tiny": options.tiny, "quick": options.quick}
+    settings["checkmate_limit_s"] = options.checkmate_limit
+    known = command.read(command.lines_of(options))
+    if any(r["model"] == name and settings.items() <= r.items() for r in known):
+        return
     extent = replace(QUICK if options.quick else Extent(), is_tiny=options.tiny)
     if options.checkmate_limit:
         extent = replace(extent, whole_graph_limit_s=options.checkmate_limit)
-    settings = {name: getattr(options, name) for name in ("tiny", "quick")}
-    settings["checkmate_limit_s"] = options.checkmate_limit
-    head, path = machine_record("bench.plan_quality") | settings, command.lines_of(options)
-    known = command.read(path)
-    finished = {r["model"] for r in known if settings.items() <= r.items()}
-    names = options.model or (*MODELS, *TWO_LAYER_MODELS)
-    missing = [name for name in names if name not in finished]
-    records = [record for record in known if record["model"] not in missing]
-    bar = tqdm(missing, unit="model")
-    for name in bar:
-        own = measure(
-            name, extent, say=lambda what, name=name: bar.set_description(f"{name}: {what}")
-        )
-        records += [head | record for record in own]
-        _write_lines(path, records)
-        # A captured graph has many reference cycles.
-        gc.collect()
-
-
-def _write_lines(path: Path, records: Iterable[Record]) -> None:
-    """Replaces the file at once, so that an interruption leaves whole models."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    partial.rename(path)
+    yield from [settings | record for record in measure(name, extent)]
+    # A captured graph has many reference cycles.
+    gc.collect()
 
 
 if __name__ == "__main__":

@@ -23,22 +23,21 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from tqdm import tqdm
 
-from bench import cluster, command, models
+from bench import command, models
 from bench.command import Record
-from bench.models import recurrent
-from bench.pages import Column, about, records_table
+from bench.models import Workload, built, makers
+from bench.pages import about, filled
 from rockmate import Planner
 from rockmate.costs.machine import load_machine
 from rockmate.planning.candidate import linspace_int
 from rockmate.step import capture_step
 
 _Made = TypeVar("_Made")
+_RECURRENT = makers("recurrent")
 MACHINE = "h100"
 _FIRST = "costs and a first plan at 0.5, after capture"
 _SECOND = "second plan, at the smallest peak"
@@ -48,13 +47,6 @@ _CHUNKED = "plan at 0.25, in chunks if that is faster; only the loss returned"
 _WHOLE = "the same without chunks"
 _SWEEP = "sweep of 50 budgets, after capture"
 _FIT = "largest batch on 24 GiB with LoRA"
-_LLAMA_3_8B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
-    "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
-    "rope_theta": 500000.0, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "tie_word_embeddings": False,
-}  # fmt: skip
 _FIT_OPTIONS = (
     "--memory", "24GiB", "--lora", "--machine", "rtx4090", "--tokens", "4096", "--dtype",
     "bfloat16",
@@ -117,20 +109,24 @@ def _sweep(name: str, *, target_s: float = 3.0) -> Measured:
 
 
 def _recurrent(name: str, *, num_layers: int, num_tokens: int, target_s: float) -> Measured:
-    model, sample = recurrent.recurrent(name, num_layers=num_layers, num_tokens=num_tokens)
-    plan, seconds = _seconds(lambda: Planner(model, sample).plan(0.5))
+    own = built(name, partial(_RECURRENT[name], layers=num_layers, length=num_tokens))
+    plan, seconds = _seconds(lambda: Planner(own.model, own.sample).plan(0.5))
     return Measured(len(plan.graph.ops), [Timed(_FROM_MODEL, target_s, seconds)])
 
 
-def _first_plan(size: str, *, target_s: float) -> Measured:
-    model, sample = cluster.meta_llama(size)
-    plan, seconds = _seconds(lambda: Planner(model, sample, machine=MACHINE).plan(0.5))
+def _large(name: str) -> Workload:
+    return built(name, makers("large")[name], device="meta", dtype=torch.bfloat16)
+
+
+def _first_plan(name: str, *, target_s: float) -> Measured:
+    own = _large(name)
+    plan, seconds = _seconds(lambda: Planner(own.model, own.sample, machine=MACHINE).plan(0.5))
     return Measured(len(plan.graph.ops), [Timed(_FROM_MODEL, target_s, seconds)])
 
 
-def _frontier(size: str, *, target_s: float) -> Measured:
-    model, sample = cluster.meta_llama(size)
-    step = capture_step(model, sample, machine=load_machine(MACHINE))
+def _frontier(name: str, *, target_s: float) -> Measured:
+    workload = _large(name)
+    step = capture_step(workload.model, workload.sample, machine=load_machine(MACHINE))
     num_ops = len(step.graph.ops)
     planner, planner_s = _seconds(lambda: Planner.of(step, machine=MACHINE))
     seconds = _seconds(planner.frontier)[1]
@@ -139,8 +135,10 @@ def _frontier(size: str, *, target_s: float) -> Measured:
 
 def _fit(*, target_s: float) -> Measured:
     command_line = [sys.executable, "-m", "rockmate", "fit", "config.json", *_FIT_OPTIONS]
+    config: Any = _large("llama-3-8b").model.config
+    config.architectures = ["LlamaForCausalLM"]
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(_LLAMA_3_8B), encoding="utf-8")
+        config.save_pretrained(folder)
         begin = resource.getrusage(resource.RUSAGE_CHILDREN)
         subprocess.run(command_line, cwd=folder, check=True, stdout=sys.stderr)
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -155,21 +153,18 @@ CASES: dict[str, Callable[[], Measured]] = {
     "gpt2": partial(_after_capture, "gpt2", first_s=3.0, second_s=1.0),
     "gpt2-12": partial(_after_capture, "gpt2-12", first_s=3.0, second_s=1.0),
     "gpt2-96": partial(_after_capture, "gpt2-96", first_s=5.0, second_s=4.0),
-    "llama-3-70b": partial(_first_plan, "70b", target_s=20.0),
-    "llama-3-8b": partial(_frontier, "8b", target_s=20.0),
+    "llama-3-70b": partial(_first_plan, "llama-3-70b", target_s=20.0),
+    "llama-3-8b": partial(_frontier, "llama-3-8b", target_s=20.0),
     "llama-3-8b, rockmate fit": partial(_fit, target_s=90.0),
     **{
         f"{name}, loss": partial(_in_chunks, name, target_s=1.0)
         for name in ("gpt2-deep", "llama", "t5-small")
     },
     **{f"{name}, sweep": partial(_sweep, name) for name in _SWEPT},
-    **{
-        f"{name}, 3 layers, 32 tokens": partial(_recurrent, name, **_SHORT)
-        for name in recurrent.NAMES
-    },
+    **{f"{name}, 3 layers, 32 tokens": partial(_recurrent, name, **_SHORT) for name in _RECURRENT},
     **{
         f"{name}, 12 layers, 1,024 tokens": partial(_recurrent, name, **_LONG)
-        for name in recurrent.NAMES
+        for name in _RECURRENT
     },
 }
 
@@ -188,32 +183,13 @@ def is_hit(record: Record) -> bool:
     return record["figure_s"] is not None and record["figure_s"] <= record["target_s"]
 
 
-_COLUMNS: tuple[Column, ...] = (
-    ("model", "{model}"),
-    ("ops", lambda r: f"{r['num_ops']:,}" if r["num_ops"] else ""),
-    ("what", "{what}"),
-    ("reach, s", lambda r: "" if r["target_s"] is None else f"{r['target_s']:g}"),
-    (
-        "figure, s",
-        lambda r: f"> {r['limit_s']}" if r["figure_s"] is None else f"{r['figure_s']:.2f}",
-    ),
-    ("", lambda r: "hit" if is_hit(r) else "**miss**"),
-)
-
-
 def page(records: Sequence[Record]) -> list[str]:
     """The table, with the number of targets that are hit as its headline."""
     newest = command.newest(records, "model", "what")
-    return [
-        "# Time of planning",
-        "",
-        f"**{sum(map(is_hit, newest))} of {len(newest)} targets are hit.** Processor seconds of "
-        "one thread; each model in a process of its own.",
-        "",
-        *records_table(_COLUMNS, newest),
-        "",
-        *about(newest),
-    ]
+    lines = [{**record, "is_hit": is_hit(record)} for record in newest]
+    num_hit = sum(record["is_hit"] for record in lines)
+    number, head = len(newest), about(newest)
+    return filled("planning_time", num_hit=num_hit, number=number, lines=lines, about=head)
 
 
 def measured_apart(case: str, limit_s: int) -> list[Record]:
@@ -222,9 +198,7 @@ def measured_apart(case: str, limit_s: int) -> list[Record]:
     Raises:
         CalledProcessError: the process failed, not for its time.
     """
-    command_line = [sys.executable, "-m", "bench.planning_time", "--alone", case]
-    command_line += ["--limit", str(limit_s)]
-    child = subprocess.run(command_line, stdout=subprocess.PIPE, text=True, check=False)
+    child = command.apart("planning_time", "--alone", case, "--limit", str(limit_s))
     if child.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
         what = "stopped, nothing was planned"
         unknown = dict.fromkeys(("num_ops", "target_s", "figure_s"))
@@ -250,8 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = [case for case in CASES if any(name in case for name in options.model or [""])]
     if not chosen:
         parser.error(f"no case has one of these names; there are {', '.join(CASES)}")
-    cases = tqdm(chosen, unit="case")
-    found = (record for case in cases for record in measured_apart(case, options.limit))
+    found = (record for case in chosen for record in measured_apart(case, options.limit))
     return command.run("planning_time", options, found, page)
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from bench import command, models
 from bench.machine import machine_record, machine_text
-from bench.pages import table
+from bench.pages import filled
 from rockmate._util import gc_paused
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.estimate import estimate_costs
@@ -32,21 +32,10 @@ MODELS = ("gpt2-2layer", "llama-2layer", "unet", "resnet50", "convnext", "qwen3-
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.25)
 MACHINE = "cpu-avx2"
 SOLVER_LIMIT_S = 30.0
-MIN_GAIN = 1e-9
-
-PLAN_COLUMNS = ("model", "budget", "time", "gap", "s", "found by")
-STAGE_COLUMNS = ("stage", "runs", "improved", "gain a plan", "s", "gain a second")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TracedPlan:
-    """One search.
-
-    Attributes:
-        model: its name in `bench.models`.
-        share: budget over the baseline's peak.
-        trace: what the search did.
-    """
+class TracedPlan(NamedTuple):
+    """One search: its model in `bench.models`, its budget over the baseline's peak, its trace."""
 
     model: str
     share: float
@@ -77,68 +66,42 @@ def traced_plans(name: str, shares: Sequence[float], *, tiny: bool = False) -> l
     return found
 
 
-def plan_rows(plans: Iterable[TracedPlan]) -> list[tuple[str, ...]]:
-    """A row for each plan: its time and gap, what it took, the stage that found it."""
-    rows = []
-    for plan in plans:
-        steps = plan.trace.steps
-        last = steps[-1]
-        source = next(step.source for step in steps if step.time_ms == last.time_ms)
-        rows.append(
-            (
-                plan.model,
-                f"{plan.share:.3f}",
-                f"{last.time_ms / plan.trace.baseline_ms:.4f}",
-                f"{last.gap:.2%}",
-                f"{last.elapsed_s:.2f}",
-                source,
-            )
-        )
-    return rows
+class Stage(NamedTuple):
+    """What a stage has gained in all plans, and in how many seconds."""
+
+    name: str
+    gains: list[float]
+    seconds: float
 
 
-def stage_rows(plans: Sequence[TracedPlan]) -> list[tuple[str, ...]]:
-    """A row for each stage, the one of the largest gain first.
+def stages_of(plans: Sequence[TracedPlan]) -> list[Stage]:
+    """The stages, the one of the largest gain first.
 
     The first stage has no plan to improve: its gain is that over nothing, and not counted.
     """
     runs: dict[str, list[tuple[float, float]]] = {}
-    for plan in plans:
-        for step in plan.trace.steps:
-            runs.setdefault(step.source, []).append((step.gain or 0.0, step.seconds))
-    rows = []
-    for source, each in sorted(runs.items(), key=lambda item: -sum(gain for gain, _ in item[1])):
-        gain = sum(gain for gain, _ in each)
-        seconds = sum(seconds for _, seconds in each)
-        rows.append(
-            (
-                source,
-                str(len(each)),
-                str(sum(gain > MIN_GAIN for gain, _ in each)),
-                f"{gain / len(plans):.3%}",
-                f"{seconds:.2f}",
-                f"{gain / seconds:.2%}" if seconds else "",
-            )
-        )
-    return rows
+    for step in (step for plan in plans for step in plan.trace.steps):
+        runs.setdefault(step.source, []).append((step.gain or 0.0, step.seconds))
+    stages = [
+        Stage(name, [gain for gain, _ in own], sum(seconds for _, seconds in own))
+        for name, own in runs.items()
+    ]
+    return sorted(stages, key=lambda stage: -sum(stage.gains))
 
 
 def page(plans: Sequence[TracedPlan]) -> list[str]:
     """Both tables, as lines of markdown."""
     gaps = [plan.trace.steps[-1].gap for plan in plans]
-    seconds = [plan.trace.steps[-1].elapsed_s for plan in plans]
-    return [
-        "# What the stages of a search gain",
-        "",
-        f"{len(plans)} plans: median gap to the quick bound {statistics.median(gaps):.2%}, "
-        f"mean {statistics.mean(gaps):.2%}; {statistics.mean(seconds):.2f} s a plan. Gains are "
-        "shares of the time without recomputation.",
-        "",
-        *table(STAGE_COLUMNS, stage_rows(plans)),
-        "",
-        *table(PLAN_COLUMNS, plan_rows(plans)),
-        "",
-    ]
+    return filled(
+        "search_stages",
+        number=len(plans),
+        median=statistics.median(gaps),
+        mean=statistics.mean(gaps),
+        seconds=statistics.mean(plan.trace.steps[-1].elapsed_s for plan in plans),
+        stages=stages_of(plans),
+        plans=plans,
+        machine=machine_text(machine_record("bench.search_stages")),
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -151,8 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in options.model or MODELS
         for plan in traced_plans(name, SHARES, tiny=options.tiny)
     ]
-    lines = [*page(plans), machine_text(machine_record("bench.search_stages"))]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("\n".join(page(plans)) + "\n")
     return 0
 
 

@@ -33,8 +33,8 @@ from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
 from bench import command
 from bench.command import Record, add_line
 from bench.measure import time_in_turn
-from bench.models.hf import hf, usual
-from bench.pages import Column, records_table
+from bench.models import text
+from bench.pages import filled
 from rockmate import RockmateModule, fully_shard, timeline
 
 NUM_RANKS = 2
@@ -48,16 +48,12 @@ TIME_LIMIT_S = 3.0
 def model_of(options: argparse.Namespace) -> nn.Module:
     """A language model with dropout, the same on all ranks."""
     torch.manual_seed(0)
-    width, special = options.width, {"bos_token_id": 0, "eos_token_id": 0}
+    sizes: dict[str, Any] = {"layers": options.layers, "width": options.width, "heads": 4}
+    sizes |= {"words": VOCABULARY, "rows": options.batch, "length": options.length}
     if options.model == "gpt2":
-        return hf(
-            "GPT2LMHeadModel", vocab_size=VOCABULARY, n_positions=options.length, n_embd=width,
-            n_layer=options.layers, n_head=4, **special,
-        )  # fmt: skip
-    return hf(
-        "LlamaForCausalLM", **usual(options.layers, width, 4, 3 * width, VOCABULARY),
-        num_key_value_heads=2, attention_dropout=0.1, **special,
-    )  # fmt: skip
+        return text.gpt2(**sizes).model
+    further = {"kind": "Llama", "shared_heads": 2, "inner": 3 * options.width}
+    return text.rotary(**sizes, **further, attention_dropout=0.1).model
 
 
 def sharded_by_torch(
@@ -167,22 +163,6 @@ def measured(options: argparse.Namespace, rank: int) -> list[Record]:
     return rows
 
 
-def _mib(key: str) -> Callable[[Record], str]:
-    return lambda row: f"{row[key] / 2**20:.2f} MiB"
-
-
-_COLUMNS: tuple[Column, ...] = (
-    ("setting of PyTorch's", "{setting}"),
-    ("its peak (budget)", _mib("peak_bytes")),
-    ("its step", lambda row: f"{row['step_ms']:.0f} ms" if row["step_ms"] else "-"),
-    ("plan's peak", _mib("plan_peak_bytes")),
-    ("predicted", _mib("plan_predicted_bytes")),
-    ("plan's step", "{plan_ms:.0f} ms"),
-    ("ratio", lambda row: f"{row['ratio']:.2f}x" if row["ratio"] else "-"),
-    ("gathers", "{num_gathers}"),
-)
-
-
 def enter(rank: int, store: str, options: argparse.Namespace) -> None:
     """One rank."""
     warnings.filterwarnings("ignore")
@@ -192,7 +172,7 @@ def enter(rank: int, store: str, options: argparse.Namespace) -> None:
     )
     rows = measured(options, rank)
     if rank == 0:
-        sys.stdout.write("\n".join(records_table(_COLUMNS, rows)) + "\n")
+        sys.stdout.write("\n".join(filled("sharded", rows=rows)) + "\n")
         sys.stdout.flush()
         for row in rows if options.output else ():
             add_line(options.output, row)

@@ -10,7 +10,6 @@ steps' share of time, new plans included, and the number of captures and plans s
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import random
@@ -23,8 +22,9 @@ import psutil
 import torch
 from torch import nn
 
+from bench import command
 from bench.lengths import CaptureLog
-from bench.models.hf import hf
+from bench.models import text
 from rockmate import RockmateModule
 
 MAX_ROWS, MAX_TOKENS, VOCABULARY = 8, 128, 256
@@ -32,7 +32,7 @@ MAX_ROWS, MAX_TOKENS, VOCABULARY = 8, 128, 256
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a JSON line for each tenth of the steps."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = command.parser("soak", __doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--budget", type=float, default=0.7)
     options = parser.parse_args(arguments)
@@ -75,10 +75,9 @@ def _rows(num_steps: int, budget: float, log: CaptureLog) -> Iterator[dict[str, 
 
 def _model() -> nn.Module:
     torch.manual_seed(0)
-    return hf(
-        "GPT2LMHeadModel", n_layer=2, n_embd=64, n_head=2, vocab_size=VOCABULARY,
-        n_positions=MAX_TOKENS,
-    )  # fmt: skip
+    return text.gpt2(
+        layers=2, width=64, heads=2, words=VOCABULARY, rows=MAX_ROWS, length=MAX_TOKENS
+    ).model
 
 
 def _batch(num_rows: int, num_tokens: int) -> dict[str, torch.Tensor]:

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from bench.pages import filled
 from rockmate._torch.allocator import timeline
 from rockmate._torch.dispatch import is_op
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
-from rockmate.capture.roles import Capture, Role
-from rockmate.costs.cost import Costs
+from rockmate.capture.roles import Capture
+from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.blocks import storages_of
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.planning.baseline_search import Searcher
@@ -41,27 +42,14 @@ _EXCERPT_LINES = 16
 _KIB = 1024
 
 
+def _text(section: str, **parts: Any) -> str:
+    return "\n".join(filled("walkthrough", section=section, **parts))
+
+
 def of_capture(capture: Capture) -> str:
     """Inputs and outputs of the joint graph."""
-    ends = (("inputs", capture.inputs), ("outputs", capture.outputs))
-    lines = [
-        f"{sum(node.op == 'call_function' for node in capture.joint.graph.nodes)} calls in the "
-        "joint graph"
-    ]
-    for title, roles in ends:
-        lines.append(f"{title}:")
-        lines += [
-            f"  {node.name:<22} {_shape(node):<14} {_role_text(role)}" for node, role in roles
-        ]
-    return "\n".join(lines)
-
-
-def _role_text(role: Role) -> str:
-    return f"{role.kind.value} {role.name or role.index}"
-
-
-def _shape(node: fx.Node) -> str:
-    return str(list(node.meta["val"].shape))
+    calls = call_counts(capture.joint)
+    return _text("capture", capture=capture, num_calls=calls.total())
 
 
 def call_counts(joint: fx.GraphModule) -> Counter[str]:
@@ -77,114 +65,63 @@ def _call_name(target: Any) -> str:
 
 def of_rewrites(before: Counter[str], after: Counter[str]) -> str:
     """Targets whose number of calls the rewrites change."""
-    lines = [f"{'call':<40} before  after"]
-    for name in sorted(before.keys() | after.keys()):
-        if before[name] != after[name]:
-            lines.append(f"{name:<40} {before[name]:>6} {after[name]:>6}")
-    return "\n".join(lines)
+    counts = {name: (before[name], after[name]) for name in sorted(before.keys() | after.keys())}
+    return _text("rewrites", changed=[each for each in counts.items() if each[1][0] != each[1][1]])
 
 
 def of_costs(graph: Graph, costs: Costs) -> str:
     """The distinct costs."""
-    lines = [
-        f"{len(graph.ops)} ops, {costs.num_distinct} distinct calls",
-        f"{'op':<28} {'phase':<9} {'makes, bytes':>12} {'time, ms':>9} {'workspace, bytes':>17}",
-    ]
-    seen = set()
+    firsts: dict[Cost, Op] = {}
     for op, cost in zip(graph.ops, costs.first, strict=True):
-        if cost not in seen:
-            seen.add(cost)
-            lines.append(
-                f"{op.name:<28} {op.phase.value:<9} {op.written_bytes:>12,} {cost.time_ms:>9.3f} "
-                f"{cost.overhead_bytes:>17,}"
-            )
-    return "\n".join(lines)
+        firsts.setdefault(cost, op)
+    num_ops, num_distinct = len(graph.ops), costs.num_distinct
+    return _text("costs", num_ops=num_ops, num_distinct=num_distinct, firsts=firsts.items())
 
 
 def of_options(rotor: RotorFamily) -> str:
     """The options of one block."""
     block = rotor.chain.blocks[_SHOWN_BLOCK]
-    storages = storages_of(block)
-    lines = [
-        f"block {_SHOWN_BLOCK} ({block.name}): input {_name(block.input)}, output "
-        f"{_name(block.output)}",
-        f"{'':>6} {'saved':>8} {'forward peak':>13} {'backward peak':>14} {'forward':>9} "
-        f"{'backward':>9}",
-        f"{'option':>6} {'KiB':>8} {'KiB':>13} {'KiB':>14} {'ms':>9} {'ms':>9}  saved beside the "
-        "output",
-    ]
-    for index, option in enumerate(rotor.options_of(_SHOWN_BLOCK, _SHOWN_BLOCK)):
-        saved = " ".join(
-            storages[position].name
-            for position in option.saved
-            if storages[position] is not block.output
-        )
-        times = f"{option.forward.time_ms:>9.3f} {option.backward.time_ms:>9.3f}"
-        lines.append(
-            f"{index:>6} {_kib(option.saved_bytes):>8} {_kib(option.forward.peak_bytes):>13} "
-            f"{_kib(option.backward.peak_bytes):>14} {times}  {saved or '-'}"
-        )
-    lines.append(
-        f"{len(rotor.solver.solved.by_key)} distinct blocks and spans solved for "
-        f"{len(rotor.rotor_chain.spans)}"
+    storages, options = storages_of(block), []
+    for option in rotor.options_of(_SHOWN_BLOCK, _SHOWN_BLOCK):
+        found = (storages[position] for position in option.saved)
+        options.append((option, " ".join(s.name for s in found if s is not block.output)))
+    return _text(
+        "options",
+        number=_SHOWN_BLOCK,
+        block=block,
+        options=tuple(options),
+        num_solved=len(rotor.solver.solved.by_key),
+        num_spans=len(rotor.rotor_chain.spans),
     )
-    return "\n".join(lines)
 
 
 def of_rotor(rotor: RotorFamily) -> str:
     """Rotor's chain and three of its sequences."""
-    lines = [
-        f"{'stage':>5} {'input x, KiB':>13} {'gradient d, KiB':>16} {'forward, ms':>12} "
-        f"{'forward peak, KiB':>18}"
-    ]
-    for index, stage in enumerate(rotor.rotor_chain.stages):
-        lines.append(
-            f"{index:>5} {_kib(stage.input_bytes):>13} {_kib(stage.output_gradient_bytes):>16} "
-            f"{stage.forward_ms:>12.3f} "
-            f"{_kib(stage.forward_peak_bytes):>18}"
-        )
-    points = rotor.table.breakpoints()
-    lines += ["", f"{len(points)} breakpoints; table unit {rotor.table.unit_bytes:,} bytes"]
-    for budget_bytes, time_ms in (points[0], points[len(points) // 2], points[-1]):
-        lines.append(
-            f"budget {_kib(budget_bytes)} KiB, {time_ms:.3f} ms: "
-            f"{rotor.table.sequence(budget_bytes)}"
-        )
-    return "\n".join(lines)
+    points, stages = rotor.table.breakpoints(), rotor.rotor_chain.stages
+    return _text("rotor", stages=stages, points=points, table=rotor.table)
 
 
 def of_refinement(rotor: RotorFamily, budget_bytes: int) -> str:
     """Each start near the budget, after repair and after refinement, as the local search does."""
     graph, costs = rotor.graph, rotor.solver.costs
+    most_bytes = int(_MAX_EXCESS * budget_bytes)
     one_level = KnapsackFamily(Solving(graph, rotor.chain, costs, SolverTime(TIME_LIMIT_S)))
-    limits = linspace_int(0, int(_MAX_EXCESS * budget_bytes), _NUM_LIMITS)
-    schedules = {
-        "knapsack": [
-            schedule
-            for limit in limits
-            if (schedule := one_level.fastest_saving(limit)) is not None
-        ],
+    solved = map(one_level.fastest_saving, linspace_int(0, most_bytes, _NUM_LIMITS))
+    schedules: dict[str, list[Schedule]] = {
+        "knapsack": [schedule for schedule in solved if schedule is not None],
         "rotor": [maker() for maker in rotor.makers()],
     }
-    lines = [
-        f"budget {_kib(budget_bytes)} KiB",
-        f"{'':<14} {'start':>19}  {'repaired':>19}  {'refined':>19}",
-        f"{'family':<14} {'KiB':>9} {'ms':>9}  {'KiB':>9} {'ms':>9}  {'KiB':>9} {'ms':>9}",
-    ]
+    rows: list[tuple[str, list[Simulation]]] = []
     for family, proposals in schedules.items():
-        for candidate in _fastest_of_each_peak(rotor, proposals, int(_MAX_EXCESS * budget_bytes)):
-            schedule, proposed = candidate.schedule, candidate.simulation
-            row = f"{family:<14} {_size_and_time(proposed)}"
-            fitting = spill_until_feasible(graph, costs, schedule, proposed, budget_bytes)
-            if fitting is None:
-                lines.append(f"{row}  nothing left to evict")
-                continue
-            fitted = simulate(graph, fitting, costs)
-            spent = simulate(
-                graph, remove_recomputations(graph, costs, fitting, fitted, budget_bytes), costs
-            )
-            lines.append(f"{row}  {_size_and_time(fitted)}  {_size_and_time(spent)}")
-    return "\n".join(lines)
+        for candidate in _fastest_of_each_peak(rotor, proposals, most_bytes):
+            schedule, stages = candidate.schedule, [candidate.simulation]
+            fitting = spill_until_feasible(graph, costs, schedule, stages[0], budget_bytes)
+            if fitting is not None:
+                stages.append(simulate(graph, fitting, costs))
+                spent = remove_recomputations(graph, costs, fitting, stages[1], budget_bytes)
+                stages.append(simulate(graph, spent, costs))
+            rows.append((family, stages))
+    return _text("refinement", budget=budget_bytes, rows=tuple(rows))
 
 
 def _fastest_of_each_peak(
@@ -195,95 +132,55 @@ def _fastest_of_each_peak(
     for schedule in schedules:
         simulation = simulate(rotor.graph, schedule, rotor.solver.costs)
         peak_kib = simulation.peak_bytes // _KIB
-        if simulation.peak_bytes > max_bytes or (
-            peak_kib in fastest and fastest[peak_kib].simulation.time_ms <= simulation.time_ms
+        known = fastest.get(peak_kib)
+        if simulation.peak_bytes <= max_bytes and (
+            known is None or simulation.time_ms < known.simulation.time_ms
         ):
-            continue
-        fastest[peak_kib] = Candidate(schedule=schedule, simulation=simulation)
+            fastest[peak_kib] = Candidate(schedule=schedule, simulation=simulation)
     return [fastest[peak_kib] for peak_kib in sorted(fastest)]
-
-
-def _size_and_time(simulation: Simulation) -> str:
-    return f"{_kib(simulation.peak_bytes):>9} {simulation.time_ms:>9.3f}"
 
 
 def of_frontier(search: Searcher, baseline: Simulation, fraction: float, budget_bytes: int) -> str:
     """The frontier of a search."""
-    low, high = search.minimum().peak_bytes, baseline.peak_bytes
-    frontier = frontier_at(linspace_int(low, high, FRONTIER_POINTS), search.best_within)
-    lines = [
-        f"baseline: {_kib(baseline.peak_bytes)} KiB, {baseline.time_ms:.3f} ms; "
-        f"budget {fraction}: {_kib(budget_bytes)} KiB; smallest peak: "
-        f"{_kib(search.minimum().simulation.peak_bytes)} KiB",
-        "budget, KiB  peak, KiB  of baseline  time, ms  of baseline  recomputed ops",
-    ]
-    for budget, candidate in frontier:
-        found = candidate.simulation
-        lines.append(
-            f"{_kib(budget):>11} {_kib(found.peak_bytes):>10} "
-            f"{found.peak_bytes / baseline.peak_bytes:>12.3f} {found.time_ms:>9.3f} "
-            f"{found.time_ms / baseline.time_ms:>12.3f} "
-            f"{candidate.schedule.num_recomputations():>15}"
-        )
-    return "\n".join(lines)
+    least = search.minimum().peak_bytes
+    budgets = linspace_int(least, baseline.peak_bytes, FRONTIER_POINTS)
+    points = tuple(frontier_at(budgets, search.best_within))
+    sizes = {"fraction": fraction, "budget": budget_bytes, "least": least}
+    return _text("frontier", baseline=baseline, points=points, **sizes)
 
 
 def of_lower_bound(bound: LowerBound, search: Searcher, baseline: Simulation) -> str:
     """Program points, and the bound against the plan at some budgets."""
-    lines = [
-        f"{len(bound.points)} program points",
-        f"{'while it runs':<24} {'live in any schedule, KiB':>26} {'backward ops after it':>22}",
-    ]
-    for point in bound.points:
-        lines.append(f"{point.op.name:<24} {_kib(point.min_bytes):>26} {len(point.after):>22}")
-    lines += [
-        "",
-        f"{'budget':>6} {'KiB':>9} {'lower bound, ms':>22} {'plan, ms':>10} "
-        f"{'gap of the baseline':>20}",
-    ]
+    rows = []
     for fraction in _BOUND_FRACTIONS:
-        budget_bytes = int(fraction * baseline.peak_bytes)
-        bound_ms = bound.bound_ms(budget_bytes)
-        best = search.best_within(budget_bytes)
-        row = f"{fraction:>6} {_kib(budget_bytes):>9} {bound_ms:>22.3f}"
-        if best is not None:
-            time_ms = best.simulation.time_ms
-            row += f" {time_ms:>10.3f} {(time_ms - bound_ms) / baseline.time_ms:>20.2%}"
-        lines.append(row)
-    return "\n".join(lines)
+        size = int(fraction * baseline.peak_bytes)
+        best = search.best_within(size)
+        time_ms = None if best is None else best.simulation.time_ms
+        rows.append((fraction, size, bound.bound_ms(size), time_ms))
+    points, baseline_ms = tuple(bound.points), baseline.time_ms
+    return _text("lower_bound", points=points, rows=tuple(rows), baseline_ms=baseline_ms)
 
 
 def of_schedule(graph: Graph, schedule: Schedule) -> str:
     """An excerpt of a schedule around its first recomputation."""
     lines = schedule.to_text(graph).splitlines()
-    recompute = [position for position, line in enumerate(lines) if " again" in line]
-    start = max(0, min(recompute, default=0) - 2)
+    again = [position for position, line in enumerate(lines) if " again" in line]
+    start = max(0, min(again, default=0) - 2)
     shown = lines[start : start + _EXCERPT_LINES]
-    head = (
-        f"{len(schedule.forward)} runs in the forward, {len(schedule.backward)} in the backward, "
-        f"{len(recompute)} of them recomputations"
-    )
-    return "\n".join([head, f"... runs {start} to {start + len(shown) - 1}:", *shown])
+    return _text("schedule", schedule=schedule, num_again=len(again), start=start, shown=shown)
 
 
 def of_simulation(graph: Graph, costs: Costs, chosen: Candidate, budget_bytes: int) -> str:
     """The simulated peak and time of a schedule."""
     found, schedule = chosen.simulation, chosen.schedule
-    op = graph.ops[schedule.steps[found.peak_position]]
-    half = "forward" if found.peak_position < len(schedule.forward) else "backward"
-    lines = [
-        f"budget           {budget_bytes:>10,} bytes",
-        f"predicted peak   {found.peak_bytes:>10,} bytes, in run {found.peak_position}: {op.name} "
-        f"of the {half}",
-        f"saved values     {found.saved_bytes:>10,} bytes",
-        f"predicted time   {found.time_ms:>10.3f} ms",
-        "live at the peak:",
-    ]
-    lines += [
-        f"  {size:>10,} bytes  {name}"
-        for name, size in live_at(graph, costs, schedule, found.peak_position)
-    ]
-    return "\n".join(lines)
+    return _text(
+        "simulation",
+        budget=budget_bytes,
+        found=found,
+        op=graph.ops[schedule.steps[found.peak_position]],
+        half="forward" if found.peak_position < len(schedule.forward) else "backward",
+        live=tuple(live_at(graph, costs, schedule, found.peak_position)),
+    )
 
 
 def live_at(graph: Graph, costs: Costs, schedule: Schedule, position: int) -> list[tuple[str, int]]:
@@ -372,45 +269,29 @@ def of_run(
         outputs["loss"].backward()
         return outputs["loss"]
 
-    measured = {}
-    for name, step, owner in (("eager", eager_step, eager), ("planned", planned_step, model)):
+    measured: list[tuple[int, Tensor, Tensor]] = []
+    for step, owner in ((eager_step, eager), (planned_step, model)):
         step()  # makes `.grad` and what libraries make on first use
         owner.zero_grad(set_to_none=False)
         torch.manual_seed(1)
-        loss = []
-        measured[name] = (
-            timeline(lambda step=step, loss=loss: loss.append(step().detach())),
-            loss[0],
-            torch.get_rng_state(),
-        )
-    (eager_memory, eager_loss, eager_state), (memory, loss, state) = (
-        measured["eager"],
-        measured["planned"],
-    )
+        loss: list[Tensor] = []
+        memory = timeline(lambda step=step, loss=loss: loss.append(step().detach()))
+        measured.append((memory.peak_bytes, loss[0], torch.get_rng_state()))
+    (eager_bytes, eager_loss, eager_state), (peak_bytes, own_loss, own_state) = measured
     pairs = list(zip(model.parameters(), eager.parameters(), strict=True))
-    equal = sum(torch.equal(_gradient(own), _gradient(theirs)) for own, theirs in pairs)
-    predicted = chosen.simulation.peak_bytes
-    return "\n".join(
-        [
-            f"eager, measured peak     {eager_memory.peak_bytes:>10,} bytes",
-            f"budget                   {budget_bytes:>10,} bytes",
-            f"predicted peak           {predicted:>10,} bytes",
-            f"measured peak            {memory.peak_bytes:>10,} bytes",
-            f"loss equal to eager's: {torch.equal(loss, eager_loss)}; gradients bitwise equal: "
-            f"{equal} of {len(pairs)}; "
-            f"generator state equal: {torch.equal(state, eager_state)}",
-        ]
+    return _text(
+        "run",
+        eager_bytes=eager_bytes,
+        budget=budget_bytes,
+        predicted=chosen.simulation.peak_bytes,
+        peak_bytes=peak_bytes,
+        is_loss_equal=torch.equal(own_loss, eager_loss),
+        num_equal=sum(torch.equal(_gradient(own), _gradient(theirs)) for own, theirs in pairs),
+        num_gradients=len(pairs),
+        is_state_equal=torch.equal(own_state, eager_state),
     )
 
 
 def _gradient(parameter: Tensor) -> Tensor:
     assert parameter.grad is not None
     return parameter.grad
-
-
-def _kib(num_bytes: int) -> str:
-    return f"{num_bytes / _KIB:,.1f}"
-
-
-def _name(storage: Storage | None) -> str:
-    return storage.name if storage else "none"

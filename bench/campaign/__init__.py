@@ -1,1 +1,1 @@
-"""The cases of `bench.cuda` and its page."""
+"""The cases of `bench.cuda`."""

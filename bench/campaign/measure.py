@@ -7,7 +7,6 @@ place. On a CPU, for a rehearsal, they are those of the CPU's allocator, and not
 from __future__ import annotations
 
 import gc
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,20 +14,31 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
-from bench.measure import allocator_peak, time_in_turn, time_once
-from bench.models.gpu import Batch, GpuModel
+from bench.measure import Trainer, allocator_peak, time_in_turn, time_once
+from bench.models import Batch, Maker, Workload, built, makers
 from rockmate import InfeasibleBudgetError, InfeasibleMemoryLimitError, Planner, RockmateModule
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import load_machine
 from rockmate.costs.measure import measure_costs
+from rockmate.curves.measure import tensor_difference
 from rockmate.fusion.report import FusionReport
 from rockmate.step import capture_step
 
 Figures = Mapping[str, Any]
+Build = Callable[[], Workload]
 _NUM_ROUNDS = 7
 _MACHINES = {"cuda": "h200", "cpu": "cpu-avx2"}
+_SMALL = 1e-3  # gradients that are smaller, as a share of the largest, may be all rounding
+
+
+def builds(device: torch.device, *, tiny: bool) -> dict[str, Build]:
+    """Name to what builds the model in bfloat16."""
+
+    def build(name: str, make: Maker) -> Workload:
+        return built(name, make, tiny=tiny, device=device, dtype=torch.bfloat16)
+
+    return {name: partial(build, name, make) for name, make in makers("gpu").items()}
 
 
 def release_memory() -> None:
@@ -38,98 +48,60 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def run_step(call: Callable[..., Any], batch: Batch, *, seed: int = 0) -> None:
-    """Forward and backward from a fixed random state."""
-    torch.manual_seed(seed)
-    output = call(**batch)
-    (output["loss"] if isinstance(output, dict) else output.loss).backward()
-
-
-def synchronize(device: torch.device) -> None:
-    """Waits for the device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def _device(workload: Workload) -> torch.device:
+    return next(workload.model.parameters()).device
 
 
 # --- correctness ----------------------------------------------------------------------------------
 
 
-def correctness(model: GpuModel, device: torch.device) -> Figures:
-    """Relative differences of gradients, by norm: planned against eager, and eager against eager.
+def correctness(build: Build) -> Figures:
+    """Relative differences of gradients: planned against eager, and eager against eager.
 
     The second is the noise of kernels that add in another order at each run.
     """
-    module = model.model(device)
-    batch = model.batch(device, num_rows=min(model.num_rows, 4))
-    planned = _planned(module, batch, 0.5)
-    reference, repeated = _gradients(module, module, batch), _gradients(module, module, batch)
-    ours = _gradients(planned, module, batch)
+    workload = build()
+    batch = workload.make_batch(0, min(workload.rows, 4))
+    planned = planned_module(workload, batch, 0.5)
+    gradients = Trainer(workload, batch).gradients
+    reference, repeated, ours = map(gradients, (workload.model, workload.model, planned))
     return {
         "num_gradients": len(reference),
         "num_missing": len(reference.keys() ^ ours.keys()),
         "num_equal": sum(torch.equal(ours[name], each) for name, each in reference.items()),
-        "planned_difference": _largest_difference(ours, reference),
-        "eager_difference": _largest_difference(repeated, reference),
+        "planned_difference": tensor_difference(ours, reference, small=_SMALL).largest_relative,
+        "eager_difference": tensor_difference(repeated, reference, small=_SMALL).largest_relative,
         "num_recomputations": planned.plan.schedule.num_recomputations(),
     }
-
-
-def _gradients(call: Callable[..., Any], owner: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
-    owner.zero_grad(set_to_none=True)
-    run_step(call, batch)
-    named = owner.named_parameters()
-    found = {name: each.grad.clone() for name, each in named if each.grad is not None}
-    owner.zero_grad(set_to_none=True)
-    return found
-
-
-def _largest_difference(
-    ours: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]
-) -> float:
-    """The largest difference of a gradient by norm, relative to the mean norm of all."""
-    norms = [each.double().norm().item() for each in reference.values()]
-    scale = statistics.fmean(norms) or 1.0
-    return max(
-        (ours[name].double() - each.double()).norm().item() / max(norm, scale)
-        for norm, (name, each) in zip(norms, reference.items(), strict=True)
-    )
 
 
 # --- one step in turn with eager ------------------------------------------------------------------
 
 
-def planned_step(
-    model: GpuModel, device: torch.device, share: float, *, is_fused: bool = False
-) -> Figures:
+def planned_step(build: Build, share: float, *, is_fused: bool = False) -> Figures:
     """Peaks and time of a planned step at a share of the baseline's peak.
 
     With fused kernels: also what they have brought, and their gradients' error.
     """
-    module, batch = model.model(device), model.batch(device)
-    begin = time.perf_counter()
-    planned = _planned(module, batch, share, kernels="fused" if is_fused else "eager")
-    figures = step_figures(planned, module, batch, device, time.perf_counter() - begin)
+    workload = build()
+    batch, begin = workload.make_batch(0), time.perf_counter()
+    planned = planned_module(workload, batch, share, kernels="fused" if is_fused else "eager")
+    figures = step_figures(planned, workload, time.perf_counter() - begin)
     report = planned.plan.fusion
     if not isinstance(report, FusionReport):
         return figures
-    reference, ours = _gradients(module, module, batch), _gradients(planned, module, batch)
+    reference, ours = map(Trainer(workload, batch).gradients, (workload.model, planned))
     return {
         **figures,
         "compile_s": round(report.compile_s, 2),
         "num_places": report.num_places,
         "num_kernels": report.num_kernels,
         "refusals": [group.refusal for group in report.groups if group.refusal],
-        "difference": _largest_difference(ours, reference),
+        "difference": tensor_difference(ours, reference, small=_SMALL).largest_relative,
     }
 
 
-def step_figures(
-    planned: RockmateModule,
-    module: nn.Module,
-    batch: Batch,
-    device: torch.device,
-    planning_s: float,
-) -> Figures:
+def step_figures(planned: RockmateModule, workload: Workload, planning_s: float) -> Figures:
     """Predicted and measured peaks and times of a planned step."""
     plan = planned.plan
     return {
@@ -138,61 +110,54 @@ def step_figures(
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "predicted_ratio": plan.predicted_ratio,
         "predicted_ms": plan.predicted_ms,
-        **against_eager(planned, module, batch, device),
+        **against_eager(workload, planned),
     }
 
 
-def _planned(
-    module: nn.Module,
+def planned_module(
+    workload: Workload,
     batch: Batch,
     share: float,
     *,
     kernels: Literal["eager", "fused"] = "eager",
 ) -> RockmateModule:
     """A planned module at a share of the peak, or at the smallest peak if that is more."""
-    planner = Planner(module, batch, outputs="loss", kernels=kernels)
-    try:
-        return planner.module(share, trial="never")
-    except InfeasibleBudgetError:
-        return planner.module(planner.minimum_peak_bytes, trial="never")
+    planner = Planner(workload.model, batch, outputs="loss", kernels=kernels)
+    return planner.module(share, on_infeasible="least", trial="never")
 
 
-def peer_step(model: GpuModel, device: torch.device, peer: str) -> Figures:
+def peer_step(build: Build, peer: str) -> Figures:
     """Peaks and time of another way to train the model."""
-    module, batch = model.model(device), model.batch(device)
+    workload = build()
+    model: Any = workload.model
     if peer == "compile":
-        return against_eager(torch.compile(module), module, batch, device)
-    if not getattr(module, "supports_gradient_checkpointing", False):
+        return against_eager(workload, torch.compile(model))
+    if not getattr(model, "supports_gradient_checkpointing", False):
         return {"skipped": "the model has no activation checkpoints of its own"}
 
     def checkpointed(**arguments: Any) -> Any:
-        module.gradient_checkpointing_enable({"use_reentrant": False})  # pyright: ignore
-        return module(**arguments)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model(**arguments)
 
     def plain(**arguments: Any) -> Any:
-        module.gradient_checkpointing_disable()  # pyright: ignore
-        return module(**arguments)
+        model.gradient_checkpointing_disable()
+        return model(**arguments)
 
-    return against_eager(checkpointed, module, batch, device, eager=plain)
+    return against_eager(workload, checkpointed, eager=plain)
 
 
 def against_eager(
-    ours: Callable[..., Any],
-    module: nn.Module,
-    batch: Batch,
-    device: torch.device,
-    *,
-    eager: Callable[..., Any] | None = None,
+    workload: Workload, ours: Callable[..., Any], *, eager: Callable[..., Any] | None = None
 ) -> Figures:
     """Peaks of one step of each, and the median ratio of their times in turn."""
-    calls = {"eager": eager or module, "own": ours}
+    device, trainer = _device(workload), Trainer(workload)
+    steps = {"eager": trainer.step(eager or workload.model), "own": trainer.step(ours)}
     figures: dict[str, Any] = {}
-    for name, call in calls.items():
+    for name, step in steps.items():
         # Libraries allocate on first use, and gradients are made.
         for _ in range(2):
-            run_step(call, batch)
-        figures |= {f"{name}_{key}": size for key, size in _peaks(call, batch, device).items()}
-    steps = {name: partial(run_step, call, batch) for name, call in calls.items()}
+            step()
+        figures |= {f"{name}_{key}": size for key, size in _peaks(step, device).items()}
     times = time_in_turn(steps, _NUM_ROUNDS, device=device)
     return {
         **figures,
@@ -202,14 +167,14 @@ def against_eager(
     }
 
 
-def _peaks(call: Callable[..., Any], batch: Batch, device: torch.device) -> dict[str, int]:
-    peak_bytes = allocator_peak(lambda: run_step(call, batch), device=device)
+def _peaks(step: Callable[[], object], device: torch.device) -> dict[str, int]:
+    peak_bytes = allocator_peak(step, device=device)
     if device.type == "cpu":
         return {"peak_bytes": peak_bytes}
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before_bytes = torch.cuda.memory_reserved(device)
-    run_step(call, batch)
+    step()
     torch.cuda.synchronize(device)
     reserved_bytes = torch.cuda.max_memory_reserved(device) - before_bytes
     return {"peak_bytes": peak_bytes, "reserved_bytes": reserved_bytes}
@@ -218,11 +183,12 @@ def _peaks(call: Callable[..., Any], batch: Batch, device: torch.device) -> dict
 # --- op costs -------------------------------------------------------------------------------------
 
 
-def op_costs(model: GpuModel, device: torch.device) -> Figures:
+def op_costs(build: Build) -> Figures:
     """Estimated times of ops against measured ones, by kind of op, the largest total first."""
-    step = capture_step(model.model(device), model.batch(device))
+    workload = build()
+    step = capture_step(workload.model, workload.make_batch(0))
     measured = measure_costs(step.graph)
-    estimated = estimate_costs(step.graph, load_machine(_MACHINES[device.type]))
+    estimated = estimate_costs(step.graph, load_machine(_MACHINES[_device(workload).type]))
     totals: dict[str, list[float]] = {}
     for op, own, other in zip(step.graph.ops, measured.first, estimated.first, strict=True):
         name = str(getattr(op.node.target, "_opname", None) or op.node.target.__name__)  # pyright: ignore
@@ -239,12 +205,14 @@ def op_costs(model: GpuModel, device: torch.device) -> Figures:
 # --- largest batch --------------------------------------------------------------------------------
 
 
-def largest_batches(model: GpuModel, device: torch.device, cap_bytes: int) -> Figures:
-    """The largest batch that trains under a cap on the device, planned and eager, and rows a ms."""
+def largest_batches(build: Build, cap_bytes: int) -> Figures:
+    """The largest batch that trains under a cap on the device, planned and eager, and its speed."""
+    device = _device(build())
+    release_memory()
     with _capped(device, cap_bytes):
         return {
-            name: _largest(lambda rows, t=trainer: t(model, device, rows, cap_bytes))
-            for name, trainer in (("eager", _train_eager), ("planned", _train_planned))
+            name: _largest(partial(_train, build, limit))
+            for name, limit in (("eager", None), ("planned", cap_bytes))
         }
 
 
@@ -263,22 +231,21 @@ def _capped(device: torch.device, cap_bytes: int) -> Iterator[None]:
 
 def _largest(train: Callable[[int], float]) -> dict[str, float]:
     """Doubles the rows until a batch does not fit, then halves the gap three times."""
-    best, milliseconds, low, high = 0, 0.0, 0, 1
-    while high <= 4096:
-        time_ms = _attempt(train, high)
-        if time_ms is None:
-            break
-        best, milliseconds, low, high = high, time_ms, high, 2 * high
+    times_ms: dict[int, float] = {}
+    low, high = 0, 1
+    while high <= 4096 and (time_ms := _attempt(train, high)) is not None:
+        times_ms[high] = time_ms
+        low, high = high, 2 * high
     for _ in range(3):
         middle = (low + high) // 2
-        if middle in (low, high):
-            break
-        time_ms = _attempt(train, middle)
+        time_ms = None if middle in (low, high) else _attempt(train, middle)
         if time_ms is None:
             high = middle
         else:
-            best, milliseconds, low = middle, time_ms, middle
-    return {"rows": best, "rows_per_s": 1e3 * best / milliseconds if best else 0.0}
+            times_ms[middle] = time_ms
+            low = middle
+    best = max(times_ms, default=0)
+    return {"rows": best, "rows_per_s": 1e3 * best / times_ms[best] if best else 0.0}
 
 
 def _attempt(train: Callable[[int], float], rows: int) -> float | None:
@@ -290,33 +257,23 @@ def _attempt(train: Callable[[int], float], rows: int) -> float | None:
         release_memory()
 
 
-def _train_eager(model: GpuModel, device: torch.device, rows: int, cap_bytes: int) -> float:
-    if device.type == "cpu" and rows > 8:
+def _train(build: Build, limit_bytes: int | None, rows: int) -> float:
+    """Milliseconds of the third step of plain gradient descent, planned where there is a limit."""
+    workload = build()
+    batch, model = workload.make_batch(0, rows), workload.model
+    is_cpu = _device(workload).type == "cpu"
+    if is_cpu and rows > 8:
         raise torch.OutOfMemoryError
-    module = model.model(device)
-    return _train(module, module, model.batch(device, num_rows=rows), device)
-
-
-def _train_planned(model: GpuModel, device: torch.device, rows: int, cap_bytes: int) -> float:
-    module, batch = model.model(device), model.batch(device, num_rows=rows)
-    if device.type == "cpu":
-        if rows > 8:
-            raise torch.OutOfMemoryError
-        return _train(_planned(module, batch, 0.5), module, batch, device)
-    planned = RockmateModule(
-        module, batch, memory_limit=cap_bytes, optimizer="sgd", outputs="loss", trial="never"
-    )
-    return _train(planned, module, batch, device)
-
-
-def _train(
-    call: Callable[..., Any], module: nn.Module, batch: Batch, device: torch.device
-) -> float:
-    """Milliseconds of the third step with plain gradient descent."""
-    optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=1e-5)
+    call: Callable[..., Any] = model
+    if limit_bytes is not None and is_cpu:
+        call = planned_module(workload, batch, 0.5)
+    elif limit_bytes is not None:
+        options: dict[str, Any] = {"optimizer": "sgd", "outputs": "loss", "trial": "never"}
+        call = RockmateModule(model, batch, memory_limit=limit_bytes, **options)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-5)
     time_ms = 0.0
     for _ in range(3):
-        time_ms = time_once(partial(run_step, call, batch), device)
+        time_ms = time_once(Trainer(workload, batch).step(call), _device(workload))
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     return time_ms

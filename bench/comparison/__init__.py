@@ -1,8 +1,7 @@
 """All methods on one model: the lines that are measured, and the pages and pictures made of them.
 
-`bench.compare` starts one process for each model (`measurement`), which starts another (`plans`).
-Every measurement is one line of JSON. A line that is in the file is not measured again. Lines by
-kind:
+`bench.compare` starts a process for each model (`measurement`), which starts another (`plans`).
+Every measurement is one line of JSON. Lines by kind:
 
 * `run`: machine, versions and options of one start;
 * `point`: peaks and gradients of one method, and the seconds that its first step took beyond a
@@ -10,6 +9,5 @@ kind:
 * `plan`: the budget and the predictions of one of our points;
 * `planner`: planning times, and the size of the step;
 * `failed`, `skipped`, `infeasible`: a method without a point, and why;
-* `time`: one step of one method, and the mean of the eager steps before and after it;
-* `finished`: nothing is left to measure for this model.
+* `time`: one step of one method, and the mean of the eager steps before and after it.
 """

@@ -1,8 +1,7 @@
 """Our plans for one model's comparison: the budgets of a sweep, and the measured peak of each peer.
 
-`bench.comparison.measurement` starts it when the peers' peaks are measured. Each plan has a file.
-`plans.jsonl` lists all plans in records of the kinds of `bench.comparison`. It appears only when it
-is complete.
+`bench.comparison.measurement` starts it when the peers' peaks are measured. It prints a record of a
+kind of `bench.comparison` for each plan, and saves the plan in a file.
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
-from bench.command import Record, read
-from bench.comparison.lines import Lines
-from bench.comparison.process import Task
+from bench import models
+from bench.command import Record
 from bench.comparison.result import OURS
 from checkmate.reduction import reduce
 from rockmate import STRATEGIES, InfeasibleBudgetError, Plan, Planner, SolverLimitError
@@ -52,32 +52,54 @@ PEAK_STEP = 0.01
 """Peers whose peaks differ by less than this share one plan, made for the smallest of them."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One model of a comparison: what the processes that measure and plan it are told.
+
+    Attributes:
+        model: its name.
+        rounds: timed rounds, after one to warm up.
+        method: names of methods; all if empty.
+        quick: fewer settings and budgets.
+        tiny: the model for tests.
+        loss_only: the outputs besides the loss are not kept, so that it may run in chunks.
+        plans: the folder of saved plans.
+        peaks: the peers' peaks in bytes.
+    """
+
+    MEASURED: ClassVar = ("rounds", "method", "quick", "tiny", "loss_only")
+    """The options that decide what is measured."""
+
+    model: str
+    rounds: int = 3
+    method: Sequence[str] = ()
+    quick: bool = False
+    tiny: bool = False
+    loss_only: bool = False
+    plans: str = ""
+    peaks: Sequence[int] = ()
+
+    @property
+    def words(self) -> str:
+        """The task as JSON."""
+        return json.dumps(asdict(self))
+
+    def workload(self) -> models.Workload:
+        """The model with its loss inside."""
+        return models.build(self.model, tiny=self.tiny).with_loss_inside()
+
+
 def main() -> int:
     """Plans for one model."""
-    options = Task.from_command_line()
+    task = Task(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    options.plans.mkdir(parents=True, exist_ok=True)
-    workload = options.workload()
-    points = [
-        record
-        for record in Lines(options.lines, options.model).of("point")
-        if record["owner"] == "peer"
-    ]
-    earlier = [
-        record for record in read(options.plans / "plans.jsonl") if record["kind"] != "planner"
-    ]
-    known = {record["method"] for record in earlier}
-    planner = Planner(workload.model, workload.sample, **options.capture)
-    sweep = _asked(planner, options.method) if options.method else _swept(planner, options.quick)
-    wanted = [method for method in (*sweep, *_at_peaks(planner, points)) if method[0] not in known]
-    planned = list(_plan_all(planner, options.plans, wanted))
-    own = {"num_peer_points": len(points)}
-    records = [_planner_record(planner) | own, *earlier, *planned]
-    partial_listing = options.plans / "plans.partial"
-    partial_listing.write_text(
-        "".join(json.dumps({**record, "model": options.model}) + "\n" for record in records)
-    )
-    partial_listing.rename(options.plans / "plans.jsonl")
+    workload = task.workload()
+    outputs = "loss" if task.loss_only else "all"
+    planner = Planner(workload.model, workload.sample, outputs=outputs)
+    sweep = _asked(planner, task.method) if task.method else _swept(planner, task.quick)
+    wanted = [*sweep, *_at_peaks(planner, task.peaks)]
+    for record in (*_plan_all(planner, Path(task.plans), wanted), _planner_record(planner)):
+        sys.stdout.write(json.dumps(record) + "\n")
     return 0
 
 
@@ -172,9 +194,9 @@ def _least_in(planner: Planner, strategy: str, ratio: float) -> int:
     return enough
 
 
-def _at_peaks(planner: Planner, points: Iterable[Record]) -> Iterator[tuple[str, str, int]]:
+def _at_peaks(planner: Planner, peaks: Iterable[int]) -> Iterator[tuple[str, str, int]]:
     """Method, strategy and budget in bytes at the peaks of peers."""
-    for peak_bytes in peaks_to_meet([point["peak_bytes"] for point in points]):
+    for peak_bytes in peaks_to_meet(peaks):
         if peak_bytes < planner.baseline_peak_bytes:
             yield f"{OURS}: at {peak_bytes / 1e6:.6f} MB", OURS, peak_bytes
 
@@ -188,26 +210,17 @@ def peaks_to_meet(peaks: Iterable[int]) -> list[int]:
     return chosen
 
 
-def _is_beyond(planner: Planner, strategy: str) -> bool:
-    return strategy == "checkmate" and len(planner.plan(1.0).snapshot.ops) > LARGEST_WHOLE_GRAPH
-
-
 def _plan_all(
-    planner: Planner, directory: Path, wanted: Iterable[tuple[str, str, int]]
+    planner: Planner, folder: Path, wanted: Iterable[tuple[str, str, int]]
 ) -> Iterator[Record]:
+    num_ops = len(planner.plan(1.0).snapshot.ops)
     for method, strategy, budget_bytes in wanted:
         record = {
-            "method": method,
-            "owner": "ours",
-            "strategy": strategy,
-            "budget_bytes": budget_bytes,
-        }
-        if _is_beyond(planner, strategy):
-            yield {
-                "kind": "skipped",
-                **record,
-                "why": f"the graph has more than {LARGEST_WHOLE_GRAPH} ops",
-            }
+            "method": method, "owner": "ours", "strategy": strategy, "budget_bytes": budget_bytes,
+        }  # fmt: skip
+        if strategy == "checkmate" and num_ops > LARGEST_WHOLE_GRAPH:
+            why = f"the graph has more than {LARGEST_WHOLE_GRAPH} ops"
+            yield {"kind": "skipped", **record, "why": why}
             continue
         begin = time.perf_counter()
         try:
@@ -219,18 +232,14 @@ def _plan_all(
             yield {"kind": "failed", **record, "error": f"SolverLimitError: {error}"}
             continue
         plan_s = time.perf_counter() - begin
-        path = directory / (re.sub(r"[^a-z0-9.]+", "-", method.lower()) + ".json")
-        plan.save(path)
-        yield {"kind": "plan", **record, **_promise(plan), "plan_s": plan_s, "file": path.name}
+        file = re.sub(r"[^a-z0-9.]+", "-", method.lower()) + ".json"
+        plan.save(folder / file)
+        yield {"kind": "plan", **record, **_promise(plan), "plan_s": plan_s, "file": file}
 
 
 def _promise(plan: Plan) -> Record:
-    return {
-        "predicted_peak_bytes": plan.predicted_peak_bytes,
-        "predicted_ms": plan.predicted_ms,
-        "predicted_ratio": plan.predicted_ratio,
-        "optimality_gap": plan.optimality_gap,
-    }
+    names = ("predicted_peak_bytes", "predicted_ms", "predicted_ratio", "optimality_gap")
+    return {name: getattr(plan, name) for name in names}
 
 
 if __name__ == "__main__":

@@ -2,83 +2,17 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from bench.command import Record
-from bench.comparison.page import number_text
 from bench.comparison.result import OURS, ModelResult, Point
-from bench.pages import INK, PEER_COLOR, STRATEGIES, Line, picture
+from bench.pages import INK, PEER_COLOR, STRATEGIES, Line, filled, picture
 
 
-def points_csv(results: Iterable[ModelResult]) -> str:
+def points_csv(results: Sequence[ModelResult]) -> str:
     """All methods of all models as CSV; one without a point has a note that says why."""
-    text = io.StringIO()
-    rows = [row for result in results for row in _rows(result)]
-    columns = [
-        *("model", "method", "owner", "peak_mb", "peak_of_eager", "resident_mb"),
-        *("time_over_eager", "spread", "ms", "prepared_s", "gradient_difference", "budget_mb"),
-        *("our_peak_mb", "our_time_over_eager", "is_dominated", "note"),
-    ]
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
-
-
-def _rows(result: ModelResult) -> Iterator[dict[str, str]]:
-    matches = {match.peer.method: match for match in result.matches}
-    eager = result.eager
-    for point in sorted(result.points, key=lambda each: (each.owner != "peer", -each.peak_bytes)):
-        difference = point.gradient_difference
-        row = {
-            "model": result.name,
-            "method": point.method,
-            "owner": point.owner,
-            "peak_mb": _exact(point.peak_bytes),
-            "peak_of_eager": f"{point.peak_bytes / eager.peak_bytes:.4f}" if eager else "",
-            "resident_mb": _exact(point.resident_bytes),
-            "time_over_eager": number_text(point.ratio, ".4f"),
-            "spread": number_text(point.spread, ".4f"),
-            "ms": number_text(point.ms, ".1f"),
-            "prepared_s": f"{point.prepare_s:.1f}",
-            "gradient_difference": f"{difference:.1e}" if difference else "0",
-            "budget_mb": _exact(point.budget_bytes),
-        }
-        match = matches.get(point.method)
-        if match:
-            row["is_dominated"] = "yes" if match.is_dominated else "no"
-        if match and match.ours:
-            row["our_peak_mb"] = _exact(match.ours.peak_bytes)
-            row["our_time_over_eager"] = f"{match.ours.ratio:.4f}"
-        yield row
-    for record in result.records:
-        note = _note(record)
-        if note:
-            owner = record.get("owner", "peer")
-            yield {"model": result.name, "method": record["method"], "owner": owner, "note": note}
-
-
-def _note(record: Record) -> str:
-    match record["kind"]:
-        case "point":
-            return f"the same as {record['same_as']}" if record["same_as"] is not None else ""
-        case "failed":
-            return f"failed: {record['error']}"
-        case "skipped":
-            return f"skipped: {record['why']}"
-        case "infeasible":
-            budget, least = _exact(record["budget_bytes"]), _exact(record["minimum_bytes"])
-            return f"infeasible: {budget} MB is below the strategy's smallest peak, {least} MB"
-        case _:
-            return ""
-
-
-def _exact(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else f"{num_bytes / 1e6:.3f}"
+    return "\n".join(filled("points.csv", results=results)) + "\n"
 
 
 # --- picture ----------------------------------------------------------------------------------
@@ -96,7 +30,6 @@ _MARKERS = {
     "inductor by layer": ("h", "#588157"),
     "inductor, checkpoints": ("<", "#a3b18a"),
     "inductor by layer, checkpoints": ("d", "#344e41"),
-    "offload": ("X", "#5b3a29"),
 }
 _TOP_RATIO = 2.6
 """Largest ratio of the picture; a slower point is drawn at this edge."""

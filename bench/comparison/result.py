@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from bench.command import Record
+from bench.command import Record, newest
 
 OURS = "rockmate"
 ONE_PER_LAYER = "checkpoint"
@@ -57,6 +57,20 @@ class Point:
     predicted_ratio: float | None = None
 
     @property
+    def ratio_text(self) -> str:
+        """The time over eager's with its spread, empty if it was not timed."""
+        return "" if math.isnan(self.ratio) else f"{self.ratio:.3f} ± {self.spread:.3f}"
+
+    @property
+    def gradients_text(self) -> str:
+        """The difference of the gradients from eager's."""
+        if self.gradient_difference == 0:
+            return "bitwise"
+        if self.is_wrong:
+            return f"**wrong**, {self.gradient_difference:.1g}"
+        return f"{self.gradient_difference:.1e}"
+
+    @property
     def is_wrong(self) -> bool:
         """Whether the gradients differ from eager's beyond the tolerance."""
         return not self.gradient_difference <= GRADIENT_TOLERANCE
@@ -75,6 +89,20 @@ class Match:
         return math.inf if self.ours is None else self.ours.ratio / self.peer.ratio - 1
 
     @property
+    def share(self) -> float:
+        """Our peak over the peer's; infinite if we have no point."""
+        return math.inf if self.ours is None else self.ours.peak_bytes / self.peer.peak_bytes
+
+    @property
+    def noise_text(self) -> str:
+        """Whether the times differ by no more than both spreads."""
+        ours = self.ours or self.peer
+        noise = ours.spread + self.peer.spread
+        if ours.ratio - self.peer.ratio <= noise:
+            return "yes"
+        return "no" if noise else "unknown: one round"
+
+    @property
     def is_dominated(self) -> bool:
         """Whether ours takes no more time, within `TIME_TOLERANCE`."""
         return self.excess <= TIME_TOLERANCE
@@ -91,7 +119,8 @@ class ModelResult:
         self._times: dict[str, list[Record]] = {}
         for record in self.of("time"):
             self._times.setdefault(record["method"], []).append(record)
-        distinct = [record for record in self.of("point") if record["same_as"] is None]
+        points = newest(self.of("point"), "method")
+        distinct = [record for record in points if record["same_as"] is None]
         self.points = [self._point(record) for record in distinct]
         timed = [point for point in self.points if not math.isnan(point.ratio)]
         self.peers = [point for point in timed if point.owner == "peer"]
@@ -124,6 +153,15 @@ class ModelResult:
         """Eager's point."""
         return next((point for point in self.points if point.method == "eager"), None)
 
+    @property
+    def all_points(self) -> list[Point]:
+        """Peers' points, then ours, by falling peak."""
+        return sorted(self.points, key=lambda each: (each.owner != "peer", -each.peak_bytes))
+
+    def match_of(self, point: Point) -> Match | None:
+        """That of a peer's point."""
+        return next((match for match in self.matches if match.peer is point), None)
+
     @cached_property
     def matches(self) -> list[Match]:
         """Each peer's point with ours, by falling peak."""
@@ -150,3 +188,11 @@ class ModelResult:
             return None
         peer = min(self.peers, key=lambda point: (point.peak_bytes, point.ratio))
         return Match(peer=peer, ours=min(fast, key=lambda point: point.peak_bytes, default=None))
+
+
+def by_model(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Records by model, in the order of their first lines."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        found.setdefault(record["model"], []).append(record)
+    return found

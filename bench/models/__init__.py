@@ -1,6 +1,6 @@
 """The workloads that are measured: a model, its batches, its loss and its layers, by name.
 
-Every model is built from configuration values that are written out here, with fixed seeds. Nothing
+Every model is built from values that stand in the tables of this folder, with fixed seeds. Nothing
 is downloaded, and two runs train the same numbers. Models are in train mode. Dropout is that of
 their configuration's default: 0.1 in GPT-2, BERT, T5 and the plain encoder, none in the others. No
 model keeps a key-value cache, and token batches carry no padding mask. A vocabulary is that of the
@@ -11,13 +11,13 @@ a model takes milliseconds and is meant for tests. Names:
 
 * a number at the end counts layers;
 * `-2layer` models are small enough for a solver that sees the whole graph; their vocabulary of 512
-  leaves most of the memory to the layers;
-* `-gpu` models are meant for a GPU: an eager step saves 24 GiB of activations or more.
+  leaves most of the memory to the layers.
 """
 
+from bench.models.batches import TARGET
 from bench.models.plain import MLP
-from bench.models.registry import BRANCHED, COMPARED, REGISTRY, build
-from bench.models.workload import TARGET, Batch, LossFunction, LossInside, Workload
+from bench.models.registry import BRANCHED, COMPARED, REGISTRY, Maker, build, built, makers
+from bench.models.workload import Batch, LossFunction, LossInside, Workload
 
 __all__ = [
     "BRANCHED",
@@ -28,6 +28,9 @@ __all__ = [
     "Batch",
     "LossFunction",
     "LossInside",
+    "Maker",
     "Workload",
     "build",
+    "built",
+    "makers",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn import functional
 
 from bench.models import batches
 from bench.models.hf import hf
+from bench.models.images import Residual
 from bench.models.workload import Made, Step
 
 
@@ -48,7 +50,7 @@ class DenseNet(nn.Module):
     Between two blocks the image size halves.
     """
 
-    def __init__(self, depths: tuple[int, ...], growth: int, width: int, classes: int) -> None:
+    def __init__(self, depths: Sequence[int], growth: int, width: int, classes: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, width, 7, 2, 3, bias=False),
@@ -79,33 +81,15 @@ class DenseNet(nn.Module):
         return Step(functional.cross_entropy(scores, labels), scores)
 
 
-def densenet(tiny: bool) -> Made:
-    """DenseNet-121."""
-    depths, growth, width, pixels, batch = (
-        ((2, 3), 4, 8, 32, 2) if tiny else ((6, 12, 24, 16), 32, 64, 128, 4)
-    )
+def densenet(*, depths: Sequence[int], growth: int, width: int, rows: int, pixels: int) -> Made:
+    """DenseNet."""
     return Made(
         model=DenseNet(depths, growth, width, classes=100),
-        make_batch=batches.images(batch, pixels, 100, ("images", "labels")),
+        make_batch=batches.images(pixels, 100, ("images", "labels")),
+        rows=rows,
         layers=("stages.*.layers.*",),
         stages=("stages.*",),
     )
-
-
-class _Residual(nn.Module):
-    """Two 3x3 convolutions with batch normalization around a shortcut (He et al., 2015)."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.norm1 = nn.BatchNorm2d(width)
-        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
-        self.norm2 = nn.BatchNorm2d(width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(
-            x + self.norm2(self.conv2(functional.relu(self.norm1(self.conv1(x)))))
-        )
 
 
 class _Exchange(nn.Module):
@@ -114,10 +98,10 @@ class _Exchange(nn.Module):
     A branch is resized before it is added.
     """
 
-    def __init__(self, widths: tuple[int, ...], depth: int) -> None:
+    def __init__(self, widths: Sequence[int], depth: int) -> None:
         super().__init__()
         self.branches = nn.ModuleList(
-            nn.Sequential(*[_Residual(width) for _ in range(depth)]) for width in widths
+            nn.Sequential(*[Residual(width, width) for _ in range(depth)]) for width in widths
         )
         self.paths = nn.ModuleList(
             nn.ModuleList(_path(widths, source, target) for source in range(len(widths)))
@@ -136,7 +120,7 @@ class _Exchange(nn.Module):
         return tuple(fused)
 
 
-def _path(widths: tuple[int, ...], source: int, target: int) -> nn.Module:
+def _path(widths: Sequence[int], source: int, target: int) -> nn.Module:
     """A module from the size of one branch to that of another."""
     if source == target:
         return nn.Identity()
@@ -162,9 +146,7 @@ class HRNet(nn.Module):
     A classifier reads all branches.
     """
 
-    def __init__(
-        self, widths: tuple[int, ...], num_exchanges: int, depth: int, classes: int
-    ) -> None:
+    def __init__(self, widths: Sequence[int], num_exchanges: int, depth: int, classes: int) -> None:
         super().__init__()
         self.stem = nn.Sequential(
             nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)
@@ -185,35 +167,24 @@ class HRNet(nn.Module):
         return Step(functional.cross_entropy(scores, labels), scores)
 
 
-def hrnet(tiny: bool) -> Made:
-    """HRNet of three branches and four exchanges."""
-    widths, num_exchanges, depth, pixels, batch = (
-        ((4, 8), 2, 1, 32, 2) if tiny else ((24, 48, 96), 4, 2, 128, 4)
-    )
+def hrnet(*, widths: Sequence[int], num_exchanges: int, depth: int, rows: int, pixels: int) -> Made:
+    """HRNet with a branch for each width."""
     return Made(
         model=HRNet(widths, num_exchanges, depth, classes=100),
-        make_batch=batches.images(batch, pixels, 100, ("images", "labels")),
+        make_batch=batches.images(pixels, 100, ("images", "labels")),
+        rows=rows,
         layers=("exchanges.*.branches.*.*",),
         stages=("exchanges.*",),
     )
 
 
-def segformer(tiny: bool) -> Made:
-    """SegFormer-B0 with its decoder over all four levels."""
-    depths, widths, pixels, decoder = (
-        ([1, 1, 1, 1], [8, 16, 40, 64], 32, 16)
-        if tiny
-        else ([2, 2, 2, 2], [32, 64, 160, 256], 192, 256)
+def segformer(*, rows: int, pixels: int, classes: int, **fields: Any) -> Made:
+    """SegFormer with its decoder over all four levels; `fields` are of its configuration."""
+    model = hf("SegformerForSemanticSegmentation", num_labels=classes, **fields)
+    make_batch = batches.drawn(
+        pixel_values=batches.normal(3, pixels, pixels),
+        labels=batches.classes(classes, pixels, pixels),
     )
-    classes, batch = 16, 2
     return Made(
-        model=hf(
-            "SegformerForSemanticSegmentation", num_labels=classes, depths=depths,
-            hidden_sizes=widths, decoder_hidden_size=decoder,
-        ),
-        make_batch=batches.drawn(
-            pixel_values=batches.normal(batch, 3, pixels, pixels),
-            labels=batches.classes(classes, batch, pixels, pixels),
-        ),
-        layers=("segformer.stages.*.blocks.*",),
-    )  # fmt: skip
+        model=model, make_batch=make_batch, rows=rows, layers=("segformer.stages.*.blocks.*",)
+    )

@@ -1,4 +1,4 @@
-"""Diffusion models: a U-Net with attention to text, a transformer of two streams.
+"""Diffusion models: U-Nets with attention to text, a transformer of two streams.
 
 Needs diffusers.
 """
@@ -14,16 +14,29 @@ from torch.nn import functional
 from bench.models.batches import classes, drawn, normal
 from bench.models.workload import Made, Step
 
+_STAGES = ("model.down_blocks.*", "model.mid_block", "model.up_blocks.*")
+_OUTER = tuple(
+    f"model.{side}_blocks.*.{kind}.*"
+    for side in ("down", "up")
+    for kind in ("resnets", "attentions")
+)
+_LAYERS = (*_OUTER, "model.mid_block.resnets.*", "model.mid_block.attentions.*")
+_ADDED = ("text_embeds", "time_ids")
+
 
 class _Denoiser(nn.Module):
     """A diffusion model that predicts the noise; `conditions` are its further arguments."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, sample_name: str = "sample") -> None:
         super().__init__()
-        self.model = model
+        self.model, self.sample_name = model, sample_name
 
     def forward(self, sample: Tensor, noise: Tensor, **conditions: Tensor) -> Step:
-        (prediction,) = self.model(sample, return_dict=False, **conditions)
+        arguments: dict[str, Any] = {k: v for k, v in conditions.items() if k not in _ADDED}
+        if len(arguments) < len(conditions):
+            arguments["added_cond_kwargs"] = {key: conditions[key] for key in _ADDED}
+        arguments[self.sample_name] = sample
+        (prediction,) = self.model(return_dict=False, **arguments)
         return Step(functional.mse_loss(prediction, noise), prediction)
 
 
@@ -36,83 +49,81 @@ def _diffusers(name: str) -> Any:
     return getattr(diffusers, name)
 
 
-def conditional_unet(tiny: bool) -> Made:
-    """The U-Net of latent diffusion, with attention to a text on two of its three levels."""
-    widths, depth, size, text, length = (
-        ((16, 32), 1, 8, 16, 4) if tiny else ((48, 96, 192), 2, 32, 128, 32)
-    )
+def conditional_unet(
+    *,
+    widths: list[int],
+    depth: int,
+    size: int,
+    text: int,
+    length: int,
+    rows: int,
+    groups: int,
+    head_dim: int | list[int],
+    attends: list[bool],
+    pooled: int = 0,
+    **fields: Any,
+) -> Made:
+    """The U-Net of latent diffusion, with attention to a text.
+
+    Args:
+        widths: Channels of each level.
+        depth: Residual layers of a level.
+        size: Height and width of a latent image.
+        text: Width of the text.
+        length: Its tokens.
+        rows: Of a batch.
+        groups: Of the normalizations.
+        head_dim: As `attention_head_dim` of the library.
+        attends: Whether each level attends to the text.
+        pooled: Width of the pooled text that Stable Diffusion XL adds to the time; 0 without.
+        **fields: Further configuration values.
+    """
     model = _diffusers("UNet2DConditionModel")(
-        sample_size=size,
-        block_out_channels=widths,
-        layers_per_block=depth,
-        down_block_types=(*["CrossAttnDownBlock2D"] * (len(widths) - 1), "DownBlock2D"),
-        up_block_types=("UpBlock2D", *["CrossAttnUpBlock2D"] * (len(widths) - 1)),
-        cross_attention_dim=text,
-        attention_head_dim=8,
-        norm_num_groups=8 if tiny else 16,
-    )
-
-    make_batch = drawn(
-        sample=normal(2, 4, size, size),
-        noise=normal(2, 4, size, size),
-        timestep=classes(1000, 2),
-        encoder_hidden_states=normal(2, length, text),
-    )
-
+        sample_size=size, block_out_channels=tuple(widths), layers_per_block=depth,
+        down_block_types=[f"{'CrossAttn' * each}DownBlock2D" for each in attends],
+        up_block_types=[f"{'CrossAttn' * each}UpBlock2D" for each in reversed(attends)],
+        cross_attention_dim=text, attention_head_dim=head_dim, norm_num_groups=groups, **fields,
+    )  # fmt: skip
+    values = {
+        "sample": normal(4, size, size),
+        "noise": normal(4, size, size),
+        "timestep": classes(1000),
+        "encoder_hidden_states": normal(length, text),
+    }
+    if pooled:
+        values |= {"text_embeds": normal(pooled), "time_ids": lambda _, rows: torch.ones(rows, 6)}
     return Made(
         model=_Denoiser(model),
-        make_batch=make_batch,
-        layers=(
-            *(
-                f"model.{side}_blocks.*.{kind}.*"
-                for side in ("down", "up")
-                for kind in ("resnets", "attentions")
-            ),
-            "model.mid_block.resnets.*",
-            "model.mid_block.attentions.*",
-        ),
-        stages=("model.down_blocks.*", "model.mid_block", "model.up_blocks.*"),
+        make_batch=drawn(**values),
+        rows=rows,
+        layers=_LAYERS,
+        stages=_STAGES,
     )
 
 
-def two_streams(tiny: bool) -> Made:
+def two_streams(
+    *, layers: int, heads: int, head_width: int, size: int, text: int, length: int, rows: int
+) -> Made:
     """The diffusion transformer of Stable Diffusion 3.
 
     Image and text are two streams that attend to each other.
     """
-    layers, heads, head_width, size, text, length = (
-        (2, 2, 16, 8, 16, 4) if tiny else (8, 8, 32, 32, 128, 48)
-    )
     model = _diffusers("SD3Transformer2DModel")(
-        sample_size=size,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=layers,
-        attention_head_dim=head_width,
-        num_attention_heads=heads,
-        joint_attention_dim=text,
-        caption_projection_dim=heads * head_width,
-        pooled_projection_dim=text // 2,
+        sample_size=size, patch_size=2, in_channels=4, out_channels=4, num_layers=layers,
+        attention_head_dim=head_width, num_attention_heads=heads, joint_attention_dim=text,
+        caption_projection_dim=heads * head_width, pooled_projection_dim=text // 2,
         pos_embed_max_size=size,
-    )
-
+    )  # fmt: skip
     make_batch = drawn(
-        sample=normal(2, 4, size, size),
-        noise=normal(2, 4, size, size),
-        timestep=lambda draw: 1000 * torch.rand(2, generator=draw),
-        encoder_hidden_states=normal(2, length, text),
-        pooled_projections=normal(2, text // 2),
+        sample=normal(4, size, size),
+        noise=normal(4, size, size),
+        timestep=lambda draw, rows: 1000 * torch.rand(rows, generator=draw),
+        encoder_hidden_states=normal(length, text),
+        pooled_projections=normal(text // 2),
     )
-
     return Made(
-        model=_TwoStreams(model), make_batch=make_batch, layers=("model.transformer_blocks.*",)
+        model=_Denoiser(model, "hidden_states"),
+        make_batch=make_batch,
+        rows=rows,
+        layers=("model.transformer_blocks.*",),
     )
-
-
-class _TwoStreams(_Denoiser):
-    """A denoiser whose library calls the sample `hidden_states`."""
-
-    def forward(self, sample: Tensor, noise: Tensor, **conditions: Tensor) -> Step:
-        (prediction,) = self.model(hidden_states=sample, return_dict=False, **conditions)
-        return Step(functional.mse_loss(prediction, noise), prediction)

@@ -5,28 +5,18 @@ Each returns its loss. Random numbers are PyTorch's, so a seed repeats a step.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench import models
 from bench.models import batches
 from bench.models.hf import halves, hf
-
-
-class Dynamic(NamedTuple):
-    """A model and its batches.
-
-    Attributes:
-        model: `model(**batch)` is the loss.
-        make_batch: equal seeds give equal batches; shapes may differ by seed.
-    """
-
-    model: nn.Module
-    make_batch: Callable[[int], dict[str, Tensor]]
+from bench.models.images import Residual
+from bench.models.registry import build as build_static
+from bench.models.registry import built, makers
+from bench.models.workload import Made, Workload
 
 
 class _Loss(nn.Module):
@@ -41,16 +31,17 @@ class _Loss(nn.Module):
         return outputs[0] if isinstance(outputs, tuple) else outputs.loss
 
 
-def _seeded(make: batches.MakeBatch) -> Callable[[int], dict[str, Tensor]]:
-    return lambda seed: make(torch.Generator().manual_seed(seed))
+def _classifier(model: nn.Module, rows: int, pixels: int) -> Made:
+    make_batch = batches.images(pixels, 10, ("images", "labels"))
+    return Made(model=model, make_batch=make_batch, rows=rows, layers=())
 
 
-def _tokens(vocabulary: int, rows: int, length: int) -> Callable[[int], dict[str, Tensor]]:
-    return _seeded(batches.causal((rows, length), vocabulary))
+def _language_model(model: nn.Module, rows: int, length: int) -> Made:
+    make_batch = batches.causal(length, _WORDS)
+    return Made(model=_Loss(model), make_batch=make_batch, rows=rows, layers=())
 
 
-def _images(rows: int, side: int, count: int) -> Callable[[int], dict[str, Tensor]]:
-    return _seeded(batches.images(rows, side, count, ("images", "labels")))
+_WORDS = 512
 
 
 # --- depth that depends on the data -----------------------------------------------------------
@@ -93,22 +84,12 @@ class _Halting(nn.Module):
         return functional.cross_entropy(self.head(x.mean(1)), labels)
 
 
+def halting(*, width: int, depth: int, rows: int, pixels: int) -> Made:
+    """A transformer that halts early."""
+    return _classifier(_Halting(width, depth), rows, pixels)
+
+
 # --- a detector -------------------------------------------------------------------------------
-
-
-class _Residual(nn.Module):
-    def __init__(self, inner: int, outer: int, stride: int) -> None:
-        super().__init__()
-        self.convolutions = nn.Sequential(
-            nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer), nn.ReLU(),
-            nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer),
-        )  # fmt: skip
-        self.skip = (
-            nn.Conv2d(inner, outer, 1, stride) if (stride, inner) != (1, outer) else nn.Identity()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.relu(self.convolutions(x) + self.skip(x))
 
 
 class _Detector(nn.Module):
@@ -122,12 +103,12 @@ class _Detector(nn.Module):
         widths = (width, width, 2 * width, 2 * width, 4 * width, 4 * width)
         self.stem = nn.Conv2d(3, width, 7, 2, 3)
         self.backbone = nn.ModuleList(
-            _Residual(widths[max(0, i - 1)], each, 2 if i % 2 else 1)
+            Residual(widths[max(0, i - 1)], each, 2 if i % 2 else 1)
             for i, each in enumerate(widths)
         )
         self.proposals = nn.Sequential(nn.Conv2d(4 * width, 64, 3, 1, 1), nn.ReLU())
         self.score = nn.Conv2d(64, 1, 1)
-        self.masks = nn.ModuleList(_Residual(4 * width, 4 * width, 1) for _ in range(2))
+        self.masks = nn.ModuleList(Residual(4 * width, 4 * width, 1) for _ in range(2))
         self.mask = nn.Conv2d(4 * width, 1, 1)
         self.classes = nn.Linear(4 * width, 10)
 
@@ -155,6 +136,11 @@ class _Detector(nn.Module):
         return torch.stack(losses).mean()
 
 
+def detector(*, width: int, rows: int, pixels: int) -> Made:
+    """A detector of two stages."""
+    return _classifier(_Detector(width), rows, pixels)
+
+
 # --- trees ------------------------------------------------------------------------------------
 
 
@@ -178,12 +164,11 @@ class _Cell(nn.Module):
 class _TreeLSTM(nn.Module):
     """Composes random trees: another one at each call."""
 
-    def __init__(self, width: int, rows: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.leaf = nn.Sequential(nn.Linear(width, 2 * width))
         self.cell = _Cell(width)
         self.head = nn.Linear(width, 10)
-        self.rows = rows
 
     def forward(self, leaves: Tensor, labels: Tensor) -> Tensor:
         states = [tuple(self.leaf(leaf).chunk(2, -1)) for leaf in leaves]
@@ -193,9 +178,14 @@ class _TreeLSTM(nn.Module):
         return functional.cross_entropy(self.head(states[0][0]), labels)
 
 
-def _leaves(count: int, rows: int, width: int) -> Callable[[int], dict[str, Tensor]]:
-    leaves = batches.normal(count, rows, width)
-    return _seeded(batches.drawn(leaves=leaves, labels=batches.classes(10, rows)))
+def tree_lstm(*, width: int, leaves: int, rows: int) -> Made:
+    """A TreeLSTM over random trees of so many leaves."""
+
+    def make_leaves(draw: torch.Generator, rows: int) -> Tensor:
+        return torch.randn(leaves, rows, width, generator=draw)
+
+    make_batch = batches.drawn(leaves=make_leaves, labels=batches.classes(10))
+    return Made(model=_TreeLSTM(width), make_batch=make_batch, rows=rows, layers=())
 
 
 # --- random skips -----------------------------------------------------------------------------
@@ -209,12 +199,12 @@ class _RandomUNet(nn.Module):
         self.inlet = nn.Conv2d(3, width, 3, 1, 1)
         widths = [width, 2 * width, 4 * width]
         self.down = nn.ModuleList(
-            _Residual(one, other, 2)
+            Residual(one, other, 2)
             for one, other in zip([width, *widths[:-1]], widths, strict=True)
         )
-        self.middle = _Residual(4 * width, 4 * width, 1)
+        self.middle = Residual(4 * width, 4 * width, 1)
         self.up = nn.ModuleList(
-            nn.Sequential(nn.ConvTranspose2d(other, one, 2, 2), _Residual(one, one, 1))
+            nn.Sequential(nn.ConvTranspose2d(other, one, 2, 2), Residual(one, one, 1))
             for one, other in zip([width, *widths[:-1]], widths, strict=True)
         )
         self.out = nn.Conv2d(width, 10, 1)
@@ -234,62 +224,45 @@ class _RandomUNet(nn.Module):
         return functional.cross_entropy(self.out(x).mean((2, 3)), labels)
 
 
+def unet_skips(*, width: int, rows: int, pixels: int) -> Made:
+    """A U-Net with random skips."""
+    return _classifier(_RandomUNet(width), rows, pixels)
+
+
 # --- architectures of transformers ------------------------------------------------------------
 
 
-def _layerdrop(rows: int, length: int, layers: int, width: int) -> Dynamic:
+def layerdrop(*, layers: int, width: int, rows: int, length: int) -> Made:
+    """M2M100, which leaves out layers by chance."""
     fields = halves(layers, width, 4, layerdrop=0.1) | {"max_position_embeddings": 256}
-    model = hf("M2M100ForConditionalGeneration", **fields, vocab_size=512)
-    return Dynamic(_Loss(model), _tokens(512, rows, length))
+    model = hf("M2M100ForConditionalGeneration", **fields, vocab_size=_WORDS)
+    return _language_model(model, rows, length)
 
 
-def _experts(rows: int, length: int, layers: int, width: int) -> Dynamic:
+def experts(*, layers: int, width: int, rows: int, length: int) -> Made:
+    """JetMoE, whose tokens go to the experts that they choose."""
     model = hf(
-        "JetMoeForCausalLM", vocab_size=512, hidden_size=width, num_hidden_layers=layers,
+        "JetMoeForCausalLM", vocab_size=_WORDS, hidden_size=width, num_hidden_layers=layers,
         num_key_value_heads=2, kv_channels=width // 4, intermediate_size=2 * width,
         num_local_experts=4, num_experts_per_tok=2,
     )  # fmt: skip
-    return Dynamic(_Loss(model), _tokens(512, rows, length))
-
-
-def _control(name: str, tiny: bool) -> Dynamic:
-    workload = models.build(name, tiny=tiny).with_loss_inside()
-    return Dynamic(_Loss(workload.model), lambda seed: dict(workload.make_batch(seed)))
+    return _language_model(model, rows, length)
 
 
 CONTROLS = ("gpt2-deep", "resnet50")
 """Models that a plan serves as well."""
-
-_MAKERS: dict[str, Callable[[bool], Dynamic]] = {
-    "detector": lambda tiny: Dynamic(
-        _Detector(8 if tiny else 32), _images(2, 64 if tiny else 224, 10)
-    ),
-    "halting": lambda tiny: Dynamic(
-        _Halting(64 if tiny else 256, 4 if tiny else 12), _images(4, 16 if tiny else 56, 10)
-    ),
-    "jetmoe": lambda tiny: _experts(2, 16, 2, 32) if tiny else _experts(4, 128, 8, 256),
-    "layerdrop": lambda tiny: _layerdrop(2, 16, 2, 32) if tiny else _layerdrop(4, 96, 6, 256),
-    "tree-lstm": lambda tiny: Dynamic(
-        _TreeLSTM(16, 8) if tiny else _TreeLSTM(256, 128),
-        _leaves(6, 8, 16) if tiny else _leaves(32, 128, 256),
-    ),
-    "unet-skips": lambda tiny: Dynamic(
-        _RandomUNet(8 if tiny else 32), _images(2, 16 if tiny else 192, 10)
-    ),
-    **{name: lambda tiny, name=name: _control(name, tiny) for name in CONTROLS},
-}
-NAMES = tuple(_MAKERS)
+_MAKERS = makers("dynamic")
+NAMES = (*_MAKERS, *CONTROLS)
 
 
-def build(name: str, *, tiny: bool = False) -> Dynamic:
-    """A model in train mode, with fixed parameters.
+def build(name: str, *, tiny: bool = False) -> Workload:
+    """A model in train mode, with fixed parameters: `model(**batch)` is its loss.
 
     Args:
         name: of `NAMES`.
         tiny: a step of milliseconds, for tests.
     """
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        made = _MAKERS[name](tiny)
-    made.model.train()
-    return made
+    if name in CONTROLS:
+        workload = build_static(name, tiny=tiny).with_loss_inside()
+        return replace(workload, model=_Loss(workload.model).train())
+    return built(name, _MAKERS[name], tiny=tiny)

@@ -46,17 +46,17 @@ def halves(layers: int, width: int, heads: int, **both: Any) -> dict[str, Any]:
     return {"d_model": width, **fields}
 
 
-def with_adapters(model: Any, rank: int, *, is_zero: bool = False) -> nn.Module:
+def with_adapters(model: Any, rank: int) -> nn.Module:
     """The model frozen, with adapters of that rank beside each linear layer but the last.
 
-    Those that start at zero leave half of the gradients zero in the first step.
+    They do not start at zero, which would leave half of the gradients zero in the first step.
     """
     try:
         import peft
     except ImportError as error:
         raise RuntimeError("LoRA models need the package peft: pip install peft") from error
     config = peft.LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=is_zero
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", init_lora_weights=False
     )
     with warnings.catch_warnings():
         # peft reads an attribute that transformers has deprecated.

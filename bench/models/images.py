@@ -2,75 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from bench.models import batches
 from bench.models.hf import hf, usual
-from bench.models.workload import TARGET, Made, outside_cross_entropy
+from bench.models.workload import Made, outside_cross_entropy
 from bench.unet import UNet
 
 _OF_A_CLASS = {"problem_type": "single_label_classification"}
 
 
-def vit(tiny: bool, *, width: int, heads: int) -> Made:
-    """ViT with patches of 16 pixels on images of 224."""
-    layers, inner, batch, pixels, patch, classes = 12, 4 * width, 4, 224, 16, 1000
-    if tiny:
-        layers, width, heads, inner, batch, pixels, patch, classes = 2, 32, 2, 64, 2, 32, 8, 10
+def vit(
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    inner: int,
+    rows: int,
+    pixels: int,
+    patch: int,
+    classes: int,
+) -> Made:
+    """ViT."""
     model = hf(
-        "ViTForImageClassification", **usual(layers, width, heads, inner), image_size=pixels,
-        patch_size=patch, num_labels=classes, **_OF_A_CLASS,
-    )  # fmt: skip
+        "ViTForImageClassification",
+        **usual(layers, width, heads, inner),
+        image_size=pixels,
+        patch_size=patch,
+        num_labels=classes,
+        **_OF_A_CLASS,
+    )
     # The attribute that holds the layers differs between library releases.
     layer = next(path for path, m in model.named_modules() if type(m).__name__ == "ViTLayer")
-    return Made(
-        model=model,
-        make_batch=batches.images(batch, pixels, classes),
-        layers=(f"{layer.rpartition('.')[0]}.*",),
-    )
+    make_batch, paths = batches.images(pixels, classes), (f"{layer.rpartition('.')[0]}.*",)
+    return Made(model=model, make_batch=make_batch, rows=rows, layers=paths)
 
 
-def staged(
-    tiny: bool,
-    *,
-    kind: str,
-    widths: list[int],
-    depths: list[int],
-    batch: int = 8,
-    pixels: int = 192,
-    small: Mapping[str, Any],
-    **fields: Any,
-) -> Made:
+def staged(*, kind: str, rows: int, pixels: int, classes: int, **fields: Any) -> Made:
     """A convolutional classifier in stages.
 
     Args:
-        tiny: Build the variant for tests.
         kind: The library's prefix of its classes.
-        widths: Channels of each stage.
-        depths: Layers of each stage.
-        batch: Images in a batch.
+        rows: Images in a batch.
         pixels: Height and width of an image.
-        small: Configuration values of the tiny variant.
-        **fields: Further configuration values.
+        classes: Number of them.
+        **fields: Of the configuration.
     """
-    classes = 100
-    if tiny:
-        widths, batch, pixels, classes = [16, 32], 2, 32, 10
-        fields |= small
-        depths = fields.pop("depths")
-    model = hf(
-        f"{kind}ForImageClassification", hidden_sizes=widths, depths=depths, num_labels=classes,
-        **_OF_A_CLASS, **fields,
-    )  # fmt: skip
-    return Made(
-        model=model,
-        make_batch=batches.images(batch, pixels, classes),
-        layers=(f"{kind.lower()}.encoder.stages.*.layers.*",),
+    model = hf(f"{kind}ForImageClassification", num_labels=classes, **_OF_A_CLASS, **fields)
+    make_batch, paths = (
+        batches.images(pixels, classes),
+        (f"{kind.lower()}.encoder.stages.*.layers.*",),
     )
+    return Made(model=model, make_batch=make_batch, rows=rows, layers=paths)
 
 
 class Bottleneck(nn.Module):
@@ -108,10 +96,29 @@ class Bottleneck(nn.Module):
         return self.relu(out)
 
 
+class Residual(nn.Module):
+    """Two 3x3 convolutions with batch normalization around a shortcut (He et al., 2015)."""
+
+    def __init__(self, inner: int, outer: int, stride: int = 1) -> None:
+        """Widths in channels; a block that changes width or size projects its shortcut."""
+        super().__init__()
+        self.convolutions = nn.Sequential(
+            nn.Conv2d(inner, outer, 3, stride, 1, bias=False), nn.BatchNorm2d(outer), nn.ReLU(),
+            nn.Conv2d(outer, outer, 3, 1, 1, bias=False), nn.BatchNorm2d(outer),
+        )  # fmt: skip
+        self.skip = (
+            nn.Conv2d(inner, outer, 1, stride) if (stride, inner) != (1, outer) else nn.Identity()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output, (batch, outer, height / stride, width / stride)."""
+        return functional.relu(self.convolutions(x) + self.skip(x))
+
+
 class ResNet(nn.Module):
     """ResNet of bottlenecks (He et al., 2015), laid out as in torchvision; the loss is outside."""
 
-    def __init__(self, *, depths: tuple[int, ...], base_width: int, classes: int) -> None:
+    def __init__(self, *, depths: Sequence[int], base_width: int, classes: int) -> None:
         """`depths` is the number of bottlenecks a stage; each stage doubles the inner width."""
         super().__init__()
         self.conv1 = nn.Conv2d(3, base_width, 7, 2, 3, bias=False)
@@ -137,29 +144,28 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-def resnet(tiny: bool, *, depths: tuple[int, ...], batch: int, pixels: int) -> Made:
+def resnet(*, depths: Sequence[int], base_width: int, classes: int, rows: int, pixels: int) -> Made:
     """ResNet of bottlenecks, `depths` in each stage."""
-    base_width, classes = 64, 1000
-    if tiny:
-        depths, base_width, classes, batch, pixels = (1, 2), 8, 10, 2, 32
     return Made(
         model=ResNet(depths=depths, base_width=base_width, classes=classes),
-        make_batch=batches.images(batch, pixels, classes, ("x", TARGET)),
+        make_batch=batches.images(pixels, classes, ("x", batches.TARGET)),
+        rows=rows,
         layers=("blocks.*",),
         loss=outside_cross_entropy,
     )
 
 
-def unet(tiny: bool, *, base_width: int, batch: int, pixels: int) -> Made:
-    """U-Net of four levels that assigns each pixel one of eight classes."""
-    num_levels, classes = 4, 8
-    if tiny:
-        num_levels, base_width, batch, pixels = 2, 4, 2, 16
-    segmented = {"x": batches.normal(batch, 3, pixels, pixels)}
-    segmented[TARGET] = batches.classes(classes, batch, pixels, pixels)
+def unet(*, num_levels: int, base_width: int, rows: int, pixels: int) -> Made:
+    """U-Net that assigns each pixel one of eight classes."""
+    classes = 8
+    values = {
+        "x": batches.normal(3, pixels, pixels),
+        batches.TARGET: batches.classes(classes, pixels, pixels),
+    }
     return Made(
         model=UNet(num_levels=num_levels, base_width=base_width, classes=classes),
-        make_batch=batches.drawn(**segmented),
+        make_batch=batches.drawn(**values),
+        rows=rows,
         layers=("down.*", "up.*"),
         loss=outside_cross_entropy,
     )

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import chain, pairwise
+
 from torch import Tensor, nn
 
 from bench.models import batches
-from bench.models.workload import Made, outside_squared_error
+from bench.models.workload import Made, loss_alone, outside_squared_error
 
 
 class MLP(nn.Module):
@@ -25,28 +27,48 @@ class MLP(nn.Module):
         return x
 
 
-def mlp(tiny: bool, *, layers: int = 24, width: int = 768, rows: int = 1024) -> Made:
+def mlp(*, layers: int, width: int, rows: int) -> Made:
     """A chain of equal layers."""
-    if tiny:
-        layers, width, rows = 4, 32, 256
     return Made(
         model=MLP(layers, width),
-        make_batch=batches.vectors("x", (rows, width)),
+        make_batch=batches.vectors("x", width),
+        rows=rows,
         layers=("layers.*",),
         loss=outside_squared_error,
     )
 
 
-def encoder(tiny: bool, *, layers: int, width: int, heads: int, shape: tuple[int, int]) -> Made:
+class Funnels(nn.Module):
+    """Linear layers of several widths, GELU after each; returns the mean square alone."""
+
+    def __init__(self, widths: list[int]) -> None:
+        """The widths before the first layer, between two, and after the last."""
+        super().__init__()
+        pairs = [(nn.Linear(*each), nn.GELU()) for each in pairwise(widths)]
+        self.layers = nn.Sequential(*chain.from_iterable(pairs))
+
+    def forward(self, values: Tensor) -> Tensor:
+        """The loss."""
+        return self.layers(values).square().mean()
+
+
+def funnels(*, widths: list[int], rows: int, length: int) -> Made:
+    """Such layers, over so many values a row."""
+    make_batch = batches.drawn(values=batches.normal(length, widths[0]))
+    model = Funnels(widths)
+    return Made(
+        model=model, make_batch=make_batch, rows=rows, layers=("layers.*",), loss=loss_alone
+    )
+
+
+def encoder(*, layers: int, width: int, heads: int, inner: int, rows: int, length: int) -> Made:
     """`nn.TransformerEncoder` with the squared error as its loss."""
-    inner = 4 * width
-    if tiny:
-        layers, width, heads, inner, shape = 2, 32, 2, 64, (2, 16)
     layer = nn.TransformerEncoderLayer(width, heads, inner, batch_first=True)
     # Nested tensors serve inference only, and the default warns where they cannot be used.
     return Made(
         model=nn.TransformerEncoder(layer, layers, enable_nested_tensor=False),
-        make_batch=batches.vectors("src", (*shape, width)),
+        make_batch=batches.vectors("src", length, width),
+        rows=rows,
         layers=("layers.*",),
         loss=outside_squared_error,
     )

@@ -1,4 +1,4 @@
-"""Branched models with two towers: CLIP, and a vision tower in front of a Llama type."""
+"""Models with two towers: CLIP, and a vision tower in front of a Llama type."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from torch import Generator, Tensor, nn
 from bench.models.batches import drawn, normal, words
 from bench.models.hf import TOKENS, hf, usual
 from bench.models.workload import Made
+
+_WORDS = 4096
 
 
 class _Contrastive(nn.Module):
@@ -23,41 +25,33 @@ class _Contrastive(nn.Module):
         return self.model(input_ids=input_ids, pixel_values=pixel_values, return_loss=True)
 
 
-def clip(tiny: bool) -> Made:
-    """CLIP: text of width 256, images of width 384."""
-    layers, text, image, pixels, length, batch = (
-        (2, 32, 36, 32, 8, 2) if tiny else (6, 256, 384, 112, 48, 8)
-    )
-    vocabulary = 4096
-    text_fields = usual(layers, text, 4, 4 * text, vocabulary) | TOKENS
+def clip(*, layers: int, text: int, image: int, pixels: int, length: int, rows: int) -> Made:
+    """CLIP: text of one width, images of another."""
+    text_fields = usual(layers, text, 4, 4 * text, _WORDS) | TOKENS
     model = hf(
         "CLIPModel",
         text_config=text_fields | {"max_position_embeddings": length},
         vision_config=usual(layers, image, 6, 4 * image) | {"image_size": pixels, "patch_size": 16},
         projection_dim=text,
     )
-    make_batch = drawn(
-        pixel_values=normal(batch, 3, pixels, pixels), input_ids=words((batch, length), vocabulary)
-    )
     return Made(
         model=_Contrastive(model),
-        make_batch=make_batch,
+        make_batch=drawn(pixel_values=normal(3, pixels, pixels), input_ids=words(length, _WORDS)),
+        rows=rows,
         layers=("model.text_model.encoder.layers.*", "model.vision_model.encoder.layers.*"),
     )
 
 
-def llava(tiny: bool) -> Made:
+def llava(*, layers: int, width: int, pixels: int, length: int, rows: int) -> Made:
     """LLaVA: the patches of a vision tower replace tokens of a Llama type."""
-    layers, width, pixels, length, batch = (2, 32, 28, 16, 2) if tiny else (6, 256, 112, 160, 2)
-    vocabulary, patch = 4096, 14
-    num_patches, image_token = (pixels // patch) ** 2, vocabulary - 1
+    patch = 14
+    num_patches, image_token = (pixels // patch) ** 2, _WORDS - 1
     vision = transformers.CLIPVisionConfig(
         **usual(layers, width, 8, 4 * width), image_size=pixels, patch_size=patch
     )
     text = transformers.LlamaConfig(
-        **usual(layers, width, 8, 11 * width // 4, vocabulary), num_key_value_heads=8,
-        use_cache=False,
-    )  # fmt: skip
+        **usual(layers, width, 8, 11 * width // 4, _WORDS), num_key_value_heads=8, use_cache=False
+    )
     model = hf(
         "LlavaForConditionalGeneration", vision_config=vision, text_config=text,
         image_token_index=image_token, image_seq_length=num_patches, vision_feature_layer=-1,
@@ -65,14 +59,15 @@ def llava(tiny: bool) -> Made:
     # It normalizes the class token, which nothing reads here.
     model.model.vision_tower.post_layernorm.requires_grad_(False)
 
-    def make_batch(draw: Generator) -> dict[str, Tensor]:
-        tokens = words((batch, length), image_token)(draw)
+    def make_batch(draw: Generator, rows: int) -> dict[str, Tensor]:
+        tokens = words(length, image_token)(draw, rows)
         tokens[:, 2 : 2 + num_patches] = image_token
-        images = normal(batch, 3, pixels, pixels)(draw)
+        images = normal(3, pixels, pixels)(draw, rows)
         return {"input_ids": tokens, "pixel_values": images, "labels": tokens.clone()}
 
     return Made(
         model=model,
         make_batch=make_batch,
+        rows=rows,
         layers=("model.vision_tower.encoder.layers.*", "model.language_model.layers.*"),
     )

@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bench.models.batches import TARGET, MakeBatch
+
 Batch = Mapping[str, Tensor]
 LossFunction = Callable[[Callable[..., Any], Batch], tuple[Any, Tensor]]
-
-TARGET = "target"
-"""Name of the batch entry that the loss outside the model reads and the model itself never sees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,16 +28,18 @@ class Workload:
             checkpoint instead; None if the model has none.
         loss: `loss(model, batch)` gives outputs and loss. The caller holds the outputs until the
             backward has ended, as a training loop does. So their bytes count alike for every peer.
-        make_batch: `make_batch(seed)` gives a batch. Equal seeds give equal values, and all seeds
-            give equal shapes.
+        make_batch: `make_batch(seed)` gives a batch, `make_batch(seed, rows)` one of so many rows.
+            Equal seeds give equal values, and all seeds give equal shapes.
+        rows: Of a batch.
     """
 
     name: str
     model: nn.Module
     layers: Callable[[nn.Module], list[nn.Module]]
     loss: LossFunction
-    make_batch: Callable[[int], Batch]
+    make_batch: Callable[..., Batch]
     stages: Callable[[nn.Module], list[nn.Module]] | None = None
+    rows: int = 0
 
     @property
     def sample(self) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ class Workload:
 
     def with_loss_inside(self) -> Workload:
         """The same step with the loss computed by the module; itself if it already is."""
-        if self.loss is own_loss:
+        if self.loss in (own_loss, loss_alone):
             return self
         return replace(
             self,
@@ -56,7 +56,7 @@ class Workload:
             layers=lambda model: self.layers(model.model),  # pyright: ignore
             stages=self.stages and (lambda model: self.stages(model.model)),  # pyright: ignore
             loss=_first_loss,
-            make_batch=lambda seed: _labelled(self.make_batch(seed)),
+            make_batch=lambda *which: _labelled(self.make_batch(*which)),
         )
 
 
@@ -66,7 +66,8 @@ class Made:
 
     Attributes:
         model: the module.
-        make_batch: a batch drawn from a generator, on the CPU.
+        make_batch: a batch of so many rows drawn from a generator, on the CPU.
+        rows: of a batch.
         layers: paths of the modules that "one checkpoint per layer" wraps; a `*` stands for any one
             name.
         stages: those of larger modules; empty if it has none.
@@ -74,7 +75,8 @@ class Made:
     """
 
     model: nn.Module
-    make_batch: Callable[[torch.Generator], dict[str, Tensor]]
+    make_batch: MakeBatch
+    rows: int
     layers: tuple[str, ...]
     stages: tuple[str, ...] = ()
     loss: LossFunction | None = None
@@ -115,6 +117,12 @@ def own_loss(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:
     """The loss that the model itself computes."""
     outputs = model(**batch)
     return outputs, outputs.loss
+
+
+def loss_alone(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:
+    """The loss of a model that returns nothing else."""
+    loss = model(**batch)
+    return loss, loss
 
 
 def outside_cross_entropy(model: Callable[..., Any], batch: Batch) -> tuple[Any, Tensor]:

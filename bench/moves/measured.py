@@ -8,30 +8,34 @@ The speeds of a machine that is shared change within minutes, those of its disk 
 several. A planner measures them once. So the predicted time is the plan's replay at the speeds of
 its row: ops take longer by the factor that the plan without moves does, and the rates of the disk
 are the mean of those before the row's steps and after them.
+
+| peer | what it does |
+|---|---|
+| keep all | eager |
+| save_on_cpu | every saved value goes to the disk, each copy waited for |
+| in flight | the same, copies out and back beside the ops |
+| checkpoints | one checkpoint around each layer, whose inputs go to the disk likewise |
+
+Each peer is measured likewise, and ours is planned for the peak that it has, or for our least where
+the peer's is below that. Both use the same disk at the same time, in turn.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from bench.command import Record
-from bench.measure import (
-    Step,
-    allocator_peak,
-    gradients_of,
-    same_bits,
-    time_in_turn,
-    training_step,
-)
-from bench.models import Workload
-from bench.moves.small_models import small_workload
+from bench.measure import Trainer, allocator_peak, same_bits, time_in_turn
+from bench.models import Workload, build, built, makers
+from bench.peers import eager
+from bench.peers.disk import offloaded_to_disk
 from rockmate import Plan, Planner
 from rockmate.costs.cost import Cost, Link
 from rockmate.offload.disk_tier import DiskTier
@@ -43,27 +47,36 @@ from rockmate.schedule.simulate import simulate
 SHARES = (0.8, 0.6, 0.4, 0.2, 0.05)
 """Budgets: shares of the way from the smallest peak to that without recomputation."""
 NUM_ROUNDS = 7
-_SEED = 1
+PEER_MODELS = ("gpt2", "llama", "vit", "resnet")
+_SMALL = makers("small")
+MODELS = (*_SMALL, "bart", "two-streams", "densenet")
+Lend = Callable[[Workload], AbstractContextManager[Any]]
+
+
+def workload_of(name: str) -> Workload:
+    """The small model of that name, or the registry's, with its loss inside."""
+    return (built(name, _SMALL[name]) if name in _SMALL else build(name)).with_loss_inside()
 
 
 def measured(name: str, folder: str) -> Iterator[Record]:
     """A record for each budget of one model."""
-    workload = small_workload(name)
+    workload = workload_of(name)
     planner = Planner(workload.model, workload.sample, offload=f"disk:{folder}", numerics="bitwise")
-    eager = gradients(workload, workload.model)
+    trainer = Trainer(workload)
+    expected = trainer.gradients(workload.model)
     base = planner.module(1.0, trial="never")
-    unmoved = gradients(workload, base)
+    unmoved = trainer.gradients(base)
     least, peak = planner.minimum_peak_bytes, planner.baseline_peak_bytes
     for share in SHARES:
         module = planner.module(int(least + share * (peak - least)), trial="never")
         disk = new_disk(workload.model, folder)
-        ours = gradients(workload, module)
-        own_peak = allocator_peak(step_of(workload, module))
-        found = _timed(workload, base, module, folder)
+        ours = trainer.gradients(module)
+        own_peak = trainer.peak_bytes(module)
+        found = _timed(trainer, base, module, folder)
         yield {
             "kind": "measured",
             "model": name,
-            "is_bitwise": same_bits(ours, eager),
+            "is_bitwise": same_bits(ours, expected),
             "is_bitwise_unmoved": same_bits(ours, unmoved),
             "measured_peak_bytes": own_peak,
             "measured_host_bytes": disk.num_bytes,
@@ -83,10 +96,10 @@ def _planned(plan: Plan) -> Record:
     }
 
 
-def _timed(workload: Workload, base: Any, module: Any, folder: str) -> Record:
+def _timed(trainer: Trainer, base: Any, module: Any, folder: str) -> Record:
     """Times of both, in turn, and the predicted ones at the link's rates as they are now."""
     before = fresh_link(folder)
-    steps = {"base": step_of(workload, base), "own": step_of(workload, module)}
+    steps = {"base": trainer.step(base), "own": trainer.step(module)}
     times = time_in_turn(steps, NUM_ROUNDS, is_wall=True)
     link = _between(before, fresh_link(folder))
     base_ms = times["base"].median_ms
@@ -145,15 +158,50 @@ def new_disk(model: nn.Module, folder: str) -> DiskTier:
     return disk
 
 
-def step_of(workload: Workload, module: Any) -> Step:
-    """One training step, on the same batch each time."""
-    return partial(training_step, workload, module, workload.make_batch(_SEED), seed=_SEED)
+# --- peers ------------------------------------------------------------------------------------
 
 
-def gradients(workload: Workload, module: Any) -> dict[str, torch.Tensor]:
-    """Those of one step, by parameter name."""
-    workload.model.zero_grad(set_to_none=False)
-    step_of(workload, module)()
-    found = gradients_of(workload.model)
-    workload.model.zero_grad(set_to_none=False)
-    return found
+def against_peers(name: str, folder: str) -> Iterator[Record]:
+    """A record for each peer of one model."""
+    workload, tier = workload_of(name), DiskTier(folder)
+    planner = Planner(workload.model, workload.sample, offload=f"disk:{folder}", numerics="bitwise")
+    trainer = Trainer(workload)
+    reference = trainer.gradients(workload.model)
+    peers: dict[str, Lend] = {
+        "keep all": eager,
+        "save_on_cpu": partial(offloaded_to_disk, tier=tier, in_flight=0),
+        "in flight": partial(offloaded_to_disk, tier=tier),
+        "checkpoints": partial(offloaded_to_disk, tier=tier, checkpoints=True),
+    }
+    for peer, lend in peers.items():
+        theirs = partial(_lent_step, trainer, lend)
+        with lend(workload) as model:
+            is_same = same_bits(trainer.gradients(model), reference)
+        peer_bytes = allocator_peak(theirs)
+        budget = min(max(peer_bytes, planner.minimum_peak_bytes), planner.baseline_peak_bytes)
+        module = planner.module(budget, trial="never")
+        ours = trainer.step(module)
+        is_bitwise = same_bits(trainer.gradients(module), reference)
+        own_bytes = allocator_peak(ours)
+        steps = {"eager": trainer.step(workload.model), "theirs": theirs, "ours": ours}
+        times = time_in_turn(steps, NUM_ROUNDS, is_wall=True)
+        yield {
+            "kind": "peer",
+            "model": name,
+            "peer": peer,
+            "is_peer_bitwise": is_same,
+            "is_bitwise": is_bitwise,
+            "peer_bytes": peer_bytes,
+            "own_bytes": own_bytes,
+            "least_bytes": planner.minimum_peak_bytes,
+            "num_moves": len(module.plan.schedule.moves),
+            "num_recomputations": module.plan.schedule.num_recomputations(),
+            "peer_ratio": times["theirs"].ratio,
+            "ratio": times["ours"].ratio,
+            "over_peer": times["ours"].over(times["theirs"]).ratio,
+        }
+
+
+def _lent_step(trainer: Trainer, lend: Lend) -> None:
+    with lend(trainer.workload) as model:
+        trainer.step(model)()

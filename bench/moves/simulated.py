@@ -9,37 +9,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from bench.command import Record
-from bench.models.hf import hf, usual
+from bench.models import built, makers
 from bench.moves.page import TIGHT
+from rockmate import InfeasibleBudgetError, Planner
+from rockmate.schedule.move import Move
+from rockmate.schedule.schedule import with_moves
+from rockmate.schedule.simulate import simulate
 
 MACHINES = ("rtx4090", "h100")
 NUM_LAYERS, NUM_TOKENS = 8, 8192
+_LLAMA, _WORDS = makers("large")["llama-3-8b"], 8192
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1)
 """Budgets, as shares of the peak without recomputation."""
 
 
-def llama(num_layers: int, num_tokens: int) -> tuple[nn.Module, dict[str, Any]]:
-    """Layers of Llama-8B on the meta device, and a sample."""
-    with torch.device("meta"):
-        model = hf(
-            "LlamaForCausalLM", **usual(num_layers, 4096, 32, 14336, 8192), num_key_value_heads=8,
-            max_position_embeddings=num_tokens,
-        )  # fmt: skip
-        words = torch.zeros(1, num_tokens, dtype=torch.int64)
-    return model.to(torch.bfloat16), {"input_ids": words, "labels": words}
-
-
 def simulated(machine: str, *, num_layers: int, num_tokens: int) -> Iterator[Record]:
     """A record for each budget, and one for moving everything."""
-    from rockmate import Planner
-
-    model, sample = llama(num_layers, num_tokens)
+    make = partial(_LLAMA, layers=num_layers, length=num_tokens, words=_WORDS)
+    workload = built("llama", make, device="meta", dtype=torch.bfloat16)
+    model, sample = workload.model, workload.sample
     options: dict[str, Any] = {"machine": machine, "outputs": "loss", "numerics": "bitwise"}
     begin = time.process_time()
     plain = Planner(model, sample, **options)
@@ -66,7 +60,7 @@ def simulated(machine: str, *, num_layers: int, num_tokens: int) -> Iterator[Rec
     yield {**common, **_everything(plain, planner)}
 
 
-def _planned(plain: Any, planner: Any, budget: int) -> Record:
+def _planned(plain: Planner, planner: Planner, budget: int) -> Record:
     begin = time.process_time()
     without = _ratio(plain, budget)
     middle = time.process_time()
@@ -88,21 +82,15 @@ def _planned(plain: Any, planner: Any, budget: int) -> Record:
     }
 
 
-def _ratio(planner: Any, budget: int) -> float | None:
-    from rockmate import InfeasibleBudgetError
-
+def _ratio(planner: Planner, budget: int) -> float | None:
     try:
         return planner.plan(budget).predicted_ratio
     except InfeasibleBudgetError:
         return None
 
 
-def _everything(plain: Any, planner: Any) -> Record:
+def _everything(plain: Planner, planner: Planner) -> Record:
     """All values that cross the border move, each copy waited for; and our plan within its peak."""
-    from rockmate.schedule.move import Move
-    from rockmate.schedule.schedule import with_moves
-    from rockmate.schedule.simulate import simulate
-
     plan = planner.plan(planner.baseline_peak_bytes)
     residency, graph = plan.residency, plan.graph
     num_forward = len(plan.schedule.forward)

@@ -26,8 +26,6 @@ inductor               `torch.compile` with Inductor, in the named mode, at an
                        `activation_memory_budget`
 inductor by layer      the same with each layer compiled by itself
 ..., checkpoints       the same with a checkpoint around every layer, or compiled layer
-offload                `torch.autograd.graph.save_on_cpu`: saved values wait in pinned host memory;
-                       CUDA only
 ====================== =============================================================================
 
 The AOT eager backend runs the same kernels as eager. So the comparison is about which values are
@@ -45,7 +43,6 @@ from bench.peers.checkpoint import (
     checkpoint_per_layer,
     checkpoint_stages,
     eager,
-    offloaded,
 )
 from bench.peers.compiled import compiled, compiled_by_layer, inductor, min_cut
 from bench.peers.segments import checkpoint_in_sequence, checkpoint_segments
@@ -66,6 +63,5 @@ __all__ = [
     "family",
     "inductor",
     "min_cut",
-    "offloaded",
     "peers_for",
 ]

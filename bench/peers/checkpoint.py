@@ -1,13 +1,12 @@
-"""Checkpoints around single modules: every k-th layer, or every stage; eager and offloading."""
+"""Checkpoints around single modules: every k-th layer, or every stage; and eager."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -48,14 +47,7 @@ def checkpoint_layers(workload: Workload, *, every: int = 1, **options: Any) -> 
             # Enabling left a hook on the embeddings.
             model.disable_input_require_grads()
         return
-    layers = workload.layers(model)[::every]
-    wrapped = {
-        layer: partial(
-            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=True, **options
-        )
-        for layer in layers
-    }
-    with replaced_forwards(wrapped):
+    with checkpointed(workload.layers(model)[::every], **options):
         yield model
 
 
@@ -73,20 +65,7 @@ def checkpoint_stages(workload: Workload) -> Iterator[nn.Module]:
     """
     if workload.stages is None:
         raise ValueError(f"{workload.name} has no stages")
-    stages = workload.stages(workload.model)
-    with replaced_forwards(
-        {
-            stage: partial(checkpoint, stage.forward, use_reentrant=False, preserve_rng_state=True)
-            for stage in stages
-        }
-    ):
-        yield workload.model
-
-
-@contextmanager
-def offloaded(workload: Workload) -> Iterator[nn.Module]:
-    """Eager, with every saved value copied to pinned host memory and back."""
-    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+    with checkpointed(workload.stages(workload.model)):
         yield workload.model
 
 
@@ -101,3 +80,9 @@ def replaced_forwards(forwards: Mapping[nn.Module, Callable[..., Any]]) -> Itera
     finally:
         for layer in forwards:
             del layer.forward
+
+
+def checkpointed(modules: Iterable[nn.Module], **options: Any) -> AbstractContextManager[None]:
+    """One non-reentrant checkpoint around each call of a module inside the context."""
+    around = partial(checkpoint, use_reentrant=False, preserve_rng_state=True, **options)
+    return replaced_forwards({each: partial(around, each.forward) for each in modules})

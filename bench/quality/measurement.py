@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from bench import models
 from bench.command import Record
@@ -16,7 +16,6 @@ from rockmate.bound.protocol import Bounds
 from rockmate.errors import SolverLimitError
 from rockmate.schedule.simulate import simulate
 
-_Made = TypeVar("_Made")
 DEFAULT = "rockmate"
 OTHERS = ("none", "chen", "rotor")
 STRATEGIES = (*OTHERS, DEFAULT)
@@ -57,29 +56,20 @@ QUICK = Extent(
 )
 
 
-def measure(name: str, extent: Extent, *, say: Callable[[str], object] = str) -> Iterator[Record]:
+def measure(name: str, extent: Extent) -> Iterator[Record]:
     """The records of one model; the first is of kind `model`.
 
     Args:
         name: Of the model, in `bench.models.REGISTRY`.
         extent: How much is tried.
-        say: Is called with a word on progress.
     """
-    say("capture")
     workload = models.build(name, tiny=extent.is_tiny)
-    if name in TWO_LAYER_MODELS:
-        planner = Planner(
-            workload.model,
-            workload.sample,
-            numerics="bitwise",
-            time_limit_s=extent.whole_graph_limit_s,
-        )
-    else:
-        planner = Planner(workload.model, workload.sample, numerics="bitwise")
-    run = _ModelPlans(name=name, planner=planner, extent=extent, say=say)
-    yield run.model_record()
-    yield from run.plans()
-    yield from run.chunked_series()
+    limit: Any = {"time_limit_s": extent.whole_graph_limit_s} if name in TWO_LAYER_MODELS else {}
+    planner = Planner(workload.model, workload.sample, numerics="bitwise", **limit)
+    plans = _ModelPlans(name=name, planner=planner, extent=extent)
+    yield plans.model_record()
+    yield from plans.plans()
+    yield from plans.chunked_series()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,34 +79,24 @@ class _ModelPlans:
     name: str
     planner: Planner
     extent: Extent
-    say: Callable[[str], object]
 
     def model_record(self) -> Record:
         planner = self.planner
-        plan = planner.plan(1.0)
-        record = {
+        proved_minimum_bytes = self._proved_minimum_bytes()
+        least_bytes = proved_minimum_bytes + PAGE_BYTES
+        share = (planner.baseline_peak_bytes - least_bytes) / (NUM_BOUNDS - 1)
+        budgets_bytes = [least_bytes + round(share * point) for point in range(NUM_BOUNDS)]
+        return {
             "kind": "model",
             "model": self.name,
-            "num_ops": len(plan.graph.ops),
+            "num_ops": len(planner.plan(1.0).graph.ops),
             "baseline_peak_bytes": planner.baseline_peak_bytes,
             "baseline_ms": planner.baseline_ms,
             "timings_s": dict(planner.timings),
-        }
-        self.say("frontiers")
-        proved_minimum_bytes = self._proved_minimum_bytes()
-        share = (planner.baseline_peak_bytes - proved_minimum_bytes - PAGE_BYTES) / (NUM_BOUNDS - 1)
-        budgets_bytes = [
-            proved_minimum_bytes + PAGE_BYTES + round(share * point) for point in range(NUM_BOUNDS)
-        ]
-        return record | {
-            "minimum_peak_bytes": {
-                strategy: planner.minimum_peak(strategy) for strategy in STRATEGIES
-            },
+            "minimum_peak_bytes": {each: planner.minimum_peak(each) for each in STRATEGIES},
             "whole_graph_limit_s": self.extent.whole_graph_limit_s,
             "proved_minimum_bytes": proved_minimum_bytes,
-            "lower_bounds": [
-                (num_bytes, self._bounds.bound_ms(num_bytes)) for num_bytes in budgets_bytes
-            ],
+            "lower_bounds": [(size, self._bounds.bound_ms(size)) for size in budgets_bytes],
             "frontiers": {
                 strategy: [
                     (point.budget_bytes, point.predicted_ms)
@@ -129,7 +109,6 @@ class _ModelPlans:
 
     def _loss_only_minimum_bytes(self) -> dict[str, int]:
         """Smallest peaks with only the loss returned, where blocks may run in chunks."""
-        self.say("smallest peak in chunks")
         planner = self._loss_only_planner(machine=MACHINE)
         forms = planner._forms  # pyright: ignore[reportPrivateUsage]
         return {name: forms.min_peak(name).peak_bytes for name in ("rotor", DEFAULT)}
@@ -145,7 +124,6 @@ class _ModelPlans:
         """
         if self.name not in SERIES:
             return
-        self.say("series in chunks")
         planner = self._loss_only_planner()
         for budget in SERIES[self.name]:
             plan = planner.plan(int(budget * self.planner.baseline_peak_bytes))
@@ -200,7 +178,6 @@ class _ModelPlans:
                     yield self._plan(budget, strategy, purpose="whole graph")
 
     def _plan(self, budget: float | int, strategy: str, *, purpose: str) -> Record:
-        self.say(f"{strategy} at {budget:g}")
         baseline_peak_bytes = self.planner.baseline_peak_bytes
         record = {
             "kind": "plan",
@@ -211,7 +188,9 @@ class _ModelPlans:
             "is_feasible": False,
         }
         try:
-            plan, plan_s = _timed(lambda: self.planner.plan(budget, strategy=strategy))
+            begin = time.perf_counter()
+            plan = self.planner.plan(budget, strategy=strategy)
+            plan_s = time.perf_counter() - begin
         except InfeasibleBudgetError as error:
             return record | {
                 "budget_bytes": error.budget_bytes,
@@ -242,9 +221,3 @@ def _spread(length: int, num_points: int) -> list[int]:
     if length <= num_points:
         return list(range(length))
     return [round(point * (length - 1) / max(1, num_points - 1)) for point in range(num_points)]
-
-
-def _timed(make: Callable[[], _Made]) -> tuple[_Made, float]:
-    begin = time.perf_counter()
-    made = make()
-    return made, time.perf_counter() - begin

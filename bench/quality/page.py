@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,159 +12,60 @@ from bench.pages import (
     INK,
     PEER_COLOR,
     STRATEGIES,
-    Column,
     Line,
     Start,
+    filled,
     picture,
     provenance,
-    records_table,
-    targets,
 )
-from bench.quality.records import (
-    ROUNDING,
-    Records,
-    chunked_gap,
-    form_text,
-    percent,
-    place,
-)
-from bench.quality.targets import LARGEST_GAP, LEAST_BUDGET, rows
+from bench.quality.records import ROUNDING, Records, chunked_gap, percent, place
+from bench.quality.targets import LARGEST_GAP, LEAST_BUDGET, facts
 
 
 def page(records: Sequence[Record]) -> list[str]:
     """The page's lines."""
     lines = Records(records)
-    return [
-        "# How good plans are",
-        "",
-        *_headline(lines, is_tiny=records[0]["tiny"]),
-        "",
-        *targets(row.cells for row in rows(records)),
-        "",
-        *provenance([Start(model=r["model"], command=r["command"], machine=r) for r in records]),
-        "",
-        *_models(lines),
-        "",
-        *_gap_notes(lines),
-        "",
-        "## Where a plan for less memory is faster",
-        "",
-        "Near the lower bound the search stops early, so that a further budget takes a fraction of "
-        "a second. Farther away it is greedy, and results differ from budget to budget. A frontier "
-        "leaves out dominated plans. A plan in chunks may be faster than an unchunked one with "
-        "more memory: by default the step stays unchunked where that fits.",
-        "",
-        *_rising_notes(lines),
-        *_unsolved_notes(lines),
-        "",
-        "## How it was measured",
-        "",
-        "No step is run. Times are sums of op times, each measured alone, and peaks are simulated. "
-        "The baseline is the schedule without recomputation. A budget is a fraction of its peak, a "
-        "gap a fraction of its time. MB are millions of bytes. The step returns its outputs and "
-        "has its loss unchunked, unless a row says otherwise.",
-    ]
-
-
-def _headline(lines: Records, *, is_tiny: bool) -> list[str]:
     gaps = [gap for own in lines.gaps_of_models().values() for gap in own.values()]
-    text = "Plans beside a lower bound that no schedule beats, with measured op times."
-    if is_tiny:
-        text = "Plans of tiny models beside a lower bound: a rehearsal."
-    if not gaps:
-        return [text]
-    num_near = sum(gap <= LARGEST_GAP for gap in gaps)
-    return [
-        text,
-        "",
-        f"**{num_near} of {len(gaps)} plans are within {100 * LARGEST_GAP:g} % of the lower bound; "
-        f"the median gap is {percent(statistics.median(gaps))} of a step.**",
-    ]
+    in_range = [r for r in lines.chunked if r["budget"] >= LEAST_BUDGET]
+    return filled(
+        "plan_quality",
+        is_tiny=records[0]["tiny"],
+        gaps=gaps,
+        median=statistics.median(gaps) if gaps else None,
+        facts=facts(lines),
+        provenance=provenance(
+            [Start(model=r["model"], command=r["command"], machine=r) for r in records]
+        ),
+        models=[_model(lines, name) for name in lines.models],
+        records=lines,
+        largest_gap=LARGEST_GAP,
+        loose=[r for r in lines.ours if r["purpose"] == "budget" and r["gap"] > LARGEST_GAP],
+        loose_in_chunks=[r for r in in_range if chunked_gap(r) > LARGEST_GAP],
+        rising=_rising_notes(lines),
+    )
 
 
-def _models(lines: Records) -> list[str]:
-    return [
-        "## Model by model",
-        "",
-        "Peaks are fractions of the baseline's. An infeasible budget is one below the smallest "
-        "peak. Nothing fits below the proved one.",
-        "",
-        *records_table(_COLUMNS, [(lines, model) for model in lines.models]),
-    ]
-
-
-_Pair = tuple[Records, str]
-
-
-def _of_record(write: Callable[[Record], str], key: str = "model") -> Callable[[_Pair], str]:
-    """A cell of a model's record, empty without this field."""
-    return lambda pair: write(record) if key in (record := pair[0].models[pair[1]]) else ""
-
-
-def _of_gaps(write: Callable[[dict[float, float]], str]) -> Callable[[_Pair], str]:
-    return lambda pair: write(gaps) if (gaps := pair[0].gaps(pair[1])) else ""
-
-
-def _peak(write: Callable[[Record], float]) -> Callable[[_Pair], str]:
-    return _of_record(lambda record: f"{write(record):.3f}", "minimum_peak_bytes")
-
-
-def _of_rotor(key: str) -> Callable[[_Pair], str]:
-    return _peak(lambda record: record[key]["rockmate"] / record[key]["rotor"])
-
-
-_COLUMNS: tuple[Column, ...] = (
-    ("model", lambda pair: pair[1]),
-    ("ops", _of_record("{num_ops}".format_map)),
-    ("baseline MB", _of_record(lambda r: f"{r['baseline_peak_bytes'] / 1e6:.1f}")),
-    ("baseline ms", _of_record("{baseline_ms:.0f}".format_map)),
-    ("gap, largest", _of_gaps(lambda gaps: percent(max(gaps.values())))),
-    ("at", _of_gaps(lambda gaps: f"{max(gaps, key=lambda budget: gaps[budget]):g}")),
-    ("gap, median", _of_gaps(lambda gaps: percent(statistics.median(gaps.values())))),
-    ("infeasible", lambda pair: ", ".join(f"{each:g}" for each in pair[0].infeasible(pair[1]))),
-    (
-        "smallest peak",
-        _peak(lambda r: r["minimum_peak_bytes"]["rockmate"] / r["baseline_peak_bytes"]),
-    ),
-    ("proved", _peak(lambda r: r["proved_minimum_bytes"] / r["baseline_peak_bytes"])),
-    ("of Rotor's", _of_rotor("minimum_peak_bytes")),
-    ("of Rotor's, in chunks", _of_rotor("loss_only_minimum_bytes")),
-)
-
-
-# --- notes ------------------------------------------------------------------------------------
-
-
-def _unsolved_notes(lines: Records) -> list[str]:
-    """What solvers have no answer for."""
-    found = [
-        f"- {r['model']}, {r['strategy']} at {r['budget']:g}: {r['why']}"
-        for r in lines.plans
-        if "why" in r
-    ]
-    return ["", "## What solvers have no answer for", "", *found] if found else []
-
-
-def _gap_notes(lines: Records) -> list[str]:
-    loose = [
-        _loose_note(lines, r)
-        for r in lines.ours
-        if r["purpose"] == "budget" and r["gap"] > LARGEST_GAP
-    ]
-    chunked = [
-        _chunked_note(r)
-        for r in lines.chunked
-        if r["budget"] >= LEAST_BUDGET and chunked_gap(r) > LARGEST_GAP
-    ]
-    return [
-        f"## Where the gap is above {LARGEST_GAP:.0%}",
-        "",
-        "Close to the smallest peak, memory is short at many program points, and the bound "
-        "considers a few of them.",
-        "",
-        *loose,
-        *chunked,
-    ]
+def _model(lines: Records, name: str) -> Record:
+    """The row of a model; without what its record lacks."""
+    record, gaps = lines.models[name], lines.gaps(name)
+    at = max(gaps, key=lambda budget: gaps[budget], default=None)
+    row = {
+        "name": name,
+        **{key: record[key] for key in ("num_ops", "baseline_peak_bytes", "baseline_ms")},
+        "gap": None if at is None else gaps[at],
+        "gap_at": at,
+        "gap_median": statistics.median(gaps.values()) if gaps else None,
+        "infeasible": ", ".join(f"{each:g}" for each in lines.infeasible(name)),
+    }
+    if "minimum_peak_bytes" not in record:
+        return row
+    least, chunked = record["minimum_peak_bytes"], record["loss_only_minimum_bytes"]
+    return row | {
+        "smallest": least["rockmate"] / record["baseline_peak_bytes"],
+        "proved": record["proved_minimum_bytes"] / record["baseline_peak_bytes"],
+        "of_rotor": least["rockmate"] / least["rotor"],
+        "in_chunks": chunked["rockmate"] / chunked["rotor"],
+    }
 
 
 def _rising_notes(lines: Records) -> list[str]:
@@ -179,32 +80,6 @@ def _rising_notes(lines: Records) -> list[str]:
                 share = place(lines, smaller).rpartition(" ")[2]
                 found.append(f"- {place(lines, larger)}: the plan at {share} is {beyond} faster.")
     return found
-
-
-_LEAST_BOUND = "the bound is the least of those of all chunkings that were considered"
-
-
-def _loose_note(lines: Records, record: Record) -> str:
-    """A plan with a large gap, and its budget beside the smallest peaks."""
-    model = lines.models[record["model"]]
-    head = f"- {record['model']} at {record['budget']:g}: {percent(record['gap'])}"
-    if record["chunks"]:
-        return (
-            f"{head}, in chunks ({record['chunks']}), since no other plan is known to fit there; "
-            f"{_LEAST_BOUND}."
-        )
-    known = record["budget_bytes"] / model["minimum_peak_bytes"]["rockmate"]
-    proved = record["budget_bytes"] / model["proved_minimum_bytes"]
-    return (
-        f"{head}; the budget is {known:.2f} times the smallest known peak, {proved:.2f} times the "
-        "proved one."
-    )
-
-
-def _chunked_note(record: Record) -> str:
-    """A plan of the series with a large gap, only the loss returned."""
-    head = f"- {record['model']} at {record['budget']:g}, only the loss returned"
-    return f"{head}: {percent(chunked_gap(record))}, {form_text(record)}; {_LEAST_BOUND}."
 
 
 # --- picture ----------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import chain
 
 from bench.command import Record
 
@@ -11,12 +12,22 @@ ROUNDING = 1e-9
 """Relative, of times: the same op times may be summed in another order."""
 
 
+def newest_of_models(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """The records of each model, from its newest one of kind `model` on."""
+    found: dict[str, list[Record]] = {}
+    for record in records:
+        if record["kind"] == "model":
+            found[record["model"]] = []
+        found.setdefault(record["model"], []).append(record)
+    return found
+
+
 class Records:
     """The records by kind. Two-layer models serve whole-graph Checkmate and stand apart."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         by_kind: dict[str, list[Record]] = {}
-        for record in records:
+        for record in chain.from_iterable(newest_of_models(records).values()):
             by_kind.setdefault(record["kind"], []).append(record)
         self.models = {r["model"]: r for r in by_kind.get("model", [])}
         self.plans = by_kind.get("plan", [])

@@ -47,6 +47,15 @@ class Run(NamedTuple):
     steps: list[Step]
     buffers: dict[str, Tensor]
 
+    def by_name(self) -> dict[str, Tensor | None]:
+        """All that is compared."""
+        found: dict[str, Tensor | None] = {}
+        for number, step in enumerate(self.steps, start=1):
+            found[f"step {number}, loss"] = step.loss
+            found |= {f"step {number}, gradient of {n}": g for n, g in step.gradients.items()}
+        after = f"after {len(self.steps)} steps"
+        return found | {f"buffer {name} {after}": each for name, each in self.buffers.items()}
+
 
 def trial(builders: list[Builder], make_batch: BatchMaker) -> dict[str, Any]:
     """The verdict on one model, its reason, and the seconds of each part."""
@@ -65,10 +74,9 @@ def trial(builders: list[Builder], make_batch: BatchMaker) -> dict[str, Any]:
     try:
         module = _wrapped(model, batches[0])
         planned = _train(module, model, batches)
-    except RockmateError as error:
-        return record | {"verdict": "refused", "detail": _text(error)}
     except Exception as error:  # noqa: BLE001
-        return record | {"verdict": "error", "detail": _text(error)}
+        verdict = "refused" if isinstance(error, RockmateError) else "error"
+        return record | {"verdict": verdict, "detail": _text(error)}
     record |= {
         "planned_s": round(time.perf_counter() - begin, 2),
         "mode": "plan" if module.frames is None else "frames",
@@ -76,7 +84,9 @@ def trial(builders: list[Builder], make_batch: BatchMaker) -> dict[str, Any]:
     difference = _difference(planned, eager)
     if not difference:
         return record | {"verdict": "bitwise", "detail": ""}
-    return record | _judged(planned, eager, reference, moved, batches) | {"difference": difference}
+    is_right, detail = _judged(planned, eager, reference, moved, batches)
+    verdict = "within rounding" if is_right else "WRONG"
+    return record | {"verdict": verdict, "detail": detail, "difference": difference}
 
 
 def _first_that_runs(
@@ -103,15 +113,8 @@ def _first_that_runs(
 def _wrapped(model: nn.Module, batch: Batch) -> RockmateModule:
     """Within `FRACTION` of the peak or the smallest peak; in frames if it cannot be captured."""
     torch.manual_seed(1)
-    return RockmateModule(
-        model,
-        batch,
-        FRACTION,
-        mode="auto",
-        on_infeasible="least",
-        outputs="loss",
-        machine="cpu-avx2",
-    )
+    options: dict[str, Any] = {"mode": "auto", "on_infeasible": "least", "outputs": "loss"}
+    return RockmateModule(model, batch, FRACTION, machine="cpu-avx2", **options)
 
 
 def _train(module: nn.Module, model: nn.Module, batches: list[Batch]) -> Run:
@@ -134,29 +137,18 @@ def _train(module: nn.Module, model: nn.Module, batches: list[Batch]) -> Run:
 
 def _difference(run: Run, other: Run) -> str:
     """The first thing that is not equal bit for bit; empty if nothing is."""
-    for number, (ours, theirs) in enumerate(zip(run.steps, other.steps, strict=True), start=1):
-        if not _is_same(ours.loss, theirs.loss):
-            return f"step {number}, loss: {ours.loss.item()!r}, eager {theirs.loss.item()!r}"
-        for name, expected in theirs.gradients.items():
-            found = ours.gradients.get(name)
-            if (found is None) != (expected is None):
-                missing = "has no gradient" if found is None else "has a gradient, eager none"
-                return f"step {number}, {name}: {missing}"
-            if found is not None and expected is not None and not _is_same(found, expected):
-                return f"step {number}, gradient of {name}: largest difference " + (
-                    f"{(found - expected).abs().max().item():.2e}"
-                )
-    for name, expected in other.buffers.items():
-        if not _is_same(run.buffers[name], expected):
-            return f"buffer {name} after {len(run.steps)} steps"
+    ours = run.by_name()
+    for name, expected in other.by_name().items():
+        found = ours.get(name)
+        if found is None or expected is None:
+            if found is not expected:
+                return f"{name}: {'missing' if found is None else 'eager has none'}"
+        elif not torch.equal(found.nan_to_num(), expected.nan_to_num()) or not torch.equal(
+            found.isnan(), expected.isnan()
+        ):
+            gap = (found.double() - expected.double()).abs().max().item()
+            return f"{name}: largest difference {gap:.2e}"
     return ""
-
-
-def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    return torch.equal(tensor, other) or (
-        torch.equal(tensor.isnan(), other.isnan())
-        and bool(torch.equal(tensor.nan_to_num(), other.nan_to_num()))
-    )
 
 
 def _moved(model: nn.Module) -> nn.Module:
@@ -172,37 +164,30 @@ def _moved(model: nn.Module) -> nn.Module:
 
 def _judged(
     planned: Run, eager: Run, reference: nn.Module, moved: nn.Module, batches: list[Batch]
-) -> dict[str, Any]:
-    """Both runs beside float64, or beside eager from moved parameters: within rounding or WRONG.
+) -> tuple[bool, str]:
+    """Whether a run is within rounding, beside float64 or beside eager from moved parameters.
 
     Random numbers or choices may differ in float64; eager's own distance shows it.
     """
+    ours, theirs = planned.by_name(), eager.by_name()
+    if any((ours[name] is None) != (each is None) for name, each in theirs.items()):
+        return False, "other parameters have gradients than in eager"
     doubled = [
         {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
         for batch in batches
     ]
-    if any(
-        (ours.gradients[name] is None) != (theirs is None)
-        for ours, eagers in zip(planned.steps, eager.steps, strict=True)
-        for name, theirs in eagers.gradients.items()
-    ):
-        return {"verdict": "WRONG", "detail": "other parameters have gradients than in eager"}
     try:
         exact = _train(reference, reference, doubled)
     except Exception as error:  # noqa: BLE001
-        ours, detail = _distance(planned, eager), f"no float64 ({_text(error)})"
-        verdict = "within rounding" if ours <= TOLERANCE else "WRONG"
-        return {"verdict": verdict, "detail": f"{detail}; distance to eager {ours:.1e}"}
-    ours, theirs = _distance(planned, exact), _distance(eager, exact)
-    detail = f"distance to float64 {ours:.1e}, eager's {theirs:.1e}"
-    if theirs > TOLERANCE:
-        ours, by_rounding = (
-            _distance(planned, eager),
-            _distance(_train(moved, moved, batches), eager),
-        )
-        detail += f", to eager {ours:.1e}, where eager moves by {by_rounding:.1e} by a rounding"
-        return {"verdict": "within rounding" if ours <= by_rounding else "WRONG", "detail": detail}
-    return {"verdict": "within rounding" if ours <= TOLERANCE else "WRONG", "detail": detail}
+        own = _distance(planned, eager)
+        return own <= TOLERANCE, f"no float64 ({_text(error)}); distance to eager {own:.1e}"
+    own, eagers = _distance(planned, exact), _distance(eager, exact)
+    detail = f"distance to float64 {own:.1e}, eager's {eagers:.1e}"
+    if eagers <= TOLERANCE:
+        return own <= TOLERANCE, detail
+    own, by_rounding = _distance(planned, eager), _distance(_train(moved, moved, batches), eager)
+    detail += f", to eager {own:.1e}, where eager moves by {by_rounding:.1e} by a rounding"
+    return own <= by_rounding, detail
 
 
 def _distance(run: Run, exact: Run) -> float:

@@ -13,15 +13,14 @@ import pytest
 from bench import command as commands
 from bench import compare, models
 from bench.command import read
-from bench.comparison import branched, process
-from bench.comparison.lines import Lines, by_model
+from bench.comparison import branched
 from bench.comparison.page import page, readme_table
 from bench.comparison.plans import peaks_to_meet
 from bench.comparison.points import points_csv
-from bench.comparison.result import ModelResult
+from bench.comparison.result import ModelResult, by_model
 from bench.pages import Start, provenance
 
-OPTIONS = {"method": [], "device": "cpu", "rounds": 2, "quick": False, "tiny": False}
+OPTIONS = {"method": [], "rounds": 2, "quick": False, "tiny": False}
 MACHINE: dict[str, Any] = {
     **dict.fromkeys(("processor", "machine", "python", "torch", "transformers"), "M"),
     "num_cores": 2,
@@ -157,7 +156,6 @@ def test_the_page_tells_misses_wrong_gradients_failures_and_repetitions() -> Non
     assert "our measured peaks within the budget | all | 1 of 2 |  | **miss** |" in text
     assert "| m | checkpoint | 0.0004 | 1.300 ± 0.000 | none as small |" in text
     assert "**wrong**, 0.7" in text
-    assert "## Not finished" in text
     rows = {
         row["method"]: row
         for row in csv.DictReader(
@@ -184,50 +182,24 @@ def test_a_line_that_an_interruption_cut_off_is_dropped_and_a_damaged_one_told(
     path = tmp_path / "lines.jsonl"
     path.write_text('{"model": "a", "kind": "run"}\n{"model": "a", "ki')
     assert read(path) == [{"model": "a", "kind": "run"}]
-    Lines(path, "a").add("finished")
-    assert [record["kind"] for record in read(path)] == ["run", "finished"]
+    commands.add_line(path, {"model": "a", "kind": "point"})
+    assert [record["kind"] for record in read(path)] == ["run", "point"]
     path.write_text('{"model\n{"model": "a", "kind": "run"}\n')
     with pytest.raises(ValueError, match="line 1"):
         read(path)
 
 
-def test_plans_wait_for_the_results_that_they_belong_to_and_for_no_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    waiting: list[bool] = []
-    monkeypatch.setattr(
-        process, "start", lambda own: waiting.append((own.plans / "plans.jsonl").exists()) or 0
-    )
-    lines = tmp_path / "peers.jsonl"
-    options = compare._parse(
-        ["--model", "mlp", "--tiny", "--quick", "--output", str(tmp_path / "peers")]
-    )
-    for text in (
-        "",
-        json.dumps({"kind": "run", "model": "gpt2"}) + "\n",
-        json.dumps({"kind": "run", "model": "mlp"}) + "\n",
-    ):
-        plans = tmp_path / "peers_plans" / "mlp_tiny"
-        plans.mkdir(parents=True, exist_ok=True)
-        (plans / "plans.jsonl").touch()
-        lines.write_text(text)
-        assert compare.measure_all(options, lines) == []
-    assert waiting == [False, False, True]
-
-
 @pytest.mark.slow
 def test_the_command_measures_writes_and_goes_on_where_it_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     stem = tmp_path / "peers"
-    tiny = ["--model", "mlp", "--tiny", "--quick", "--rounds", "1"]
+    tiny = ["--model", "encoder", "--tiny", "--quick", "--rounds", "1"]
     command = [*tiny, "--method", "checkpoint", "--output", str(stem)]
     assert compare.main(command) == 0
     page_text = capsys.readouterr().out
     assert Path(f"{stem}.md").read_text() == page_text
-    assert (stem / "mlp.png").read_bytes().startswith(b"\x89PNG")
+    assert (stem / "encoder.png").read_bytes().startswith(b"\x89PNG")
     lines = Path(f"{stem}.jsonl")
     found = [json.loads(line) for line in lines.read_text().splitlines()]
     points = {record["method"]: record for record in found if record["kind"] == "point"}
@@ -262,10 +234,7 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["--loss-only"]])
-def test_a_plan_in_chunks_is_measured(
-    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_a_plan_in_chunks_is_measured(options: list[str], tmp_path: Path) -> None:
     method = "rockmate: at 0.131 MB"  # below the smallest peak of this model without chunks
     tiny = ["--model", "gpt2-12", "--tiny", "--quick", "--rounds", "1"]
     output = tmp_path / "chunks"
@@ -283,7 +252,6 @@ def test_a_plan_in_chunks_is_measured(
     [
         (["--model", "gpt3"], "gpt2-deep"),
         (["--quick"], "--output"),
-        (["--device", "tpu"], "cpu, cuda"),
         (["--rounds", "0"], "at least 1"),
         (["--method", "rockmate: half", "--output", "x"], "rockmate: at 12.5 MB"),
         (["--method", "min-cut: 0.2 dp", "--quick", "--output", "x"], "checkpoint: every 2"),

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from bench import cuda
-from bench.campaign.page import page
 from rockmate._torch.inductor import missing_compiler
 
 PARTS = ["correctness", "step", "costs", "batch"]
@@ -96,4 +95,4 @@ def test_an_error_is_a_record_and_stops_nothing(tmp_path: Path) -> None:
     records = {part: [] for part in (*PARTS, "fused", "peers", "offload")} | {"costs": [failed]}
     machine = dict.fromkeys(("command", "commit", "processor", "machine", "num_cores"), "x")
     machine |= {"gpu": None, "num_threads": 1, "python": "3", "torch": "2", "transformers": "5"}
-    assert "RuntimeError: no memory" in page(records, machine)
+    assert "b : RuntimeError: no memory" in cuda.page(records, machine)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.mutation_table import MUTATIONS, Mutation
-from bench.mutations import ROOT, page, planted
+from bench.mutations import MUTATIONS, ROOT, Mutation, page, planted
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.fault)

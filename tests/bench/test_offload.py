@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import moves
 import pytest
 
 from bench import offload as bench_offload
-from bench.models import build
+from bench.models import REGISTRY, build
 from bench.moves import batches as bench_batches
 from bench.moves import measured as bench_measured
-from bench.moves import peers as bench_peers
 from bench.moves import simulated as bench_simulated
 
 BATCH = {
@@ -74,10 +74,11 @@ def test_peers_and_batches(
     moves.use_fast_link(monkeypatch)
     monkeypatch.setattr(bench_measured, "NUM_ROUNDS", 1)
     tiny = lambda name: build(name, tiny=True).with_loss_inside()  # noqa: E731
-    monkeypatch.setattr(bench_peers, "small_workload", tiny)
+    monkeypatch.setattr(bench_measured, "workload_of", tiny)
     options = ["--output", str(stem), "--model"]
     bench_offload.main(["--peers", str(folder), *options, "gpt2"])
-    monkeypatch.setattr(bench_batches, "DEPTHS", {"resnet50": (1, 1)})
+    small = partial(REGISTRY["resnet50"], depths=(1, 1))
+    monkeypatch.setattr(bench_batches, "REGISTRY", {"resnet50": small})
     monkeypatch.setattr(bench_batches, "PIXELS", 64)
     monkeypatch.setattr(bench_batches, "MEASURED_PIXELS", 32)
     monkeypatch.setattr(bench_batches, "_MOST_TIMES", 4)

@@ -28,8 +28,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
 ]
 
-QUICK = peers.peers_for("cpu", quick=True)
-ON_CPU = [name for name, peer in QUICK.items() if peer is not None]
+QUICK = peers.peers_for(quick=True)
+ON_CPU = list(QUICK)
 INDUCTOR = [name for name in ON_CPU if name.startswith("inductor")]
 COMPILED = ("min-cut", "partitioner", "inductor")
 PLAIN = [name for name in ON_CPU if not any(word in name for word in COMPILED)]
@@ -52,9 +52,7 @@ def peak(workload: models.Workload, peer: peers.Peer) -> int:
 def peer_of(name: str) -> peers.Peer:
     if name.endswith("ilp"):
         pytest.importorskip("scipy")
-    peer = QUICK[name]
-    assert peer is not None
-    return peer
+    return QUICK[name]
 
 
 @contextmanager
@@ -75,7 +73,7 @@ def counted(layers: list[nn.Module]) -> Iterator[Counter[int]]:
 
 
 def test_inductor_is_given_at_its_best() -> None:
-    everything = peers.peers_for("cpu")
+    everything = peers.peers_for()
     for family in ("inductor", "inductor by layer"):
         assert {f"{family}: default {budget:g}" for budget in (1, 0.5, 0)} <= everything.keys()
         assert f"{family}: max-autotune-no-cudagraphs 1" in everything
@@ -217,8 +215,3 @@ def test_a_compiled_peer_compiles_once() -> None:
     assert (
         num_compiled == 2
     )  # the first layer, whose input takes no gradient, and all others, which are equal
-
-
-def test_offloading_is_for_cuda_only() -> None:
-    assert peers.peers_for("cpu")["offload"] is None
-    assert peers.peers_for("cuda")["offload"] is peers.offloaded

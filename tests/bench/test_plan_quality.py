@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from bench import plan_quality
 from bench.machine import machine_record
+from bench.pages import Target
 from bench.quality.page import page
-from bench.quality.targets import Row, rows
 
 HEAD = machine_record("bench.plan_quality") | {"tiny": False}
 
@@ -50,7 +51,7 @@ def plan_line(budget: float, ms: float, **changes: Any) -> dict[str, Any]:
         "is_proved": True,
         "chunks": "",
     }
-    return line | changes
+    return HEAD | line | changes
 
 
 def chunked_line(budget: float, ratio: float, **changes: Any) -> dict[str, Any]:
@@ -60,7 +61,16 @@ def chunked_line(budget: float, ratio: float, **changes: Any) -> dict[str, Any]:
     return HEAD | line | changes
 
 
-def row(start: str, *lines: dict[str, Any]) -> Row:
+def rows(lines: Sequence[dict[str, Any]]) -> list[Target]:
+    """The rows of targets on the page."""
+    text = page(lines)
+    first = text.index("## Targets") + 4
+    verdicts = {"hit": True, "**miss**": False, "not measured": None}
+    cells = [line[2:-2].split(" | ") for line in text[first : text.index("", first)]]
+    return [Target(*map(str.strip, own[:4]), verdicts[own[4]]) for own in cells]
+
+
+def row(start: str, *lines: dict[str, Any]) -> Target:
     """The one row whose text begins like that."""
     found = [row for row in rows(lines) if row.what.startswith(start)]
     assert len(found) == 1, found
@@ -71,7 +81,7 @@ def test_nothing_measured_is_neither_hit_nor_missed() -> None:
     bare = model_line(frontiers={})
     del bare["minimum_peak_bytes"], bare["loss_only_minimum_bytes"]
     assert {found.is_hit for found in rows([bare])} == {None}
-    assert "not measured" in row("llama at 0.48:", bare).cells
+    assert row("llama at 0.48:", bare).verdict == "not measured"
 
 
 def test_gap_rows_take_the_largest_and_the_median() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from bench import planning_time
 from bench.machine import machine_record
-from bench.models import recurrent
+from bench.models import built, makers
 from bench.planning_time import Measured, Timed
+
+RECURRENT = makers("recurrent")
 
 
 def test_a_page_says_which_targets_are_hit() -> None:
@@ -27,10 +31,10 @@ def test_a_case_beyond_the_limit_is_a_miss() -> None:
     assert any(line.endswith("| > 1 | **miss** |") for line in page)
 
 
-@pytest.mark.parametrize("name", recurrent.NAMES)
+@pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_models_train(name: str) -> None:
-    model, sample = recurrent.recurrent(name, num_layers=3, num_tokens=8)
-    loss = model(**sample).loss
+    workload = built(name, partial(RECURRENT[name], layers=3, length=8))
+    loss = workload.model(**workload.sample).loss
     loss.backward()
     assert torch.isfinite(loss)
-    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in model.parameters())
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in workload.model.parameters())

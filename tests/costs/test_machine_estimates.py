@@ -492,7 +492,7 @@ def test_estimated_costs_train_as_well() -> None:
 
 def test_the_comparison_with_measured_costs_adds_up() -> None:
     error = bench_estimate.compare("mlp", "cpu-avx2", tiny=True, budgets=(0.7,))
-    for shares in (error.measured_shares, error.estimated_shares):
+    for shares in error.shares:
         assert sum(shares.values()) == pytest.approx(1.0)
         assert {"mm", "addmm", "gelu"} <= shares.keys()
     (plan,) = error.plans

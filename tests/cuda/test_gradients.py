@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.models.gpu import gpu_models
+from bench.models import built, makers
 from rockmate import Planner, RockmateModule
 
 EPSILONS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -114,12 +114,13 @@ def test_each_precision(device: torch.device, form: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
-@pytest.mark.parametrize("name", sorted(gpu_models(tiny=True)))
+@pytest.mark.parametrize("name", sorted(makers("gpu")))
 def test_small_variants_of_published_models(device: torch.device, name: str) -> None:
     pytest.importorskip("peft" if name == "llama-8b-lora" else "torch")
     pytest.importorskip("diffusers" if name == "sdxl-unet" else "torch")
-    described = gpu_models(tiny=True)[name]
-    model, batch = described.model(device), described.batch(device)
+    make = makers("gpu")[name]
+    workload = built(name, make, tiny=True, device=device, dtype=torch.bfloat16)
+    model, batch = workload.model, workload.sample
     planner = Planner(model, batch)
     module = planner.module(planner.minimum_peak_bytes)
     if module.plan.schedule.num_recomputations():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bench.measure import allocator_peak
-from bench.models.gpu import gpu_models
+from bench.models import built, makers
 from rockmate import Planner, RockmateModule
 
 MIB = 1 << 20
@@ -57,8 +57,9 @@ def test_reserved_memory_stays_near_the_budget_over_many_sizes(cuda: torch.devic
 
 @pytest.mark.parametrize("name", ["gpt2-medium", "llama-1b", "bert-large", "resnet-50"])
 def test_a_planned_step_does_not_wait_for_the_device(cuda: torch.device, name: str) -> None:
-    described = gpu_models(tiny=True)[name]
-    model, batch = described.model(cuda), described.batch(cuda)
+    make = makers("gpu")[name]
+    workload = built(name, make, tiny=True, device=cuda, dtype=torch.bfloat16)
+    model, batch = workload.model, workload.sample
     planner = Planner(model, batch)
     module = planner.module(planner.minimum_peak_bytes)
     for _ in range(2):

@@ -55,11 +55,12 @@ def _of(
     name: str,
     model: nn.Module | None = None,
     make_batch: batches.MakeBatch | None = None,
+    rows: int = 4,
 ) -> Workload:
     """A workload of the benchmark, tiny, with another model and other batches."""
     made = tiny(name)
-    make = make_batch or batches.causal((4, 64), 512)
-    drawn = lambda seed: make(torch.Generator().manual_seed(seed))  # noqa: E731
+    make = make_batch or batches.causal(64, 512)
+    drawn = lambda seed: make(torch.Generator().manual_seed(seed), rows)  # noqa: E731
     return replace(made, model=model.train() if model else made.model, make_batch=drawn)
 
 
@@ -85,17 +86,17 @@ _MEDIUM: dict[str, Callable[[], Workload]] = {
         "vit-base",
         hf("ViTForImageClassification", **usual(3, 64, 4, 256), image_size=64, patch_size=8,
            num_labels=10, problem_type="single_label_classification"),
-        batches.images(4, 64, 10),
+        batches.images(64, 10),
     ),
-    "hf-resnet": lambda: _of("hf-resnet", make_batch=batches.images(4, 96, 10)),
-    "resnet50": lambda: _of("resnet50", make_batch=batches.images(4, 96, 10, ("x", TARGET))),
-    "mlp": lambda: _of("mlp", bench_models.MLP(8, 64), batches.vectors("x", (1024, 64))),
+    "hf-resnet": lambda: _of("hf-resnet", make_batch=batches.images(96, 10)),
+    "resnet50": lambda: _of("resnet50", make_batch=batches.images(96, 10, ("x", TARGET))),
+    "mlp": lambda: _of("mlp", bench_models.MLP(8, 64), batches.vectors("x", 64), rows=1024),
     "encoder": lambda: _of(
         "encoder",
         nn.TransformerEncoder(
             nn.TransformerEncoderLayer(64, 4, 256, batch_first=True), 3, enable_nested_tensor=False
         ),
-        batches.vectors("src", (4, 64, 64)),
+        batches.vectors("src", 64, 64),
     ),
 }  # fmt: skip
 

@@ -65,8 +65,9 @@ def _worst(
     """The row of a target that the largest figure has to hit; figure and place are expressions."""
     name, value = _of_record(place), _of_record(figure)
     figures = [(str(name(each)), value(each)) for each in records]
-    shown = {"show": lambda share: f"{100 * share:.2f} %"} if percent else {}
-    return worst_row(what, limit, figures, **options, **shown).text
+    if percent:
+        options["show"] = lambda share: f"{100 * share:.2f} %"
+    return worst_row(what, limit, figures, **options).text
 
 
 def _always(records: Sequence[Any], what: str, expression: str) -> str:

@@ -77,6 +77,8 @@ class Runner:
 
     Attributes:
         program: the forward and backward functions.
+        model: whose they are.
+        saved_bytes: tells what a forward holds for its backward, as its plan predicts.
         binding: finds the module's tensors by name.
         pending: the forwards of the model whose backward has not run.
         held: whole gradients that wait for their reduction, of a sharded model; else None.
@@ -100,18 +102,25 @@ class Runner:
     """
 
     def __init__(
-        self, program: Program, model: nn.Module, *, name: str = "the model", way_out: str = ""
+        self,
+        program: Program,
+        model: nn.Module,
+        *,
+        saved_bytes: Callable[[], int] = int,
+        name: str = "the model",
+        way_out: str = "",
     ) -> None:
         """Finds the places of the model's tensors; reads none of them.
 
         Args:
             program: the forward and backward functions.
             model: whose they are.
+            saved_bytes: see the attribute.
             name: of the model, for errors.
             way_out: what else a user may do about an error, after what can be done in any case.
         """
         self.program, self.name, self.way_out = program, name, way_out
-        self._model, self.check_tangents = model, _accept_tangents
+        self.model, self.saved_bytes, self.check_tangents = model, saved_bytes, _accept_tangents
         self.binding = Binding(model, program.tensor_names())
         self.returned_to: Callable[[str], torch.Tensor] = self.binding.__getitem__
         self.pending = pending_steps_of(model)
@@ -205,7 +214,7 @@ class Runner:
         if slots is None or self._moves_place is None:
             return arguments, None
         assert offload is not None
-        moves = StepMoves(tier_of(self._model, offload).borrow(slots.num_bytes), slots)
+        moves = StepMoves(tier_of(self.model, offload).borrow(slots.num_bytes), slots)
         arguments.insert(self._moves_place, moves)
         return arguments, moves
 
@@ -306,7 +315,7 @@ class PlannedStep(torch.autograd.Function):
         fields.runner, fields.num_inputs, fields.anchor = runner, num_inputs, anchor
         # Otherwise each output without a gradient would get zeros of its size.
         fields.set_materialize_grads(False)
-        runner.pending.add(ctx, program.num_in_flight)
+        runner.pending.add(ctx)
         fields.mark_non_differentiable(*[outputs[index] for index in runner.non_differentiable])
         return outputs
 

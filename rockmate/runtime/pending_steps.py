@@ -7,7 +7,6 @@ of the planned steps that one backward runs, only the last may fire them.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +15,6 @@ import torch
 from torch import nn
 
 from rockmate._torch.engine import backward_id, will_execute
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,31 +49,17 @@ class PendingSteps:
         """None yet; a backward may run them together with those of another model."""
         self._nodes: list[weakref.ref[Any]] = []
         self._backward = _Backward() if others is None else others._backward
-        self._warned_of: set[int] = set()
 
-    def add(self, node: Any, num_planned: int) -> None:
-        """Notes the autograd node of a forward; warns once if more are in flight than planned.
-
-        Args:
-            node: the node; its `saved` is None once its backward has taken the saved values.
-            num_planned: number of forwards before a backward that its budget bounds.
-        """
+    def add(self, node: Any) -> None:
+        """Notes the autograd node of a forward; its `saved` is None once its backward has run."""
         for nodes in (self._nodes, self._backward.nodes):
             nodes[:] = [each for each in nodes if each() is not None]
             nodes.append(weakref.ref(node))
-        if len(self._nodes) > num_planned and num_planned not in self._warned_of:
-            nodes = (each() for each in self._nodes)
-            number = sum(getattr(each, "saved", None) is not None for each in nodes)
-            if number > num_planned:
-                self._warned_of.add(num_planned)
-                logger.warning(
-                    "%d forwards of this model are in flight, their backwards not begun, and the "
-                    "plan's budget bounds %d. Pass in_flight=%d, or the most that there are, or "
-                    "run each backward before the next forward.",
-                    number,
-                    num_planned,
-                    number,
-                )
+
+    def runners_of(self, model: nn.Module) -> list[Any]:
+        """What has run the forwards of a model that hold values for a backward to come."""
+        nodes = [each() for each in self._nodes]
+        return [node.runner for node in nodes if is_pending(node) and node.runner.model is model]
 
     @property
     def has_any(self) -> bool:

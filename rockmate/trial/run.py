@@ -104,7 +104,7 @@ def _of_plain(
     try:
         for saves in (False, True):
             try:
-                saving = contextlib.nullcontext() if saves else nothing_saved()
+                saving = writes.saved_in_room() if saves else nothing_saved()
                 with _as_in(conditions, model), writes.noted(), saving:
                     output = model(*args, **kwargs)
                 outcome = reader.outcome(output)

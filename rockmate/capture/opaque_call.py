@@ -325,23 +325,23 @@ class OpaqueBackward:
         Which gradients there are and how they are laid out matters: a kernel copies what it cannot
         read as it is.
         """
-        forward, (inputs, buffers) = OpaqueForward(self.call).on_sample(made_up)
-        *outputs, handle = forward(inputs, buffers)
+        forward, given = OpaqueForward(self.call).on_sample(made_up)
+        *outputs, handle = forward(*given)
         return self, (made_up(0), handle, [outputs[at] for at in self.call.saved_outputs])
 
 
 def by_place(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replacements of parameters and buffers, once for each place that holds one.
+    """Replacements of parameters, once for each place that holds one.
 
     A tied tensor has several places. A module with two names has one: PyTorch, left to find them,
     swaps it twice and puts back the wrong one.
     """
-    present = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    present = dict(module.named_parameters())
     replacement = {id(present[name]): tensor for name, tensor in state.items()}
     places = {
         f"{path}.{name}" if path else name: tensor
         for path, part in module.named_modules()
-        for name, tensor in (item for table in tensor_tables(part) for item in table.items())
+        for name, tensor in tensor_tables(part)[0].items()
     }
     return {
         place: replacement[id(tensor)]

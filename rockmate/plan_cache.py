@@ -164,7 +164,7 @@ class PlanCache:
         self, runnable: RunnableCall, beyond: str, called: tuple[CallSignature, Sequence[Tensor]]
     ) -> RunnableCall:
         """The runnable call, or one for more forwards in flight; raises if neither may be."""
-        number = 1 + len(runnable.runner.pending.runners_of(self._model))
+        number = 1 + len(runnable.others)
         if self.request and self.new_plans.hands_over:
             options = replace(self.request.options, in_flight=number)
             self.request = replace(self.request, options=options)

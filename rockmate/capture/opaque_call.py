@@ -336,16 +336,11 @@ def by_place(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
     A tied tensor has several places. A module with two names has one: PyTorch, left to find them,
     swaps it twice and puts back the wrong one.
     """
-    present = dict(module.named_parameters())
-    replacement = {id(present[name]): tensor for name, tensor in state.items()}
-    places = {
-        f"{path}.{name}" if path else name: tensor
+    replacement = {id(module.get_parameter(name)): tensor for name, tensor in state.items()}
+    return {
+        f"{path}.{name}" if path else name: replacement[id(tensor)]
         for path, part in module.named_modules()
         for name, tensor in tensor_tables(part)[0].items()
-    }
-    return {
-        place: replacement[id(tensor)]
-        for place, tensor in places.items()
         if id(tensor) in replacement
     }
 

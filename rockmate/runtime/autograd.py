@@ -78,7 +78,7 @@ class Runner:
     Attributes:
         program: the forward and backward functions.
         model: whose they are.
-        saved_bytes: tells what a forward holds for its backward, as its plan predicts.
+        saved_bytes: tells what a forward holds for its backward, as its plan predicts; 0 unset.
         binding: finds the module's tensors by name.
         pending: the forwards of the model whose backward has not run.
         held: whole gradients that wait for their reduction, of a sharded model; else None.
@@ -101,26 +101,21 @@ class Runner:
         tangent_layouts: index of an output -> the layout of its tangent that is relied on.
     """
 
+    saved_bytes: Callable[[], int] = int
+
     def __init__(
-        self,
-        program: Program,
-        model: nn.Module,
-        *,
-        saved_bytes: Callable[[], int] = int,
-        name: str = "the model",
-        way_out: str = "",
+        self, program: Program, model: nn.Module, *, name: str = "the model", way_out: str = ""
     ) -> None:
         """Finds the places of the model's tensors; reads none of them.
 
         Args:
             program: the forward and backward functions.
             model: whose they are.
-            saved_bytes: see the attribute.
             name: of the model, for errors.
             way_out: what else a user may do about an error, after what can be done in any case.
         """
         self.program, self.name, self.way_out = program, name, way_out
-        self.model, self.saved_bytes, self.check_tangents = model, saved_bytes, _accept_tangents
+        self.model, self.check_tangents = model, _accept_tangents
         self.binding = Binding(model, program.tensor_names())
         self.returned_to: Callable[[str], torch.Tensor] = self.binding.__getitem__
         self.pending = pending_steps_of(model)

@@ -67,11 +67,7 @@ class Writes:
 
     @contextmanager
     def saved_in_room(self) -> Iterator[None]:
-        """Has autograd save what there is room for, the latest: a gradient within needs those.
-
-        Raises:
-            OutOfBudget: a gradient needs what there was no room for.
-        """
+        """Has autograd save what there is room for, the latest; `OutOfBudget` if it needs more."""
 
         def pack(tensor: torch.Tensor) -> object:
             key = object()

@@ -47,9 +47,8 @@ class RunnableCall:
         self.planned, self.trials = planned, trials
         self.family = family
         self.is_adapted = is_adapted
-        self.runner = Runner(
-            planned.program, model, saved_bytes=lambda: planned.plan.simulation.saved_bytes
-        )
+        self.runner = Runner(planned.program, model)
+        self.runner.saved_bytes = lambda: planned.plan.simulation.saved_bytes
         self._model = model
         self.watch = ModelWatch(model, self.planned.attributes)
 
@@ -90,9 +89,14 @@ class RunnableCall:
                 len(hooked),
             )
 
+    @property
+    def others(self) -> list[Runner]:
+        """What has run forwards of the model whose backward is to come."""
+        return self.runner.pending.runners_of(self._model)
+
     def beyond_budget(self) -> str:
         """Forwards in flight that leave no room for a further one, in words; empty if all do."""
-        others = self.runner.pending.runners_of(self._model)
+        others = self.others
         num_planned = self.planned.program.num_in_flight
         if len(others) < num_planned:
             return ""
@@ -134,7 +138,7 @@ class RunnableCall:
             TrialError: the step differs from eager's. It is undone.
         """
         step = partial(self.run, tensors)
-        if not self.trials.is_next(can_run=not self.runner.pending.has_any):
+        if not self.trials.is_next(can_run=not self.others):
             return step()
         if self.planned.program.collectives:
             logger.info("the planned step is not held against eager: its ranks communicate")

@@ -77,7 +77,6 @@ class Runner:
 
     Attributes:
         program: the forward and backward functions.
-        model: whose they are.
         saved_bytes: tells what a forward holds for its backward, as its plan predicts; 0 unset.
         binding: finds the module's tensors by name.
         pending: the forwards of the model whose backward has not run.
@@ -101,8 +100,6 @@ class Runner:
         tangent_layouts: index of an output -> the layout of its tangent that is relied on.
     """
 
-    saved_bytes: Callable[[], int] = int
-
     def __init__(
         self, program: Program, model: nn.Module, *, name: str = "the model", way_out: str = ""
     ) -> None:
@@ -116,6 +113,7 @@ class Runner:
         """
         self.program, self.name, self.way_out = program, name, way_out
         self.model, self.check_tangents = model, _accept_tangents
+        self.saved_bytes: Callable[[], int] = int
         self.binding = Binding(model, program.tensor_names())
         self.returned_to: Callable[[str], torch.Tensor] = self.binding.__getitem__
         self.pending = pending_steps_of(model)
@@ -151,8 +149,7 @@ class Runner:
         kinds = [argument.kind for argument in program.forward_arguments]
         self._moves_place = kinds.index(ArgumentKind.MOVES) if program.slots else None
         self._owner_places: list[Any] = [self.binding.places[name] for name in program.accumulated]
-        # Whether all ranks are known to run the same collectives.
-        self._is_confirmed = False
+        self._is_confirmed = False  # whether all ranks are known to run the same collectives
         # For each set of undefined tangents.
         self._backwards: dict[frozenset[int], _Backward] = {}
         # One for each device of inputs, kept for the next call.

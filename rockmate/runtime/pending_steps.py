@@ -49,7 +49,7 @@ class PendingSteps:
 
     def runners_of(self, model: nn.Module) -> list[Any]:
         """What has run the forwards of a model that hold values for a backward to come."""
-        nodes = [each() for each in self._nodes]
+        nodes: list[Any] = [each() for each in self._nodes]
         return [node.runner for node in nodes if is_pending(node) and node.runner.model is model]
 
     def begin(self, node: Any) -> tuple[PartialGradients, bool]:

@@ -277,6 +277,9 @@ def _advised(settings: Settings, error: RockmateError) -> Settings | None:
             is_there = settings.mode != ("frames" if name == "untraced" else "plan")
             if is_there and paths != options.get(name):
                 return replace(settings, options=options | {name: paths})
+    number = re.search(r"Pass in_flight=(\d+)", text)
+    if number and settings.mode == "plan":
+        return replace(settings, options=options | {"in_flight": int(number[1])})
     if 'gradients="returned"' in text and "gradients" not in options and settings.mode != "frames":
         return replace(settings, options=options | {"gradients": "returned"})
     is_set_up = "run the model once before" in text.lower().replace("plain ", "")

@@ -100,6 +100,8 @@ class PlanCache:
         self.runnables: list[RunnableCall] = []
         self.request = request
         self._model = model
+        self._keeps_budget = request is None or request.on_infeasible == "error"
+        self._has_told_in_flight = False
         self._replans, self._refuses_larger = replans, refuses_larger
         self._optional = optional_keywords(model)
         self._samples: list[PlannedSample] = []  # one for each set of keywords
@@ -154,7 +156,30 @@ class PlanCache:
         tensors, call = flatten_call(args, kwargs, self._optional)
         self.new_plans.num_calls += 1
         runnable = self.runnable_for(call, tensors)
+        if beyond := runnable.beyond_budget():
+            runnable = self._for_in_flight(runnable, beyond, (call, tensors))
         return runnable.run_or_try(tensors, args, kwargs)
+
+    def _for_in_flight(
+        self, runnable: RunnableCall, beyond: str, called: tuple[CallSignature, Sequence[Tensor]]
+    ) -> RunnableCall:
+        """The runnable call, or one for more forwards in flight; raises if neither may be."""
+        number = 1 + len(runnable.others)
+        if self.request and self.new_plans.hands_over:
+            options = replace(self.request.options, in_flight=number)
+            self.request = replace(self.request, options=options)
+            self.runnables.clear()
+            return self._plan(*called, reason=beyond)
+        msg = (
+            f"{beyond}. Pass in_flight={number}, or the most that there are, or run each backward "
+            "before the next forward."
+        )
+        if self._keeps_budget:
+            raise SignatureMismatchError(msg)
+        if not self._has_told_in_flight:
+            self._has_told_in_flight = True
+            logger.warning("%s", msg)
+        return runnable
 
     def empty_for(self, model: nn.Module, *, num_methods: int = 1) -> PlanCache:
         """A cache without a plan, which plans alike.

@@ -64,7 +64,8 @@ from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
-from rockmate.state.call_state import CallState, caches_passed_by, objects_kept
+from rockmate.state.call_state import CallState, caches_passed_by, undone
+from rockmate.state.writes import Writes
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def _captured(
 
     def trace() -> tuple[fx.GraphModule, TracedForward]:
         # Hooks put tensors into dictionaries of the script, where those of a trace are no use.
-        with objects_kept(model):
+        with undone(model, Writes()):
             # A checkpoint would run what is opaque without gradients, unlike the trace.
             with training_only_features_off(model):
                 calls = record_calls(

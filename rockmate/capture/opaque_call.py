@@ -16,7 +16,7 @@ from torch.func import functional_call
 
 from rockmate._torch.allocator import net_allocated
 from rockmate._torch.members import tensor_tables
-from rockmate._torch.storage import StorageWeakRef, storage_id, version_of, versions_of
+from rockmate._torch.storage import StorageWeakRef, storage_id, versions_of
 from rockmate.capture.attribute_access import AttributeState, Place
 from rockmate.capture.attribute_values import traced_in
 from rockmate.capture.compiled_model import uncompiled
@@ -45,9 +45,9 @@ class OpaqueCall:
         saved_bytes: what its autograd graph holds beside parameters, buffers and the outputs.
         saved_outputs: positions of the outputs that its autograd graph holds.
         draws: whether it draws random numbers.
-        changes_buffers: whether a run changes one of its buffers, so that it must not run again.
-        changes_attributes: whether a run changes one of its attributes; the same holds.
-        writes: tensors in its attributes that a run changes in place.
+        changes_state: whether a run changes an attribute, buffer or parameter of it, so that it
+            must not run again.
+        writes: tensors of its own that a run changes in place.
         autocast: dtype for each kind of device on which autocast is on in the call.
     """
 
@@ -64,8 +64,7 @@ class OpaqueCall:
     saved_bytes: int = 0
     saved_outputs: tuple[int, ...] = ()
     draws: bool = False
-    changes_buffers: bool = False
-    changes_attributes: bool = False
+    changes_state: bool = False
     writes: Writes = field(default_factory=Writes)
 
     @property
@@ -78,21 +77,16 @@ class OpaqueCall:
 
         Leaves everything as it was.
         """
-        buffers = self.copied_buffers()
-        before = {name: version_of(buffer) for name, buffer in buffers.items()}
         attributes = AttributeState(self.module)
         with self.random_state_kept() as random, undone(self.module) as self.writes:
-            self._refuse_foreign(self.run(self.copied_inputs(), buffers=buffers)[1])
+            self._refuse_foreign(self.run(self.copied_inputs())[1])
             now = RandomState([self.outputs[0].device], of_pytorch_alone=True)
             self.draws = bool(random.differences(now))
             changes = attributes.changes()
         self._refuse_assigned_gradients(changes)
-        self.changes_attributes = bool(changes or self.writes.changed)
-        self.changes_buffers = any(
-            version_of(buffer) != before[name] for name, buffer in buffers.items()
-        )
+        self.changes_state = bool(changes or self.writes.changed)
         with self.random_state_kept():
-            self._measure_saved(self.copied_buffers())
+            self._measure_saved()
 
     def _refuse_assigned_gradients(self, changes: Sequence[tuple[Place, Any]]) -> None:
         """Raises if a run assigns a tensor with a gradient, which would end in the submodule."""
@@ -105,13 +99,13 @@ class OpaqueCall:
                 )
                 raise UnsupportedModelError(msg)
 
-    def _measure_saved(self, buffers: Mapping[str, Tensor]) -> None:
+    def _measure_saved(self) -> None:
         """Finds which outputs the autograd graph holds, and how many bytes beside them.
 
         Ops are not observed: a run whose ops are may save other tensors.
         """
         run, device = OpaqueForward(self).without_effects, self.outputs[0].device
-        left_bytes, results = net_allocated(lambda: run(self.copied_inputs(), buffers), device)
+        left_bytes, results = net_allocated(lambda: run(self.copied_inputs()), device)
         handle = results.pop()  # holds the graph
         outputs = [value.untyped_storage() for value in results]
         self.saved_bytes = max(1, left_bytes - sum(memory.nbytes() for memory in outputs))
@@ -145,19 +139,8 @@ class OpaqueCall:
             )
         return [*copied, *self.inputs[self.num_arguments :]]
 
-    def copied_buffers(self) -> dict[str, Tensor]:
-        """Copies of the submodule's buffers, by name."""
-        return {name: buffer.clone() for name, buffer in self.module.named_buffers()}
-
-    def run(
-        self, inputs: Sequence[Tensor], *, buffers: Mapping[str, Tensor] | None = None
-    ) -> tuple[list[Tensor], RunGraph]:
-        """The outputs for `inputs`, outside of their autograd graph, and this graph.
-
-        Args:
-            inputs: in the order of `OpaqueCall.inputs`.
-            buffers: in place of the submodule's own.
-        """
+    def run(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], RunGraph]:
+        """The outputs for inputs, outside of their autograd graph, and this graph."""
         arguments, needs = inputs[: self.num_arguments], self.differentiable
         pairs = [
             attach_input(tensor) if needed else (tensor.detach(), tensor.detach())
@@ -170,7 +153,7 @@ class OpaqueCall:
             )
         ]
         args, kwargs = self.arguments.rebuild([value for _, value in pairs])
-        state = {**dict(zip(self.parameter_names, parameters, strict=True)), **(buffers or {})}
+        state = dict(zip(self.parameter_names, parameters, strict=True))
         state = {f"module.{name}": tensor for name, tensor in by_place(self.module, state).items()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
@@ -275,35 +258,24 @@ class OpaqueForward:
     @property
     def runs_once(self) -> bool:
         """Whether it must not be recomputed."""
-        return self.call.changes_buffers or self.call.changes_attributes
+        return self.call.changes_state
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Runs the submodule."""
-        return self.with_buffers(tensors, None)
-
-    def with_buffers(
-        self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor] | None
-    ) -> list[Tensor]:
-        """Runs the submodule with these buffers in place of its own, if any are given."""
-        outputs, graph = self.call.run(tensors, buffers=buffers)
+        outputs, graph = self.call.run(tensors)
         handle = torch.empty(1, dtype=torch.uint8)
         handle.graph = graph  # pyright: ignore[reportAttributeAccessIssue]
         return [*outputs, handle]
 
     def on_sample(self, _: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What to measure, and its arguments.
+        """What to measure, and its arguments: the sample's inputs instead of made-up ones."""
+        run = self.without_effects if self.call.changes_state else self
+        return run, (self.call.copied_inputs(),)
 
-        The same on the sample's inputs instead of made-up ones, with copies of the buffers.
-        """
-        run = self.without_effects if self.call.changes_attributes else self.with_buffers
-        return run, (self.call.copied_inputs(), self.call.copied_buffers())
-
-    def without_effects(
-        self, tensors: Sequence[Tensor], buffers: Mapping[str, Tensor]
-    ) -> list[Tensor]:
-        """Runs the submodule with these buffers and leaves its attributes as they were."""
+    def without_effects(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Runs the submodule and leaves all of its own as it was."""
         with undone(self.call.module, self.call.writes):
-            return self.with_buffers(tensors, buffers)
+            return self(tensors)
 
 
 class OpaqueBackward:
@@ -353,27 +325,22 @@ class OpaqueBackward:
         Which gradients there are and how they are laid out matters: a kernel copies what it cannot
         read as it is.
         """
-        forward, (inputs, buffers) = OpaqueForward(self.call).on_sample(made_up)
-        *outputs, handle = forward(inputs, buffers)
+        forward, given = OpaqueForward(self.call).on_sample(made_up)
+        *outputs, handle = forward(*given)
         return self, (made_up(0), handle, [outputs[at] for at in self.call.saved_outputs])
 
 
 def by_place(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replacements of parameters and buffers, once for each place that holds one.
+    """Replacements of parameters, once for each place that holds one.
 
     A tied tensor has several places. A module with two names has one: PyTorch, left to find them,
     swaps it twice and puts back the wrong one.
     """
-    present = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    replacement = {id(present[name]): tensor for name, tensor in state.items()}
-    places = {
-        f"{path}.{name}" if path else name: tensor
-        for path, part in module.named_modules()
-        for name, tensor in (item for table in tensor_tables(part) for item in table.items())
-    }
+    replacement = {id(module.get_parameter(name)): tensor for name, tensor in state.items()}
     return {
-        place: replacement[id(tensor)]
-        for place, tensor in places.items()
+        f"{path}.{name}" if path else name: replacement[id(tensor)]
+        for path, part in module.named_modules()
+        for name, tensor in tensor_tables(part)[0].items()
         if id(tensor) in replacement
     }
 

@@ -32,12 +32,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.storage import versions_of
-from rockmate.capture.opaque_call import OpaqueCall, by_place, input_change_error
+from rockmate.capture.opaque_call import OpaqueCall, input_change_error
 from rockmate.capture.opaque_functions import (
     FunctionCaller,
     calls_seen,
@@ -49,7 +48,7 @@ from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.tensor_parts import has_parts
 from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
-from rockmate.state.call_state import objects_kept
+from rockmate.state.call_state import undone
 from rockmate.state.random_state import random_state_kept
 
 # Classes that keep their weights in the attributes of an object, and move them in each call.
@@ -68,7 +67,7 @@ def record_calls(
 ) -> dict[str, OpaqueCall]:
     """The calls of opaque submodules, and of functions, in one run of the model on its sample.
 
-    The run saves nothing for a backward and leaves buffers and random state as they were.
+    The run saves nothing for a backward, and what it changes is undone.
 
     Raises:
         InvalidSampleError: there is no submodule of such a name, or the forward does not call it.
@@ -78,8 +77,7 @@ def record_calls(
     if not modules and not with_functions:
         return {}
     try:
-        with objects_kept(model):
-            seen = _calls_seen(model, tensors, structure, modules, nothing_saved())
+        seen = _calls_seen(model, tensors, structure, modules, nothing_saved())
     except DifferentiatedError:  # by the forward itself
         seen = _calls_seen(model, tensors, structure, modules, contextlib.nullcontext())
     named = {model.get_submodule(name) for name in names}
@@ -120,24 +118,24 @@ def _calls_seen(
     """The calls of opaque submodules, and of functions, in a run of the model within `saving`."""
     seen: list[_Seen] = []
     running: list[list[int]] = []  # of opaque modules that are running, versions of their inputs
-    handles = [
-        handle
-        for path, module in modules.items()
-        for handle in _watch_calls(module, path, seen, running)
-    ]
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
     args, kwargs = structure.rebuild(tensors)
-    try:
-        with (
-            random_state_kept(tensor.device for tensor in tensors),
-            torch.enable_grad(),
-            saving,
-            calls_seen(_note_functions(seen, running)),
-        ):
-            functional_call(model, by_place(model, buffers), args, kwargs, tie_weights=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with undone(model):  # it would empty `seen`, too, if that were within reach as it begins
+        handles = [
+            handle
+            for path, module in modules.items()
+            for handle in _watch_calls(module, path, seen, running)
+        ]
+        try:
+            with (
+                random_state_kept(tensor.device for tensor in tensors),
+                torch.enable_grad(),
+                saving,
+                calls_seen(_note_functions(seen, running)),
+            ):
+                model(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
     return seen
 
 

@@ -78,6 +78,7 @@ class Runner:
 
     Attributes:
         program: the forward and backward functions.
+        saved_bytes: tells what a forward holds for its backward, as its plan predicts; 0 unset.
         binding: finds the module's tensors by name.
         pending: the forwards of the model whose backward has not run.
         held: whole gradients that wait for their reduction, of a sharded model; else None.
@@ -112,7 +113,8 @@ class Runner:
             way_out: what else a user may do about an error, after what can be done in any case.
         """
         self.program, self.name, self.way_out = program, name, way_out
-        self._model, self.check_tangents = model, _accept_tangents
+        self.model, self.check_tangents = model, _accept_tangents
+        self.saved_bytes: Callable[[], int] = int
         self.binding = Binding(model, program.tensor_names())
         self.returned_to: Callable[[str], torch.Tensor] = self.binding.__getitem__
         self.pending = pending_steps_of(model)
@@ -148,8 +150,7 @@ class Runner:
         kinds = [argument.kind for argument in program.forward_arguments]
         self._moves_place = kinds.index(ArgumentKind.MOVES) if program.slots else None
         self._owner_places: list[Any] = [self.binding.places[name] for name in program.accumulated]
-        # Whether all ranks are known to run the same collectives.
-        self._is_confirmed = False
+        self._is_confirmed = False  # whether all ranks are known to run the same collectives
         # For each set of undefined tangents.
         self._backwards: dict[frozenset[int], _Backward] = {}
         # One for each device of inputs, kept for the next call.
@@ -206,7 +207,7 @@ class Runner:
         if slots is None or self._moves_place is None:
             return arguments, None
         assert offload is not None
-        moves = StepMoves(tier_of(self._model, offload).borrow(slots.num_bytes), slots)
+        moves = StepMoves(tier_of(self.model, offload).borrow(slots.num_bytes), slots)
         arguments.insert(self._moves_place, moves)
         return arguments, moves
 
@@ -307,7 +308,7 @@ class PlannedStep(torch.autograd.Function):
         fields.runner, fields.num_inputs, fields.anchor = runner, num_inputs, anchor
         # Otherwise each output without a gradient would get zeros of its size.
         fields.set_materialize_grads(False)
-        runner.pending.add(ctx, program.num_in_flight)
+        runner.pending.add(ctx)
         fields.mark_non_differentiable(*[outputs[index] for index in runner.non_differentiable])
         return outputs
 

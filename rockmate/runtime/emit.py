@@ -134,15 +134,19 @@ def _layouts(graph: Graph) -> dict[Role, torch.Tensor]:
     return {
         role: node.meta["val"]
         for node, role in graph.inputs
-        if role.kind in kinds and not all(map(_takes_any_strides, node.users))
+        if role.kind in kinds and not _has_any_strides(node)
     }
 
 
-def _takes_any_strides(reader: fx.Node) -> bool:
-    """Whether results lie alike for all strides of a matrix, by which the op rounds."""
-    if reader.target is _aten.t.default:
-        return all(map(_takes_any_strides, reader.users))
-    return reader.target in {_aten.mm.default, _aten.sum.dim_IntList}
+def _has_any_strides(matrix: fx.Node) -> bool:
+    """Whether what its readers make lies alike for all strides, by which these ops round."""
+    return all(
+        _has_any_strides(reader)
+        if reader.target is _aten.t.default
+        else reader.target in {_aten.mm.default, _aten.sum.dim_IntList}
+        or (reader.target is _aten.addmm.default and reader.args[0] is not matrix)
+        for reader in matrix.users
+    )
 
 
 def _wrappings(graph: Graph) -> dict[str, Wrapping]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate.runtime.pending_steps import PendingSteps, pending_steps_of, share_pending_steps
+from rockmate.runtime.pending_steps import pending_steps_of, share_pending_steps
 from rockmate.state.tensors import tensors_in
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def twin_of(model: nn.Module, method: str = "") -> nn.Module:
     made: Any = type(cls)
     twin = object.__new__(made(cls.__name__, (cls,), members))
     twin.__dict__ = model.__dict__
-    share_pending_steps(twin, PendingSteps(pending_steps_of(model)))
+    share_pending_steps(twin, pending_steps_of(model))
     return twin
 
 

@@ -7,7 +7,6 @@ of the planned steps that one backward runs, only the last may fire them.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +15,6 @@ import torch
 from torch import nn
 
 from rockmate._torch.engine import backward_id, will_execute
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
@@ -35,53 +32,25 @@ class PartialGradients:
     unfired: dict[int, torch.Tensor] = field(default_factory=dict)
 
 
-class _Backward:
-    """The backward that runs, of the planned forwards of all models with the same parameters."""
+class PendingSteps:
+    """The planned forwards of all models with the same parameters, and the backward that runs."""
 
     def __init__(self) -> None:
-        self.nodes: list[weakref.ref[Any]] = []
-        self.id = -1
-        self.begun: set[int] = set()
-        self.partial = PartialGradients()
-
-
-class PendingSteps:
-    """The planned forwards of one model."""
-
-    def __init__(self, others: PendingSteps | None = None) -> None:
-        """None yet; a backward may run them together with those of another model."""
+        """None yet."""
         self._nodes: list[weakref.ref[Any]] = []
-        self._backward = _Backward() if others is None else others._backward
-        self._warned_of: set[int] = set()
+        self._id = -1
+        self._begun: set[int] = set()
+        self._partial = PartialGradients()
 
-    def add(self, node: Any, num_planned: int) -> None:
-        """Notes the autograd node of a forward; warns once if more are in flight than planned.
+    def add(self, node: Any) -> None:
+        """Notes the autograd node of a forward; its `saved` is None once its backward has run."""
+        self._nodes = [each for each in self._nodes if each() is not None]
+        self._nodes.append(weakref.ref(node))
 
-        Args:
-            node: the node; its `saved` is None once its backward has taken the saved values.
-            num_planned: number of forwards before a backward that its budget bounds.
-        """
-        for nodes in (self._nodes, self._backward.nodes):
-            nodes[:] = [each for each in nodes if each() is not None]
-            nodes.append(weakref.ref(node))
-        if len(self._nodes) > num_planned and num_planned not in self._warned_of:
-            nodes = (each() for each in self._nodes)
-            number = sum(getattr(each, "saved", None) is not None for each in nodes)
-            if number > num_planned:
-                self._warned_of.add(num_planned)
-                logger.warning(
-                    "%d forwards of this model are in flight, their backwards not begun, and the "
-                    "plan's budget bounds %d. Pass in_flight=%d, or the most that there are, or "
-                    "run each backward before the next forward.",
-                    number,
-                    num_planned,
-                    number,
-                )
-
-    @property
-    def has_any(self) -> bool:
-        """Whether a forward holds values for a backward that has not begun."""
-        return any(is_pending(each()) for each in self._nodes)
+    def runners_of(self, model: nn.Module) -> list[Any]:
+        """What has run the forwards of a model that hold values for a backward to come."""
+        nodes: list[Any] = [each() for each in self._nodes]
+        return [node.runner for node in nodes if is_pending(node) and node.runner.model is model]
 
     def begin(self, node: Any) -> tuple[PartialGradients, bool]:
         """To be called as the backward of a node begins.
@@ -89,16 +58,15 @@ class PendingSteps:
         Returns:
             What earlier steps of the same backward have accumulated, and whether this is the last.
         """
-        running = self._backward
-        if backward_id() != running.id:
-            running.id, running.begun, running.partial = backward_id(), set(), PartialGradients()
-        running.begun.add(id(node))
-        others = [each() for each in running.nodes]
+        if backward_id() != self._id:
+            self._id, self._begun, self._partial = backward_id(), set(), PartialGradients()
+        self._begun.add(id(node))
+        others = [each() for each in self._nodes]
         is_last = not any(
-            other is not None and id(other) not in running.begun and will_execute(other)
+            other is not None and id(other) not in self._begun and will_execute(other)
             for other in others
         )
-        return running.partial, is_last
+        return self._partial, is_last
 
 
 _OF_MODEL: weakref.WeakKeyDictionary[nn.Module, PendingSteps] = weakref.WeakKeyDictionary()

@@ -112,16 +112,6 @@ class CallState:
 
 
 @contextmanager
-def objects_kept(model: nn.Module) -> Iterator[None]:
-    """Puts back which objects a model reaches, and what they hold; not the numbers of tensors."""
-    before = CallState(model, (), {})
-    try:
-        yield
-    finally:
-        before.objects.restore()
-
-
-@contextmanager
 def caches_passed_by(model: nn.Module) -> Iterator[None]:
     """Has the files of a model's classes call what `functools.lru_cache` wraps, without the cache.
 

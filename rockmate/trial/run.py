@@ -100,22 +100,18 @@ def _of_plain(
 ) -> Outcome | None:
     """The outcome of the plain forward, which is undone; None where it cannot run in the budget."""
     before, random, writes, reader = taken
-    reason = ""
+    reason, outcome = "", None
     try:
-        for saves in (False, True):
+        for saving in (nothing_saved(), writes.saved_in_room()):
             try:
-                saving = contextlib.nullcontext() if saves else nothing_saved()
                 with _as_in(conditions, model), writes.noted(), saving:
                     output = model(*args, **kwargs)
                 outcome = reader.outcome(output)
                 break
             except DifferentiatedError:
                 before.put_back(writes, random)
-        else:
-            raise AssertionError
     except (OutOfBudget, torch.OutOfMemoryError):
         reason = f"the plain forward takes more than {size_text(conditions.most_bytes)}"
-        outcome = None
     finally:
         output = None
         before.put_back(writes, random)

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rockmate.budget import size_text
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.ddp import finds_unused_parameters
@@ -47,6 +48,7 @@ class RunnableCall:
         self.family = family
         self.is_adapted = is_adapted
         self.runner = Runner(planned.program, model)
+        self.runner.saved_bytes = lambda: planned.plan.simulation.saved_bytes
         self._model = model
         self.watch = ModelWatch(model, self.planned.attributes)
 
@@ -87,6 +89,28 @@ class RunnableCall:
                 len(hooked),
             )
 
+    @property
+    def others(self) -> list[Runner]:
+        """What has run forwards of the model whose backward is to come."""
+        return self.runner.pending.runners_of(self._model)
+
+    def beyond_budget(self) -> str:
+        """Forwards in flight that leave no room for a further one, in words; empty if all do."""
+        others = self.others
+        num_planned = self.planned.program.num_in_flight
+        if len(others) < num_planned:
+            return ""
+        plan = self.planned.plan
+        num_bytes = plan.predicted_peak_bytes - (num_planned - 1) * plan.simulation.saved_bytes
+        num_bytes += sum(each.saved_bytes() for each in others)
+        if num_bytes <= plan.budget_bytes:
+            return ""
+        return (
+            f"{len(others) + 1} forwards of this model are in flight, their backwards not begun, "
+            f"which take {size_text(num_bytes)} together, and the plan's budget of "
+            f"{size_text(plan.budget_bytes)} bounds {num_planned}"
+        )
+
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output for the tensors of a call that the plan serves."""
         attributes = self.planned.attributes
@@ -114,7 +138,7 @@ class RunnableCall:
             TrialError: the step differs from eager's. It is undone.
         """
         step = partial(self.run, tensors)
-        if not self.trials.is_next(can_run=not self.runner.pending.has_any):
+        if not self.trials.is_next(can_run=not self.others):
             return step()
         if self.planned.program.collectives:
             logger.info("the planned step is not held against eager: its ranks communicate")

@@ -519,8 +519,7 @@ def test_loss_only(regime: str) -> None:
     model, eager = case.eager(), case.eager()
     planner = Planner(model, case.workload.sample, outputs="loss")
     module = planner.module(budget_for(planner, regime))
-    output = module(**case.workload.make_batch(1))
-    assert output.logits is None
+    assert module(**case.workload.make_batch(1)).logits is None
     assert planner.minimum_peak_bytes <= case.planner.minimum_peak_bytes
     ours = train(module, model, lambda m, s: (None, m(**case.workload.make_batch(s)).loss), 2)
     reference = train(eager, eager, lambda m, s: (None, m(**case.workload.make_batch(s)).loss), 2)
@@ -553,3 +552,17 @@ def test_returned_gradients_serve_autograd_grad_and_backward(name: str) -> None:
         loss.backward()
         assert all(same_bits(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
         model.zero_grad()
+
+
+def test_matrices_in_other_strides_than_the_samples_are_multiplied_as_they_are() -> None:
+    """A copy in the sample's strides would round otherwise in double precision."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.LayerNorm(16)
+    ).double()
+    plain, x = copy.deepcopy(model), torch.randn(16, 48).double().t()
+    module = RockmateModule(model, torch.randn(48, 16).double(), 1.0, numerics="bitwise")
+    for each in (plain, module):
+        each(x).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)  # pyright: ignore

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from dataclasses import replace
 from typing import Any
 
 import models
@@ -38,6 +39,8 @@ from rockmate import InvalidBudgetError, Planner, RockmateModule
 @pytest.mark.parametrize("name", ["gpt2", "hf-resnet", "encoder"])
 def test_two_forwards_before_the_backwards(name: str, regime: str, last_first: bool) -> None:
     case = planned(name)
+    planner = Planner(case.workload.model, case.workload.sample, numerics="bitwise", in_flight=2)
+    case = replace(case, planner=planner)
     found = []
     for callee, owner in (
         (eager := case.eager(), eager),
@@ -61,9 +64,11 @@ def test_two_forwards_before_the_backwards(name: str, regime: str, last_first: b
 def test_two_forwards_in_one_loss() -> None:
     x, y = torch.randn(64, 16), torch.randn(64, 16)
     model = models.Stack(dropout=0.3)
-    check_against_eager(
-        model, x, lambda module, step: (None, (module(x * step) * module(y)).mean()), num_steps=1
-    )
+
+    def loss_of(module: nn.Module, step: int) -> tuple[None, torch.Tensor]:
+        return None, (module(x * step) * module(y)).mean()
+
+    check_against_eager(model, x, loss_of, num_steps=1, in_flight=2)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -117,7 +122,7 @@ def test_modules_of_several_budgets_and_models_side_by_side() -> None:
 def test_forwards_of_different_budgets_interleaved_on_one_model() -> None:
     model = models.Stack(dropout=0.0)
     x = torch.randn(64, 16)
-    first, second, third = modules_of(model, x)
+    first, second, third = modules_of(model, x, in_flight=3)
     losses = [module(x).square().sum() for module in (first, second, third)]
     reference = copy.deepcopy(model)
     reference(x).square().sum().backward()
@@ -161,7 +166,7 @@ def test_one_planned_part_used_twice_in_a_larger_model() -> None:
 
     reference_model = copy.deepcopy(model)
     reference = one_step(reference_model, reference_model, loss_of, 1)
-    for module in modules_of(model, sample):
+    for module in modules_of(model, sample, in_flight=2):
         model.zero_grad()
         ours = one_step(module, model, loss_of, 1)
         assert_same(ours, reference)
@@ -236,8 +241,7 @@ def test_same_tensor_for_two_inputs_in_the_sample_and_two_later() -> None:
     words = workload.make_batch(1)["input_ids"]
     module = RockmateModule(workload.model, {"input_ids": words, "labels": words}, 0.7)
     other = {"input_ids": words, "labels": words.flip(0)}
-    ours = module(**other)
-    assert same_bits(ours.loss, workload.model(**other).loss)
+    assert same_bits(module(**other).loss, workload.model(**other).loss)
     assert same_bits(
         module(input_ids=words, labels=words).loss,
         workload.model(input_ids=words, labels=words).loss,

@@ -115,7 +115,7 @@ def test_several_forwards_wait_for_their_backwards(
 ) -> None:
     model = layers()
     eager = copy.deepcopy(model)
-    module = module_of(model, tmp_path, monkeypatch)
+    module = module_of(model, tmp_path, monkeypatch, in_flight=3)
     batches = [torch.randn(128, 256) for _ in range(3)]
     for callee in (module, eager):
         outputs = [callee(x).square().mean() for x in batches]

@@ -25,7 +25,8 @@ def batch(rows: int, seed: int) -> Tensor:
 def pairs() -> list[tuple[nn.Module, nn.Module]]:
     """(what the script calls, the model): planned, then plain."""
     ours, plain = make_model(), make_model()
-    return [(RockmateModule(ours, batch(8, 0), 1.0, machine="cpu-avx2"), ours), (plain, plain)]
+    options: Any = {"machine": "cpu-avx2", "in_flight": 3}
+    return [(RockmateModule(ours, batch(8, 0), 1.0, **options), ours), (plain, plain)]
 
 
 def clipped(gradient: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 NUM_STEPS = 4
 KINDS = (*LAYERS, *LOOPS)
 MODES = ("plan", "auto", "frames")
+_OF_GRADIENTS = ("[0].gradients", "[0].other gradients", "[0].seen", "[0].parameters")
 
 
 @dataclass(frozen=True)
@@ -313,7 +314,8 @@ def difference(ours: Any, theirs: Any, path: str = "", *, rounding: float = 0.0)
         ours: of one run.
         theirs: of another.
         path: of both within a record.
-        rounding: share of the largest value of a tensor by which others may differ.
+        rounding: share of the largest value of a tensor by which others may differ, where they are
+            gradients or come of them: parameters, and all from the second step on.
     """
     if isinstance(theirs, dict) and isinstance(ours, dict):
         if ours.keys() != theirs.keys():
@@ -337,6 +339,8 @@ def _tensor_difference(ours: Tensor, theirs: Tensor, path: str, rounding: float)
         return f"{path}: {ours.shape} {ours.dtype}, {theirs.shape} {theirs.dtype} in eager"
     if torch.equal(ours, theirs):
         return ""
+    if path.startswith("[0].") and not path.startswith(_OF_GRADIENTS):
+        rounding = 0.0
     far = (ours.double() - theirs.double()).abs()
     largest = theirs.double().abs().nan_to_num().amax() if theirs.numel() else 0
     if (

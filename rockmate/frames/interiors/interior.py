@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -25,9 +24,6 @@ from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import Schedule
 from rockmate.state.tensors import layout_of
 from rockmate.step import CapturedStep
-
-_ANY_NUMBER = 1 << 30
-"""Of calls whose backward has not run: frames count what each holds."""
 
 
 class Interior:
@@ -112,7 +108,7 @@ class Interior:
     def _new_runner(self, schedule: Schedule) -> Runner:
         program = emit(self._step.graph, schedule, owner_names(self._module))
         runner = Runner(
-            replace(program, num_in_flight=_ANY_NUMBER),
+            program,
             self._module,
             name=self._path,
             way_out=f", or plan no frames (plan_frames=False), or leave it: keep={[self._path]!r}",

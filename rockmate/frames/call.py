@@ -10,18 +10,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.autocast import autocast_as, autocast_dtypes
 from rockmate._torch.dispatch import ops_observed
 from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import modules_within, tensor_tables
 from rockmate._torch.storage import storage_id, versions_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
-from rockmate.frames.module_state import (
-    Buffers,
-    Watched,
-    autocast_as,
-)
+from rockmate.frames.module_state import Buffers, Watched
 from rockmate.frames.needs import FrameKey
 from rockmate.frames.object_state import ObjectState
 from rockmate.state.random_state import RandomState, random_state_kept

@@ -7,8 +7,8 @@ changed in place meanwhile may not be read.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -192,17 +192,6 @@ def state_of(model: nn.Module) -> tuple[Hashable, ...]:
     modes = tuple([each.training for each in modules])
     trained = tuple([p is not None and p.requires_grad for p in parameters])
     return modes, trained, tuple(autocast_dtypes().items())
-
-
-@contextmanager
-def autocast_as(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Runs with autocast on for these kinds of devices and off for others."""
-    with ExitStack() as stack:
-        for kind in autocast_dtypes().keys() - dtypes.keys():
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        for kind, dtype in dtypes.items():
-            stack.enter_context(torch.autocast(kind, dtype=dtype))
-        yield
 
 
 def _buffers_of(module: nn.Module) -> dict[str, Any]:

@@ -58,11 +58,10 @@ class FrameTrials:
             self._steps.is_next(can_run=False, is_due=False)
             return ours()
         room_bytes = max(0, budget_bytes - needs.outside_bytes - memory.held_bytes)
-        most_bytes, own_bytes = budget_bytes, 0
-        can_run = memory.agreement is None
+        most_bytes, can_run = budget_bytes, memory.agreement is None
+        each = needs.by_key.values()
+        own_bytes = max((of.forward_bytes - of.before_forward_bytes for of in each), default=0)
         if self._is_joined:
-            each = needs.by_key.values()
-            own_bytes = max(of.forward_bytes - of.before_forward_bytes for of in each)
             most_bytes, can_run = room_bytes, can_run and room_bytes > own_bytes
         elif memory.held_bytes:
             can_run = False
@@ -75,8 +74,9 @@ class FrameTrials:
         conditions = Conditions(
             most_bytes=most_bytes,
             largest_bytes=own_bytes,
+            has_backward=not self._is_joined,
             most_copied_bytes=room_bytes,
             is_exact=is_on_cpu or torch.are_deterministic_algorithms_enabled(),
             what="the step in frames",
         )
-        return run_beside_eager(model, *call, ours, conditions)
+        return run_beside_eager(model, *call, ours, conditions, self._steps)

@@ -1,0 +1,188 @@
+"""Gradients of the plain model within a budget, and of a step, from the same gradients of outputs.
+
+A backward of the plain model reads all that its forward saves, which is what a budget excludes. So
+saved tensors are numbered, and of the last ones as many are held as there is room for. Where the
+backward reads one that is not, the forward runs once more from the same state, and those up to that
+one are held. All kernels are eager's, and nothing has to be known of the model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from rockmate._torch.autocast import autocast_off
+from rockmate._torch.engine import saving
+from rockmate._torch.members import all_hooks_of
+from rockmate._torch.storage import bytes_of
+from rockmate.budget import size_text
+from rockmate.capture.loss import loss_of
+from rockmate.capture.trace_state import DifferentiatedError
+from rockmate.runtime.ddp import is_distributed
+from rockmate.state.call_state import CallState
+from rockmate.state.digest import Fingerprint
+from rockmate.state.tensors import storages_of, tensors_in
+from rockmate.state.writes import OutOfBudget, Writes
+
+_MOST_RUNS = 16  # of a forward, for one backward
+_SMALL = 1 / 8
+"""Of the largest gradient. Smaller ones are held against that: sums that cancel are rounding."""
+
+
+class _Saved:
+    """What a forward saves for its backward, as much at a time as there is room for."""
+
+    def __init__(self, room_bytes: int, storages: Container[int]) -> None:
+        """Takes the room, and the storages whose tensors need none."""
+        self.run_again: Callable[[], object] | None = None  # until then, nothing may be read
+        self._room_bytes, self._storages = room_bytes, storages
+        self._held: dict[int, tuple[torch.Tensor, int]] = {}
+        self._num_runs, self._last = 0, sys.maxsize
+
+    def noted(self) -> AbstractContextManager[None]:
+        self._held.clear()
+        self._num_runs, self._next, self._held_bytes = self._num_runs + 1, 0, 0
+        return saving(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> int:
+        at, self._next = self._next, self._next + 1
+        if at <= self._last:
+            is_there = any(key in self._storages for key in storages_of(tensor))
+            self._held[at] = tensor.detach(), 0 if is_there else bytes_of(tensor)
+            self._held_bytes += self._held[at][1]
+            while self._held_bytes > self._room_bytes:
+                self._held_bytes -= self._held.pop(next(iter(self._held)))[1]
+        return at
+
+    def _unpack(self, at: int) -> torch.Tensor:
+        if at not in self._held:
+            if self.run_again is None:
+                msg = "the forward takes a gradient itself"
+                raise DifferentiatedError(msg)
+            self._last = at
+            if self._num_runs < _MOST_RUNS:
+                self.run_again()
+        if at not in self._held:
+            raise OutOfBudget
+        return self._held[at][0]
+
+
+class PlainGradients:
+    """Those of the plain model's backward, in a few bytes.
+
+    Attributes:
+        reason: why there are none, in words; else empty.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[[], Any],
+        undo: Callable[[], None],
+        before: CallState,
+        writes: Writes,
+        *,
+        has_labels: bool,
+        is_captured: bool,
+    ) -> None:
+        """Runs forward and backward of the plain model, and undoes them.
+
+        Args:
+            forward: of the plain model.
+            undo: puts the state before the call back.
+            before: that state.
+            writes: keeps the budget.
+            has_labels: whether labels are among the arguments.
+            is_captured: whether the step is planned as a whole.
+        """
+        self._before, self._has_labels, self._is_captured = before, has_labels, is_captured
+        tensors = before.objects.tensors.values()
+        self._leaves = [each for each in tensors if each.requires_grad and each.is_leaf]
+        self._found: list[Fingerprint | None] = []
+        most_bytes = writes.most_bytes or 0
+        saved = _Saved(most_bytes // 2, before.storages)
+
+        def noted() -> Any:
+            with saved.noted():
+                return forward()
+
+        def run_again() -> None:
+            undo()
+            noted()
+
+        def backward(outputs: Any, tangents: Any) -> Sequence[torch.Tensor | None]:
+            saved.run_again = run_again
+            writes.most_bytes = most_bytes + sum(map(bytes_of, self._leaves))  # as in the step
+            return torch.autograd.grad(outputs, self._leaves, tangents, allow_unused=True)
+
+        self.reason = self._obstacle()
+        try:
+            if not self.reason:
+                with writes.noted():
+                    self._found = self._numbers(noted(), backward)
+        except (OutOfBudget, torch.OutOfMemoryError):
+            self.reason = f"eager's backward takes more than {size_text(most_bytes)}"
+        except DifferentiatedError as error:
+            self.reason = str(error)
+        finally:
+            undo()
+            writes.release()
+            writes.most_bytes = most_bytes
+
+    def _obstacle(self) -> str:
+        if is_distributed():
+            return "a backward may reduce gradients among ranks"
+        for each in self._before.objects.tensors.values():
+            if each.grad_fn is not None or each.grad is not None or any(all_hooks_of(each)):
+                name = self._before.name_of(id(each))
+                return f"{name} has a gradient, a hook or a graph before the step"
+        return ""
+
+    def difference(self, output: Any, tolerance: float) -> str:
+        """What differs in the gradients of a step, in words; else empty.
+
+        Args:
+            output: of the step, whose backward runs.
+            tolerance: in units of the size of elements.
+        """
+
+        def backward(outputs: Any, tangents: Any) -> Sequence[torch.Tensor | None]:
+            inputs = None if self._is_captured else self._leaves
+            torch.autograd.backward(outputs, tangents, inputs=inputs)
+            return [each.grad for each in self._leaves]
+
+        ours = self._numbers(output, backward)
+        least = _SMALL * max((each.largest for each in self._found if each), default=0.0)
+        for leaf, one, two in zip(self._leaves, self._found, ours, strict=True):
+            found = ""
+            if one is None or two is None:
+                if (
+                    max((each.largest for each in (one, two) if each), default=0.0)
+                    > tolerance * least
+                ):
+                    found = "is missing" if two is None else "is one that eager does not have"
+            elif one.sample is not None and two.sample is not None:  # neither is sparse
+                found = one.difference(two, tolerance, least)
+            if found:
+                return f"the gradient of {self._before.name_of(id(leaf))} {found}"
+        return ""
+
+    def _numbers(
+        self, output: Any, backward: Callable[[Any, Any], Sequence[torch.Tensor | None]]
+    ) -> list[Fingerprint | None]:
+        """Of the gradients from 1 for the loss; without one, from ramps for all outputs."""
+        loss = loss_of(output, has_labels=self._has_labels)
+        graded = [each for each in tensors_in(output) if each.requires_grad]
+        graded = graded if loss is None else [loss]
+        del output
+        if not self._is_captured and any(each.numel() > 1 for each in graded):
+            msg = "layouts of the gradients of outputs are not known before the step"
+            raise DifferentiatedError(msg)
+        ramps = [torch.linspace(1, -1, n.numel(), dtype=n.dtype, device=n.device) for n in graded]
+        ramps = [each.view(of.shape) for each, of in zip(ramps, graded, strict=True)]
+        with autocast_off(), torch.autograd.set_multithreading_enabled(False):
+            found = backward(graded, ramps)
+        return [each if each is None else Fingerprint.of(each, is_exact=False) for each in found]

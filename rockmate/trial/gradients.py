@@ -125,7 +125,7 @@ class PlainGradients:
                     self._found = self._numbers(noted(), backward)
         except (OutOfBudget, torch.OutOfMemoryError):
             self.reason = f"eager's backward takes more than {size_text(most_bytes)}"
-        except DifferentiatedError as error:
+        except (DifferentiatedError, RuntimeError) as error:
             self.reason = str(error)
         finally:
             undo()
@@ -159,10 +159,8 @@ class PlainGradients:
         for leaf, one, two in zip(self._leaves, self._found, ours, strict=True):
             found = ""
             if one is None or two is None:
-                if (
-                    max((each.largest for each in (one, two) if each), default=0.0)
-                    > tolerance * least
-                ):
+                either = one or two
+                if either is not None and either.largest > tolerance * least:
                     found = "is missing" if two is None else "is one that eager does not have"
             elif one.sample is not None and two.sample is not None:  # neither is sparse
                 found = one.difference(two, tolerance, least)
@@ -178,8 +176,8 @@ class PlainGradients:
         graded = [each for each in tensors_in(output) if each.requires_grad]
         graded = graded if loss is None else [loss]
         del output
-        if not self._is_captured and any(each.numel() > 1 for each in graded):
-            msg = "layouts of the gradients of outputs are not known before the step"
+        if not graded or (not self._is_captured and any(each.numel() > 1 for each in graded)):
+            msg = "the loss is computed outside"  # strides of gradients, which frames rely on, too
             raise DifferentiatedError(msg)
         ramps = [torch.linspace(1, -1, n.numel(), dtype=n.dtype, device=n.device) for n in graded]
         ramps = [each.view(of.shape) for each, of in zip(ramps, graded, strict=True)]

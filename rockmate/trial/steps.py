@@ -7,7 +7,7 @@ from typing import Literal
 
 TrialOption = Literal["log", "always", "never"]
 _CHOICES = ("log", "always", "never")
-_MOST_S, _MOST_LATER_S = 0.5, 0.1  # for gradients, at the first trial and at others
+_MOST_S, _MOST_LATER_S = 0.5, 0.06  # for gradients, at the first trial and at others
 
 
 @dataclass(slots=True)

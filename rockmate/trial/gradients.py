@@ -9,8 +9,7 @@ one are held. All kernels are eager's, and nothing has to be known of the model.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -33,20 +32,29 @@ _SMALL = 1 / 8
 """Of the largest gradient. Smaller ones are held against that: sums that cancel are rounding."""
 
 
-class _Saved:
-    """What a forward saves for its backward, as much at a time as there is room for."""
+class _Saving:
+    """Runs a forward. Of what it saves, it holds as much at a time as there is room for."""
 
-    def __init__(self, room_bytes: int, storages: Container[int]) -> None:
-        """Takes the room, and the storages whose tensors need none."""
-        self.run_again: Callable[[], object] | None = None  # until then, nothing may be read
+    def __init__(
+        self,
+        forward: Callable[[], Any],
+        undo: Callable[[], None],
+        room_bytes: int,
+        storages: Container[int],
+    ) -> None:
+        """Tensors of these storages need no room."""
+        self._forward, self._undo = forward, undo
         self._room_bytes, self._storages = room_bytes, storages
         self._held: dict[int, tuple[torch.Tensor, int]] = {}
-        self._num_runs, self._last = 0, sys.maxsize
+        self._num_runs, self._last, self._has_ended = 0, sys.maxsize, False
 
-    def noted(self) -> AbstractContextManager[None]:
+    def run(self) -> Any:
         self._held.clear()
         self._num_runs, self._next, self._held_bytes = self._num_runs + 1, 0, 0
-        return saving(self._pack, self._unpack)
+        with saving(self._pack, self._unpack):
+            output = self._forward()
+        self._has_ended = True
+        return output
 
     def _pack(self, tensor: torch.Tensor) -> int:
         at, self._next = self._next, self._next + 1
@@ -60,19 +68,20 @@ class _Saved:
 
     def _unpack(self, at: int) -> torch.Tensor:
         if at not in self._held:
-            if self.run_again is None:
+            if not self._has_ended:
                 msg = "the forward takes a gradient itself"
                 raise DifferentiatedError(msg)
-            self._last = at
             if self._num_runs < _MOST_RUNS:
-                self.run_again()
+                self._last = at
+                self._undo()
+                self.run()
         if at not in self._held:
             raise OutOfBudget
         return self._held[at][0]
 
 
 class PlainGradients:
-    """Those of the plain model's backward, in a few bytes.
+    """Those of a backward of the plain model, in a few bytes.
 
     Attributes:
         reason: why there are none, in words; else empty.
@@ -94,7 +103,7 @@ class PlainGradients:
             forward: of the plain model.
             undo: puts the state before the call back.
             before: that state.
-            writes: keeps the budget.
+            writes: keeps the budget; new gradients do not count, as in the step itself.
             has_labels: whether labels are among the arguments.
             is_captured: whether the step is planned as a whole.
         """
@@ -102,27 +111,14 @@ class PlainGradients:
         tensors = before.objects.tensors.values()
         self._leaves = [each for each in tensors if each.requires_grad and each.is_leaf]
         self._found: list[Fingerprint | None] = []
-        most_bytes = writes.most_bytes or 0
-        saved = _Saved(most_bytes // 2, before.storages)
-
-        def noted() -> Any:
-            with saved.noted():
-                return forward()
-
-        def run_again() -> None:
-            undo()
-            noted()
-
-        def backward(outputs: Any, tangents: Any) -> Sequence[torch.Tensor | None]:
-            saved.run_again = run_again
-            writes.most_bytes = most_bytes + sum(map(bytes_of, self._leaves))  # as in the step
-            return torch.autograd.grad(outputs, self._leaves, tangents, allow_unused=True)
-
-        self.reason = self._obstacle()
+        self.reason, most_bytes = self._obstacle(), writes.most_bytes or 0
+        if self.reason:
+            return
+        plain = _Saving(forward, undo, most_bytes // 2, before.storages)
+        writes.most_bytes = most_bytes + sum(map(bytes_of, self._leaves))
         try:
-            if not self.reason:
-                with writes.noted():
-                    self._found = self._numbers(noted(), backward)
+            with writes.noted():
+                self._found = self._numbers(plain.run(), is_plain=True)
         except (OutOfBudget, torch.OutOfMemoryError):
             self.reason = f"eager's backward takes more than {size_text(most_bytes)}"
         except (DifferentiatedError, RuntimeError) as error:
@@ -148,13 +144,7 @@ class PlainGradients:
             output: of the step, whose backward runs.
             tolerance: in units of the size of elements.
         """
-
-        def backward(outputs: Any, tangents: Any) -> Sequence[torch.Tensor | None]:
-            inputs = None if self._is_captured else self._leaves
-            torch.autograd.backward(outputs, tangents, inputs=inputs)
-            return [each.grad for each in self._leaves]
-
-        ours = self._numbers(output, backward)
+        ours = self._numbers(output, is_plain=False)
         least = _SMALL * max((each.largest for each in self._found if each), default=0.0)
         for leaf, one, two in zip(self._leaves, self._found, ours, strict=True):
             found = ""
@@ -168,19 +158,22 @@ class PlainGradients:
                 return f"the gradient of {self._before.name_of(id(leaf))} {found}"
         return ""
 
-    def _numbers(
-        self, output: Any, backward: Callable[[Any, Any], Sequence[torch.Tensor | None]]
-    ) -> list[Fingerprint | None]:
+    def _numbers(self, output: Any, *, is_plain: bool) -> list[Fingerprint | None]:
         """Of the gradients from 1 for the loss; without one, from ramps for all outputs."""
         loss = loss_of(output, has_labels=self._has_labels)
         graded = [each for each in tensors_in(output) if each.requires_grad]
         graded = graded if loss is None else [loss]
         del output
         if not graded or (not self._is_captured and any(each.numel() > 1 for each in graded)):
-            msg = "the loss is computed outside"  # strides of gradients, which frames rely on, too
+            msg = "the loss is computed outside"  # frames rely on the strides of its gradients
             raise DifferentiatedError(msg)
         ramps = [torch.linspace(1, -1, n.numel(), dtype=n.dtype, device=n.device) for n in graded]
         ramps = [each.view(of.shape) for each, of in zip(ramps, graded, strict=True)]
         with autocast_off(), torch.autograd.set_multithreading_enabled(False):
-            found = backward(graded, ramps)
+            if is_plain:
+                found = torch.autograd.grad(graded, self._leaves, ramps, allow_unused=True)
+            else:
+                inputs = None if self._is_captured else self._leaves
+                torch.autograd.backward(graded, ramps, inputs=inputs)
+                found = [each.grad for each in self._leaves]
         return [each if each is None else Fingerprint.of(each, is_exact=False) for each in found]

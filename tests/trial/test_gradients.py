@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -38,21 +39,13 @@ def around_sink(patch: Patch, change: Callable[[str, Tensor], tuple[str, Tensor]
     patch.setattr(GradientSink, "accumulate", changed)
 
 
-def gradient_dropped(patch: Patch, _: Any) -> None:
-    around_sink(patch, lambda name, each: None if name == "norm.bias" else (name, each))
-
-
-def gradients_scaled(patch: Patch, _: Any) -> None:
-    around_sink(patch, lambda name, each: (name, each * 1.001))
-
-
-def gradients_of_other_parameters(patch: Patch, _: Any) -> None:
-    others = {"norm.weight": "norm.bias", "norm.bias": "norm.weight"}
-    around_sink(patch, lambda name, each: (others.get(name, name), each))
-
-
-def elements_in_another_order(patch: Patch, _: Any) -> None:
-    around_sink(patch, lambda name, each: (name, each.reshape(each.shape[::-1]).t()))
+OTHERS = {"norm.weight": "norm.bias", "norm.bias": "norm.weight"}
+CHANGES: dict[str, Callable[[str, Tensor], tuple[str, Tensor] | None]] = {
+    "dropped": lambda name, each: None if name == "norm.bias" else (name, each),
+    "scaled": lambda name, each: (name, each * 1.001),
+    "of_other_parameters": lambda name, each: (OTHERS.get(name, name), each),
+    "in_another_order": lambda name, each: (name, each.reshape(each.shape[::-1]).t()),
+}
 
 
 def op_of_backward_changed(patch: Patch, _: Any) -> None:
@@ -110,20 +103,25 @@ def branch_without_a_value(_: Patch, model: Any) -> None:
     model.norm.register_forward_hook(detached)
 
 
-PLANTED = (
-    gradient_dropped, gradients_scaled, gradients_of_other_parameters, elements_in_another_order,
-    op_of_backward_changed, saved_value_changed, backward_by_a_compiler, global_of_a_backward,
-    hook_on_an_activation, branch_without_a_value,
-)  # fmt: skip
+PLANTED: dict[str, Callable[..., Any]] = {
+    name: partial(lambda change, patch, _: around_sink(patch, change), change)
+    for name, change in CHANGES.items()
+} | {
+    each.__name__: each
+    for each in (
+        op_of_backward_changed, saved_value_changed, backward_by_a_compiler, global_of_a_backward,
+        hook_on_an_activation, branch_without_a_value,
+    )
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.6])
-@pytest.mark.parametrize("plant", PLANTED, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("plant", PLANTED)
 def test_wrong_gradient_is_found_within_four_steps(
-    plant: Callable[..., Any], budget: float, monkeypatch: Patch
+    plant: str, budget: float, monkeypatch: Patch
 ) -> None:
     model = Net()
-    before_step = plant(monkeypatch, model) or (lambda _: None)
+    before_step = PLANTED[plant](monkeypatch, model) or (lambda _: None)
     module = RockmateModule(model, BATCHES[0], budget, numerics="bitwise", trial="log")
     with pytest.raises(TrialError, match="the gradient of"):
         _train(module, before_step)

@@ -46,14 +46,17 @@ class _Saving:
         self._forward, self._undo = forward, undo
         self._room_bytes, self._storages = room_bytes, storages
         self._held: dict[int, tuple[torch.Tensor, int]] = {}
-        self._num_runs, self._last, self._has_ended = 0, sys.maxsize, False
+        self._num_runs, self._last, self._number = 0, sys.maxsize, -1  # of saved tensors
 
     def run(self) -> Any:
         self._held.clear()
         self._num_runs, self._next, self._held_bytes = self._num_runs + 1, 0, 0
         with saving(self._pack, self._unpack):
             output = self._forward()
-        self._has_ended = True
+        if self._number not in (-1, self._next):
+            msg = "the forward does not save the same when it runs again"
+            raise DifferentiatedError(msg)
+        self._number = self._next
         return output
 
     def _pack(self, tensor: torch.Tensor) -> int:
@@ -68,7 +71,7 @@ class _Saving:
 
     def _unpack(self, at: int) -> torch.Tensor:
         if at not in self._held:
-            if not self._has_ended:
+            if self._number < 0:
                 msg = "the forward takes a gradient itself"
                 raise DifferentiatedError(msg)
             if self._num_runs < _MOST_RUNS:

@@ -20,7 +20,7 @@ from rockmate.runtime.gradient_sink import GradientSink
 from rockmate.trial.steps import TrialSteps
 
 Patch = pytest.MonkeyPatch
-SCALE = 1.0
+SCALE = lambda: 1.0  # noqa: E731
 
 
 @pytest.fixture(autouse=True)
@@ -74,17 +74,17 @@ class Scaling(torch.autograd.Function):
 
     @staticmethod
     def backward(_: Any, grad: Tensor) -> Tensor:  # pyright: ignore
-        return grad * globals()["SCALE"] * (2.0 if torch.compiler.is_compiling() else 1.0)
-
-
-def backward_by_a_compiler(_: Patch, model: Any) -> None:
-    model.norm.register_forward_hook(lambda _, __, output: Scaling.apply(output))
+        return grad * globals()["SCALE"]()  # as no name tells
 
 
 def global_of_a_backward(patch: Patch, model: Any) -> Any:
-    patch.setattr(torch.compiler, "_is_compiling_flag", False)
-    backward_by_a_compiler(patch, model)
-    return lambda step: patch.setitem(globals(), "SCALE", 1.0 + step)
+    model.norm.register_forward_hook(lambda _, __, output: Scaling.apply(output))
+    return lambda step: patch.setitem(globals(), "SCALE", lambda: 1.0 + step)
+
+
+def backward_by_a_compiler(patch: Patch, model: Any) -> None:
+    global_of_a_backward(patch, model)
+    patch.setitem(globals(), "SCALE", lambda: 2.0 if torch.compiler.is_compiling() else 1.0)
 
 
 def hook_on_an_activation(_: Patch, model: Any) -> None:

@@ -8,6 +8,7 @@ one are held. All kernels are eager's, and nothing has to be known of the model.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Container
 from typing import Any
@@ -26,8 +27,13 @@ from rockmate.state.call_state import CallState
 from rockmate.state.digest import Fingerprint
 from rockmate.state.tensors import storages_of, tensors_in
 from rockmate.state.writes import OutOfBudget, Writes
+from rockmate.trial.conditions import Conditions
+
+logger = logging.getLogger(__name__)
 
 _MOST_RUNS = 16  # of a forward, for one backward
+_AMPLIFIED, _LEAST_ALIKE = 64, 0.25
+"""How much more gradients round, whose functions are not smooth, and the most that passes."""
 _SMALL = 1 / 8
 """Of the largest gradient. Smaller ones are held against that: sums that cancel are rounding."""
 
@@ -96,9 +102,9 @@ class PlainGradients:
         undo: Callable[[], None],
         before: CallState,
         writes: Writes,
+        conditions: Conditions,
         *,
         has_labels: bool,
-        is_captured: bool,
     ) -> None:
         """Runs forward and backward of the plain model, and undoes them.
 
@@ -107,21 +113,21 @@ class PlainGradients:
             undo: puts the state before the call back.
             before: that state.
             writes: keeps the budget; new gradients do not count, as in the step itself.
+            conditions: of the trial.
             has_labels: whether labels are among the arguments.
-            is_captured: whether the step is planned as a whole.
         """
-        self._before, self._has_labels, self._is_captured = before, has_labels, is_captured
+        self._before, self._has_labels, self._conditions = before, has_labels, conditions
         tensors = before.objects.tensors.values()
         self._leaves = [each for each in tensors if each.requires_grad and each.is_leaf]
         self._found: list[Fingerprint | None] = []
-        self.reason, most_bytes = self._obstacle(), writes.most_bytes or 0
-        if self.reason:
-            return
+        most_bytes = conditions.most_bytes
         plain = _Saving(forward, undo, most_bytes // 2, before.storages)
         writes.most_bytes = most_bytes + sum(map(bytes_of, self._leaves))
         try:
-            with writes.noted():
-                self._found = self._numbers(plain.run(), is_plain=True)
+            self.reason = self._obstacle()
+            if not self.reason:
+                with writes.noted():
+                    self._found = self._numbers(plain.run(), is_plain=True)
         except (OutOfBudget, torch.OutOfMemoryError):
             self.reason = f"eager's backward takes more than {size_text(most_bytes)}"
         except (DifferentiatedError, RuntimeError) as error:
@@ -130,6 +136,8 @@ class PlainGradients:
             undo()
             writes.release()
             writes.most_bytes = most_bytes
+        if self.reason:
+            logger.info("gradients of %s are not compared: %s", conditions.what, self.reason)
 
     def _obstacle(self) -> str:
         if is_distributed():
@@ -140,13 +148,15 @@ class PlainGradients:
                 return f"{name} has a gradient, a hook or a graph before the step"
         return ""
 
-    def difference(self, output: Any, tolerance: float) -> str:
+    def difference(self, output: Any, rounding: float) -> str:
         """What differs in the gradients of a step, in words; else empty.
 
         Args:
             output: of the step, whose backward runs.
-            tolerance: in units of the size of elements.
+            rounding: of a forward, in units of the size of elements.
         """
+        tolerance = min(_LEAST_ALIKE, _AMPLIFIED * rounding)
+        tolerance = rounding if self._conditions.is_exact else tolerance
         ours = self._numbers(output, is_plain=False)
         least = _SMALL * max((each.largest for each in self._found if each), default=0.0)
         for leaf, one, two in zip(self._leaves, self._found, ours, strict=True):
@@ -167,7 +177,8 @@ class PlainGradients:
         graded = [each for each in tensors_in(output) if each.requires_grad]
         graded = graded if loss is None else [loss]
         del output
-        if not graded or (not self._is_captured and any(each.numel() > 1 for each in graded)):
+        is_captured = self._conditions.is_captured
+        if not graded or (not is_captured and any(each.numel() > 1 for each in graded)):
             msg = "the loss is computed outside"  # frames rely on the strides of its gradients
             raise DifferentiatedError(msg)
         ramps = [torch.linspace(1, -1, n.numel(), dtype=n.dtype, device=n.device) for n in graded]
@@ -176,7 +187,7 @@ class PlainGradients:
             if is_plain:
                 found = torch.autograd.grad(graded, self._leaves, ramps, allow_unused=True)
             else:
-                inputs = None if self._is_captured else self._leaves
+                inputs = None if is_captured else self._leaves
                 torch.autograd.backward(graded, ramps, inputs=inputs)
                 found = [each.grad for each in self._leaves]
         return [each if each is None else Fingerprint.of(each, is_exact=False) for each in found]

@@ -49,8 +49,6 @@ _ROUNDING_ULPS = 1024
 """Of single precision and finer: what sums in another order, over the depth of a model, amount to.
 Values that belong to another step differ by a thousand times as much."""
 _COARSE_ULPS = 8  # of shorter formats, in which each op rounds that much
-_AMPLIFIED, _LEAST_ALIKE = 64, 0.25
-"""How much more gradients round, whose functions are not smooth, and the most that passes."""
 _PLAIN = "Train the plain model, module.original"
 
 
@@ -96,20 +94,14 @@ def run_beside_eager(
         return ours()
     gradients = None
     if conditions.has_backward and steps.has_time:
-        gradients = PlainGradients(
-            plain, undo, before, writes,
-            has_labels=has_labels, is_captured=conditions.is_captured,
-        )  # fmt: skip
-        if gradients.reason:
-            logger.info("gradients of %s are not compared: %s", conditions.what, gradients.reason)
+        gradients = PlainGradients(plain, undo, before, writes, conditions, has_labels=has_labels)
     output, rounding = ours(), _rounding(before)
     tolerance = 0.0 if conditions.is_exact else rounding
     found = Comparison(before, reader, eager, reader.outcome(output), tolerance).difference()
     if not found and (gradients is None or gradients.reason):
         return output
     if not found and gradients is not None:
-        amplified = min(_LEAST_ALIKE, _AMPLIFIED * rounding)
-        found = gradients.difference(output, rounding if conditions.is_exact else amplified)
+        found = gradients.difference(output, rounding)
     del output
     undo()
     if not found:  # a backward of the first run is over

@@ -142,10 +142,11 @@ class PlainGradients:
     def _obstacle(self) -> str:
         if is_distributed():
             return "a backward may reduce gradients among ranks"
-        for each in self._before.objects.tensors.values():
-            if each.grad_fn is not None or each.grad is not None or any(all_hooks_of(each)):
-                name = self._before.name_of(id(each))
-                return f"{name} has a gradient, a hook or a graph before the step"
+        if any(each.grad_fn is not None for each in tensors_in(self._before.arguments)):
+            return "an argument has a graph, whose backward is to run once"
+        for each in self._leaves:
+            if each.grad is not None or any(all_hooks_of(each)):
+                return f"{self._before.name_of(id(each))} has a gradient or a hook before the step"
         return ""
 
     def difference(self, output: Any, rounding: float) -> str:

@@ -1,9 +1,11 @@
 """What a planned call costs beside eager, on tiny models whose ops take little time.
 
     python -m bench.call_cost               # writes bench/results/call_cost_cpu_<yyyymm>.*
+    python -m bench.call_cost --whole --model gpt2 --budget 0.5 --rounds 5 --output STEM    # trials
 
 A step is forward and backward with `.grad` in place. Eager, eager once more and each budget take
-turns on one thread, one step each in a round; with a trial, each step is held against eager. Times
+turns on one thread, one step each in a round; with a trial, each step is held against eager. The
+first step of a module is one of its own, before there are gradients. In 1,000 there are ten. Times
 are processor times, since a step of a millisecond otherwise mostly measures the other processes on
 the core. The page gives medians over rounds: of a step's time, of its ratio to eager's step of the
 same round, and of its difference from that. "Eager once more" shows the resolution of the meter.
@@ -31,11 +33,11 @@ REACHED_RATIO, REACHED_MS = 1.3, 0.3
 """Targets of a planned call: one of the two is to be reached."""
 
 
-def measured(name: str, budgets: Sequence[float], rounds: int) -> Iterator[Record]:
+def measured(name: str, budgets: Sequence[float], rounds: int, *, tiny: bool) -> Iterator[Record]:
     """A record for each step of one model; infeasible budgets are left out."""
-    workload = models.build(name, tiny=True)
+    workload = models.build(name, tiny=tiny)
     planner = Planner(workload.model, workload.sample)
-    batch, predicted = workload.make_batch(1), dict[str, float]()
+    batch, predicted, first_ms = workload.make_batch(1), dict[str, float](), dict[str, float]()
     callees = {"eager": workload.model, "eager once more": workload.model}
     for budget in budgets:
         try:
@@ -45,18 +47,26 @@ def measured(name: str, budgets: Sequence[float], rounds: int) -> Iterator[Recor
         predicted[f"budget {budget}"] = plan.predicted_ratio
         callees[f"budget {budget}"] = planner.module_of(plan, trial="never")
         callees[f"budget {budget}, with a trial"] = planner.module_of(plan, trial="always")
+        first = planner.module_of(plan)
+        step = partial(measure.training_step, workload, first, batch, seed=1)
+        first_ms[f"budget {budget}, with a trial"] = measure.time_once(step)
+        workload.model.zero_grad()
     steps = {
         key: partial(measure.training_step, workload, callee, batch, seed=1)
         for key, callee in callees.items()
     }
     command.say(f"{name}, {rounds} rounds")
     times = measure.time_in_turn(
-        steps, rounds, warm_ups=NUM_WARM_UPS, collects=False,
+        steps, rounds, warm_ups=min(NUM_WARM_UPS, rounds), collects=False,
         before=partial(workload.model.zero_grad, set_to_none=False),
     )  # fmt: skip
     trained = sum(parameter.requires_grad for parameter in workload.model.parameters())
     for key, own in times.items():
+        step_ms = times[key.removesuffix(", with a trial")].median_ms
+        more_ms = first_ms.get(key, step_ms) - step_ms
         yield {
+            "first_ms": more_ms,
+            "share": (more_ms + 9 * (own.median_ms - step_ms)) / (1000 * step_ms),
             "model": f"{name}, {trained} parameters",
             "step": key,
             "ms": own.median_ms,
@@ -76,18 +86,20 @@ def page(records: Sequence[Record]) -> list[str]:
     newest = command.newest(records, "model", "step")
     judged = [record for record in newest if record["predicted_ratio"] is not None]
     columns = (
-        ("model (tiny variant)", "{model}"),
+        ("model", "{model}"),
         ("step", "{step}"),
         ("processor ms", "{ms:.3f}"),
         ("ratio to eager", "{ratio:.2f}"),
         ("difference, ms", "{difference_ms:+.3f}"),
+        ("first step, ms more", lambda r: f"{r['first_ms']:.0f}" if r["first_ms"] else ""),
+        ("of 1,000 steps", lambda r: f"{r['share']:.2%}" if r["first_ms"] else ""),
         ("predicted ratio", lambda r: f"{r['predicted_ratio']:.3f}" if r in judged else ""),
         ("target", lambda r: ("hit" if is_small(r) else "**miss**") if r in judged else ""),
     )
     return [
         "# Fixed cost of a planned call",
         "",
-        f"**{sum(map(is_small, judged))} of {len(judged)} planned steps of tiny models take at "
+        f"**{sum(map(is_small, judged))} of {len(judged)} planned steps take at "
         f"most {REACHED_RATIO} times eager's processor time or {REACHED_MS} ms more.**",
         "",
         *records_table(columns, newest),
@@ -102,12 +114,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "call_cost", __doc__, models=sorted(models.REGISTRY), rounds=500, stem="call_cost_cpu"
     )
     parser.add_argument("--budget", action="append", type=float, help="fraction of the peak")
+    parser.add_argument("--whole", action="store_true", help="not their variants of milliseconds")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     found = (
         record
         for name in options.model or MODELS
-        for record in measured(name, options.budget or BUDGETS, options.rounds)
+        for record in measured(
+            name, options.budget or BUDGETS, options.rounds, tiny=not options.whole
+        )
     )
     return command.run("call_cost", options, found, page)
 

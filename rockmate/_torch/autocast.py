@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,6 +35,17 @@ def _switched_off(device_types: Iterable[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for device_type in device_types:
             stack.enter_context(torch.autocast(device_type, enabled=False))
+        yield
+
+
+@contextlib.contextmanager
+def autocast_as(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    """Runs with autocast on for these kinds of devices and off for others."""
+    with contextlib.ExitStack() as stack:
+        for kind in autocast_dtypes().keys() - dtypes.keys():
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        for kind, dtype in dtypes.items():
+            stack.enter_context(torch.autocast(kind, dtype=dtype))
         yield
 
 

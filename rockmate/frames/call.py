@@ -9,14 +9,14 @@ meanwhile may not be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.autocast import autocast_as, autocast_dtypes
 from rockmate._torch.dispatch import ops_observed
 from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import (
@@ -356,17 +356,6 @@ class _Detached:
             vars(found).update(vars(value))  # attributes that users have set
             self._found[id(value)] = found
         return found
-
-
-@contextmanager
-def autocast_as(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
-    """Runs with autocast on for these kinds of devices and off for others."""
-    with ExitStack() as stack:
-        for kind in autocast_dtypes().keys() | dtypes.keys():
-            stack.enter_context(
-                torch.autocast(kind, dtype=dtypes.get(kind), enabled=kind in dtypes)
-            )
-        yield
 
 
 def _is_statistic(buffer: torch.Tensor) -> bool:

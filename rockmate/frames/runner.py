@@ -7,7 +7,6 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -174,9 +173,12 @@ class FrameRunner:
             self._begin_recording(size)
         if memory.is_measuring and self._captures is not None:
             self._captures.note_step(shapes)
-        memory.begin_step(state_of(self._model), size.held_bytes)
-        self._num_calls.clear()
-        step = partial(self._run_frames, args, kwargs)
+
+        def step() -> Any:
+            memory.begin_step(state_of(self._model), size.held_bytes)
+            self._num_calls.clear()
+            return self._run_frames(args, kwargs)
+
         try:
             return self._trials.run(self._model, (args, kwargs), step, memory)
         except TrialError as error:

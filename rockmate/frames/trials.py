@@ -58,10 +58,10 @@ class FrameTrials:
             self._steps.is_next(can_run=False)
             return ours()
         room_bytes = max(0, budget_bytes - needs.outside_bytes - memory.held_bytes)
-        most_bytes, own_bytes, can_run = budget_bytes, 0, not memory.held_bytes
+        each = needs.by_key.values()
+        own_bytes = max((of.forward_bytes - of.before_forward_bytes for of in each), default=0)
+        most_bytes, can_run = budget_bytes, not memory.held_bytes
         if self._is_joined:
-            each = needs.by_key.values()
-            own_bytes = max(of.forward_bytes - of.before_forward_bytes for of in each)
             most_bytes, can_run = room_bytes, room_bytes > own_bytes
         can_run = can_run and memory.agreement is None
         is_due = needs.schedules_number not in self._tried
@@ -71,8 +71,9 @@ class FrameTrials:
         conditions = Conditions(
             most_bytes=most_bytes,
             largest_bytes=own_bytes,
+            has_backward=not self._is_joined,
             most_copied_bytes=room_bytes,
             is_exact=memory.device.type == "cpu" or torch.are_deterministic_algorithms_enabled(),
             what="the step in frames",
         )
-        return run_beside_eager(model, *call, ours, conditions)
+        return run_beside_eager(model, *call, ours, conditions, self._steps)

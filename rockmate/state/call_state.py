@@ -27,6 +27,7 @@ class CallState:
     """The state that a call begins in, which can be put back.
 
     Attributes:
+        arguments: of the call, positional ones and keywords.
         objects: modules and arguments, and what is reached from them, the classes of the modules,
             and data among the globals of the files that these stand in.
         storages: of all tensors among them.
@@ -42,8 +43,8 @@ class CallState:
         """
         classes = dict.fromkeys(map(type, modules_within(model)))
         tables = _globals_of(classes)
-        self._model, self._arguments = model, [list(args), dict(kwargs)]
-        self._roots = [model, *self._arguments, *classes, *map(Globals, tables)]
+        self._model, self.arguments = model, [list(args), dict(kwargs)]
+        self._roots = [model, *self.arguments, *classes, *map(Globals, tables)]
         self.objects = self.reached()
         tensors = self.objects.tensors.values()
         self.storages = {key: each for each in tensors for key in storages_of(each)}
@@ -90,7 +91,7 @@ class CallState:
         Args:
             key: address of the object.
         """
-        named = [("", self._model), *zip(("argument", "arguments"), self._arguments, strict=True)]
+        named = [("", self._model), *zip(("argument", "arguments"), self.arguments, strict=True)]
         named += [(_root_name(root), root) for root in self._roots[3:]]
         seen: set[int] = set()
         while named:

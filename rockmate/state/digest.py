@@ -124,12 +124,19 @@ class Fingerprint(NamedTuple):
                 total, size = total + float(numbers.sum()), size + float(np.abs(numbers).sum())
         return cls(shape, tensor.dtype, bits, np.concatenate(samples), total, size)
 
-    def difference(self, other: Fingerprint, tolerance: float) -> str:
+    @property
+    def largest(self) -> float:
+        """The largest finite magnitude of the sample; 0 without one."""
+        sample = () if self.sample is None else np.abs(self.sample[np.isfinite(self.sample)])
+        return float(np.max(sample, initial=0.0))
+
+    def difference(self, other: Fingerprint, tolerance: float, least: float = 0.0) -> str:
         """In words what differs beyond a tolerance, in units of the size of elements; else empty.
 
         Args:
             other: what is held against this one.
             tolerance: 0 for none.
+            least: size that elements count as at least.
         """
         if self.shape != other.shape or self.dtype != other.dtype:
             mine, theirs = (
@@ -149,8 +156,9 @@ class Fingerprint(NamedTuple):
             gap = float(np.nan_to_num(gaps, nan=np.inf).max(initial=0.0))
             finite = np.abs(self.sample[np.isfinite(self.sample)])
             of_total = abs(self.total - other.total)
-        is_near = gap <= tolerance * float(finite.max(initial=0.0))
-        if tolerance and is_near and (of_total <= tolerance * self.size or of_total != of_total):
+        is_near = gap <= tolerance * max(self.largest, least)
+        most = tolerance * max(self.size, least)
+        if tolerance and is_near and (of_total <= most or of_total != of_total):
             return ""
         if len(self.sample) == 1:
             return f"is {other.sample.item():.9g} and not {self.sample.item():.9g}"

@@ -31,20 +31,21 @@ class Writes:
 
     Attributes:
         changed: storage -> a tensor that has it.
+        most_bytes: that new tensors and copies may hold together; None for any number.
     """
 
     def __init__(self, most_bytes: int | None = None, largest_bytes: int = 0) -> None:
         """Nothing is changed yet.
 
         Args:
-            most_bytes: that new tensors and copies may hold together; None for any number.
+            most_bytes: see the class.
             largest_bytes: what one op makes at most, as far as that is known. Where so much more
                 would be too much, the op's results are computed on meta tensors before it runs.
         """
         self._largest_bytes = largest_bytes
         self.changed: dict[int, torch.Tensor] = {}
         self._copies: dict[int, torch.UntypedStorage] = {}
-        self._most_bytes = most_bytes
+        self.most_bytes = most_bytes
         self._new: dict[int, tuple[StorageWeakRef, int]] = {}
         self._new_bytes = 0
         self._saved: dict[object, torch.Tensor] = {}
@@ -114,7 +115,7 @@ class Writes:
             values += [kwargs[name] for _, name in places if name in kwargs]
             self._save(tensors_in(values))
         makes_new = places is not None and _makes_new(op)
-        if makes_new and self._most_bytes is not None and self._exceeds(self._largest_bytes):
+        if makes_new and self.most_bytes is not None and self._exceeds(self._largest_bytes):
             num_bytes = _result_bytes(op, args, kwargs, otherwise=self._largest_bytes)
             if self._exceeds(num_bytes):
                 raise OutOfBudget
@@ -152,13 +153,13 @@ class Writes:
 
     def _exceeds(self, num_bytes: int) -> bool:
         """Whether so much more would be too much."""
-        if self._most_bytes is None or self._new_bytes + num_bytes <= self._most_bytes:
+        if self.most_bytes is None or self._new_bytes + num_bytes <= self.most_bytes:
             return False
         while True:
             self._new = {key: each for key, each in self._new.items() if not each[0].expired()}
             self._new_bytes = self.num_bytes + sum(num_bytes for _, num_bytes in self._new.values())
-            if self._new_bytes + num_bytes <= self._most_bytes or not self._saved:
-                return self._new_bytes + num_bytes > self._most_bytes
+            if self._new_bytes + num_bytes <= self.most_bytes or not self._saved:
+                return self._new_bytes + num_bytes > self.most_bytes
             for key in list(self._saved)[: 1 + len(self._saved) // 8]:
                 del self._saved[key]
 

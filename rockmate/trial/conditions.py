@@ -16,6 +16,7 @@ class Conditions:
     Attributes:
         most_bytes: that the plain forward may hold, workspaces of kernels aside.
         largest_bytes: what one of its ops makes at most, as far as that is known.
+        has_backward: whether no backward is needed but that of the step itself.
         most_copied_bytes: that copies may take while the step's own forward runs.
         is_exact: whether the step runs eager's kernels on whole tensors, so that bits are equal.
         only_loss: whether the step returns the loss alone.
@@ -25,6 +26,7 @@ class Conditions:
 
     most_bytes: int
     largest_bytes: int = 0
+    has_backward: bool = True
     most_copied_bytes: int
     is_exact: bool
     only_loss: bool = False
@@ -49,7 +51,7 @@ def conditions_of(plan: Plan, *, is_laid_out: bool) -> Conditions:
     largest = max(
         (
             max(op.written_bytes, *(each.num_bytes for each in op.reads if not each.is_static), 0)
-            for op in graph.forward_ops
+            for op in graph.ops
         ),
         default=0,
     )

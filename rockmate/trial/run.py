@@ -7,7 +7,9 @@
    training, and with nothing saved. What ops write is copied right before (`Writes`), and bytes are
    counted: a run that is about to pass the budget is stopped, and the log says so.
 3. What it has given and left behind is noted in a few bytes (`Outcome`), and all is put back.
-4. The step's own forward runs. Its outcome is held against the first.
+4. Where that takes little time, the plain backward runs, too, and is undone (`PlainGradients`).
+5. The step's own forward runs. Its outcome is held against the first. So are the gradients of its
+   backward, after which all is put back, and the forward runs again.
 
 So a difference needs no guard that has thought of it. Where the two differ, the state is put back
 once more, so that nothing of the step remains.
@@ -17,13 +19,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from rockmate._torch.autocast import autocast_uncached
+from rockmate._torch.autocast import autocast_as, autocast_dtypes, autocast_uncached
 from rockmate._torch.fake import is_fake
 from rockmate._torch.members import module_hooks_of, modules_within
 from rockmate.budget import size_text
@@ -32,11 +36,12 @@ from rockmate.capture.huggingface import switched_off
 from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
 from rockmate.errors import TrialError
 from rockmate.state.call_state import CallState
-from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import tensors_in
 from rockmate.state.writes import OutOfBudget, Writes
 from rockmate.trial.conditions import Conditions
+from rockmate.trial.gradients import PlainGradients
 from rockmate.trial.outcome import Comparison, Outcome, Reader
+from rockmate.trial.steps import TrialSteps
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +58,7 @@ def run_beside_eager(
     kwargs: Mapping[str, Any],
     ours: Callable[[], Any],
     conditions: Conditions,
+    steps: TrialSteps,
 ) -> Any:
     """The output of `ours`, a step of a call of a model, held against the plain model's.
 
@@ -62,6 +68,7 @@ def run_beside_eager(
         kwargs: keyword arguments.
         ours: runs the step's forward.
         conditions: what the trial keeps.
+        steps: those of which it is one.
 
     Raises:
         TrialError: they differ.
@@ -71,50 +78,65 @@ def run_beside_eager(
     before = CallState(model, args, kwargs)
     writes = Writes(conditions.most_bytes, conditions.largest_bytes)
     random = before.random_now()
-    has_labels = kwargs.get("labels") is not None
+    has_labels, autocast = kwargs.get("labels") is not None, autocast_dtypes()
+    undo = partial(before.put_back, writes, random)
     reader = Reader(
         before, writes,
         is_exact=conditions.is_exact, has_labels=has_labels, only_loss=conditions.only_loss,
     )  # fmt: skip
-    eager = _of_plain(model, args, kwargs, (before, random, writes, reader), conditions)
+
+    def plain() -> Any:
+        with _as_in(conditions, model), autocast_as(autocast), torch.enable_grad():
+            return model(*args, **kwargs)
+
+    eager = _of_plain(plain, undo, writes, reader, conditions, steps)
     if eager is None:
         return ours()
-    output = ours()
-    tolerance = 0.0 if conditions.is_exact else _rounding(before)
+    gradients = None
+    if conditions.has_backward and steps.has_time:
+        gradients = PlainGradients(plain, undo, before, writes, conditions, has_labels=has_labels)
+    output, rounding = ours(), _rounding(before)
+    tolerance = 0.0 if conditions.is_exact else rounding
     found = Comparison(before, reader, eager, reader.outcome(output), tolerance).difference()
-    if not found:
+    if not found and (gradients is None or gradients.reason):
         return output
+    if not found and gradients is not None:
+        found = gradients.difference(output, rounding)
     del output
-    before.put_back(writes, random)
+    undo()
+    if not found:  # a backward of the first run is over
+        return ours()
     tables = {id(each) for part in modules_within(model) for each in module_hooks_of(vars(part))}
     sets_up = not tables.isdisjoint(eager.contents)
     raise TrialError(_text(found, model, conditions, sets_up=sets_up), sets_up=sets_up)
 
 
 def _of_plain(
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    taken: tuple[CallState, RandomState, Writes, Reader],
+    plain: Callable[[], Any],
+    undo: Callable[[], None],
+    writes: Writes,
+    reader: Reader,
     conditions: Conditions,
+    steps: TrialSteps,
 ) -> Outcome | None:
     """The outcome of the plain forward, which is undone; None where it cannot run in the budget."""
-    before, random, writes, reader = taken
     reason, outcome = "", None
     try:
         for saving in (nothing_saved(), writes.saved_in_room()):
             try:
-                with _as_in(conditions, model), writes.noted(), saving:
-                    output = model(*args, **kwargs)
+                begin_s = time.thread_time()
+                with writes.noted(), saving:
+                    output = plain()
+                steps.forward_s = time.thread_time() - begin_s
                 outcome = reader.outcome(output)
                 break
             except DifferentiatedError:
-                before.put_back(writes, random)
+                undo()
     except (OutOfBudget, torch.OutOfMemoryError):
         reason = f"the plain forward takes more than {size_text(conditions.most_bytes)}"
     finally:
         output = None
-        before.put_back(writes, random)
+        undo()
         writes.release()
     if outcome is not None and writes.num_bytes > conditions.most_copied_bytes:
         reason = f"copies of what the forward changes take {size_text(writes.num_bytes)}"

@@ -147,4 +147,4 @@ class RunnableCall:
         layouts = self.runner.input_layouts
         is_laid_out = all(layouts[at].is_of(tensors[at]) for at in layouts)
         conditions = conditions_of(self.planned.plan, is_laid_out=is_laid_out)
-        return run_beside_eager(self._model, args, kwargs, step, conditions)
+        return run_beside_eager(self._model, args, kwargs, step, conditions, self.trials)

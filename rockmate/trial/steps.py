@@ -7,6 +7,7 @@ from typing import Literal
 
 TrialOption = Literal["log", "always", "never"]
 _CHOICES = ("log", "always", "never")
+_MOST_S, _MOST_LATER_S = 0.5, 0.06  # for gradients, at the first trial and at others
 
 
 @dataclass(slots=True)
@@ -15,7 +16,15 @@ class TrialSteps:
 
     option: TrialOption = "log"
     num_steps: int = 0
+    forward_s: float = 0.0  # processor time of the last plain forward
     _is_due: bool = False
+    _num_trials: int = 0
+
+    @property
+    def has_time(self) -> bool:
+        """Whether the trial at hand may take what both backwards do: some six forwards."""
+        is_first = self._num_trials == 1 or self.option == "always"
+        return 6 * self.forward_s <= (_MOST_S if is_first else _MOST_LATER_S)
 
     def __post_init__(self) -> None:
         """Raises `ValueError` unless the option is one."""
@@ -35,4 +44,5 @@ class TrialSteps:
         self._is_due |= self.option == "always" or (self.option == "log" and (is_due or is_power))
         is_trial = self._is_due and can_run
         self._is_due &= not is_trial
+        self._num_trials += is_trial
         return is_trial

@@ -45,6 +45,7 @@ from rockmate._torch.aot import (
     without_decompositions,
 )
 from rockmate._torch.autocast import (
+    autocast_as,
     autocast_dtypes,
     autocast_off,
     autocast_uncached,
@@ -456,6 +457,10 @@ def test_autocast() -> None:
         assert autocast_dtypes() == {"cpu": torch.bfloat16}
         with autocast_off():
             assert autocast_dtypes() == {}
+        with autocast_as({}):
+            assert autocast_dtypes() == {}
+    with autocast_as({"cpu": torch.bfloat16}):
+        assert autocast_dtypes() == {"cpu": torch.bfloat16}
 
 
 @pytest.mark.parametrize("num_dims", [1, 2, 3, 4, 5])

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor, nn
+
+from rockmate.runtime import emit
 
 BATCHES = [torch.randn(64, 32, generator=torch.Generator().manual_seed(n)) for n in range(4)]
 
@@ -39,3 +45,28 @@ class Net(nn.Module):
         x = self.dropout(self.norm(x)) * self.scale
         self.last = x.mean().detach()
         return {"loss": x.square().mean() * torch.tensor(0.5), "features": x.detach() + 1.0}
+
+
+class Counting(Block):
+    """A block that draws, counts its calls and has a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout, self.calls = nn.BatchNorm1d(32), nn.Dropout(0.1), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return self.dropout(self.norm(super().forward(x)))
+
+
+def without_op(patch: pytest.MonkeyPatch, name: str, replace: Callable[[Any], Any]) -> None:
+    """Has the emitted code go without the first op of a name."""
+    compiled = emit.compiled
+
+    def without(graph: Any) -> Any:
+        nodes = [node for node in graph.nodes if name in str(node.target)]
+        if nodes:
+            replace(nodes[0])
+        return compiled(graph)
+
+    patch.setattr(emit, "compiled", without)

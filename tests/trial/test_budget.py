@@ -82,7 +82,7 @@ def test_trials_are_at_powers_of_two(
     monkeypatch.setattr(Net, "forward", noted)
     for present, batch in enumerate(BATCHES, 1):  # noqa: B007
         module(batch)["loss"].backward()
-    assert steps == expected
+    assert sorted(set(steps)) == expected
 
 
 def test_an_unknown_option_names_those_there_are() -> None:

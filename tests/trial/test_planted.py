@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trial_net import BATCHES, Block, Net
+from trial_net import BATCHES, Counting, Net, without_op
 
 from rockmate import RockmateModule, TrialError
 from rockmate.capture.forward_attributes import ForwardAttributes
@@ -38,19 +38,6 @@ def around_forward(patch: Patch, change: Callable[..., Any]) -> None:
         return change(lambda values=inputs: run(self, values, **options), inputs)
 
     patch.setattr(Runner, "run", changed)
-
-
-def without_op(patch: Patch, name: str, replace: Callable[[Any], Any]) -> None:
-    """Has the emitted code go without the first op of a name."""
-    compiled = emit.compiled
-
-    def without(graph: Any) -> Any:
-        nodes = [node for node in graph.nodes if name in str(node.target)]
-        if nodes:
-            replace(nodes[0])
-        return compiled(graph)
-
-    patch.setattr(emit, "compiled", without)
 
 
 # --- planted before the module is made, or before a step ------------------------------------------
@@ -263,18 +250,6 @@ def test_nothing_is_found_where_nothing_is_planted() -> None:
 
 
 # --- frames ---------------------------------------------------------------------------------------
-
-
-class Counting(Block):
-    """A block that draws, counts its calls and has a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.dropout, self.calls = nn.BatchNorm1d(32), nn.Dropout(0.1), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        return self.dropout(self.norm(super().forward(x)))
 
 
 def around_frames(patch: Patch, change: Callable[[Callable[[], Any], Any], Any]) -> None:

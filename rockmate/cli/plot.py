@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rockmate.budget import size_text
+from rockmate.curves.figures import save_figure
 
 if TYPE_CHECKING:
     from rockmate._torch.allocator import Timeline
@@ -77,7 +78,7 @@ def save_memory_plot(result: DemoResult, path: Path, *, backward_mark: str) -> N
     axes.set_axisbelow(True)
     figure.suptitle("Memory over one training step", color=_INK, fontsize=13, fontweight="bold")
     axes.set_title(result.title, color=_INK, fontsize=9)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def peak_note(plan: Plan) -> str:

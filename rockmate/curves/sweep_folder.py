@@ -15,11 +15,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rockmate._util import write_whole
 from rockmate.curves.errors import SweepFolderError
 from rockmate.curves.sweep import Key, Sweep
 from rockmate.curves.sweep_row import SweepRow
@@ -123,10 +123,8 @@ class SweepFolder:
 
     def _replace(self, name: Path, text: str) -> None:
         path = self.path / name
-        whole = path.with_name(f"{path.name}.new")
         try:
-            whole.write_text(text, encoding="utf-8")
-            os.replace(whole, path)
+            write_whole(path, text)
         except OSError as error:
             msg = f"cannot write {path}: {error.strerror}. What was written before is kept."
             raise SweepFolderError(msg) from error

@@ -7,7 +7,7 @@ returns plans as data (`Plan`) and with the code that runs them (`PlannedCall`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Self
@@ -79,7 +79,7 @@ class PlanningSession:
     """Captures and measures a model once, then plans for any number of budgets.
 
     Arguments, attributes and errors are those of `Planner`, which adds the modules that run the
-    plans.
+    plans. `captured` may have the first capture, where that was made before.
     """
 
     options: PlanOptions
@@ -94,22 +94,21 @@ class PlanningSession:
         model: nn.Module,
         sample_input: Any,
         options: PlanOptions | None = None,
+        *,
+        captured: Sequence[CapturedStep] = (),
         **keywords: Any,
     ) -> None:
         options = PlanOptions.of(options, keywords)
-        machine, plain = machine_of(options), plain_model(model)
+        machine, plain, first = machine_of(options), plain_model(model), [*captured]
 
         def others(step: CapturedStep) -> Callable[[], list[CapturedStep]] | None:
             again = partial(capture_step, plain, sample_input, progress=options.progress)
             return other_forms(options, step, again if machine is None else None)
 
-        self._begin(
-            model,
-            partial(captured_step, plain, sample_input, options, machine),
-            options,
-            machine,
-            others,
-        )
+        def capture() -> CapturedStep:
+            return first.pop() if first else captured_step(plain, sample_input, options, machine)
+
+        self._begin(model, capture, options, machine, others)
 
     @classmethod
     def of(cls, step: CapturedStep, options: PlanOptions | None = None, **keywords: Any) -> Self:

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rockmate._util import gc_paused
-from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, is_share, parse_budget
+from rockmate.budget import (
+    Budget,
+    OnInfeasible,
+    check_on_infeasible,
+    is_share,
+    parse_budget,
+    slowdown_of,
+)
 from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.traced_forward import first_call_awaited
 from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
@@ -119,7 +126,7 @@ class PlanRequest:
 
     def _budget(self, share_bytes: int | None) -> Budget | None:
         """The activation budget of one method; None where that is what a limit leaves."""
-        if is_share(self.budget):
+        if is_share(self.budget) or slowdown_of(self.budget) is not None:
             return self.budget if share_bytes is None else share_bytes
         return None if self.budget is None else parse_budget(self.budget, 0) // self.num_methods
 
@@ -140,22 +147,21 @@ class PlanRequest:
         """The code of the stored plan, if there is one that fits the bound as of now."""
 
         def fits(plan: Plan) -> bool:
-            room = self._room(model) if budget is None else budget
-            room_bytes = parse_budget(room, plan.baseline_peak_bytes)
-            is_near = plan.budget_bytes >= _NEAR * room_bytes or plan.predicted_ratio <= 1
-            return plan.predicted_peak_bytes <= room_bytes and (budget is not None or is_near)
+            room = self._room(model) if budget is None else _bytes_of(budget, plan)
+            is_near = plan.budget_bytes >= _NEAR * room or plan.predicted_ratio <= 1
+            return plan.predicted_peak_bytes <= room and (budget is not None or is_near)
 
-        call = None if stored is None else stored.read(fits)
-        return call and self._agreed(call, stored.text, stored.call_of, budget)
+        if stored is None or (call := stored.read(fits)) is None:
+            return None
+        return self._agreed(call, stored.text, stored.call_of, budget)
 
     def _session_call(
         self, session: PlanningSession, budget: Budget, stored: StoredPlan | None
     ) -> PlannedCall:
         call = self._call_within(session, budget)
         call = self._agreed(call, session.step_text, session.planned_call_of, budget)
-        most_bytes = parse_budget(budget, session.baseline_peak_bytes)
-        is_same = stored is not None and session.step_text == stored.text
-        if stored is not None and is_same and call.plan.predicted_peak_bytes <= most_bytes:
+        is_within = call.plan.predicted_peak_bytes <= _bytes_of(budget, call.plan)
+        if stored is not None and session.step_text == stored.text and is_within:
             stored.write(call.plan)
         return call
 
@@ -185,6 +191,25 @@ class PlanRequest:
             raise whole.advised(
                 f"Each of the {self.num_methods} methods that are planned has an equal part of it."
             ) from None
+
+
+def _bytes_of(budget: Budget, plan: Plan) -> int:
+    """A budget in bytes; one that was chosen from the curve is that of the plan."""
+    is_choice = slowdown_of(budget) is not None
+    return plan.budget_bytes if is_choice else parse_budget(budget, plan.baseline_peak_bytes)
+
+
+def budget_of(budget: Budget | None, max_slowdown: float | None) -> Budget | None:
+    """The budget that is given, or asked for by the slowdown that it may cost.
+
+    Raises `TypeError` for both.
+    """
+    if max_slowdown is None:
+        return budget
+    if budget is not None:
+        msg = f"budget {budget!r} and max_slowdown {max_slowdown!r} are given; give one of them."
+        raise TypeError(msg)
+    return f"{max_slowdown}x"
 
 
 def check_arguments(
@@ -228,7 +253,7 @@ def check_arguments(
             "plan=Plan.load(path) for a file that Plan.save wrote, or a result of Planner.plan."
         )
         raise TypeError(msg)
-    if budget is not None:
+    if budget is not None and slowdown_of(budget) is None:
         # An unreadable budget fails before the capture, not after it. The peak is unknown here.
         parse_budget(budget, 1 << 62)
 

@@ -28,14 +28,11 @@ Point = tuple[float, float]
 # --- a sweep --------------------------------------------------------------------------------------
 
 
-def sweep_figure(
-    rows: Sequence[SweepRow], knee: SweepRow | None, *, baseline_peak_bytes: int
-) -> Any:
+def sweep_figure(rows: Sequence[SweepRow], *, baseline_peak_bytes: int) -> Any:
     """Time over peak, a curve for each strategy: predicted, and below it measured.
 
     Args:
         rows: by strategy and budget.
-        knee: the row to name; several names would cover each other.
         baseline_peak_bytes: the predicted peak without recomputation.
     """
     has_measured = any(row.measured_ratio is not None for row in rows)
@@ -49,10 +46,6 @@ def sweep_figure(
         axes[0].axvline(peak, color=_GREY, ls="--", lw=1, label="without recomputation")
         axes[0].set_title("Predicted time of a step,\ntimes that without recomputation")
         axes[0].set_xlabel(f"predicted activation peak ({unit})")
-        if knee is not None:
-            text = f"{size_text(knee.budget_bytes)}, {knee.predicted_ratio:.2f}x"
-            place = knee.point[0] / num_bytes, knee.point[1]
-            axes[0].annotate(text, place, (8, 10), textcoords="offset points", color=_RED)
         if has_measured:
             _draw_measured(axes[1], rows, num_bytes)
             axes[1].set_ylim(bottom=max(0.0, axes[1].get_ylim()[0]))
@@ -82,12 +75,12 @@ def _draw_predicted(axes: Any, rows: Sequence[SweepRow], num_bytes: int) -> None
             [row.lower_bound_ratio for row in bounded],
             color=_GREY, ls=":", label="no schedule is faster",
         )  # fmt: skip
-    knees = [row.point for row in rows if row.is_recommended]
-    if knees:
-        axes.scatter(
-            [peak / num_bytes for peak, _ in knees], [ratio for _, ratio in knees],
-            s=90, facecolors="none", edgecolors=_RED, lw=2, zorder=4, label="knee",
-        )  # fmt: skip
+    for row in (each for each in rows if each.is_recommended):
+        place = row.point[0] / num_bytes, row.point[1]
+        ring = {"facecolors": "none", "edgecolors": _RED, "lw": 2, "zorder": 4}
+        axes.scatter(*place, s=90, label="recommended", **ring)
+        text = f"{size_text(row.budget_bytes)}, {row.predicted_ratio:.2f}x"
+        axes.annotate(text, place, (8, 10), textcoords="offset points", color=_RED)
 
 
 def _draw_measured(axes: Any, rows: Sequence[SweepRow], num_bytes: int) -> None:

@@ -4,7 +4,7 @@
     sweep.jsonl    a row a line (see `SweepRow`)
     sweep.csv      the same
     sweep.html     the page
-    plans/         of each measured or recommended budget: `RockmateModule(model, sample,
+    plans/         of each measured and of the recommended budget: `RockmateModule(model, sample,
                    plan=Plan.load(...))` trains with it
 
 Files are replaced whole, so that whatever stops a run leaves the rows of the last write.
@@ -27,7 +27,7 @@ from rockmate.errors import PlanFileError
 from rockmate.extras import require
 from rockmate.plan.plan import Plan
 
-_FORMAT = {"format": "rockmate sweep", "version": 1}
+_FORMAT = {"format": "rockmate sweep", "version": 2}
 _NOT_COMPARED = (*_FORMAT, "title", "budgets_bytes")
 
 
@@ -98,8 +98,8 @@ class SweepFolder:
                 raise _damaged(path, error) from error
 
     def write(self, sweep: Sweep, *, plans: Sequence[Key] = ()) -> None:
-        """Writes settings, rows, and the plans of these and of recommended rows."""
-        for key in {*plans, *(row.key for row in sweep.recommended)}:
+        """Writes settings, rows, and the plans of these and of the recommended row."""
+        for key in {*plans, *(row.key for row in sweep if row.is_recommended)}:
             plan, path = sweep.plans[key], self._plan_path(key)
             if plan.captured is not None or not path.exists():
                 self._replace(path.relative_to(self.path), plan.to_text())

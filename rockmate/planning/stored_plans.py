@@ -131,27 +131,23 @@ def _layouts_text(call: TracedCall) -> str:
 
 
 def _settings(device: torch.device) -> list[Any]:
-    """What costs depend on beside the step."""
-    is_cuda = device.type == "cuda"
-    name = (
-        torch.cuda.get_device_name(device) if is_cuda else torch.backends.cpu.get_cpu_capability()
-    )
-    cudnn = torch.backends.cudnn
-    return [
-        *(torch.__version__, platform.machine(), name, torch.get_num_threads(), _code_digest()),
-        *(torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, cudnn.deterministic),
-        *(os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.cpu_count()),
-    ]
+    """What costs depend on beside the step: versions, device, threads, the choice of kernels."""
+    is_cuda, cudnn = device.type == "cuda", torch.backends.cudnn
+    cpu = torch.backends.cpu.get_cpu_capability()
+    name = torch.cuda.get_device_name(device) if is_cuda else f"{platform.machine()} {cpu}"
+    is_deterministic = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    settings = (*is_deterministic, cudnn.benchmark, workspace)
+    return [torch.__version__, name, torch.get_num_threads(), _code_digest(), *settings]
 
 
 @cache
 def _code_digest() -> str:
     """Of the files of this package: other code may plan otherwise."""
     root = Path(__file__).parents[2]
-    files = sorted(
-        each for name in ("rockmate", "rotor", "checkmate") for each in (root / name).rglob("*.py")
-    )
-    return digest([(str(each), each.stat().st_size, each.stat().st_mtime_ns) for each in files])
+    folders = [root / name for name in ("rockmate", "rotor", "checkmate")]
+    files = [(str(path), path.stat()) for each in folders for path in sorted(each.rglob("*.py"))]
+    return digest([(path, stat.st_size, stat.st_mtime_ns) for path, stat in files])
 
 
 def _forget_oldest(folder: Path) -> None:

@@ -188,13 +188,8 @@ class RockmateModule(Wrapper):
             self._plans.adopt(planned_call_of(plan, plain, sample_input))
             self._plans.runnables[0].warn_of_hooks(plain)
             return
-        request = PlanRequest(
-            budget=budget,
-            memory_limit=limit,
-            strategy=strategy or "rockmate",
-            on_infeasible=on_infeasible,
-            options=options,
-        )
+        asked: Any = {"budget": budget, "memory_limit": limit, "on_infeasible": on_infeasible}
+        request = PlanRequest(strategy=strategy or "rockmate", options=options, **asked)
         refuses: Any = {"replans": replan, "refuses_larger": larger == "refuse"}
         self._plans = PlanCache(plain, request, trial=trial, **refuses)
         self._plans.new_plans.hands_over = mode == "auto"

@@ -8,14 +8,48 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+
+STAGE_DELAY_S = 2.0
+_stages: ContextVar[tqdm[Any] | None] = ContextVar("stages", default=None)
+
+
+@contextmanager
+def stages_shown(*, has_bars: bool) -> Iterator[None]:
+    """Shows on a terminal which stage runs within, once it takes longer than two seconds.
+
+    `has_bars` says that the stages have bars of their own, so that nothing is shown.
+    """
+    if has_bars or not is_terminal():
+        yield
+        return
+    with tqdm(bar_format="{desc} [{elapsed}]", delay=STAGE_DELAY_S, leave=False) as bar:
+        timer, token = threading.Timer(STAGE_DELAY_S, bar.refresh), _stages.set(bar)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            _stages.reset(token)
+
+
+def begin_stage(name: str) -> None:
+    """Tells the bar around, if there is one, what begins."""
+    bar = _stages.get()
+    if bar is not None:
+        bar.set_description(name, refresh=bar.format_dict["elapsed"] > STAGE_DELAY_S)
 
 
 @contextmanager

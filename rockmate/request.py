@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rockmate._util import gc_paused
+from rockmate._util import begin_stage, gc_paused, stages_shown
 from rockmate.budget import (
     Budget,
     OnInfeasible,
@@ -93,9 +93,16 @@ class PlanRequest:
             RockmateError: as for `Planner`, `Planner.plan` and
                 `MemoryLimit.activation_budget_bytes`.
         """
+        with stages_shown(has_bars=self.options.progress):
+            return self._planned_call(model, sample_input, share_bytes)
+
+    def _planned_call(
+        self, model: nn.Module, sample_input: Any, share_bytes: int | None
+    ) -> PlannedCall:
         captured, stored, budget = list[CapturedStep](), None, self._budget(share_bytes)
         if may_store(self.options):
             with first_call_awaited(), gc_paused():
+                begin_stage("capturing the model")
                 machine = machine_of(self.options)
                 step = captured_step(plain_model(model), sample_input, self.options, machine)
             captured, stored = [step], StoredPlan.of(step, self._asked(budget), self.options)

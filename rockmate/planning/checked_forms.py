@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from rockmate._torch.distributed import first_offer
-from rockmate._util import gc_paused
+from rockmate._util import begin_stage, gc_paused
 from rockmate.capture.memory_format import output_layouts
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.estimate import estimate_costs
@@ -37,6 +37,12 @@ from rockmate.step import CapturedStep
 
 logger = logging.getLogger(__name__)
 
+_STAGES = {
+    "capture": "capturing the model",
+    "costs": "measuring ops",
+    "compile": "compiling kernels",
+    "solve": "planning",
+}
 FurtherForms = Callable[[CapturedStep], Callable[[], list[CapturedStep]] | None]
 """For a captured step what makes further forms of it; None if there are none."""
 
@@ -71,6 +77,7 @@ def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
     """Adds the seconds of a stage to `timings`; garbage collection is paused."""
     begin = time.perf_counter()
     try:
+        begin_stage(_STAGES[stage])
         with gc_paused():
             yield
     finally:

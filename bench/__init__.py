@@ -15,3 +15,7 @@
 The other files are commands of their own; docs/internals/benchmarks.md lists them with their pages.
 The packages that are measured import nothing from here.
 """
+
+import os
+
+os.environ["ROCKMATE_CACHE"] = "off"  # what is measured is planned

@@ -1,18 +1,55 @@
-"""Small things that packages share: types of arrays, a paused collector, what a terminal shows."""
+"""Small things that packages share: arrays, the collector, what a terminal shows, files."""
 
 from __future__ import annotations
 
 import gc
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from tqdm import tqdm
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+
+STAGE_DELAY_S = 2.0
+_stages: ContextVar[tqdm[Any] | None] = ContextVar("stages", default=None)
+
+
+@contextmanager
+def stages_shown(*, has_bars: bool) -> Iterator[None]:
+    """Shows on a terminal which stage runs within, once it takes longer than two seconds.
+
+    `has_bars` says that the stages have bars of their own, so that nothing is shown.
+    """
+    if has_bars or not is_terminal():
+        yield
+        return
+    with tqdm(bar_format="{desc} [{elapsed}]", delay=STAGE_DELAY_S, leave=False) as bar:
+        timer, token = threading.Timer(STAGE_DELAY_S, bar.refresh), _stages.set(bar)
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            _stages.reset(token)
+
+
+def begin_stage(name: str) -> None:
+    """Tells the bar around, if there is one, what begins."""
+    bar = _stages.get()
+    if bar is not None:
+        bar.set_description(name, refresh=bar.format_dict["elapsed"] > STAGE_DELAY_S)
 
 
 @contextmanager
@@ -36,3 +73,33 @@ def is_terminal() -> bool:
     Elsewhere its last state stays in front of the next line, which may be an error.
     """
     return sys.stderr.isatty()
+
+
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Writes a file beside `path` and renames it: whatever stops it, a file that is there stays.
+
+    A pipe or a device is written to directly.
+    """
+    target = Path(path).resolve()
+    data = content.encode() if isinstance(content, str) else content
+    if target.exists() and not target.is_file():
+        target.write_bytes(data)
+        return
+    partial = target.with_name(f"{target.name}.{os.getpid()}-{threading.get_ident()}.partial")
+    try:
+        partial.write_bytes(data)
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def cache_folder() -> Path | None:
+    """What is worth keeping between processes: `ROCKMATE_CACHE`, else the user's cache folder.
+
+    None if that is "off", or the user has no home.
+    """
+    given = os.environ.get("ROCKMATE_CACHE")
+    if given:
+        return None if given == "off" else Path(given)
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return None if folder.startswith("~") else Path(folder) / "rockmate"

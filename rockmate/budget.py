@@ -14,10 +14,11 @@ from rockmate.errors import InvalidBudgetError
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
 _UNITS |= {f"{prefix}ib": 1024**power for power, prefix in enumerate("kmgt", start=1)}
+_SLOWDOWN = re.compile(r"([0-9]+(?:\.[0-9]*)?)x")
 _PATTERN = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-zA-Z]*)\s*")
 _FORMS = (
     'Write bytes as an int, a size as "6GiB" or "800MB", or a fraction of the peak without '
-    "recomputation as a float in (0, 1]."
+    'recomputation as a float in (0, 1]; for plans also "knee" or "1.05x".'
 )
 
 Budget = int | float | str
@@ -43,6 +44,21 @@ def size_text(num_bytes: int) -> str:
 def is_share(budget: Budget | None) -> bool:
     """Whether a budget is a fraction of a peak, and not a number of bytes."""
     return isinstance(budget, numbers.Real) and not isinstance(budget, numbers.Integral)
+
+
+def slowdown_of(budget: object) -> float | None:
+    """What a budget chosen from the curve allows: 1.05 of "1.05x", 0 of "knee"; None of others.
+
+    Raises:
+        InvalidBudgetError: the slowdown is below 1, the time without recomputation.
+    """
+    match = _SLOWDOWN.fullmatch(budget) if isinstance(budget, str) else None
+    if match is None:
+        return 0.0 if budget == "knee" else None
+    if float(match[1]) < 1:
+        msg = f"{budget} is less than the time without recomputation. Give 1 or more."
+        raise InvalidBudgetError(msg)
+    return float(match[1])
 
 
 def parse_budget(budget: Budget, baseline_peak_bytes: int) -> int:

@@ -38,6 +38,7 @@ from rockmate.plan_cache import PlanCache
 from rockmate.planning.options import PlanOptions
 from rockmate.request import (
     PlanRequest,
+    budget_of,
     check_arguments,
     check_choices,
     check_mode,
@@ -75,7 +76,7 @@ class RockmateModule(Wrapper):
     `save_pretrained`, ...) work unchanged. `isinstance` and `__class__` report the wrapped
     module's class. `inspect.signature(module.forward)` reports the arguments of its `forward`.
 
-    Give exactly one of `budget`, `memory_limit` and `plan`.
+    Give exactly one of `budget`, `max_slowdown`, `memory_limit` and `plan`.
 
     Examples:
         >>> module = RockmateModule(model, batch, budget=0.5)  # doctest: +SKIP
@@ -90,7 +91,8 @@ class RockmateModule(Wrapper):
         sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keyword
             arguments. With None, the first training call is the sample.
         budget: the activation budget: bytes, a size ("6GiB"), or a fraction in (0, 1] of the
-            sample's baseline peak, which is the peak without recomputation. A fraction refers to
+            sample's baseline peak, which is the peak without recomputation; or "knee", where the
+            curve of time against memory bends. A fraction refers to
             the sample's shapes, also when the module changes. A call with other keywords that is
             smaller than the sample gets the bytes of the sample's plan.
         memory_limit: a bound on the whole device, in bytes or as a size. It includes parameters,
@@ -99,6 +101,8 @@ class RockmateModule(Wrapper):
             class of one that does not exist yet.
         steps_in_backward: with `memory_limit`, whether each parameter is stepped, and its gradient
             freed, within the backward.
+        max_slowdown: in place of a budget, takes the smallest one whose step takes at most so much
+            of the time without recomputation, as 1.05.
         plan: a plan for the same model and sample (`Plan.load`). Nothing is measured or solved.
         strategy: the planning strategy; see `Planner.plan`. The default finds the fastest plans.
         replan: True plans again, with a line in the log, when the module has changed (device,
@@ -147,6 +151,7 @@ class RockmateModule(Wrapper):
         memory_limit: int | str | None = None,
         optimizer: Optimizer = "adamw",
         steps_in_backward: bool = False,
+        max_slowdown: float | None = None,
         plan: Plan | None = None,
         strategy: str | None = None,
         replan: bool = True,
@@ -161,6 +166,7 @@ class RockmateModule(Wrapper):
         **keywords: Any,
     ) -> None:
         options = PlanOptions.of(options, keywords, known=RockmateModule.__init__.__kwdefaults__)
+        budget = budget_of(budget, max_slowdown)
         check_arguments(model, sample_input, budget, memory_limit, plan)
         check_mode(mode, keep, plan, strategy, {**options.changed, **keywords})
         check_choices(larger, on_infeasible)
@@ -182,13 +188,8 @@ class RockmateModule(Wrapper):
             self._plans.adopt(planned_call_of(plan, plain, sample_input))
             self._plans.runnables[0].warn_of_hooks(plain)
             return
-        request = PlanRequest(
-            budget=budget,
-            memory_limit=limit,
-            strategy=strategy or "rockmate",
-            on_infeasible=on_infeasible,
-            options=options,
-        )
+        asked: Any = {"budget": budget, "memory_limit": limit, "on_infeasible": on_infeasible}
+        request = PlanRequest(strategy=strategy or "rockmate", options=options, **asked)
         refuses: Any = {"replans": replan, "refuses_larger": larger == "refuse"}
         self._plans = PlanCache(plain, request, trial=trial, **refuses)
         self._plans.new_plans.hands_over = mode == "auto"

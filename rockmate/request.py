@@ -7,19 +7,30 @@ when the module or the shapes of its calls have changed.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rockmate.budget import Budget, OnInfeasible, check_on_infeasible, is_share, parse_budget
+from rockmate._util import begin_stage, gc_paused, stages_shown
+from rockmate.budget import (
+    Budget,
+    OnInfeasible,
+    check_on_infeasible,
+    is_share,
+    parse_budget,
+    slowdown_of,
+)
+from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.traced_forward import first_call_awaited
 from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.plan import Plan
 from rockmate.planning.options import PlanOptions
+from rockmate.planning.simulated_capture import captured_step, machine_of
+from rockmate.planning.stored_plans import StoredPlan, may_store
 from rockmate.runtime.plan_agreement import broadcast_plan
 from rockmate.runtime.program import PlannedCall
 from rockmate.step import CapturedStep, capture_step, checked_step
@@ -28,6 +39,7 @@ if TYPE_CHECKING:
     from rockmate.planning.session import PlanningSession
 
 _DEFAULTS = PlanOptions()
+_NEAR = 0.9  # of what a limit leaves: a stored plan for less is made again
 
 
 def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedCall:
@@ -81,24 +93,30 @@ class PlanRequest:
             RockmateError: as for `Planner`, `Planner.plan` and
                 `MemoryLimit.activation_budget_bytes`.
         """
+        with stages_shown(has_bars=self.options.progress):
+            return self._planned_call(model, sample_input, share_bytes)
+
+    def _planned_call(
+        self, model: nn.Module, sample_input: Any, share_bytes: int | None
+    ) -> PlannedCall:
+        captured, stored, budget = list[CapturedStep](), None, self._budget(share_bytes)
+        if may_store(self.options):
+            with first_call_awaited(), gc_paused():
+                begin_stage("capturing the model")
+                machine = machine_of(self.options)
+                step = captured_step(plain_model(model), sample_input, self.options, machine)
+            captured, stored = [step], StoredPlan.of(step, self._asked(budget), self.options)
+            if (call := self._stored_call(stored, model, budget)) is not None:
+                return call
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
         with first_call_awaited():
-            session = PlanningSession(model, sample_input, self.options)
-        if is_share(self.budget):
-            budget = self.budget if share_bytes is None else share_bytes
-        elif self.budget is not None:
-            budget = parse_budget(self.budget, 0) // self.num_methods
-        else:
-            assert self.memory_limit is not None
-            bound = self.memory_limit.activation_budget_bytes
-            self._call_within(session, bound(model) // self.num_methods)
+            session = PlanningSession(model, sample_input, self.options, captured=captured)
+        if budget is None:
             # The process holds more memory once it has planned.
-            budget = bound(model) // self.num_methods
-        assert budget is not None
-        return self._broadcast_call(
-            session, budget, asked_for=budget if self.memory_limit is None else None
-        )
+            self._call_within(session, self._room(model))
+            budget = self._room(model)
+        return self._session_call(session, budget, stored)
 
     def planned_call_for_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:
         """Measures and plans a captured step of other sizes; errors as for `Planner.plan`.
@@ -106,20 +124,66 @@ class PlanRequest:
         The budget is in bytes: a fraction of the step's own peak would be another number of bytes
         than for the sample.
         """
+        stored = StoredPlan.of(step, self._asked(budget_bytes), self.options)
+        if (call := self._stored_call(stored, step.model, budget_bytes)) is not None:
+            return call
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
-        asked_for = budget_bytes if self.memory_limit is None else None
-        session = PlanningSession.of(step, self.options)
-        return self._broadcast_call(session, budget_bytes, asked_for=asked_for)
+        return self._session_call(PlanningSession.of(step, self.options), budget_bytes, stored)
 
-    def _broadcast_call(
-        self, session: PlanningSession, budget: Budget, *, asked_for: Budget | None
+    def _budget(self, share_bytes: int | None) -> Budget | None:
+        """The activation budget of one method; None where that is what a limit leaves."""
+        if is_share(self.budget) or slowdown_of(self.budget) is not None:
+            return self.budget if share_bytes is None else share_bytes
+        return None if self.budget is None else parse_budget(self.budget, 0) // self.num_methods
+
+    def _room(self, model: nn.Module) -> int:
+        """What the limit leaves now to one method."""
+        assert self.memory_limit is not None
+        return self.memory_limit.activation_budget_bytes(model) // self.num_methods
+
+    def _asked(self, budget: Budget | None) -> tuple[Any, ...]:
+        """What a plan is made for beside the step and the options of planning."""
+        limit = self.memory_limit
+        bound = (limit.limit_bytes, self.num_methods) if limit and budget is None else budget
+        return bound, self.strategy, self.on_infeasible
+
+    def _stored_call(
+        self, stored: StoredPlan | None, model: nn.Module, budget: Budget | None
+    ) -> PlannedCall | None:
+        """The code of the stored plan, if there is one that fits the bound as of now."""
+
+        def fits(plan: Plan) -> bool:
+            room = self._room(model) if budget is None else _bytes_of(budget, plan)
+            is_near = plan.budget_bytes >= _NEAR * room or plan.predicted_ratio <= 1
+            return plan.predicted_peak_bytes <= room and (budget is not None or is_near)
+
+        if stored is None or (call := stored.read(fits)) is None:
+            return None
+        return self._agreed(call, stored.text, stored.call_of, budget)
+
+    def _session_call(
+        self, session: PlanningSession, budget: Budget, stored: StoredPlan | None
     ) -> PlannedCall:
-        """The planned call; all ranks of a process group run the plan of the first."""
         call = self._call_within(session, budget)
+        call = self._agreed(call, session.step_text, session.planned_call_of, budget)
+        is_within = call.plan.predicted_peak_bytes <= _bytes_of(budget, call.plan)
+        if stored is not None and session.step_text == stored.text and is_within:
+            stored.write(call.plan)
+        return call
+
+    def _agreed(
+        self,
+        call: PlannedCall,
+        step_text: str,
+        call_of: Callable[[Plan], PlannedCall],
+        budget: Budget | None,
+    ) -> PlannedCall:
+        """The call of the plan that all ranks of a process group run: the first one's."""
+        asked_for = budget if self.memory_limit is None else None
         request = (asked_for, self.strategy, self.options.machine)
-        plan = broadcast_plan(call.plan, step=session.step_text, request=request)
-        return call if plan is call.plan else session.planned_call_of(plan)
+        plan = broadcast_plan(call.plan, step=step_text, request=request)
+        return call if plan is call.plan else call_of(plan)
 
     def _call_within(self, session: PlanningSession, budget: Budget) -> PlannedCall:
         try:
@@ -134,6 +198,25 @@ class PlanRequest:
             raise whole.advised(
                 f"Each of the {self.num_methods} methods that are planned has an equal part of it."
             ) from None
+
+
+def _bytes_of(budget: Budget, plan: Plan) -> int:
+    """A budget in bytes; one that was chosen from the curve is that of the plan."""
+    is_choice = slowdown_of(budget) is not None
+    return plan.budget_bytes if is_choice else parse_budget(budget, plan.baseline_peak_bytes)
+
+
+def budget_of(budget: Budget | None, max_slowdown: float | None) -> Budget | None:
+    """The budget that is given, or asked for by the slowdown that it may cost.
+
+    Raises `TypeError` for both.
+    """
+    if max_slowdown is None:
+        return budget
+    if budget is not None:
+        msg = f"budget {budget!r} and max_slowdown {max_slowdown!r} are given; give one of them."
+        raise TypeError(msg)
+    return f"{max_slowdown}x"
 
 
 def check_arguments(
@@ -177,7 +260,7 @@ def check_arguments(
             "plan=Plan.load(path) for a file that Plan.save wrote, or a result of Planner.plan."
         )
         raise TypeError(msg)
-    if budget is not None:
+    if budget is not None and slowdown_of(budget) is None:
         # An unreadable budget fails before the capture, not after it. The peak is unknown here.
         parse_budget(budget, 1 << 62)
 

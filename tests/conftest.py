@@ -20,6 +20,7 @@ from pathlib import Path
 
 # Workers share the cores, so each runs single-threaded; subprocesses inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["ROCKMATE_CACHE"] = "off"  # plans are made, and the user's are left alone
 
 import pytest
 import torch

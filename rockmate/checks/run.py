@@ -152,7 +152,7 @@ def _row(case: Case, device: torch.device) -> CheckRow:
 def _planned(case: Case, model: nn.Module, sample: Any, eager_bytes: int) -> RockmateModule:
     # A fraction of eager's measured peak, which all modes share.
     budget = max(1, int(case.budget * eager_bytes))
-    search = {} if "mode" in case.options else {"gap_tolerance": _GAP_TOLERANCE}
+    search = {} if "mode" in case.options else {"gap_tolerance": _GAP_TOLERANCE, "cache": False}
     module = RockmateModule(model, sample, budget, **search, **case.options)
     with state_kept(model):  # the first steps of frames measure and capture
         for _ in range(0 if module.is_planned else _NUM_FIRST_STEPS):

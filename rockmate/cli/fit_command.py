@@ -15,6 +15,7 @@ from rockmate.cli.arguments import (
     planning_options,
     positive,
 )
+from rockmate.cli.train_script import OPTIMIZERS, command_of, script
 
 if TYPE_CHECKING:
     from rockmate.curves.fit import Fit
@@ -40,6 +41,9 @@ def add_to(commands: Any) -> None:
     add_option(fit, "host_budget")
     fit.add_argument("--json", type=Path, metavar="FILE", help="where the rows go, as JSON")
     fit.add_argument("--plot", type=Path, metavar="FILE", help="where the picture goes")
+    fit.add_argument(
+        "--write", type=Path, metavar="FILE", help="where a script goes that trains at the fastest"
+    )
     fit.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
 
@@ -96,7 +100,7 @@ def _add_search(fit: argparse.ArgumentParser) -> None:
     fit.add_argument(
         "--reserve",
         help="what the device itself takes, as 700MiB or 0 (default: measured where the model is, "
-        "1 GiB for a GPU that is elsewhere)",
+        "1 GiB for a GPU that is elsewhere; and a margin for the allocator)",
     )
     fit.add_argument(
         "--measure",
@@ -134,9 +138,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plot is not None:  # now rather than after the search
         require("matplotlib.figure", extra="plot", purpose="the picture of a fit")
     model, sample_input, title = _model(arguments)
+    if arguments.write is not None:
+        _check_sample(sample_input)
     found = run_fit(model, sample_input, options, title=title)
     sys.stdout.write(f"{found}\n({found.seconds_text})\n")
-    _write(arguments, found)
+    _write(arguments, model, found)
+    sys.stdout.write(f"next: {_next(arguments, found)}\n")
     return 0
 
 
@@ -169,9 +176,24 @@ def _check(arguments: argparse.Namespace, options: Any) -> None:
         raise FitError("--lora freezes the weights itself. Leave out --frozen, or --lora.")
     if arguments.lora_targets and not arguments.lora:
         raise FitError("--lora-targets is for --lora. Give that too, or leave it out.")
-    for path in (arguments.json, arguments.plot):
+    if arguments.write and (":" in arguments.model or arguments.optimizer not in OPTIMIZERS):
+        raise FitError(
+            "--write writes scripts for Hugging Face configurations with an optimizer out of "
+            f"{', '.join(OPTIMIZERS)}. Leave it out."
+        )
+    for path in (arguments.json, arguments.plot, arguments.write):
         if path is not None and not path.absolute().parent.is_dir():
             raise FitError(f"there is no folder {path.parent} for {path}. Make it.")
+
+
+def _check_sample(sample: Any) -> None:
+    """Raises `FitError` unless the sample is that of a language model."""
+    from rockmate.curves.errors import FitError
+
+    shapes = {name: tuple(value.shape) for name, value in sample.items()}
+    if shapes != dict.fromkeys(("input_ids", "labels"), shapes.get("input_ids")):
+        msg = f"--write is for language models, and this one takes {shapes}. Leave it out."
+        raise FitError(msg)
 
 
 def _model(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
@@ -198,10 +220,15 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
     return model, source.sample_input, f"{source.title}, {what}"
 
 
-def _write(arguments: argparse.Namespace, found: Fit) -> None:
+def _write(arguments: argparse.Namespace, model: Any, found: Fit) -> None:
+    from rockmate._util import write_whole
     from rockmate.curves.errors import FitError
 
-    for path, write in ((arguments.json, found.save), (arguments.plot, found.plot)):
+    def write_script(path: Path) -> None:
+        write_whole(path, script(arguments, model, found))
+
+    paths, writers = (arguments.json, arguments.plot, arguments.write), (found.save, found.plot)
+    for path, write in zip(paths, (*writers, write_script), strict=True):
         if path is None:
             continue
         try:
@@ -209,3 +236,13 @@ def _write(arguments: argparse.Namespace, found: Fit) -> None:
         except (OSError, ValueError) as error:
             raise FitError(f"cannot write {path}: {error}. Give another file.") from error
         sys.stdout.write(f"{path}\n")
+
+
+def _next(arguments: argparse.Namespace, found: Fit) -> str:
+    """The command to go on with."""
+    if ":" in arguments.model:
+        budget_bytes = found.fastest.peak_bytes
+        return f"rockmate plan {arguments.model} --budget {budget_bytes} --out plan.json"
+    if arguments.write is None:
+        return f"{command_of(arguments)} --write train.py"
+    return f"python {arguments.write}"

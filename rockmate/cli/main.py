@@ -11,6 +11,7 @@ sweep had measured is kept.
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ _PLOT_NAME = "memory.png"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give the exit code."""
     arguments = _parser().parse_args(argv)
+    arguments.given = [shlex.quote(each) for each in (sys.argv[1:] if argv is None else argv)]
     from rockmate.errors import RockmateError  # after parsing: `--help` needs no torch
 
     try:
@@ -185,7 +187,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument(
         "--budget",
         required=True,
-        help="a fraction up to 1 of the peak without recomputation, a size as 2GiB, or bytes",
+        help="a fraction up to 1 of the peak without recomputation, a size as 2GiB, bytes; knee, "
+        "where the curve of time against memory bends, or 1.05x, the smallest at that time",
     )
     plan.add_argument(
         "--on-infeasible",
@@ -307,13 +310,14 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
 
 def _run_plan(arguments: argparse.Namespace) -> int:
     from rockmate._util import is_terminal
-    from rockmate.budget import parse_budgets
+    from rockmate.budget import parse_budgets, slowdown_of
     from rockmate.curves.errors import SweepError
     from rockmate.curves.sweep_run import SweepOptions
     from rockmate.planner import Planner
 
-    SweepOptions(budgets=arguments.budget, strategies=(arguments.strategy,)).check()
-    budgets = parse_budgets(arguments.budget)
+    is_choice = slowdown_of(arguments.budget) is not None
+    SweepOptions([1.0] if is_choice else arguments.budget, (arguments.strategy,)).check()
+    budgets = [arguments.budget] if is_choice else parse_budgets(arguments.budget)
     if len(budgets) != 1:
         raise SweepError(
             f"--budget {arguments.budget} is {len(budgets)} budgets, and a plan has one. Give one, "

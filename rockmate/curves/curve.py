@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from rockmate.curves.figures import svg
+from rockmate._util import write_whole
+from rockmate.curves.figures import save_figure, svg
 from rockmate.curves.measure import Measurement
 from rockmate.curves.table import Column, table_html, table_text
 from rockmate.extras import MissingExtraError
@@ -97,7 +98,7 @@ class Curve(Sequence[Row], ABC):
 
     def save(self, path: str | Path) -> None:
         """Writes `to_json` to a file."""
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        write_whole(path, self.to_json() + "\n")
 
     def plot(self, path: str | Path) -> None:
         """Draws the curve.
@@ -108,7 +109,7 @@ class Curve(Sequence[Row], ABC):
         Raises:
             MissingExtraError: matplotlib is not installed.
         """
-        self.figure().savefig(path, dpi=150)
+        save_figure(self.figure(), path)
 
     @abstractmethod
     def heading(self) -> str:

@@ -12,8 +12,10 @@ import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from html import escape
+from pathlib import Path
 from typing import Any
 
+from rockmate._util import write_whole
 from rockmate.extras import require
 
 _WIDTH = 5.6  # inches
@@ -49,6 +51,14 @@ def svg(figure: Any, title: str) -> str:
     return text[text.index("<svg") :].replace(
         "<svg", f'<svg role="img" aria-label="{escape(title)}"', 1
     )
+
+
+def save_figure(figure: Any, path: str | Path) -> None:
+    """Writes a figure in the format that the suffix names, PNG without one."""
+    file, path = io.BytesIO(), Path(path)
+    path = path if path.suffix else path.with_suffix(".png")
+    figure.savefig(file, format=path.suffix[1:], dpi=150)
+    write_whole(path, file.getvalue())
 
 
 def style() -> AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from rockmate.budget import size_text
 from rockmate.curves.curve import Curve
 from rockmate.curves.fit_row import PARTS, FitRow
 from rockmate.curves.picture import fit_figure
-from rockmate.curves.table import Column
+from rockmate.curves.table import Column, short_number
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -25,6 +25,7 @@ class Fit(Curve[FitRow]):
         optimizer: name of the optimizer.
         axis: "batch" or "tokens": what varies.
         machine: that costs were estimated for; None if they were measured.
+        margin_bytes: what every size leaves free for the allocator; a part of `device_bytes`.
         offload: the memory tier that values may move to; None if nothing moves.
         rows: by size. The last one is the largest that fits.
         largest: the row of the largest size that fits.
@@ -42,6 +43,7 @@ class Fit(Curve[FitRow]):
     rows: tuple[FitRow, ...]
     is_capped: bool
     timings: dict[str, float]
+    margin_bytes: int = 0
     offload: str | None = None
 
     @property
@@ -61,6 +63,8 @@ class Fit(Curve[FitRow]):
         how = f"estimated for {self.machine}" if self.machine else "measured here"
         moves = f", values may move to {self.offload}" if self.offload else ""
         memory = size_text(self.memory_bytes)
+        if self.margin_bytes:
+            memory += f" with a margin of {size_text(self.margin_bytes)} for the allocator"
         return f"{self.title}\n{memory}, {self.optimizer}, times {how}{moves}"
 
     def columns(self) -> list[Column]:
@@ -76,15 +80,18 @@ class Fit(Curve[FitRow]):
         if self.offload:
             columns.append(Column("moved away", lambda row: _short(row.host_bytes)))
         columns += [
-            Column("time", lambda row: f"{row.predicted_ms:,.4g} ms"),
+            Column("time", lambda row: f"{short_number(row.predicted_ms)} ms"),
             Column("overhead", lambda row: f"{row.overhead:+.1%}"),
         ]
         if any(row.is_measured for row in self.rows):
             columns += [
-                Column("measured", lambda row: f"{row.step_ms:,.4g} ms"),
+                Column("measured", lambda row: f"{short_number(row.step_ms)} ms"),
                 Column("measured peak", lambda row: _short(row.measured_peak_bytes or 0)),
             ]
-        return [*columns, Column(f"{self.unit}/s", lambda row: f"{row.speed(self.axis):,.4g}")]
+        return [
+            *columns,
+            Column(f"{self.unit}/s", lambda row: short_number(row.speed(self.axis))),
+        ]
 
     def note(self, row: FitRow) -> str:
         """See `Curve`."""
@@ -107,7 +114,7 @@ class Fit(Curve[FitRow]):
     def _remark(self, row: FitRow) -> str:
         return (
             f"{row.size(self.axis)}, {size_text(row.total_bytes)}, {row.overhead:+.1%} time, "
-            f"{row.speed(self.axis):,.4g} {self.unit}/s"
+            f"{short_number(row.speed(self.axis))} {self.unit}/s"
         )
 
     @property
@@ -118,7 +125,8 @@ class Fit(Curve[FitRow]):
     def facts(self) -> dict[str, Any]:
         """See `Curve`."""
         names = (
-            "title", "memory_bytes", "optimizer", "axis", "machine", "offload", "is_capped"
+            "title", "memory_bytes", "margin_bytes", "optimizer", "axis", "machine", "offload",
+            "is_capped",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 

@@ -47,7 +47,7 @@ class FitOptions:
         token_axis: the same for the tokens. None takes every later dimension of the size that the
             first tensor of integers has.
         reserve: what the device itself takes, in bytes or as a size; 0 for nothing. None measures
-            or assumes it.
+            or assumes it, and adds a margin; see `rockmate.curves.device_memory`.
         measure: then also measures costs, and trains `num_steps` steps at each size of the table,
             on the device that the model is on. The model is put back to what it was.
         num_steps: how many steps are timed.

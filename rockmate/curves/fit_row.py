@@ -20,7 +20,7 @@ class FitRow(CurveRow):
     Attributes:
         batch_size: rows of a batch.
         num_tokens: in a row; None where the sample has no such dimension.
-        device_bytes: what the device itself takes.
+        device_bytes: what the device itself takes, with a margin for its allocator.
         parameter_bytes: parameters and buffers.
         gradient_bytes: gradients at rest.
         state_bytes: the optimizer's state.

@@ -83,7 +83,7 @@ def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: 
     run = _Run(model, sample_input, options, machine, fixed)
     if fixed.held_bytes + fixed.step_bytes >= limit.limit_bytes:
         raise nothing_fits(fixed, limit, model, options)
-    with run.timed("search"):
+    with run.bar, run.timed("search"):
         largest = run.largest()
     if largest == 0:
         raise nothing_fits(fixed, limit, model, options, least_bytes=run.least_bytes())
@@ -99,6 +99,7 @@ def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: 
         optimizer=optimizer_name(options.optimizer),
         axis=options.vary,
         machine=None if options.measure else machine.name,
+        margin_bytes=fixed.margin_bytes,
         offload=options.planning.offload,
         rows=tuple(
             replace(row, is_largest=row is rows[-1], is_fastest=row is fastest) for row in rows
@@ -129,6 +130,7 @@ class _Run:
         self._axis = SizeAxis.of(sample.call, options.vary, options.axis)
         self.most = options.most_of(model)
         self.timings: dict[str, float] = {"capture": 0.0}
+        self.bar = tqdm(desc="capturing", unit="size", disable=not options.planning.progress)
         planning = replace(
             options.planning, machine=machine, time_limit_s=_TIME_LIMIT_S, progress=False
         )
@@ -174,7 +176,9 @@ class _Run:
 
     def need(self, size: int, chunks: Chunks | None = None) -> int:
         """The least memory at a size."""
+        self.bar.set_description(f"trying {self._options.vary} {size}")
         planner = self._planners.planner(size, chunks)
+        self.bar.update()
         if planner is None:
             return self._limit_bytes + 1
         return self._held_at(size) + planner.minimum_peak_bytes

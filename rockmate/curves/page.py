@@ -18,7 +18,7 @@ from rockmate.curves.figures import svg
 from rockmate.curves.picture import memory_figure
 from rockmate.curves.sweep import Sweep
 from rockmate.curves.sweep_row import SweepRow
-from rockmate.curves.table import Column, number, table_html
+from rockmate.curves.table import Column, number, short_number, table_html
 from rockmate.plan.plan import Plan
 
 # Number of storages listed for a peak.
@@ -30,7 +30,7 @@ def page(sweep: Sweep) -> str:
     template = Template(
         (resources.files("rockmate.curves") / "page.html").read_text(encoding="utf-8")
     )
-    shown = sweep.knee or (sweep.feasible[-1] if sweep.feasible else None)
+    shown = sweep.recommended or (sweep.feasible[-1] if sweep.feasible else None)
     what = "Time of a step against activation peak, a curve for each strategy"
     return template.substitute(
         title=escape(sweep.title),
@@ -39,7 +39,7 @@ def page(sweep: Sweep) -> str:
         ),
         verdict="".join(f"<p>{escape(line)}</p>" for line in _verdict(sweep)),
         curve=svg(sweep.figure(), what) if shown else "<p>No budget of this sweep is feasible.</p>",
-        remarks=escape(sweep.remarks() or ("The curve has no knee." if shown else "")),
+        remarks=escape(sweep.remarks()),
         rows=table_html(_columns(sweep), sweep.rows, lambda row: _note(sweep, row), link=_link),
         panels="\n".join(_panel(sweep, row, is_open=row is shown) for row in sweep.feasible),
     )
@@ -48,11 +48,11 @@ def page(sweep: Sweep) -> str:
 def _facts(sweep: Sweep) -> Iterator[tuple[str, str]]:
     settings, baseline = sweep.settings, sweep.baseline
     peak = size_text(baseline.baseline_peak_bytes)
-    yield "nothing recomputed, predicted", f"{peak}, {baseline.baseline_ms:,.1f} ms a step"
+    yield "nothing recomputed, predicted", f"{peak}, {short_number(baseline.baseline_ms)} ms a step"
     for row in sweep:
         if row.eager_peak_bytes is not None:
             peak = size_text(row.eager_peak_bytes)
-            yield "eager, measured", f"{peak}, {row.eager_ms:,.1f} ms a step"
+            yield "eager, measured", f"{peak}, {short_number(row.eager_ms)} ms a step"
             break
     minima = [row.minimum_bytes for row in sweep if row.minimum_bytes is not None]
     if minima:
@@ -105,7 +105,7 @@ def _link(row: SweepRow) -> str:
 def _panel(sweep: Sweep, row: SweepRow, *, is_open: bool) -> str:
     plan = sweep.plans[row.key]
     name = f"{row.strategy}, {size_text(row.budget_bytes)}, {row.predicted_ratio:.3f}x"
-    name += ", knee" if row.is_recommended else ""
+    name += ", recommended" if row.is_recommended else ""
     figure = memory_figure(sweep.baseline, plan)
     picture = svg(figure, f"Activation memory over one training step: {name}")
     return (

@@ -5,7 +5,7 @@ Needs matplotlib; see `rockmate.curves.figures`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rockmate.budget import size_text
@@ -28,14 +28,11 @@ Point = tuple[float, float]
 # --- a sweep --------------------------------------------------------------------------------------
 
 
-def sweep_figure(
-    rows: Sequence[SweepRow], knee: SweepRow | None, *, baseline_peak_bytes: int
-) -> Any:
+def sweep_figure(rows: Sequence[SweepRow], *, baseline_peak_bytes: int) -> Any:
     """Time over peak, a curve for each strategy: predicted, and below it measured.
 
     Args:
         rows: by strategy and budget.
-        knee: the row to name; several names would cover each other.
         baseline_peak_bytes: the predicted peak without recomputation.
     """
     has_measured = any(row.measured_ratio is not None for row in rows)
@@ -49,10 +46,6 @@ def sweep_figure(
         axes[0].axvline(peak, color=_GREY, ls="--", lw=1, label="without recomputation")
         axes[0].set_title("Predicted time of a step,\ntimes that without recomputation")
         axes[0].set_xlabel(f"predicted activation peak ({unit})")
-        if knee is not None:
-            text = f"{size_text(knee.budget_bytes)}, {knee.predicted_ratio:.2f}x"
-            place = knee.point[0] / num_bytes, knee.point[1]
-            axes[0].annotate(text, place, (8, 10), textcoords="offset points", color=_RED)
         if has_measured:
             _draw_measured(axes[1], rows, num_bytes)
             axes[1].set_ylim(bottom=max(0.0, axes[1].get_ylim()[0]))
@@ -82,12 +75,12 @@ def _draw_predicted(axes: Any, rows: Sequence[SweepRow], num_bytes: int) -> None
             [row.lower_bound_ratio for row in bounded],
             color=_GREY, ls=":", label="no schedule is faster",
         )  # fmt: skip
-    knees = [row.point for row in rows if row.is_recommended]
-    if knees:
-        axes.scatter(
-            [peak / num_bytes for peak, _ in knees], [ratio for _, ratio in knees],
-            s=90, facecolors="none", edgecolors=_RED, lw=2, zorder=4, label="knee",
-        )  # fmt: skip
+    for row in (each for each in rows if each.is_recommended):
+        place = row.point[0] / num_bytes, row.point[1]
+        ring = {"facecolors": "none", "edgecolors": _RED, "lw": 2, "zorder": 4}
+        axes.scatter(*place, s=90, label="recommended", **ring)
+        text = f"{size_text(row.budget_bytes)}, {row.predicted_ratio:.2f}x"
+        axes.annotate(text, place, (8, 10), textcoords="offset points", color=_RED)
 
 
 def _draw_measured(axes: Any, rows: Sequence[SweepRow], num_bytes: int) -> None:
@@ -117,35 +110,56 @@ def _curves(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
 
 def memory_figure(baseline: Plan, plan: Plan) -> Any:
     """Memory over the time of one step, of a plan and of the baseline."""
-    top = max(baseline.predicted_peak_bytes, plan.budget_bytes)
-    num_bytes, unit = unit_of(top)
-    # Both with the plan's op times: a plan of an earlier run has those of that run.
-    begins = times_ms(plan.schedule, plan.costs)
+
+    def curve(each: Plan) -> list[Point]:
+        # Both with the plan's op times: a plan of an earlier run has those of that run.
+        points = memory_points(each, plan.costs)
+        return [*points, (times_ms(each.schedule, plan.costs)[-1], points[-1][1])]
+
+    return step_figure(
+        {"without recomputation": curve(baseline), "this plan": curve(plan)},
+        budget_bytes=plan.budget_bytes,
+        backward_ms=times_ms(plan.schedule, plan.costs)[len(plan.schedule.forward)],
+        xlabel="predicted time since the forward was called (ms)",
+    )
+
+
+def step_figure(
+    curves: Mapping[str, Sequence[Point]],
+    *,
+    budget_bytes: int,
+    backward_ms: float,
+    xlabel: str,
+    notes: Sequence[str] = (),
+) -> Any:
+    """Memory over the time of one step.
+
+    Args:
+        curves: label -> ms and bytes from there on. The last one's peak is marked.
+        budget_bytes: the budget.
+        backward_ms: when the backward begins.
+        xlabel: what the time is.
+        notes: lines below the title.
+    """
+    top = max(budget_bytes, *(height for points in curves.values() for _, height in points))
+    num_bytes, unit = unit_of(int(top))
     with style():
-        figure = new_figure(3.8)
+        figure = new_figure(3.8 + 0.2 * len(notes))
         axes = figure.subplots()
-        for each, colour, label in (
-            (baseline, _GREY, "without recomputation"),
-            (plan, _COLOURS[0], "this plan"),
-        ):
-            points = memory_points(each, plan.costs)
-            end = times_ms(each.schedule, plan.costs)[-1]
-            times = [*(point[0] for point in points), end]
-            heights = [*(point[1] / num_bytes for point in points), points[-1][1] / num_bytes]
+        for (label, points), colour in zip(curves.items(), (_GREY, _COLOURS[0]), strict=True):
+            times, heights = zip(*points, strict=True)
             axes.fill_between(
-                times, heights, step="post", facecolor=(colour, 0.2), edgecolor=colour, label=label
-            )
-        axes.axhline(plan.budget_bytes / num_bytes, color=_RED, ls="--", lw=1, label="budget")
-        axes.axvline(
-            begins[len(plan.schedule.forward)], color=_GREY, ls=":", label="end of the forward"
-        )
-        position = plan.simulation.peak_position
-        peak = begins[position], plan.predicted_peak_bytes / num_bytes
-        axes.plot(*peak, "o", color=_RED, label="peak")
+                times, [each / num_bytes for each in heights], step="post",
+                facecolor=(colour, 0.2), edgecolor=colour, label=label,
+            )  # fmt: skip
+        axes.axhline(budget_bytes / num_bytes, color=_RED, ls="--", lw=1, label="budget")
+        axes.axvline(backward_ms, color=_GREY, ls=":", label="end of the forward")
+        time, height = max([*curves.values()][-1], key=lambda point: point[1])
+        axes.plot(time, height / num_bytes, "o", color=_RED, label="peak")
         axes.set_ylim(0, 1.08 * top / num_bytes)
         axes.set_xlim(left=0)
-        axes.set_title(f"Activation memory ({unit})")
-        axes.set_xlabel("predicted time since the forward was called (ms)")
+        axes.set_title("\n".join([f"Activation memory ({unit})", *notes]))
+        axes.set_xlabel(xlabel)
         add_legend(figure, [axes])
     return figure
 

@@ -8,11 +8,11 @@ from typing import Any
 from rockmate.budget import size_text
 from rockmate.curves.curve import Curve
 from rockmate.curves.errors import SweepError
-from rockmate.curves.knees import knees
 from rockmate.curves.picture import sweep_figure
 from rockmate.curves.sweep_row import SweepRow, compared
-from rockmate.curves.table import Column, number, sized
+from rockmate.curves.table import Column, number, short_number, sized
 from rockmate.plan.plan import Plan
+from rockmate.planning.curve_choice import SLOWDOWN, knee, least_within
 
 Key = tuple[str, int]
 """Strategy and budget of a row."""
@@ -55,18 +55,23 @@ class Sweep(Curve[SweepRow]):
         return [row for row in self.rows if row.is_feasible]
 
     @property
-    def recommended(self) -> list[SweepRow]:
-        """The rows at knees of their curve."""
-        return [row for row in self.rows if row.is_recommended]
+    def recommended(self) -> SweepRow | None:
+        """The row to begin with: the knee, else the smallest peak within 1.05x of the time."""
+        return next((row for row in self.rows if row.is_recommended), None)
 
     @property
     def knee(self) -> SweepRow | None:
-        """The row at the sharpest bend of the first strategy's curve.
+        """The row at the bend of the first strategy's curve.
 
         Below it less memory costs more time. None where time grows evenly as memory shrinks.
         """
-        rows = [row for row in self.feasible if row.strategy == self.strategies[0]]
-        return next((rows[knee] for knee in knees([row.point for row in rows], max_num=1)), None)
+        place = knee([row.point for row in self._first])
+        return None if place is None else self._first[place]
+
+    @property
+    def _first(self) -> list[SweepRow]:
+        """The feasible rows of the first strategy."""
+        return [row for row in self.feasible if row.strategy == self.strategies[0]]
 
     def best(self, *, max_slowdown: float = 1.05) -> SweepRow:
         """The row of the smallest predicted peak whose step is fast enough.
@@ -77,9 +82,9 @@ class Sweep(Curve[SweepRow]):
         Raises:
             SweepError: no row is as fast.
         """
-        fast = [row for row in self.feasible if row.point[1] <= max_slowdown]
-        if fast:
-            return min(fast, key=lambda row: row.point)
+        place = least_within([row.point for row in self.feasible], max_slowdown)
+        if place is not None:
+            return self.feasible[place]
         least = min((row.point[1] for row in self.feasible), default=None)
         fastest = "no budget has a plan" if least is None else f"the fastest takes {least:.3f}x"
         raise SweepError(
@@ -102,25 +107,18 @@ class Sweep(Curve[SweepRow]):
         if plan is not None:
             self.plans[row.key] = plan
 
-    def cost_below(self, row: SweepRow) -> float | None:
-        """Milliseconds that 100 MiB less cost from a row to the next smaller one of its strategy.
-
-        None for the smallest row.
-        """
-        smaller = [
-            other.extra_ms_per_100_mib
-            for other in self.rows
-            if other.strategy == row.strategy and other.budget_bytes < row.budget_bytes
-        ]
-        return smaller[-1] if smaller else None
-
     def recommendation(self, row: SweepRow) -> str:
-        """A budget in words, and what less memory costs."""
-        cost = self.cost_below(row)
-        below = "" if cost is None else f"; below it, 100 MiB less cost {cost:,.1f} ms a step"
+        """A budget in words, with the reason for it."""
+        smaller = [each for each in self._first if each.budget_bytes < row.budget_bytes]
+        cost = smaller[-1].extra_ms_per_tenth if smaller else None
+        reason = "the smallest"
+        if row == self.knee and cost is not None:
+            reason = f"below it, each tenth less costs {short_number(cost)} ms a step"
+        elif smaller:
+            reason = f"the smallest within {SLOWDOWN}x, since the curve has no knee"
         return (
-            f"{row.strategy}, {size_text(row.budget_bytes)} ({row.budget_share:.2f}): "
-            f"{row.predicted_ratio:.3f}x the time{below}"
+            f"{size_text(row.budget_bytes)}, {row.budget_share:.2f} of the peak with nothing "
+            f"recomputed: {row.predicted_ratio:.3f}x the time; {reason}"
         )
 
     # --- as a table, JSON and a picture ---
@@ -129,7 +127,7 @@ class Sweep(Curve[SweepRow]):
         """See `Curve`."""
         return (
             f"{self.title}\nnothing recomputed: {size_text(self.baseline.baseline_peak_bytes)}, "
-            f"{self.baseline.baseline_ms:,.1f} ms a step ({self.seconds_text})"
+            f"{short_number(self.baseline.baseline_ms)} ms a step ({self.seconds_text})"
         )
 
     def columns(self) -> list[Column]:
@@ -139,9 +137,9 @@ class Sweep(Curve[SweepRow]):
             Column("budget", lambda row: size_text(row.budget_bytes)),
             Column("share", lambda row: f"{row.budget_share:.3f}", 3),
             Column("peak", lambda row: sized(row.predicted_peak_bytes), 5),
-            Column("ms", lambda row: number(row.predicted_ms, ",.1f"), 6),
+            Column("ms", lambda row: short_number(row.predicted_ms), 6),
             Column("time", lambda row: number(row.predicted_ratio, ".3f", "x")),
-            Column("ms/100 MiB", lambda row: number(row.extra_ms_per_100_mib, ",.1f"), 7),
+            Column("ms/tenth", lambda row: short_number(row.extra_ms_per_tenth), 7),
         ]
         if any(row.loss_chunks for row in self.rows):
             columns.append(Column("chunks", lambda row: row.loss_chunks, 4))
@@ -150,7 +148,7 @@ class Sweep(Curve[SweepRow]):
         if any(row.is_measured for row in self.rows):
             columns += [
                 Column("measured peak", lambda row: sized(row.measured_peak_bytes), 4),
-                Column("measured ms", lambda row: number(row.measured_ms, ",.1f"), 8),
+                Column("measured ms", lambda row: short_number(row.measured_ms), 8),
                 Column("measured", lambda row: number(row.measured_ratio, ".3f", "x"), 1),
                 Column("gradients", _gradients, 2),
             ]
@@ -161,16 +159,14 @@ class Sweep(Curve[SweepRow]):
         if row.broken_promise:
             return "FAILED"
         if row.is_feasible:
-            return "<- knee" if row.is_recommended else "stopped" if row.problem else ""
+            return "<- recommended" if row.is_recommended else "stopped" if row.problem else ""
         return "no plan" if row.minimum_bytes is None else f"needs {size_text(row.minimum_bytes)}"
 
     def remarks(self) -> str:
         """See `Curve`."""
-        lines = [f"  {self.recommendation(row)}" for row in self.recommended]
-        if lines:
-            lines.insert(0, "Knees of the curve, where less memory begins to cost more:")
-        failed = [f"FAILED: {line}" for line in self.broken_promises]
-        return "\n\n".join("\n".join(part) for part in (lines, failed) if part)
+        row = self.recommended
+        lines = [] if row is None else [f"Recommended: {self.recommendation(row)}."]
+        return "\n".join([*lines, *(f"FAILED: {line}" for line in self.broken_promises)])
 
     def facts(self) -> dict[str, Any]:
         """See `Curve`."""
@@ -179,7 +175,7 @@ class Sweep(Curve[SweepRow]):
     def figure(self) -> Any:
         """See `Curve`."""
         peak_bytes = self.baseline.baseline_peak_bytes
-        return sweep_figure(self.rows, self.knee, baseline_peak_bytes=peak_bytes)
+        return sweep_figure(self.rows, baseline_peak_bytes=peak_bytes)
 
 
 def _gradients(row: SweepRow) -> str:

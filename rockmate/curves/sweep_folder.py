@@ -4,7 +4,7 @@
     sweep.jsonl    a row a line (see `SweepRow`)
     sweep.csv      the same
     sweep.html     the page
-    plans/         of each measured or recommended budget: `RockmateModule(model, sample,
+    plans/         of each measured and of the recommended budget: `RockmateModule(model, sample,
                    plan=Plan.load(...))` trains with it
 
 Files are replaced whole, so that whatever stops a run leaves the rows of the last write.
@@ -15,11 +15,11 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rockmate._util import write_whole
 from rockmate.curves.errors import SweepFolderError
 from rockmate.curves.sweep import Key, Sweep
 from rockmate.curves.sweep_row import SweepRow
@@ -27,7 +27,7 @@ from rockmate.errors import PlanFileError
 from rockmate.extras import require
 from rockmate.plan.plan import Plan
 
-_FORMAT = {"format": "rockmate sweep", "version": 1}
+_FORMAT = {"format": "rockmate sweep", "version": 2}
 _NOT_COMPARED = (*_FORMAT, "title", "budgets_bytes")
 
 
@@ -98,8 +98,8 @@ class SweepFolder:
                 raise _damaged(path, error) from error
 
     def write(self, sweep: Sweep, *, plans: Sequence[Key] = ()) -> None:
-        """Writes settings, rows, and the plans of these and of recommended rows."""
-        for key in {*plans, *(row.key for row in sweep.recommended)}:
+        """Writes settings, rows, and the plans of these and of the recommended row."""
+        for key in {*plans, *(row.key for row in sweep if row.is_recommended)}:
             plan, path = sweep.plans[key], self._plan_path(key)
             if plan.captured is not None or not path.exists():
                 self._replace(path.relative_to(self.path), plan.to_text())
@@ -123,10 +123,8 @@ class SweepFolder:
 
     def _replace(self, name: Path, text: str) -> None:
         path = self.path / name
-        whole = path.with_name(f"{path.name}.new")
         try:
-            whole.write_text(text, encoding="utf-8")
-            os.replace(whole, path)
+            write_whole(path, text)
         except OSError as error:
             msg = f"cannot write {path}: {error.strerror}. What was written before is kept."
             raise SweepFolderError(msg) from error

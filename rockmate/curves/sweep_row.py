@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rockmate.curves.curve import CurveRow
-from rockmate.curves.knees import knees
 from rockmate.plan.plan import Plan
-
-_HUNDRED_MIB = 100 * 2**20
+from rockmate.planning.curve_choice import recommended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -36,9 +34,9 @@ class SweepRow(CurveRow):
             `Plan.quick_lower_bound_ms`, so the plan's own may be closer.
         num_recomputed: runs that repeat an op.
         moved_bytes: bytes that moved values take in another memory tier.
-        extra_ms_per_100_mib: predicted time that 100 MiB (2**20 bytes each) less cost, from the
-            next larger peak of the strategy down to this one.
-        is_recommended: whether the strategy's curve has a knee here; see `rockmate.curves.knees`.
+        extra_ms_per_tenth: predicted time that a tenth less of the peak with nothing recomputed
+            costs, from the next larger peak of the strategy down to this one.
+        is_recommended: whether it is the row to begin with; see `Sweep.recommended`.
     """
 
     strategy: str
@@ -53,7 +51,7 @@ class SweepRow(CurveRow):
     lower_bound_ratio: float | None = None
     num_recomputed: int | None = None
     moved_bytes: int | None = None
-    extra_ms_per_100_mib: float | None = None
+    extra_ms_per_tenth: float | None = None
     is_recommended: bool = False
 
     @property
@@ -113,25 +111,27 @@ def planned_row(plan: Plan, *, minimum_bytes: int) -> SweepRow:
 
 
 def compared(rows: Sequence[SweepRow]) -> list[SweepRow]:
-    """The rows by strategy and budget, with their knees and what memory costs."""
+    """The rows by strategy and budget, with the recommended one and what memory costs."""
     result: list[SweepRow] = []
     for strategy in dict.fromkeys(row.strategy for row in rows):
         curve = [row for row in rows if row.strategy == strategy]
         curve.sort(key=lambda row: row.budget_bytes)
         feasible = [row for row in curve if row.is_feasible]
-        bends = {feasible[knee].key for knee in knees([row.point for row in feasible])}
+        place = None if result else recommended([row.point for row in feasible])
+        chosen = None if place is None else feasible[place].key
         costs = {row.key: _extra_ms(row, larger) for row, larger in pairwise(feasible)}
         result += [
-            replace(row, is_recommended=row.key in bends, extra_ms_per_100_mib=costs.get(row.key))
+            replace(row, is_recommended=row.key == chosen, extra_ms_per_tenth=costs.get(row.key))
             for row in curve
         ]
     return result
 
 
 def _extra_ms(row: SweepRow, larger: SweepRow) -> float | None:
-    """What each 100 MiB cost that a row saves beyond one of a larger budget."""
+    """What each tenth of the peak costs that a row saves beyond one of a larger budget."""
     saved_bytes = larger.point[0] - row.point[0]
     if saved_bytes <= 0 or not row.predicted_ratio:
         return None
-    extra = (row.predicted_ratio - larger.point[1]) * _HUNDRED_MIB / saved_bytes
+    tenth_bytes = row.budget_bytes / row.budget_share / 10
+    extra = (row.predicted_ratio - larger.point[1]) * tenth_bytes / saved_bytes
     return extra * (row.predicted_ms or 0.0) / row.predicted_ratio

@@ -31,7 +31,6 @@ from rockmate.planner import Planner
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.strategies import BITWISE, STRATEGIES, UNMOVED
 
-_TENTHS = 10
 _DEFAULT = "rockmate"  # the strategy that plans for many budgets together
 
 
@@ -209,9 +208,7 @@ class _Run:
             # The smallest peak may differ a little from run to run, and with it a row that has
             # been measured.
             return before
-        smallest = min(self._planner.minimum_peak(strategy) for strategy in self._strategies)
-        tenths = [tenth / _TENTHS for tenth in range(1, _TENTHS + 1)]
-        return [smallest, *(n for n in budgets_in_bytes(tenths, peak_bytes) if n > smallest)]
+        return self._planner.curve_budgets(self._strategies)
 
     # --- prediction ---
 

@@ -87,3 +87,8 @@ def sized(num_bytes: int | None) -> str:
 def number(value: float | None, form: str, unit: str = "") -> str:
     """A number in a format; empty if unknown."""
     return "" if value is None else f"{value:{form}}{unit}"
+
+
+def short_number(value: float | None) -> str:
+    """A number in four digits, or all before the point; empty if unknown."""
+    return number(value, ".4g" if value is None or value < 1000 else ",.0f")

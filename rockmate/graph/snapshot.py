@@ -16,12 +16,13 @@ import hashlib
 import json
 import re
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
 from rockmate.graph.snapshot_order import CanonicalOrder, canonical_order
+from rockmate.graph.step_options import StepOptions
 
 _NOT_COMPARED = {"name", "aliases", "module", "source", "mark_sources"}
 # Fields that are compared only where they are set, so that steps without them keep their
@@ -219,6 +220,10 @@ class StepSnapshot:
         """SHA-256 of the signature of the call."""
         return digest(self.call)
 
+    def text(self, options: StepOptions) -> str:
+        """Tells the step and its options."""
+        return f"{self.fingerprint} {self.call_fingerprint} {options.to_json()}"
+
     def difference(self, other: StepSnapshot) -> str:
         """How `other` differs from this one, in words; empty if a plan for one serves the other."""
         if self.call != other.call:
@@ -318,11 +323,9 @@ def digest(value: Any) -> str:
 
 
 def _compared(value: SnapshotStorage | SnapshotOp) -> dict[str, Any]:
-    return {
-        name: item
-        for name, item in asdict(value).items()
-        if name not in _NOT_COMPARED and (item or name not in _COMPARED_IF_SET)
-    }
+    names = (each.name for each in fields(value) if each.name not in _NOT_COMPARED)
+    found = {name: getattr(value, name) for name in names}
+    return {name: item for name, item in found.items() if item or name not in _COMPARED_IF_SET}
 
 
 def _wiring(op: SnapshotOp) -> tuple[Any, ...]:

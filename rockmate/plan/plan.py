@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from rockmate._util import write_whole
 from rockmate.budget import size_text
 from rockmate.errors import PlanFileError
 from rockmate.plan import block_table as block_tables
@@ -95,16 +95,7 @@ class Plan(PlanRecord):
 
     def save(self, path: str | Path) -> None:
         """Writes `to_text` to a file; one that is there stays until the text is whole."""
-        text, target = self.to_text(), Path(path).resolve()
-        if target.exists() and not target.is_file():  # a pipe, say
-            target.write_text(text, encoding="utf-8")
-            return
-        partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-        try:
-            partial.write_text(text, encoding="utf-8")
-            partial.replace(target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_whole(path, self.to_text())
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:

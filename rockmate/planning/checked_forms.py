@@ -17,7 +17,7 @@ from functools import cache
 import torch
 
 from rockmate._torch.distributed import first_offer
-from rockmate._util import gc_paused
+from rockmate._util import begin_stage, gc_paused
 from rockmate.capture.memory_format import draws_of, may_read_channels_last, output_layouts
 from rockmate.costs.cost import Cost, Costs, Link
 from rockmate.costs.estimate import estimate_costs
@@ -35,6 +35,12 @@ from rockmate.step import CapturedStep
 
 logger = logging.getLogger(__name__)
 
+_STAGES = {
+    "capture": "capturing the model",
+    "costs": "measuring ops",
+    "compile": "compiling kernels",
+    "solve": "planning",
+}
 FurtherForms = Callable[[CapturedStep], Callable[[], list[CapturedStep]] | None]
 """For a captured step what makes further forms of it; None if there are none."""
 
@@ -69,6 +75,7 @@ def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
     """Adds the seconds of a stage to `timings`; garbage collection is paused."""
     begin = time.perf_counter()
     try:
+        begin_stage(_STAGES[stage])
         with gc_paused():
             yield
     finally:

@@ -51,8 +51,7 @@ class Form(Searches):
     @property
     def text(self) -> str:
         """Tells the step and its options, whatever its costs."""
-        options = self.step.options.to_json()
-        return f"{self.snapshot.fingerprint} {self.snapshot.call_fingerprint} {options}"
+        return self.snapshot.text(self.step.options)
 
     @cached_property
     def chain(self) -> SnapshotChain:

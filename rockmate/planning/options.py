@@ -63,6 +63,8 @@ class PlanOptions(CaptureOptions):
             at which a search ends. A larger one plans faster, a smaller one searches longer.
         progress: shows a progress bar while ops are measured, and while a plan takes long to find:
             the best time and its gap to the lower bound.
+        cache: whether `RockmateModule` takes the plan that an earlier start has stored for the same
+            step, bound and options, and stores its own; see docs/guide/plans.md.
         machine: estimates costs for a machine instead of measuring them here: a name as "h100", or
             the path of a description (see `rockmate.costs.machine`). For a model on another kind of
             device, there are plans and a frontier, but no module.
@@ -116,6 +118,7 @@ class PlanOptions(CaptureOptions):
     time_limit_s: float = 30.0
     gap_tolerance: float = 1e-3
     progress: bool = False
+    cache: bool = True
     machine: str | Path | Machine | None = None
     numerics: Numerics = "any_order"
     kernels: Kernels = "eager"

@@ -7,7 +7,7 @@ returns plans as data (`Plan`) and with the code that runs them (`PlannedCall`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, Self
@@ -20,15 +20,17 @@ from rockmate.bound.solver_time import SolverTime
 from rockmate.budget import (
     Budget,
     OnInfeasible,
+    budgets_in_bytes,
     check_on_infeasible,
     parse_budget,
     parse_budgets,
     size_text,
+    slowdown_of,
 )
 from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.options import Numerics
 from rockmate.costs.machine import Machine, load_machine
-from rockmate.errors import InfeasibleBudgetError
+from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
 from rockmate.fusion.report import FusionReport
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
@@ -41,6 +43,7 @@ from rockmate.planning.checked_forms import (
     other_forms,
     timed,
 )
+from rockmate.planning.curve_choice import least_within, recommended
 from rockmate.planning.form import Form
 from rockmate.planning.forms import Forms
 from rockmate.planning.mark_prices import (
@@ -53,7 +56,7 @@ from rockmate.planning.options import PlanOptions
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.search_trace import gap_bar
 from rockmate.planning.simulated_capture import captured_step, machine_of
-from rockmate.planning.strategies import UNMOVED
+from rockmate.planning.strategies import DEFAULT, UNMOVED
 from rockmate.runtime.program import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
@@ -79,7 +82,7 @@ class PlanningSession:
     """Captures and measures a model once, then plans for any number of budgets.
 
     Arguments, attributes and errors are those of `Planner`, which adds the modules that run the
-    plans.
+    plans. `captured` may have the first capture, where that was made before.
     """
 
     options: PlanOptions
@@ -94,22 +97,21 @@ class PlanningSession:
         model: nn.Module,
         sample_input: Any,
         options: PlanOptions | None = None,
+        *,
+        captured: Sequence[CapturedStep] = (),
         **keywords: Any,
     ) -> None:
         options = PlanOptions.of(options, keywords)
-        machine, plain = machine_of(options), plain_model(model)
+        machine, plain, first = machine_of(options), plain_model(model), [*captured]
 
         def others(step: CapturedStep) -> Callable[[], list[CapturedStep]] | None:
             again = partial(capture_step, plain, sample_input, progress=options.progress)
             return other_forms(options, step, again if machine is None else None)
 
-        self._begin(
-            model,
-            partial(captured_step, plain, sample_input, options, machine),
-            options,
-            machine,
-            others,
-        )
+        def capture() -> CapturedStep:
+            return first.pop() if first else captured_step(plain, sample_input, options, machine)
+
+        self._begin(model, capture, options, machine, others)
 
     @classmethod
     def of(cls, step: CapturedStep, options: PlanOptions | None = None, **keywords: Any) -> Self:
@@ -178,7 +180,9 @@ class PlanningSession:
 
         Args:
             budget: bytes, a size ("6GiB", "800MB"), or a fraction in (0, 1] of
-                `baseline_peak_bytes`.
+                `baseline_peak_bytes`. "knee" takes the budget where the curve of time against
+                memory bends (without a bend "1.05x"), and "1.05x" the smallest one whose step takes
+                at most so much of the time without recomputation; see `curve_budgets`.
             strategy: one of `rockmate.STRATEGIES`. "none" recomputes nothing. "chen" saves the
                 boundary of every sqrt(n)-th block (Chen et al. 2016). "rotor" is Rotor's dynamic
                 program without options. "checkmate" solves the whole graph as one program, for
@@ -194,6 +198,9 @@ class PlanningSession:
             ValueError: the strategy is unknown, or `on_infeasible` is not one of its values.
         """
         check_on_infeasible(on_infeasible)
+        slowdown = slowdown_of(budget)
+        if slowdown is not None:
+            return self._chosen(slowdown, strategy)
         budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
         if strategy == UNMOVED and self._offload is None:
             strategy = "rockmate"
@@ -223,6 +230,33 @@ class PlanningSession:
             smallest.predicted_ratio,
         )
         return smallest
+
+    def curve_budgets(self, strategies: Iterable[str] = (DEFAULT,)) -> list[int]:
+        """The smallest feasible budget without chunks, and each tenth of the baseline's peak above.
+
+        Args:
+            strategies: one of which is to have a plan within the smallest.
+        """
+        smallest = min(map(self.minimum_peak, strategies))
+        tenths = budgets_in_bytes([tenth / 10 for tenth in range(1, 11)], self.baseline_peak_bytes)
+        return [smallest, *(budget for budget in tenths if budget > smallest)]
+
+    def _chosen(self, slowdown: float, strategy: str) -> Plan:
+        """The plan at the knee of the curve, or with a slowdown above 0 the least within it."""
+        if strategy != DEFAULT:
+            msg = f"strategy {strategy!r} has no curve to choose from. Give a budget as a size."
+            raise InvalidBudgetError(msg)
+        plans = [*self.plans(self.curve_budgets(), progress=self.options.progress).values()]
+        points = [(plan.predicted_peak_bytes, plan.predicted_ratio) for plan in plans]
+        place = least_within(points, slowdown) if slowdown else recommended(points)
+        chosen = plans[-1 if place is None else place]  # nothing recomputed, up to rounding
+        logger.info(
+            "the budget is %s, %.2f of the peak without recomputation, at %.3fx of its time",
+            size_text(chosen.budget_bytes),
+            chosen.budget_bytes / self.baseline_peak_bytes,
+            chosen.predicted_ratio,
+        )
+        return chosen
 
     def mark_prices(self, budget: Budget, *, strategy: str = "rockmate") -> tuple[MarkPrice, ...]:
         """What each mark costs within a budget: the step planned without it. Takes a plan for each.

@@ -26,7 +26,7 @@ PLANT = "import torch.utils.checkpoint as c; c.checkpoint = lambda run, *args, *
 def imported(folder: Path, plant: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", IMPORT.format(plant=plant)],
-        env={**os.environ, "XDG_CACHE_HOME": str(folder), **environment},
+        env={**os.environ, "ROCKMATE_CACHE": str(folder), **environment},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import shlex
 from pathlib import Path
 
 import pytest
@@ -54,6 +56,64 @@ def test_full_lora_and_frozen(
     assert all(row["total_bytes"] <= 16 << 20 for row in rows)
 
 
+def test_a_margin_is_left_and_said(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["fit", config, "--memory", "4GiB", "--machine", "h100", "--most", "4", "--quiet"]
+    assert main([*common, "--json", str(tmp_path / "fit.json")]) == 0
+    printed = capsys.readouterr().out
+    assert "4.0 GiB with a margin of 204.8 MiB for the allocator, adamw, times" in printed
+    content = json.loads((tmp_path / "fit.json").read_text(encoding="utf-8"))
+    margin_bytes = (4 << 30) // 20
+    assert content["margin_bytes"] == margin_bytes
+    assert content["rows"][0]["device_bytes"] == (1 << 30) + margin_bytes
+    assert main([*common, "--reserve", "1GiB"]) == 0
+    assert "margin of" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "adapted",
+    [[], ["--lora", "--lora-rank", "4"], ["--frozen", "model.*"]],
+    ids=["whole", "lora", "frozen"],
+)
+def test_the_script_that_is_written_trains(
+    adapted: list[str],
+    config: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    common = ["fit", config, "--memory", "64GiB", "--tokens", "32", "--sizes", "8", "--most", "8"]
+    assert main([*common, "--quiet", *adapted]) == 0
+    next_line = capsys.readouterr().out.splitlines()[-1]
+    assert next_line.startswith(f"next: rockmate fit {config} --memory 64GiB")
+    assert next_line.endswith(" --write train.py")
+    assert main(shlex.split(next_line)[2:]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "next: python train.py"
+    names = runpy.run_path("train.py")
+    assert "activation budget" in capsys.readouterr().out
+    trainer, model = names["trainer"], names["model"]
+    assert trainer.state.global_step == 4
+    assert trainer.args.per_device_train_batch_size == 8
+    trained = {name for name, each in model.named_parameters() if each.requires_grad}
+    expected = {"--lora": "lora_", "--frozen": "lm_head"}.get((adapted or [""])[0], "")
+    assert trained
+    assert all(expected in name for name in trained)
+
+
+def test_a_script_is_for_language_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    content = {"model_type": "vit", **sizes, "intermediate_size": 48, "image_size": 32}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(content), encoding="utf-8")
+    assert main(["fit", str(path), "--memory", "1GiB", "--write", str(tmp_path / "x.py")]) == 2
+    assert "this one takes {'pixel_values'" in capsys.readouterr().err
+    assert not (tmp_path / "x.py").exists()
+
+
 def test_the_longest_sequence(config: str, tmp_path: Path) -> None:
     found = content_of(config, tmp_path, "--memory", "1GiB", "--longest", "--batch", "3")
     assert found["axis"] == "tokens"
@@ -77,6 +137,10 @@ def test_the_longest_sequence(config: str, tmp_path: Path) -> None:
         (
             ["--memory", "1GiB", "--machine", "h100", "--lora", "--lora-targets", "nothing"],
             "PEFT cannot adapt LlamaForCausalLM",
+        ),
+        (
+            ["--memory", "1GiB", "--write", "x.py", "--optimizer", "rmsprop"],
+            "--write writes scripts",
         ),
         (["--memory", "1GiB", "--json", "nowhere/fit.json"], "there is no folder nowhere"),
         (["--memory", "1GiB", "--measure", "--machine", "h100"], "not measured from here"),

@@ -121,9 +121,47 @@ def test_what_memory_costs_is_the_slope_to_the_next_larger_peak() -> None:
         (row.predicted_peak_bytes or 0, row.predicted_ms or 0.0) for row in rows
     )
     for row, here, next_larger in ((rows[0], small, middle), (rows[1], middle, large)):
-        expected = (here[1] - next_larger[1]) / ((next_larger[0] - here[0]) / (100 * 2**20))
-        assert row.extra_ms_per_100_mib == pytest.approx(expected)
-    assert rows[2].extra_ms_per_100_mib is None
+        tenth_bytes = rows[2].budget_bytes / 10
+        expected = (here[1] - next_larger[1]) / ((next_larger[0] - here[0]) / tenth_bytes)
+        assert row.extra_ms_per_tenth == pytest.approx(expected)
+    assert rows[2].extra_ms_per_tenth is None
+
+
+def test_a_budget_that_is_chosen_is_the_one_of_the_sweep() -> None:
+    model, x = stack()
+    rows = rockmate.sweep(model, x, machine=MACHINE)
+    planner = Planner(model, x, machine=MACHINE)
+    assert rows.recommended is not None
+    assert rows.recommended is rows.knee
+    for budget, row in (("knee", rows.recommended), ("1.05x", rows.best(max_slowdown=1.05))):
+        plan = planner.plan(budget)
+        assert plan.budget_bytes == row.budget_bytes
+        assert plan.predicted_peak_bytes == row.predicted_peak_bytes
+    assert planner.plan("1x").budget_bytes == rows.best(max_slowdown=1.0).budget_bytes
+    chosen: tuple[dict[str, Any], ...] = ({"budget": "knee"}, {"max_slowdown": 1.05})
+    for given, row in zip(chosen, (rows.recommended, rows.best()), strict=True):
+        module = RockmateModule(model, x, machine=MACHINE, **given)
+        assert module.plan.budget_bytes == row.budget_bytes
+        module(x).sum().backward()
+        module(x[:32]).sum().backward()
+        assert module.plan.budget_bytes == row.budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"max_slowdown": 0.9}, InvalidBudgetError, "0.9x is less than the time without"),
+        ({"max_slowdown": 1.1, "budget": 0.5}, TypeError, "give one of them"),
+        ({"budget": "knee", "strategy": "chen"}, InvalidBudgetError, "has no curve"),
+        ({"max_slowdown": "5%"}, InvalidBudgetError, "cannot be read"),
+    ],
+)
+def test_a_choice_that_cannot_be_made(
+    given: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    model, x = stack()
+    with pytest.raises(error, match=text):
+        RockmateModule(model, x, machine=MACHINE, **given)
 
 
 # --- measured -------------------------------------------------------------------------------------

@@ -22,13 +22,13 @@ from torch import nn
 import rockmate
 from rockmate import SweepRow
 from rockmate.curves.errors import SweepError
-from rockmate.curves.knees import knees, lower_hull
 from rockmate.curves.page import page
 from rockmate.curves.picture import memory_figure, memory_points, times_ms
 from rockmate.curves.sweep import Sweep
 from rockmate.curves.sweep_row import compared
 from rockmate.curves.sweep_run import SweepOptions, run_sweep
 from rockmate.extras import MissingExtraError
+from rockmate.planning.curve_choice import knee, least_within, lower_hull, recommended
 
 # --- knees ----------------------------------------------------------------------------------------
 
@@ -36,28 +36,35 @@ from rockmate.extras import MissingExtraError
 @pytest.mark.parametrize(
     ("points", "expected"),
     [
-        ([], []),
-        ([(1, 2)], []),
-        ([(1, 2), (2, 1)], []),
-        ([(0, 4), (1, 3), (2, 2), (4, 0)], []),  # a straight line
-        ([(0, 10), (1, 1), (10, 0)], [1]),
-        ([(10, 0), (1, 1), (0, 10)], [1]),  # in another order
-        ([(0, 100), (1, 40), (5, 10), (20, 2), (100, 0)], [1, 2, 3]),
-        ([(0, 10), (1, 1), (5, 9), (10, 0)], [1]),  # one that others beat is none
-        (
-            [(0, 10), (1, 10), (2, 1), (10, 1)],
-            [],
-        ),  # nothing is lost by going to (2, 1), which is an end
-        ([(0, 1.0), (1, 1.0)], []),
+        ([], None),
+        ([(1, 2)], None),
+        ([(1, 2), (2, 1)], None),
+        ([(0, 4), (1, 3), (2, 2), (4, 0)], None),  # a straight line
+        ([(0, 10), (1, 1), (10, 0)], 1),
+        ([(10, 0), (1, 1), (0, 10)], 1),  # in another order
+        ([(0, 100), (1, 40), (5, 10), (20, 2), (100, 0)], 2),
+        ([(0, 10), (1, 1), (5, 9), (10, 0)], 1),  # one that others beat is none
+        ([(0, 10), (1, 10), (2, 1), (10, 1)], None),  # nothing is lost by going to (2, 1), an end
+        ([(0, 1.0), (1, 1.0)], None),
     ],
 )
-def test_knees(points: list[tuple[float, float]], expected: list[int]) -> None:
-    assert knees(points) == expected
+def test_knee(points: list[tuple[float, float]], expected: int | None) -> None:
+    assert knee(points) == expected
     scaled = [(3e9 * x + 7, y / 50 + 1) for x, y in points]
-    assert knees(scaled) == expected, "units do not matter"
+    assert knee(scaled) == expected, "units do not matter"
 
 
-def test_the_first_knee_is_farthest_below_the_line_between_the_ends() -> None:
+def test_without_a_knee_the_least_within_a_slowdown_is_recommended() -> None:
+    points = [(1.0, 1.2), (2.0, 1.1), (2.5, 1.05), (4.0, 1.0 - 1e-9)]
+    assert [least_within(points, most) for most in (1.5, 1.1, 1.05, 1.01, 0.5)] == [
+        *(0, 1, 2, 3, None)
+    ]
+    assert recommended([(1.0, 1.1), (2.0, 1.04), (3.0, 1.0)]) == 1
+    assert recommended([(1.0, 1.06), (2.0, 1.03), (3.0, 1.0)]) == 1
+    assert recommended([(1.0, 1.3)]) is None
+
+
+def test_the_knee_is_farthest_below_the_line_between_the_ends() -> None:
     generator = random.Random(3)
     for _ in range(50):
         xs = sorted(generator.uniform(0, 10) for _ in range(9))
@@ -71,7 +78,7 @@ def test_the_first_knee_is_farthest_below_the_line_between_the_ends() -> None:
             for i in hull
         }
         deepest = max(depths, key=lambda i: depths[i])
-        assert knees(points, max_num=1) == ([deepest] if depths[deepest] >= 0.05 else [])
+        assert knee(points) == (deepest if depths[deepest] >= 0.05 else None)
 
 
 def test_no_point_lies_below_the_hull() -> None:
@@ -118,7 +125,7 @@ def test_table_fits_the_terminal(found: Sweep, width: int) -> None:
 
 def test_a_wide_table_has_every_column(found: Sweep) -> None:
     text = str(found).split("\n\n")[1]
-    for title in ("share", "peak", "ms", "ms/100 MiB", "measured peak", "measured ms", "gradients"):
+    for title in ("share", "peak", "ms", "ms/tenth", "measured peak", "measured ms", "gradients"):
         assert re.search(rf"  {title}(  |$)", text.splitlines()[0]), title
     assert "bitwise" in text
     assert text.count("needs") == sum(not row.is_feasible for row in found.rows)
@@ -139,7 +146,7 @@ def curve(*points: tuple[int, float]) -> list[SweepRow]:
             SweepRow(
                 strategy="rockmate",
                 budget_bytes=num_bytes,
-                budget_share=num_bytes / 10,
+                budget_share=num_bytes / points[-1][0],
                 is_feasible=True,
                 predicted_peak_bytes=num_bytes,
                 predicted_ratio=ratio,
@@ -154,14 +161,21 @@ def test_recommendations_say_what_less_memory_costs(found: Sweep) -> None:
     mib = 2**20
     rows = curve((100 * mib, 1.5), (200 * mib, 1.1), (1000 * mib, 1.0))
     assert [row.is_recommended for row in rows] == [False, True, False]
-    assert [row.extra_ms_per_100_mib for row in rows] == [
+    assert [row.extra_ms_per_tenth for row in rows] == [
         pytest.approx(40.0),
         pytest.approx(10 / 8),
         None,
     ]
-    text = dataclasses.replace(found, rows=rows).remarks()
-    assert "200.0 MiB" in text
-    assert "below it, 100 MiB less cost 40.0 ms a step" in text
+    sweep = dataclasses.replace(found, rows=rows)
+    assert sweep.recommended is sweep.knee is rows[1]
+    assert sweep.remarks() == (
+        "Recommended: 200.0 MiB, 0.20 of the peak with nothing recomputed: 1.100x the time; "
+        "below it, each tenth less costs 40 ms a step."
+    )
+    assert str(sweep).count("<- recommended") == 1
+    straight = dataclasses.replace(found, rows=curve((1, 1.08), (2, 1.04), (3, 1.0)))
+    assert straight.recommended is straight.rows[1]
+    assert "the smallest within 1.05x, since the curve has no knee" in straight.remarks()
 
 
 def test_rows_of_a_faster_run_do_not_bend_the_curve() -> None:

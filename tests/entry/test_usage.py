@@ -314,3 +314,16 @@ def test_a_budget_in_the_place_of_the_sample_is_told(budget: Any) -> None:
 def test_a_model_that_is_no_module_is_told() -> None:
     with pytest.raises(TypeError, match=r"a function; give an nn\.Module"):
         RockmateModule(lambda x: x, torch.ones(2), 1.0)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 1e9])
+def test_a_start_that_takes_long_shows_its_stages(
+    delay_s: float, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rockmate._util.is_terminal", lambda: True)
+    monkeypatch.setattr("rockmate._util.STAGE_DELAY_S", delay_s)
+    monkeypatch.setattr("rockmate._util.threading.Timer.start", lambda self: None)
+    RockmateModule(models.Stack(1).train(), torch.randn(8, 16), 1.0)
+    shown = capsys.readouterr().err
+    for stage in ("capturing the model", "measuring ops", "planning"):
+        assert (stage in shown) is (delay_s == 0)

@@ -34,7 +34,7 @@ logger = logging.getLogger("rockmate.frames.interiors")
 
 _NOT_PLANNED = "%s is not planned, and runs as in eager: %s"
 
-_MOST_STEPS = 4
+_MOST_STEPS = 8
 """Of one shape, that capture: a frame may seldom come, as LayerDrop leaves it out."""
 _MOST_SHAPES = 8
 """Of which insides are captured."""
@@ -120,7 +120,7 @@ class InteriorCaptures:
     def _is_due(self, shape: _Shape, needs: StepNeeds) -> bool:
         """Whether a step of a shape that has come before is to capture."""
         if {key.path for key in needs.by_key} <= shape.paths:
-            shape.num_left = 0
+            return False
         if not shape.num_left or (not shape.number and self._num_captured == _MOST_SHAPES):
             return False
         if not shape.number:

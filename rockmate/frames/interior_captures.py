@@ -120,7 +120,7 @@ class InteriorCaptures:
     def _is_due(self, shape: _Shape, needs: StepNeeds) -> bool:
         """Whether a step of a shape that has come before is to capture."""
         if {key.path for key in needs.by_key} <= shape.paths:
-            return False
+            shape.num_left = 0
         if not shape.num_left or (not shape.number and self._num_captured == _MOST_SHAPES):
             return False
         if not shape.number:

@@ -34,7 +34,7 @@ logger = logging.getLogger("rockmate.frames.interiors")
 
 _NOT_PLANNED = "%s is not planned, and runs as in eager: %s"
 
-_MOST_STEPS = 4
+_MOST_STEPS = 8
 """Of one shape, that capture: a frame may seldom come, as LayerDrop leaves it out."""
 _MOST_SHAPES = 8
 """Of which insides are captured."""

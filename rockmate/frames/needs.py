@@ -106,6 +106,7 @@ class Needs:
         before_forward_bytes: live when its forward begins.
         before_backward_bytes: live when its backward begins.
         output_bytes: of all these, of outputs that captured insides read again.
+        taken_bytes: of all these, of calls before it that were not recorded.
         schedules: of its captured inside, if it has one.
     """
 
@@ -117,6 +118,7 @@ class Needs:
     before_forward_bytes: int = 0
     before_backward_bytes: int = 0
     output_bytes: int = 0
+    taken_bytes: int = 0
     schedules: Sequence[ScheduleCost] = ()
 
     @property
@@ -259,7 +261,10 @@ class StepNeeds:
         if (known := self.by_key.get(key)) is not None:
             return known
         alike = [needs for each, needs in self.by_key.items() if each.path == key.path]
-        return _largest(alike or list(self.by_key.values()))
+        recorded = [replace(each, taken_bytes=0) for each in alike or self.by_key.values()]
+        for each, known in zip(recorded, alike or self.by_key.values(), strict=True):
+            each.add(-known.taken_bytes)
+        return _largest(recorded)
 
     def take(self, key: FrameKey, before: FrameKey | None, call_bytes: int) -> None:
         """Takes a call that was not recorded into its place among the others.
@@ -273,10 +278,13 @@ class StepNeeds:
             call_bytes: of that, its arguments among it.
         """
         own = replace(self.of(key))
+        own.add(self.by_key[before].taken_bytes if before is not None else 0)
+        own.taken_bytes = 0 if before is None else self.by_key[before].taken_bytes
         place = 0 if before is None else list(self.by_key).index(before) + 1
         items = list(self.by_key.items())
         for _, needs in (*items[place:], (key, own)):
             needs.add(call_bytes)
+            needs.taken_bytes += call_bytes
         self.by_key = dict([*items[:place], (key, own), *items[place:]])
         self._taken.add(key)
         self.has_new_calls, self._least = True, None

@@ -99,8 +99,10 @@ def test_a_call_that_was_not_recorded_raises_the_needs_of_those_that_follow() ->
     step.take(b, a, 100)
     assert list(step.by_key) == [a, b, c]
     assert step.by_key[a] == Needs(10, 20, 30, 5, 1.0, 3, 4)
-    assert step.by_key[b] == Needs(140, 150, 160, 7, 2.0, 105, 106)
-    assert step.by_key[c] == Needs(140, 150, 160, 7, 2.0, 105, 106)
+    assert step.by_key[b] == Needs(140, 150, 160, 7, 2.0, 105, 106, taken_bytes=100)
+    assert step.by_key[c] == Needs(140, 150, 160, 7, 2.0, 105, 106, taken_bytes=100)
     step.take(FrameKey("b", 0), None, 1)
     assert next(iter(step.by_key)) == FrameKey("b", 0)
     assert step.minimum_bytes == 161
+    step.take(FrameKey("b", 1), FrameKey("b", 0), 1)  # what was added before counts once
+    assert step.by_key[FrameKey("b", 1)].forward_bytes == 42

@@ -53,20 +53,11 @@ def _every(records: Sequence[Any], what: str, expression: str) -> str:
 
 
 def _worst(
-    records: Sequence[Any],
-    what: str,
-    limit: float,
-    figure: str,
-    place: str,
-    *,
-    percent: bool = False,
-    **options: Any,
+    records: Sequence[Any], what: str, limit: float, figure: str, place: str, **options: Any
 ) -> str:
     """The row of a target that the largest figure has to hit; figure and place are expressions."""
     name, value = _of_record(place), _of_record(figure)
     figures = [(str(name(each)), value(each)) for each in records]
-    if percent:
-        options["show"] = lambda share: f"{100 * share:.2f} %"
     return worst_row(what, limit, figures, **options).text
 
 
@@ -179,7 +170,7 @@ def worst_row(
     figures: Sequence[tuple[str, float]],
     *,
     reach: str = "",
-    show: Callable[[float], str] = "{:.3f}".format,
+    percent: bool = False,
     counts: bool = False,
 ) -> Target:
     """A target that the largest figure has to hit; a figure stands with its place.
@@ -189,7 +180,7 @@ def worst_row(
         limit: What the figure may be at most.
         figures: Place and figure of each case.
         reach: The limit as a text.
-        show: Makes a text of a figure.
+        percent: Whether the figure is a share, to be given in percent.
         counts: Whether the row says how many figures are within the limit.
     """
     reach = reach or f"<= {limit:.2f}"
@@ -198,7 +189,8 @@ def worst_row(
     where, worst = max(figures, key=lambda pair: pair[1])
     if counts:
         where += f"; {sum(each <= limit for _, each in figures)} of {len(figures)} within"
-    return Target(what, reach, show(worst), where, worst <= limit)
+    figure = f"{100 * worst:.2f} %" if percent else f"{worst:.3f}"
+    return Target(what, reach, figure, where, worst <= limit)
 
 
 # --- where the lines come from ----------------------------------------------------------------

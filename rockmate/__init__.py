@@ -151,7 +151,10 @@ _LAZY_NAMES = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY_NAMES:
-        return getattr(import_module(_LAZY_NAMES[name]), name)
+        from rockmate._util import gc_paused
+
+        with gc_paused():  # a collection walks all of PyTorch's objects, and importing makes many
+            return getattr(import_module(_LAZY_NAMES[name]), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
 

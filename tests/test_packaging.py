@@ -113,3 +113,19 @@ def test_solvers_are_free_for_any_use() -> None:
 
     for name in ("pulp", "highspy"):
         assert metadata(name).get("License-Expression") == "MIT"
+
+
+def test_importing_the_module_class_loads_neither_capture_nor_search() -> None:
+    """PyTorch itself apart, `from rockmate import RockmateModule` takes a few hundredths."""
+    program = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "from rockmate import RockmateModule, RockmateError\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    command = [sys.executable, "-c", program]
+    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    found = loaded.stdout.split()
+    assert "rockmate.module" in found
+    assert len(found) < 60, found
+    slow = ("sympy", "pulp", "torch._dynamo", "torch.distributed.tensor", "rockmate.plan_cache")
+    assert not {*slow} & {*found}

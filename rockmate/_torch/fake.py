@@ -1,4 +1,4 @@
-"""Fake tensors and symbolic sizes. PyTorch documents both and exports neither."""
+"""Fake tensors. PyTorch documents them and exports none."""
 
 from __future__ import annotations
 
@@ -7,17 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 __all__ = [
-    "ConstantSource",
-    "DimDynamic",
     "FakeTensor",
     "FakeTensorMode",
-    "ShapeEnv",
     "functional_part",
     "hint_of",
     "is_fake",

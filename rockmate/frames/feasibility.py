@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rockmate.budget import Budget, parse_budget, size_text
 from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
@@ -16,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 def refuse_flat_parameters(model: nn.Module) -> None:
     """Raises `UnsupportedModelError` for a model that FSDP1 has sharded."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # takes a second to load
+
     if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
         msg = (
             "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which frames do "

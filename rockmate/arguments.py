@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rockmate.budget import Budget, check_on_infeasible, parse_budget
-from rockmate.errors import InvalidBudgetError
+from rockmate.capture.compiled_model import require_module
+from rockmate.errors import InvalidArgumentError, InvalidBudgetError
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.offload.request import OffloadRequest
+from rockmate.planning.options import PlanOptions
 
 if TYPE_CHECKING:
     from rockmate.plan.plan import Plan
@@ -29,12 +31,12 @@ def check_arguments(
     plan: Plan | None,
 ) -> None:
     """Raises for a model that is none, a budget in the place of the sample, or no one bound."""
-    if not isinstance(model, nn.Module):
-        msg = (
-            f"the model is {reprlib.repr(model)}, a {type(model).__name__}; give an nn.Module. A "
-            "function can be the forward of one."
+    if isinstance(sample_input, nn.Module) and not isinstance(model, nn.Module):
+        raise InvalidArgumentError(
+            "the model stands in the place of the sample. Write RockmateModule(model, sample, "
+            "budget)."
         )
-        raise TypeError(msg)
+    require_module(model)
     values = {"budget": budget, "memory_limit": memory_limit, "plan": plan}
     given = [name for name, value in values.items() if value is not None]
     if not given and isinstance(sample_input, int | float | str):
@@ -55,7 +57,7 @@ def check_arguments(
             f"RockmateModule was given {' and '.join(given)}; give one of them. A plan has its "
             "budget, plan.budget_bytes."
         )
-        raise TypeError(msg)
+        raise InvalidArgumentError(msg)
     if plan is not None:
         from rockmate.plan.plan import Plan
 
@@ -65,18 +67,54 @@ def check_arguments(
                 "Give plan=Plan.load(path) for a file that Plan.save wrote, or a result of "
                 "Planner.plan."
             )
-            raise TypeError(msg)
+            raise InvalidArgumentError(msg)
+    if budget is not None and isinstance(sample_input, int | float | str):
+        raise InvalidBudgetError(
+            f"{sample_input!r} stands in the place of the sample, and the sample in that of the "
+            f"budget. Write RockmateModule(model, sample, {sample_input!r})."
+        )
     if budget is not None:
         # An unreadable budget fails before the capture, not after it. The peak is unknown here.
         parse_budget(budget, 1 << 62)
 
 
-def check_choices(larger: str, on_infeasible: str) -> None:
-    """Raises `ValueError` unless they are values of these arguments of `RockmateModule`."""
+def check_choices(larger: str, on_infeasible: str, **flags: Any) -> None:
+    """Raises `InvalidArgumentError` unless they are values of these arguments, flags bools."""
     check_on_infeasible(on_infeasible)
-    if larger not in ("plan", "refuse"):
-        msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
-        raise ValueError(msg)
+    _check_choice("larger", larger, ("plan", "refuse"))
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise InvalidArgumentError(f"{name} is {value!r}; give True or False")
+
+
+def _check_choice(name: str, value: Any, values: Collection[str]) -> None:
+    if value not in values:
+        *first, last = map(repr, values)
+        raise InvalidArgumentError(f"{name} is {value!r}; choose {', '.join(first)} or {last}")
+
+
+def check_options(options: PlanOptions, model: nn.Module, strategy: str | None) -> None:
+    """What else planning would refuse of its options, which may be hours after the call.
+
+    Raises:
+        InvalidArgumentError, MarkError, MachineError, OffloadError, InvalidSampleError: an option
+            has none of its values, or names a submodule that the model has not.
+    """
+    _ = options.moves
+    if options.marks or options.policy is not None:
+        _ = options.step
+    if options.machine is not None:
+        from rockmate.costs.machine import load_machine
+
+        load_machine(options.machine)
+    if options.untraced:
+        from rockmate.capture.opaque_module import opaque_modules
+
+        opaque_modules(model, options.untraced)
+    if strategy is not None:
+        from rockmate.planning.strategies import STRATEGIES  # loads the solvers
+
+        _check_choice("strategy", strategy, STRATEGIES)
 
 
 def check_mode(
@@ -87,21 +125,19 @@ def check_mode(
     options: Collection[str],
 ) -> None:
     """Raises for an unknown mode, and for arguments that it does not take."""
-    if mode not in ("plan", "frames", "auto"):
-        msg = f"mode is {mode!r}; choose 'plan', 'frames' or 'auto'"
-        raise ValueError(msg)
+    _check_choice("mode", mode, ("plan", "frames", "auto"))
     if mode != "plan" and plan is not None:
         msg = f'a plan is run as it is: leave mode="{mode}" out, or give a budget.'
-        raise TypeError(msg)
+        raise InvalidArgumentError(msg)
     if keep and mode == "plan":
         msg = 'keep names submodules that frames leave alone: it needs mode="frames" or "auto".'
-        raise TypeError(msg)
+        raise InvalidArgumentError(msg)
     if mode == "frames" and (options or strategy is not None):
         msg = (
             f"{', '.join(options) or 'strategy'} belongs to planning, and "
             'mode="frames" does not plan. Leave it out.'
         )
-        raise TypeError(msg)
+        raise InvalidArgumentError(msg)
 
 
 def checked_plan(
@@ -109,7 +145,7 @@ def checked_plan(
 ) -> Plan:
     """The plan, at the tier that `offload` names if it is given.
 
-    Raises `TypeError` for an argument that excludes a plan, and for a missing sample.
+    Raises `InvalidArgumentError` for an argument that excludes a plan, and for a missing sample.
     """
     plan = _at_new_tier(plan, options)
     given = [*options, *(["strategy"] if strategy else [])]
@@ -124,21 +160,21 @@ def checked_plan(
         what = "a sample must be given"
         next_step = "Give the sample that it was made for."
     msg = f"{what} with a plan. The plan was made with {settings}. {next_step}"
-    raise TypeError(msg)
+    raise InvalidArgumentError(msg)
 
 
 def _at_new_tier(plan: Plan, options: dict[str, Any]) -> Plan:
     """A plan whose values move to the tier that `options` name, which are taken out of them.
 
     Raises:
-        TypeError: nothing moves in the plan.
+        InvalidArgumentError: nothing moves in the plan.
         ValueError, OffloadError: as for `OffloadRequest.parse`.
     """
     if "offload" not in options:
         return plan
     if plan.offload is None:
         msg = "offload cannot be given with a plan in which nothing moves; plan with offload."
-        raise TypeError(msg)
+        raise InvalidArgumentError(msg)
     limit = options.pop("host_budget", plan.offload.host_bytes)
     return replace(plan, offload=OffloadRequest.parse(options.pop("offload"), limit))
 

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_FEW_BYTES = 100  # a budget that was hardly meant to be one of bytes
+
 
 class RockmateError(Exception):
     """Base of every error that this package raises on purpose."""
@@ -50,6 +52,12 @@ class InfeasibleBudgetError(RockmateError, ValueError):
             'smallest peak where nothing fits: on_infeasible="least" (on the command line: '
             "--on-infeasible least)."
         )
+        if budget_bytes <= _FEW_BYTES:
+            text += (
+                f" A whole number is bytes: {budget_bytes} GiB is written "
+                f'"{budget_bytes}GiB", {budget_bytes} % of the peak without recomputation is '
+                f"{budget_bytes / 100}."
+            )
         super().__init__(text)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -208,6 +216,10 @@ class PlanFileError(RockmateError, ValueError):
 
 class PlanMismatchError(RockmateError, ValueError):
     """A plan was made for another model, another sample or other options."""
+
+
+class InvalidArgumentError(RockmateError, TypeError, ValueError):
+    """An argument has another type, none of its values, or contradicts another one."""
 
 
 class UnknownOptionError(RockmateError, TypeError):

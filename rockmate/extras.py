@@ -27,6 +27,7 @@ def require(name: str, *, extra: str, purpose: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         msg = (
-            f"{purpose} needs {name} ({error}). Install it: pip install 'rockmate-planner[{extra}]'"
+            f"{purpose} needs {name} ({error}). Install the extra, in a checkout: "
+            f"pip install '.[{extra}]'"
         )
         raise MissingExtraError(msg) from error

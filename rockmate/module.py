@@ -21,6 +21,7 @@ from rockmate.arguments import (
     check_arguments,
     check_choices,
     check_mode,
+    check_options,
     checked_plan,
     memory_limit_of,
 )
@@ -128,10 +129,10 @@ class RockmateModule(Wrapper):
         UnsupportedModelError: the model cannot be captured as one static graph.
         PlanMismatchError: the plan was made for another model or sample.
         UnknownOptionError: there is no option of a name; the text says the nearest one.
-        TypeError: more than one of budget, limit and plan is given; a plan is given with options or
-            without a sample; or `plan` is not a `Plan`.
-        ValueError: `larger`, `on_infeasible`, `strategy` or `trial` is not one of its values; or
-            the model has no method of a name in `methods`.
+        InvalidArgumentError: more than one of budget, limit and plan is given; a plan is given with
+            options or without a sample; or `plan` is not a `Plan`; `larger`, `on_infeasible`,
+            `strategy` or `trial` is not one of its values; or the model has no method of a name in
+            `methods`.
     """
 
     def __init__(
@@ -159,9 +160,10 @@ class RockmateModule(Wrapper):
         options = PlanOptions.of(options, keywords, known=RockmateModule.__init__.__kwdefaults__)
         check_arguments(model, sample_input, budget, memory_limit, plan)
         check_mode(mode, keep, plan, strategy, {**options.changed, **keywords})
-        check_choices(larger, on_infeasible)
-        self._wrap(model, trial)
+        check_choices(larger, on_infeasible, replan=replan, plan_frames=plan_frames)
         plain = plain_model(model)
+        check_options(options, plain, strategy)
+        self._wrap(model, trial)
         names = names_of_methods(plain, methods, has_plan=plan is not None)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 __all__ = [
     "FakeTensor",
     "FakeTensorMode",
+    "errors_unlogged",
     "functional_part",
     "hint_of",
     "is_fake",
@@ -74,3 +76,14 @@ def results_corrected(
         yield
     finally:
         FakeTensorMode.dispatch = dispatch
+
+
+@contextlib.contextmanager
+def errors_unlogged() -> Iterator[None]:
+    """Keeps out of the log the traceback that fake tensors log before they raise an op's error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled

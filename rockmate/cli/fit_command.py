@@ -84,12 +84,12 @@ def _add_search(fit: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="to have rows for, beside the largest (default: chosen)",
     )
-    for kind in ("batch", "token"):
+    for kind, plural in (("batch", "batches"), ("token", "tokens")):
         fit.add_argument(
             f"--{kind}-axis",
             type=_axis,
             metavar="NAME=DIM,NAME=DIM",
-            help=f"the dimension of the {kind}s in each input that has one, where it cannot be "
+            help=f"the dimension of {plural} in each input that has one, where it cannot be "
             "told: by keyword, or by place",
         )
     fit.add_argument("--most", type=positive, help="the largest size to consider")

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rockmate.budget import parse_budgets
 from rockmate.cli import check_command, fit_command
 from rockmate.cli.arguments import (
     add_budget_arguments,
@@ -28,6 +29,7 @@ from rockmate.cli.arguments import (
     planning_options,
     positive,
 )
+from rockmate.errors import RockmateError
 
 if TYPE_CHECKING:
     from rockmate.cli.demo import DemoOptions
@@ -40,9 +42,8 @@ _PLOT_NAME = "memory.png"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give the exit code."""
     arguments = _parser().parse_args(argv)
-    from rockmate.errors import RockmateError  # after parsing: `--help` needs no torch
-
     try:
+        _check(arguments)
         return _with_threads(arguments)
     except RockmateError as error:
         sys.stderr.write(f"rockmate {arguments.command}: error: {error}\n")
@@ -50,6 +51,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"rockmate {arguments.command}: interrupted\n")
         return 130
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What can be told before PyTorch is loaded.
+
+    Raises:
+        InvalidBudgetError: a budget cannot be read.
+    """
+    for name in ("budget", "budgets"):
+        if isinstance(text := getattr(arguments, name, None), str):
+            parse_budgets(text)
 
 
 def _with_threads(arguments: argparse.Namespace) -> int:
@@ -96,26 +108,40 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
             "from the same weights on the same batches; print one table and plot the memory over a "
             "step. Nothing is downloaded."
         ),
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument(
         "--model",
         help="folder, or cached name, of a Hugging Face causal model (default: a built GPT-2)",
     )
     demo.add_argument(
-        "--budget", type=fraction, default=0.4, help="fraction of eager's measured activation peak"
+        "--budget",
+        type=fraction,
+        default=0.4,
+        help="fraction of the activation peak without recomputation (default: %(default)s)",
     )
     demo.add_argument(
         "--mode",
         choices=("plan", "frames", "auto"),
         default="plan",
         help="capture and plan, or keep the budget without a graph; auto: frames where there is "
-        "no graph",
+        "no graph (default: %(default)s)",
     )
     add_mark_arguments(demo)
-    demo.add_argument("--steps", type=positive, default=6, help="training steps of each run")
-    demo.add_argument("--batch", type=positive, default=4, help="sequences in a batch")
-    demo.add_argument("--tokens", type=at_least_two, default=256, help="tokens in a sequence")
+    demo.add_argument(
+        "--steps",
+        type=positive,
+        default=6,
+        help="training steps of each run (default: %(default)s)",
+    )
+    demo.add_argument(
+        "--batch", type=positive, default=4, help="sequences in a batch (default: %(default)s)"
+    )
+    demo.add_argument(
+        "--tokens",
+        type=at_least_two,
+        default=256,
+        help="tokens in a sequence (default: %(default)s)",
+    )
     demo.add_argument("--layers", type=positive, help="layers of the built GPT-2 (default: 12)")
     demo.add_argument(
         "--width", type=positive, help="hidden size of the built GPT-2 (default: 384)"
@@ -124,7 +150,11 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
     )
     demo.add_argument(
-        "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where the plot goes"
+        "--out",
+        type=Path,
+        default=Path("demo-out"),
+        metavar="DIR",
+        help="where the plot goes (default: %(default)s)",
     )
     demo.add_argument("--quiet", action="store_true", help="no progress, only the table")
 

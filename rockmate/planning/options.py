@@ -19,7 +19,7 @@ from rockmate.capture.options import (
     Kernels,
     Numerics,
 )
-from rockmate.errors import UnknownOptionError
+from rockmate.errors import InvalidArgumentError, UnknownOptionError
 from rockmate.fusion.report import COMPILE_LIMIT_S
 
 if TYPE_CHECKING:
@@ -108,9 +108,9 @@ class PlanOptions(CaptureOptions):
 
     Raises:
         UnknownOptionError: there is no option of a name; the text says the nearest one.
-        ValueError: an option has none of its values, or they contradict each other ("bitwise" and
-            "auto"); or `in_flight` is no whole number from 1 on.
-        TypeError: `progress` is no bool, or a limit or tolerance no number.
+        InvalidArgumentError: an option has none of its values, or they contradict each other
+            ("bitwise" and "auto"); or `in_flight` is no whole number from 1 on; `progress` is no
+            bool, or a limit or tolerance no number.
     """
 
     time_limit_s: float = 30.0
@@ -135,14 +135,14 @@ class PlanOptions(CaptureOptions):
             if isinstance(default, float):
                 _check_positive(each.name, value, default)
             elif isinstance(default, bool) and not isinstance(value, bool):
-                raise TypeError(f"{each.name} is {value!r}; give True or False")
+                raise InvalidArgumentError(f"{each.name} is {value!r}; give True or False")
         if self.numerics == "bitwise" and self.kernels == "auto":
             msg = (
                 "numerics='bitwise' keeps the same bits at every budget, and kernels='auto' "
                 "chooses kernels that round otherwise by the budget. Give kernels 'eager' or "
                 "'fused'."
             )
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
 
     @classmethod
     def of(
@@ -163,6 +163,13 @@ class PlanOptions(CaptureOptions):
             but: names of options that are not taken.
             what: who has no such option, as the error begins.
         """
+        if options is not None and not isinstance(options, PlanOptions):
+            msg = (
+                f"options is {options!r}, of type {type(options).__name__}; give "
+                "rockmate.PlanOptions(...), or single options by name. A planner takes its budget "
+                "in Planner(model, sample).plan(budget)."
+            )
+            raise InvalidArgumentError(msg)
         names = [each.name for each in fields(cls) if each.name not in but]
         near = [*(known or ()), *names]
         for name in keywords:
@@ -211,7 +218,7 @@ class PlanOptions(CaptureOptions):
 def _check_positive(name: str, value: Any, default: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         msg = f"{name} is {value!r}; give a number above 0, such as {default}"
-        raise TypeError(msg)
+        raise InvalidArgumentError(msg)
     if not value > 0:
         msg = f"{name} is {value}; it must be above 0, such as {default}"
-        raise ValueError(msg)
+        raise InvalidArgumentError(msg)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rockmate.errors import InvalidArgumentError
+
 TrialOption = Literal["log", "always", "never"]
 _CHOICES = ("log", "always", "never")
 
@@ -18,10 +20,10 @@ class TrialSteps:
     _is_due: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` unless the option is one."""
+        """Raises `InvalidArgumentError` unless the option is one."""
         if self.option not in _CHOICES:
             msg = f"trial is {self.option!r}; choose 'log', 'always' or 'never'"
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
 
     def is_next(self, *, can_run: bool, is_due: bool = False) -> bool:
         """Counts one more step; whether it is a trial.

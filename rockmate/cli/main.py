@@ -30,6 +30,7 @@ from rockmate.cli.arguments import (
     positive,
 )
 from rockmate.errors import RockmateError
+from rockmate.extras import require_all
 
 if TYPE_CHECKING:
     from rockmate.cli.demo import DemoOptions
@@ -58,10 +59,20 @@ def _check(arguments: argparse.Namespace) -> None:
 
     Raises:
         InvalidBudgetError: a budget cannot be read.
+        MissingExtraError: packages are missing; the text names all of them at once.
     """
     for name in ("budget", "budgets"):
         if isinstance(text := getattr(arguments, name, None), str):
             parse_budgets(text)
+    given, command = vars(arguments), arguments.command
+    is_demo, model = command == "demo", given.get("model") or ""
+    draws = is_demo or given.get("plot") or (command == "sweep" and given["out"])
+    needed = {
+        "transformers": "hf" if is_demo or (model and ":" not in model) else "",
+        "peft": "hf" if given.get("lora") else "",
+        "matplotlib": "plot" if draws else "",
+    }
+    require_all({name: extra for name, extra in needed.items() if extra}, f"rockmate {command}")
 
 
 def _with_threads(arguments: argparse.Namespace) -> int:
@@ -127,21 +138,14 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "no graph (default: %(default)s)",
     )
     add_mark_arguments(demo)
-    demo.add_argument(
-        "--steps",
-        type=positive,
-        default=6,
-        help="training steps of each run (default: %(default)s)",
-    )
-    demo.add_argument(
-        "--batch", type=positive, default=4, help="sequences in a batch (default: %(default)s)"
-    )
-    demo.add_argument(
-        "--tokens",
-        type=at_least_two,
-        default=256,
-        help="tokens in a sequence (default: %(default)s)",
-    )
+    for name, read, default, what in (
+        ("steps", positive, 6, "training steps of each run"),
+        ("batch", positive, 4, "sequences in a batch"),
+        ("tokens", at_least_two, 256, "tokens in a sequence"),
+    ):
+        demo.add_argument(
+            f"--{name}", type=read, default=default, help=f"{what} (default: {default})"
+        )
     demo.add_argument("--layers", type=positive, help="layers of the built GPT-2 (default: 12)")
     demo.add_argument(
         "--width", type=positive, help="hidden size of the built GPT-2 (default: 384)"
@@ -245,11 +249,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
     from rockmate.cli import demo, demo_report, plot
-    from rockmate.extras import require
 
     options = _demo_options(arguments)
-    # Now rather than after the training.
-    require("matplotlib.figure", extra="plot", purpose="the demonstration")
     _make_folder(arguments.out)
     result = demo.run(options)
     sys.stdout.write(demo_report.report(result))

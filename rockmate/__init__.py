@@ -65,6 +65,8 @@ if TYPE_CHECKING:
     from rockmate.sharding.fully_shard import fully_shard
     from rockmate.sharding.simulated import simulated_ranks
 
+__version__ = "0.1.0"
+
 __all__ = [
     "STRATEGIES",
     "BackwardError",

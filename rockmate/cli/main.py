@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import rockmate
+from rockmate._torch.version import installed_version
 from rockmate.budget import parse_budgets
 from rockmate.cli import check_command, fit_command
 from rockmate.cli.arguments import (
@@ -100,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rockmate", description="Train a PyTorch model inside an activation budget."
     )
+    version = f"rockmate {rockmate.__version__}, torch {installed_version()}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_sweep(commands)

@@ -6,8 +6,5 @@ from typing import Any
 
 import torch
 
-
-@torch.compiler.disable
-def run_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
-    """A call of a planned module as it is, whoever compiles its caller."""
-    return module._run(args, kwargs)
+# A call of a planned module as it is, whoever compiles its caller.
+run_uncompiled: Any = torch.compiler.disable(lambda module, *call: module._run(*call))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -176,3 +178,17 @@ def test_help_says_a_default_once() -> None:
         text = " ".join(run_command(command, "--help").stdout.split())
         assert "usage:" in text
         assert not re.search(r"default: [^)]*\) \(default|\(default: None\)|batchs", text)
+
+
+def test_ctrl_c_ends_a_command_quietly() -> None:
+    """While the command loads, and while it runs."""
+    for seconds in (0.5, 4):
+        command = [sys.executable, "-m", "rockmate", "check", "--quiet"]
+        running = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        time.sleep(seconds)
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=120)
+        assert running.returncode in (130, -signal.SIGINT)
+        assert "Traceback" not in said

@@ -51,14 +51,10 @@ class PlanOptions(CaptureOptions):
         gradients: "accumulated" adds each parameter's gradient to `.grad` as soon as it is final.
             "returned" returns all gradients at the end of the backward, which
             `torch.autograd.grad` needs. They are then all in memory together.
-        time_limit_s: seconds of wall time, for two things. The search for one plan of the default
-            strategy stops looking for faster schedules after it, and `Plan.status` is then
-            "time_limit". However short the limit, a budget that is feasible has a plan: the
-            smallest peak is found beforehand, and a schedule of that search is the least that is
-            returned. And all solves of the default strategy together take it, those for chunks
-            included: one takes at most half of the rest, and a problem cut short is answered from
-            its convex hull, found in polynomial time. The lower bound of a budget may take as long
-            again, and so may each budget of "checkmate".
+        time_limit_s: seconds after which a search stops looking for faster schedules; `Plan.status`
+            is then "time_limit". A feasible budget has a plan however short the limit. It bounds
+            all solves together, too, and the lower bound and "checkmate" of each budget:
+            docs/guide/lower_bound.md.
         gap_tolerance: distance to the lower bound, as a fraction of the time without recomputation,
             at which a search ends. A larger one plans faster, a smaller one searches longer.
         progress: shows a progress bar while ops are measured, and while a plan takes long to find:

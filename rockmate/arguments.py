@@ -1,7 +1,4 @@
-"""What can be told of the arguments of `RockmateModule` before a model is captured.
-
-To check them loads neither the capture nor the search: a mistake is told at once.
-"""
+"""What can be told of the arguments of `RockmateModule` before capture and search are loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import nn
 
 from rockmate.budget import Budget, check_on_infeasible, parse_budget
 from rockmate.capture.compiled_model import require_module
-from rockmate.errors import InvalidArgumentError, InvalidBudgetError
+from rockmate.errors import InvalidArgumentError, InvalidBudgetError, check_choice
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.offload.request import OffloadRequest
 from rockmate.planning.options import PlanOptions
@@ -32,14 +29,12 @@ def check_arguments(
 ) -> None:
     """Raises for a model that is none, a budget in the place of the sample, or no one bound."""
     if isinstance(sample_input, nn.Module) and not isinstance(model, nn.Module):
-        raise InvalidArgumentError(
-            "the model stands in the place of the sample. Write RockmateModule(model, sample, "
-            "budget)."
-        )
+        msg = "a model is in the place of the sample. Write RockmateModule(model, sample, ...)."
+        raise InvalidArgumentError(msg)
     require_module(model)
     values = {"budget": budget, "memory_limit": memory_limit, "plan": plan}
     given = [name for name, value in values.items() if value is not None]
-    if not given and isinstance(sample_input, int | float | str):
+    if isinstance(sample_input, int | float | str):
         msg = (
             f"{sample_input!r} stands in the place of the sample. Write RockmateModule(model, "
             f"sample, {sample_input!r}), or without a sample RockmateModule(model, "
@@ -62,17 +57,9 @@ def check_arguments(
         from rockmate.plan.plan import Plan
 
         if not isinstance(plan, Plan):
-            msg = (
-                f"plan {reprlib.repr(plan)} is of type {type(plan).__name__}; a Plan is needed. "
-                "Give plan=Plan.load(path) for a file that Plan.save wrote, or a result of "
-                "Planner.plan."
-            )
+            msg = f"plan {reprlib.repr(plan)} is of type {type(plan).__name__}; a Plan is needed."
+            msg += " Give plan=Plan.load(path) for a saved one, or what Planner.plan gave."
             raise InvalidArgumentError(msg)
-    if budget is not None and isinstance(sample_input, int | float | str):
-        raise InvalidBudgetError(
-            f"{sample_input!r} stands in the place of the sample, and the sample in that of the "
-            f"budget. Write RockmateModule(model, sample, {sample_input!r})."
-        )
     if budget is not None:
         # An unreadable budget fails before the capture, not after it. The peak is unknown here.
         parse_budget(budget, 1 << 62)
@@ -81,25 +68,14 @@ def check_arguments(
 def check_choices(larger: str, on_infeasible: str, **flags: Any) -> None:
     """Raises `InvalidArgumentError` unless they are values of these arguments, flags bools."""
     check_on_infeasible(on_infeasible)
-    _check_choice("larger", larger, ("plan", "refuse"))
+    check_choice("larger", larger, ("plan", "refuse"))
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise InvalidArgumentError(f"{name} is {value!r}; give True or False")
 
 
-def _check_choice(name: str, value: Any, values: Collection[str]) -> None:
-    if value not in values:
-        *first, last = map(repr, values)
-        raise InvalidArgumentError(f"{name} is {value!r}; choose {', '.join(first)} or {last}")
-
-
 def check_options(options: PlanOptions, model: nn.Module, strategy: str | None) -> None:
-    """What else planning would refuse of its options, which may be hours after the call.
-
-    Raises:
-        InvalidArgumentError, MarkError, MachineError, OffloadError, InvalidSampleError: an option
-            has none of its values, or names a submodule that the model has not.
-    """
+    """Raises for values of options that planning would refuse, maybe hours after the call."""
     _ = options.moves
     if options.marks or options.policy is not None:
         _ = options.step
@@ -114,7 +90,7 @@ def check_options(options: PlanOptions, model: nn.Module, strategy: str | None) 
     if strategy is not None:
         from rockmate.planning.strategies import STRATEGIES  # loads the solvers
 
-        _check_choice("strategy", strategy, STRATEGIES)
+        check_choice("strategy", strategy, STRATEGIES)
 
 
 def check_mode(
@@ -125,7 +101,7 @@ def check_mode(
     options: Collection[str],
 ) -> None:
     """Raises for an unknown mode, and for arguments that it does not take."""
-    _check_choice("mode", mode, ("plan", "frames", "auto"))
+    check_choice("mode", mode, ("plan", "frames", "auto"))
     if mode != "plan" and plan is not None:
         msg = f'a plan is run as it is: leave mode="{mode}" out, or give a budget.'
         raise InvalidArgumentError(msg)

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Literal
 
-from rockmate.errors import InvalidArgumentError, InvalidBudgetError
+from rockmate.errors import InvalidBudgetError, check_choice
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
@@ -27,9 +27,7 @@ OnInfeasible = Literal["error", "least"]
 
 def check_on_infeasible(value: str) -> None:
     """Raises `InvalidArgumentError` unless the value is an `OnInfeasible`."""
-    if value not in ("error", "least"):
-        msg = f"on_infeasible is {value!r}; choose 'error' or 'least'"
-        raise InvalidArgumentError(msg)
+    check_choice("on_infeasible", value, ("error", "least"))
 
 
 def size_text(num_bytes: int) -> str:

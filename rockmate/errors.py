@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 _FEW_BYTES = 100  # a budget that was hardly meant to be one of bytes
@@ -53,11 +53,8 @@ class InfeasibleBudgetError(RockmateError, ValueError):
             "--on-infeasible least)."
         )
         if budget_bytes <= _FEW_BYTES:
-            text += (
-                f" A whole number is bytes: {budget_bytes} GiB is written "
-                f'"{budget_bytes}GiB", {budget_bytes} % of the peak without recomputation is '
-                f"{budget_bytes / 100}."
-            )
+            text += f' An int is bytes: write "{budget_bytes}GiB" for GiB, '
+            text += f"{budget_bytes / 100} for {budget_bytes} % of the peak without recomputation."
         super().__init__(text)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -220,6 +217,13 @@ class PlanMismatchError(RockmateError, ValueError):
 
 class InvalidArgumentError(RockmateError, TypeError, ValueError):
     """An argument has another type, none of its values, or contradicts another one."""
+
+
+def check_choice(name: str, value: object, values: Collection[str]) -> None:
+    """Raises `InvalidArgumentError` unless an argument has one of its values."""
+    if value not in values:
+        *first, last = map(repr, values)
+        raise InvalidArgumentError(f"{name} is {value!r}; choose {', '.join(first)} or {last}")
 
 
 class UnknownOptionError(RockmateError, TypeError):

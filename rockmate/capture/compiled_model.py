@@ -37,23 +37,16 @@ def require_module(model: Any) -> None:
         return
     owner = getattr(model, "__self__", None)
     if isinstance(owner, nn.Module):
-        name = model.__name__
-        advice = f"{name} is a method: give its module"
-        advice += "." if name in ("forward", "__call__") else f', with methods=["{name}"].'
+        advice = f'for a method give its module; methods=["{model.__name__}"] plans it.'
     elif inspect.isclass(model) and issubclass(model, nn.Module):
         advice = f"a class is given: make a model of it, {model.__name__}(...)."
-    elif isinstance(getattr(model, "model", None), nn.Module) and hasattr(model, "train"):
-        advice = "for a trainer, call rockmate.wrap_trainer(trainer, budget)."
     elif not callable(model):
         advice = "give one."
     else:
-        advice = (
-            "a function can be the forward of one, or be compiled: torch.compile(function, "
-            'backend="rockmate", options={"budget": 0.7}).'
-        )
-    raise InvalidArgumentError(
-        f"the model is {reprlib.repr(model)}, a {type(model).__name__}, and no nn.Module; {advice}"
-    )
+        advice = "a function can be the forward of one, or be compiled: "
+        advice += 'torch.compile(function, backend="rockmate", options={"budget": 0.7}).'
+    kind = f"{reprlib.repr(model)}, a {type(model).__name__}"
+    raise InvalidArgumentError(f"the model is {kind}, and no nn.Module; {advice}")
 
 
 def plain_model(model: nn.Module) -> nn.Module:

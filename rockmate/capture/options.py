@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin
 
-from rockmate.errors import InvalidArgumentError
+from rockmate.errors import InvalidArgumentError, check_choice
 
 Differentiable = Literal["loss", "all"]
 Outputs = Literal["all", "loss"]
@@ -39,10 +39,7 @@ class CaptureOptions:
 
     def __post_init__(self) -> None:
         for name, values in choices_of(type(self)).items():
-            if (value := getattr(self, name)) not in values:
-                *first, last = map(repr, values)
-                msg = f"{name} is {value!r}; choose {', '.join(first)} or {last}"
-                raise InvalidArgumentError(msg)
+            check_choice(name, getattr(self, name), values)
         number = self.in_flight
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             msg = (

@@ -30,7 +30,6 @@ from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.allocator import Timeline, timeline
 from rockmate._util import is_terminal
 from rockmate.errors import RockmateError
-from rockmate.extras import require
 from rockmate.frames.report import FramesReport
 from rockmate.module import Mode
 
@@ -136,7 +135,8 @@ class DemoResult:
 
 def run(options: DemoOptions) -> DemoResult:
     """Trains both ways; raises `DemoError` and the package's other errors."""
-    transformers = require("transformers", extra="hf", purpose="the demonstration")
+    import transformers
+
     say = _silent if options.quiet else _to_standard_error
     model, tokenize, kind = (
         _built(transformers, options) if options.model is None else _loaded(transformers, options)

@@ -113,7 +113,6 @@ def run(arguments: argparse.Namespace) -> int:
     from rockmate._util import is_terminal
     from rockmate.curves.fit_options import FitOptions
     from rockmate.curves.fit_run import run_fit
-    from rockmate.extras import require
 
     options = FitOptions(
         memory=arguments.memory,
@@ -131,8 +130,6 @@ def run(arguments: argparse.Namespace) -> int:
         ),
     )
     _check(arguments, options)
-    if arguments.plot is not None:  # now rather than after the search
-        require("matplotlib.figure", extra="plot", purpose="the picture of a fit")
     model, sample_input, title = _model(arguments)
     found = run_fit(model, sample_input, options, title=title)
     sys.stdout.write(f"{found}\n({found.seconds_text})\n")

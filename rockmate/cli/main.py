@@ -69,12 +69,9 @@ def _check(arguments: argparse.Namespace) -> None:
     given, command = vars(arguments), arguments.command
     is_demo, model = command == "demo", given.get("model") or ""
     draws = is_demo or given.get("plot") or (command == "sweep" and given["out"])
-    needed = {
-        "transformers": "hf" if is_demo or (model and ":" not in model) else "",
-        "peft": "hf" if given.get("lora") else "",
-        "matplotlib": "plot" if draws else "",
-    }
-    require_all({name: extra for name, extra in needed.items() if extra}, f"rockmate {command}")
+    needed = [("transformers", "hf", is_demo or (model and ":" not in model))]
+    needed += [("peft", "hf", given.get("lora")), ("matplotlib", "plot", draws)]
+    require_all({name: extra for name, extra, is_so in needed if is_so}, f"rockmate {command}")
 
 
 def _with_threads(arguments: argparse.Namespace) -> int:

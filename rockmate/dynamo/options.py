@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from rockmate.budget import Budget, check_on_infeasible, parse_budget
-from rockmate.errors import InvalidArgumentError, InvalidBudgetError
+from rockmate.errors import InvalidArgumentError, InvalidBudgetError, check_choice
 from rockmate.module import RockmateModule
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.strategies import STRATEGIES
@@ -84,9 +84,8 @@ class Options:
             raise InvalidBudgetError(msg)
         parse_budget(given["budget"], 1 << 62)  # an unreadable one fails before all else
         for name, values in _CHOICES.items():
-            if name in given and given[name] not in values:
-                msg = f"{name} is {given[name]!r}; choose one of {', '.join(map(repr, values))}"
-                raise InvalidArgumentError(msg)
+            if name in given:
+                check_choice(name, given[name], values)
         check_on_infeasible(given.get("on_infeasible", "error"))
         return cls(**given, planner=planning)
 

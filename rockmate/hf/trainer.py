@@ -87,10 +87,7 @@ def wrap_trainer(
 
 def _model_of(trainer: Trainer) -> nn.Module:
     if not hasattr(trainer, "args"):
-        msg = (
-            f"wrap_trainer was given a {type(trainer).__name__}, and no transformers.Trainer. Wrap "
-            "a model by itself: RockmateModule(model, budget=0.7)."
-        )
+        msg = f"a {type(trainer).__name__} is no Trainer. Write RockmateModule(model, budget=0.7)."
         raise InvalidArgumentError(msg)
     if trainer.args.n_gpu > 1:  # Trainer would wrap the module in nn.DataParallel
         raise UnsupportedModelError(REPLICATED)

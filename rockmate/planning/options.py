@@ -160,12 +160,8 @@ class PlanOptions(CaptureOptions):
             what: who has no such option, as the error begins.
         """
         if options is not None and not isinstance(options, PlanOptions):
-            msg = (
-                f"options is {options!r}, of type {type(options).__name__}; give "
-                "rockmate.PlanOptions(...), or single options by name. A planner takes its budget "
-                "in Planner(model, sample).plan(budget)."
-            )
-            raise InvalidArgumentError(msg)
+            msg = f"options is {options!r}; give PlanOptions(...), or single options by name."
+            raise InvalidArgumentError(f"{msg} A budget: Planner(model, sample).plan(budget).")
         names = [each.name for each in fields(cls) if each.name not in but]
         near = [*(known or ()), *names]
         for name in keywords:

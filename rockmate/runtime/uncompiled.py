@@ -1,7 +1,5 @@
 """Calls from compiled code. To load this loads Dynamo, so it is imported where Dynamo runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

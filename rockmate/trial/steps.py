@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from rockmate.errors import InvalidArgumentError
+from rockmate.errors import check_choice
 
 TrialOption = Literal["log", "always", "never"]
 _CHOICES = ("log", "always", "never")
@@ -21,9 +21,7 @@ class TrialSteps:
 
     def __post_init__(self) -> None:
         """Raises `InvalidArgumentError` unless the option is one."""
-        if self.option not in _CHOICES:
-            msg = f"trial is {self.option!r}; choose 'log', 'always' or 'never'"
-            raise InvalidArgumentError(msg)
+        check_choice("trial", self.option, _CHOICES)
 
     def is_next(self, *, can_run: bool, is_due: bool = False) -> bool:
         """Counts one more step; whether it is a trial.

@@ -44,11 +44,11 @@ def model() -> nn.Module:
         (lambda m: RockmateModule(m, 0.7), "RockmateModule(model, budget=0.7)"),
         (lambda m: RockmateModule(m, "6GiB"), "RockmateModule(model, budget='6GiB')"),
         (lambda m: RockmateModule(m, 0.7, X), "Write RockmateModule(model, sample, 0.7)"),
-        (lambda m: RockmateModule(X, m, 0.7), "Write RockmateModule(model, sample, budget)"),  # pyright: ignore
+        (lambda m: RockmateModule(X, m, 0.7), "Write RockmateModule(model, sample, ...)"),  # pyright: ignore
         (lambda _: RockmateModule(torch.relu, X, 0.7), "torch.compile(function"),  # pyright: ignore
         (lambda _: Planner(torch.relu, X), "torch.compile(function"),  # pyright: ignore
         (lambda _: RockmateModule(nn.ReLU, X, 0.7), "ReLU(...)"),  # pyright: ignore
-        (lambda m: RockmateModule(m.forward, X, 0.7), "give its module"),
+        (lambda m: RockmateModule(m.forward, X, 0.7), "for a method give its module"),
         (lambda m: RockmateModule(m.append, X, 0.7), 'methods=["append"]'),
         (lambda _: RockmateModule(3, X, 0.7), "give one"),  # pyright: ignore
         (lambda m: Planner(m, X, 0.7), "Planner(model, sample).plan(budget)"),  # pyright: ignore
@@ -69,7 +69,7 @@ def test_what_was_meant_is_told(call: Callable[[Any], Any], expected: str) -> No
 
 @pytest.mark.parametrize("num_bytes", [2, 70])
 def test_a_few_bytes_are_told_from_gibibytes_and_percents(num_bytes: int) -> None:
-    with pytest.raises(RockmateError, match=f'"{num_bytes}GiB".* is {num_bytes / 100}'):
+    with pytest.raises(RockmateError, match=f'"{num_bytes}GiB".* {num_bytes / 100} for'):
         RockmateModule(model(), X, num_bytes)
 
 

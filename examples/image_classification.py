@@ -41,7 +41,7 @@ def main() -> None:
         default=24,
         help="height and width of a picture; most models of the hub want 224",
     )
-    command.set_defaults(batch_size=16, budget=0.9)
+    command.set_defaults(batch_size=16, budget=0.9, steps=80)
     options = command.parse_args()
     if options.model:
         model = transformers.AutoModelForImageClassification.from_pretrained(

@@ -40,7 +40,9 @@ def pieces(length: int) -> list[tuple[str, int]]:
 
 def main() -> None:
     """Trains, measures the accuracy on pieces held back, and says what was planned."""
-    options = parser(__doc__).parse_args()
+    command = parser(__doc__)
+    command.set_defaults(steps=40)
+    options = command.parse_args()
     if options.model:
         model = transformers.AutoModelForSequenceClassification.from_pretrained(
             options.model, num_labels=2

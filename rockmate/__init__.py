@@ -19,6 +19,7 @@ from rockmate.errors import (
     BackwardError,
     InfeasibleBudgetError,
     InfeasibleMemoryLimitError,
+    InvalidArgumentError,
     InvalidBudgetError,
     InvalidSampleError,
     MachineError,
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
     from rockmate.sharding.fully_shard import fully_shard
     from rockmate.sharding.simulated import simulated_ranks
 
+__version__ = "0.1.0"
+
 __all__ = [
     "STRATEGIES",
     "BackwardError",
@@ -74,6 +77,7 @@ __all__ = [
     "FrontierPoint",
     "InfeasibleBudgetError",
     "InfeasibleMemoryLimitError",
+    "InvalidArgumentError",
     "InvalidBudgetError",
     "InvalidSampleError",
     "Machine",
@@ -151,7 +155,10 @@ _LAZY_NAMES = {
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY_NAMES:
-        return getattr(import_module(_LAZY_NAMES[name]), name)
+        from rockmate._util import gc_paused
+
+        with gc_paused():  # a collection walks all of PyTorch's objects, and importing makes many
+            return getattr(import_module(_LAZY_NAMES[name]), name)
     msg = f"module {__name__!r} has no attribute {name!r}"
     raise AttributeError(msg)
 

@@ -1,7 +1,17 @@
-"""`python -m rockmate` is the command `rockmate`."""
+"""The command `rockmate`, and `python -m rockmate`. Ctrl-C ends it quietly, also while it loads."""
 
+import signal
 import sys
 
-from rockmate.cli.main import main
 
-sys.exit(main())
+def run() -> int:
+    """Loads the command line, runs it, and gives its exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from rockmate.cli.main import main
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Literal
 
-from rockmate.errors import InvalidBudgetError
+from rockmate.errors import InvalidBudgetError, check_choice
 
 _UNITS = {"": 1, "b": 1}
 _UNITS |= {f"{prefix}b": 1000**power for power, prefix in enumerate("kmgt", start=1)}
@@ -27,10 +27,8 @@ OnInfeasible = Literal["error", "least"]
 
 
 def check_on_infeasible(value: str) -> None:
-    """Raises `ValueError` unless the value is an `OnInfeasible`."""
-    if value not in ("error", "least"):
-        msg = f"on_infeasible is {value!r}; choose 'error' or 'least'"
-        raise ValueError(msg)
+    """Raises `InvalidArgumentError` unless the value is an `OnInfeasible`."""
+    check_choice("on_infeasible", value, ("error", "least"))
 
 
 def size_text(num_bytes: int) -> str:
@@ -176,6 +174,4 @@ def _one(text: str) -> Budget:
         number = float(stripped)
     except ValueError:
         return stripped
-    if math.isfinite(number) and number > 1 and number == int(number):
-        return int(number)
-    return number
+    return int(stripped) if stripped.isdecimal() and number > 1 else number

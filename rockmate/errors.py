@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+
+_FEW_BYTES = 100  # a budget that was hardly meant to be one of bytes
 
 
 class RockmateError(Exception):
@@ -50,6 +52,9 @@ class InfeasibleBudgetError(RockmateError, ValueError):
             'smallest peak where nothing fits: on_infeasible="least" (on the command line: '
             "--on-infeasible least)."
         )
+        if budget_bytes <= _FEW_BYTES:
+            text += f' An int is bytes: write "{budget_bytes}GiB" for GiB, '
+            text += f"{budget_bytes / 100} for {budget_bytes} % of the peak without recomputation."
         super().__init__(text)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -208,6 +213,17 @@ class PlanFileError(RockmateError, ValueError):
 
 class PlanMismatchError(RockmateError, ValueError):
     """A plan was made for another model, another sample or other options."""
+
+
+class InvalidArgumentError(RockmateError, TypeError, ValueError):
+    """An argument has another type, none of its values, or contradicts another one."""
+
+
+def check_choice(name: str, value: object, values: Collection[str]) -> None:
+    """Raises `InvalidArgumentError` unless an argument has one of its values."""
+    if value not in values:
+        *first, last = map(repr, values)
+        raise InvalidArgumentError(f"{name} is {value!r}; choose {', '.join(first)} or {last}")
 
 
 class UnknownOptionError(RockmateError, TypeError):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+from collections.abc import Mapping
 from typing import Any
 
 from rockmate.errors import RockmateError
@@ -26,7 +28,24 @@ def require(name: str, *, extra: str, purpose: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        msg = (
-            f"{purpose} needs {name} ({error}). Install it: pip install 'rockmate-planner[{extra}]'"
-        )
-        raise MissingExtraError(msg) from error
+        raise MissingExtraError(f"{purpose} needs {name} ({error}). {_advice(extra)}") from error
+
+
+def require_all(extras: Mapping[str, str], purpose: str) -> None:
+    """Looks for several packages at once; none is imported.
+
+    Args:
+        extras: of each package the extra that brings it.
+        purpose: as for `require`.
+
+    Raises:
+        MissingExtraError: some are not installed.
+    """
+    missing = {name: extra for name, extra in extras.items() if not importlib.util.find_spec(name)}
+    if missing:
+        extra = ",".join(sorted(set(missing.values())))
+        raise MissingExtraError(f"{purpose} needs {' and '.join(missing)}. {_advice(extra)}")
+
+
+def _advice(extra: str) -> str:
+    return f"Install what is missing, in the checkout of rockmate: pip install '.[{extra}]'"

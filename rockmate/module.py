@@ -11,15 +11,23 @@ import copy
 import logging
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from rockmate._torch.members import share_members
+from rockmate.arguments import (
+    budget_of,
+    check_arguments,
+    check_choices,
+    check_mode,
+    check_options,
+    checked_plan,
+    memory_limit_of,
+)
 from rockmate.budget import Budget, OnInfeasible
 from rockmate.capture.compiled_model import innermost, plain_model
-from rockmate.capture.signature import CallSignature
 from rockmate.errors import (
     InvalidSampleError,
     NothingToTrainError,
@@ -29,28 +37,10 @@ from rockmate.errors import (
     UnsupportedModelError,
     advise_frames,
 )
-from rockmate.frames.joined import JoinedRunner, MethodFrames
-from rockmate.frames.runner import FrameRunner
 from rockmate.memory_limit import Optimizer
-from rockmate.plan.plan import Plan
-from rockmate.plan.summary import line_of
-from rockmate.plan_cache import PlanCache
 from rockmate.planning.options import PlanOptions
-from rockmate.request import (
-    PlanRequest,
-    budget_of,
-    check_arguments,
-    check_choices,
-    check_mode,
-    checked_plan,
-    memory_limit_of,
-    planned_call_of,
-)
-from rockmate.runtime.ddp import REPLICATED
 from rockmate.runtime.methods import Methods, names_of_methods, twin_of
 from rockmate.runtime.model_checks import is_lazy, refuse_transforms
-from rockmate.runtime.program import PlannedCall
-from rockmate.runtime.ungraded import UngradedCalls
 from rockmate.runtime.wrapper import (
     ForwardOfModel,
     Wrapper,
@@ -58,6 +48,13 @@ from rockmate.runtime.wrapper import (
     with_signature_of,
 )
 from rockmate.trial.steps import TrialOption
+
+if TYPE_CHECKING:
+    from rockmate.capture.signature import CallSignature
+    from rockmate.frames.runner import FrameRunner
+    from rockmate.plan.plan import Plan
+    from rockmate.plan_cache import PlanCache
+    from rockmate.runtime.program import PlannedCall
 
 logger = logging.getLogger(__name__)
 
@@ -136,10 +133,10 @@ class RockmateModule(Wrapper):
         UnsupportedModelError: the model cannot be captured as one static graph.
         PlanMismatchError: the plan was made for another model or sample.
         UnknownOptionError: there is no option of a name; the text says the nearest one.
-        TypeError: more than one of budget, limit and plan is given; a plan is given with options or
-            without a sample; or `plan` is not a `Plan`.
-        ValueError: `larger`, `on_infeasible`, `strategy` or `trial` is not one of its values; or
-            the model has no method of a name in `methods`.
+        InvalidArgumentError: more than one of budget, limit and plan is given; a plan is given with
+            options or without a sample; or `plan` is not a `Plan`; `larger`, `on_infeasible`,
+            `strategy` or `trial` is not one of its values; or the model has no method of a name in
+            `methods`.
     """
 
     def __init__(
@@ -169,27 +166,32 @@ class RockmateModule(Wrapper):
         budget = budget_of(budget, max_slowdown)
         check_arguments(model, sample_input, budget, memory_limit, plan)
         check_mode(mode, keep, plan, strategy, {**options.changed, **keywords})
-        check_choices(larger, on_infeasible)
-        self._wrap(model, trial)
+        check_choices(larger, on_infeasible, replan=replan, plan_frames=plan_frames)
         plain = plain_model(model)
+        check_options(options, plain, strategy)
+        self._wrap(model, trial)
         names = names_of_methods(plain, methods, has_plan=plan is not None)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
             frames: Any = {"on_infeasible": on_infeasible, "keep": keep, "trial": trial}
             frames |= {"plans_insides": plan_frames}
             frames["is_fallback"] = self._ends_in_eager = mode == "auto"
-            self._make_frames = partial(FrameRunner, plain, limit or budget, **frames)  # pyright: ignore
+            self._make_frames = partial(_frame_runner, plain, limit or budget, **frames)
         if mode == "frames" and self._make_frames is not None:
             self._frames = self._make_frames()
             self._take_methods(names, self._plans)
             return
+        # Loaded late, with the capture: a mistake in an argument is told at once.
+        from rockmate.plan_cache import PlanCache
+        from rockmate.request import PlanRequest, planned_call_of
+
         if plan is not None:
             plan = checked_plan(plan, sample_input, strategy, {**options.changed, **keywords})
             self._plans.adopt(planned_call_of(plan, plain, sample_input))
             self._plans.runnables[0].warn_of_hooks(plain)
             return
-        asked: Any = {"budget": budget, "memory_limit": limit, "on_infeasible": on_infeasible}
-        request = PlanRequest(strategy=strategy or "rockmate", options=options, **asked)
+        bound: Any = {"budget": budget, "memory_limit": limit, "on_infeasible": on_infeasible}
+        request = PlanRequest(**bound, strategy=strategy or "rockmate", options=options)
         refuses: Any = {"replans": replan, "refuses_larger": larger == "refuse"}
         self._plans = PlanCache(plain, request, trial=trial, **refuses)
         self._plans.new_plans.hands_over = mode == "auto"
@@ -209,6 +211,9 @@ class RockmateModule(Wrapper):
         return module
 
     def _wrap(self, model: nn.Module, trial: TrialOption = "log") -> None:
+        from rockmate.plan_cache import PlanCache
+        from rockmate.runtime.ungraded import UngradedCalls
+
         super().__init__()
         self._plans = PlanCache(innermost(model), trial=trial)
         self._frames: FrameRunner | None = None
@@ -233,6 +238,8 @@ class RockmateModule(Wrapper):
             module._ends_in_eager = self._ends_in_eager
         if make is None or not names:
             return
+
+        from rockmate.frames.joined import JoinedRunner, MethodFrames
 
         @cache
         def runner() -> JoinedRunner:
@@ -335,7 +342,9 @@ class RockmateModule(Wrapper):
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _run_outside_dynamo(self, args, kwargs)
+            from rockmate.runtime.uncompiled import run_uncompiled
+
+            return run_uncompiled(self, args, kwargs)
         # Set directly: `nn.Module.__setattr__` takes as long as an op.
         self.__dict__["_num_runs"] += 1
         if self._is_eager or not (self.training and torch.is_grad_enabled()):
@@ -403,6 +412,8 @@ class RockmateModule(Wrapper):
 
     def _replicate_for_data_parallel(self) -> Any:
         """Refuses `nn.DataParallel`, which calls this before each step on several GPUs."""
+        from rockmate.runtime.ddp import REPLICATED
+
         raise UnsupportedModelError(REPLICATED)
 
     def __repr__(self) -> str:
@@ -415,13 +426,17 @@ class RockmateModule(Wrapper):
         if self._frames is not None:
             report = self._frames.report()
             return self._frames.summary() if report is None else report.line()
+        from rockmate.plan.summary import line_of
+
         return line_of(self.plan) if self.is_planned else "not planned yet"
+
+
+def _frame_runner(*args: Any, **keywords: Any) -> FrameRunner:
+    from rockmate.frames.runner import FrameRunner
+
+    return FrameRunner(*args, **keywords)
 
 
 def _plain(model: nn.Module) -> nn.Module:
     """What a pickled `RockmateModule` is loaded as."""
     return model
-
-
-# A call from compiled code: the plan runs uncompiled.
-_run_outside_dynamo: Any = torch.compiler.disable(lambda module, *call: module._run(*call))

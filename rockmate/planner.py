@@ -32,7 +32,7 @@ class Planner(PlanningSession):
         **keywords: single options, by name. `rockmate.PlanOptions` documents them all.
 
     Raises:
-        UnknownOptionError, TypeError, ValueError: as for `PlanOptions`; or `mesh` has no sizes of
+        UnknownOptionError, InvalidArgumentError: as for `PlanOptions`; or `mesh` has no sizes of
             a mesh.
         RockmateError: there is a process group, which excludes a `mesh`.
         MissingCompilerError: "fused" needs a compiler that is not there.

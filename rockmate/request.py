@@ -6,27 +6,17 @@ when the module or the shapes of its calls have changed.
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from rockmate._util import begin_stage, gc_paused, stages_shown
-from rockmate.budget import (
-    Budget,
-    OnInfeasible,
-    check_on_infeasible,
-    is_share,
-    parse_budget,
-    slowdown_of,
-)
-from rockmate.capture.compiled_model import plain_model
+from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget, slowdown_of
 from rockmate.capture.traced_forward import first_call_awaited
-from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
-from rockmate.memory_limit import MemoryLimit, Optimizer
-from rockmate.offload.request import OffloadRequest
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.memory_limit import MemoryLimit
 from rockmate.plan.plan import Plan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.simulated_capture import captured_step, machine_of
@@ -204,143 +194,3 @@ def _bytes_of(budget: Budget, plan: Plan) -> int:
     """A budget in bytes; one that was chosen from the curve is that of the plan."""
     is_choice = slowdown_of(budget) is not None
     return plan.budget_bytes if is_choice else parse_budget(budget, plan.baseline_peak_bytes)
-
-
-def budget_of(budget: Budget | None, max_slowdown: float | None) -> Budget | None:
-    """The budget that is given, or asked for by the slowdown that it may cost.
-
-    Raises `TypeError` for both.
-    """
-    if max_slowdown is None:
-        return budget
-    if budget is not None:
-        msg = f"budget {budget!r} and max_slowdown {max_slowdown!r} are given; give one of them."
-        raise TypeError(msg)
-    return f"{max_slowdown}x"
-
-
-def check_arguments(
-    model: Any,
-    sample_input: Any,
-    budget: Budget | None,
-    memory_limit: int | str | None,
-    plan: Plan | None,
-) -> None:
-    """Raises for a model that is none, a budget in the place of the sample, or no one bound."""
-    if not isinstance(model, nn.Module):
-        msg = (
-            f"the model is {reprlib.repr(model)}, a {type(model).__name__}; give an nn.Module. A "
-            "function can be the forward of one."
-        )
-        raise TypeError(msg)
-    values = {"budget": budget, "memory_limit": memory_limit, "plan": plan}
-    given = [name for name, value in values.items() if value is not None]
-    if not given and isinstance(sample_input, int | float | str):
-        msg = (
-            f"{sample_input!r} stands in the place of the sample. Write RockmateModule(model, "
-            f"sample, {sample_input!r}), or without a sample RockmateModule(model, "
-            f"budget={sample_input!r})."
-        )
-        raise InvalidBudgetError(msg)
-    if not given:
-        msg = (
-            'budget None: give RockmateModule a budget (bytes, "6GiB", or a fraction in (0, 1]), '
-            "a memory_limit for the whole device, or a plan."
-        )
-        raise InvalidBudgetError(msg)
-    if len(given) > 1:
-        msg = (
-            f"RockmateModule was given {' and '.join(given)}; give one of them. A plan has its "
-            "budget, plan.budget_bytes."
-        )
-        raise TypeError(msg)
-    if plan is not None and not isinstance(plan, Plan):
-        msg = (
-            f"plan {reprlib.repr(plan)} is of type {type(plan).__name__}; a Plan is needed. Give "
-            "plan=Plan.load(path) for a file that Plan.save wrote, or a result of Planner.plan."
-        )
-        raise TypeError(msg)
-    if budget is not None and slowdown_of(budget) is None:
-        # An unreadable budget fails before the capture, not after it. The peak is unknown here.
-        parse_budget(budget, 1 << 62)
-
-
-def check_choices(larger: str, on_infeasible: str) -> None:
-    """Raises `ValueError` unless they are values of these arguments of `RockmateModule`."""
-    check_on_infeasible(on_infeasible)
-    if larger not in ("plan", "refuse"):
-        msg = f"larger is {larger!r}; choose 'plan' or 'refuse'"
-        raise ValueError(msg)
-
-
-def check_mode(
-    mode: str,
-    keep: Collection[str],
-    plan: Plan | None,
-    strategy: str | None,
-    options: Collection[str],
-) -> None:
-    """Raises for an unknown mode, and for arguments that it does not take."""
-    if mode not in ("plan", "frames", "auto"):
-        msg = f"mode is {mode!r}; choose 'plan', 'frames' or 'auto'"
-        raise ValueError(msg)
-    if mode != "plan" and plan is not None:
-        msg = f'a plan is run as it is: leave mode="{mode}" out, or give a budget.'
-        raise TypeError(msg)
-    if keep and mode == "plan":
-        msg = 'keep names submodules that frames leave alone: it needs mode="frames" or "auto".'
-        raise TypeError(msg)
-    if mode == "frames" and (options or strategy is not None):
-        msg = (
-            f"{', '.join(options) or 'strategy'} belongs to planning, and "
-            'mode="frames" does not plan. Leave it out.'
-        )
-        raise TypeError(msg)
-
-
-def checked_plan(
-    plan: Plan, sample_input: Any, strategy: str | None, options: dict[str, Any]
-) -> Plan:
-    """The plan, at the tier that `offload` names if it is given.
-
-    Raises `TypeError` for an argument that excludes a plan, and for a missing sample.
-    """
-    plan = _at_new_tier(plan, options)
-    given = [*options, *(["strategy"] if strategy else [])]
-    if not given and sample_input is not None:
-        return plan
-    made_with = {"strategy": plan.strategy, **plan.options.to_json()}
-    settings = ", ".join(f"{name}={value!r}" for name, value in made_with.items())
-    if given:
-        what = f"{', '.join(given)} cannot be given"
-        next_step = "Leave that out, or give a budget instead of the plan."
-    else:
-        what = "a sample must be given"
-        next_step = "Give the sample that it was made for."
-    msg = f"{what} with a plan. The plan was made with {settings}. {next_step}"
-    raise TypeError(msg)
-
-
-def _at_new_tier(plan: Plan, options: dict[str, Any]) -> Plan:
-    """A plan whose values move to the tier that `options` name, which are taken out of them.
-
-    Raises:
-        TypeError: nothing moves in the plan.
-        ValueError, OffloadError: as for `OffloadRequest.parse`.
-    """
-    if "offload" not in options:
-        return plan
-    if plan.offload is None:
-        msg = "offload cannot be given with a plan in which nothing moves; plan with offload."
-        raise TypeError(msg)
-    limit = options.pop("host_budget", plan.offload.host_bytes)
-    return replace(plan, offload=OffloadRequest.parse(options.pop("offload"), limit))
-
-
-def memory_limit_of(
-    limit: int | str | None, optimizer: Optimizer, steps_in_backward: bool
-) -> MemoryLimit | None:
-    """The bound on the whole device; None where none is given."""
-    if limit is None:
-        return None
-    return MemoryLimit(limit=limit, optimizer=optimizer, steps_in_backward=steps_in_backward)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 
@@ -20,7 +20,6 @@ from rockmate.capture.provenance import source_lines
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, SampleCall
 from rockmate.capture.size_template import SizedNumbers, SizeGroups, SizesNotCoveredError
-from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 from rockmate.costs.layout_check import check_traced
 from rockmate.errors import (
     InvalidSampleError,
@@ -41,6 +40,9 @@ from rockmate.runtime.program import PlannedCall, Program
 from rockmate.runtime.sized_program import difference, specialize
 from rockmate.schedule.schedule import find_in_place
 from rockmate.step import CapturedStep, capture_step, checked_step, step_of
+
+if TYPE_CHECKING:
+    from rockmate.capture.symbolic import GenericCapture, SymbolicCapture
 
 _Made = TypeVar("_Made")
 logger = logging.getLogger(__name__)
@@ -252,6 +254,8 @@ class StepFamily:
                 f"the submodule {apart[0]} is not traced, so that its sizes are known from runs "
                 "alone"
             )
+        from rockmate.capture.symbolic import SymbolicCapture  # loads sympy
+
         with source_lines():
             symbolic = SymbolicCapture(self._model, planned.call, self._groups, **options.traced)
         capture = symbolic.instance(planned.call)

@@ -36,6 +36,7 @@ ORDER = (
     "planning",
     "step_family",
     "trial",
+    "arguments",
     "request",
     "plan_cache",
     "frames",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
 import tomllib
 from pathlib import Path
 
@@ -113,3 +115,80 @@ def test_solvers_are_free_for_any_use() -> None:
 
     for name in ("pulp", "highspy"):
         assert metadata(name).get("License-Expression") == "MIT"
+
+
+def test_importing_the_module_class_loads_neither_capture_nor_search() -> None:
+    """PyTorch itself apart, `from rockmate import RockmateModule` takes a few hundredths."""
+    program = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "from rockmate import RockmateModule, RockmateError\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    command = [sys.executable, "-c", program]
+    loaded = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    found = loaded.stdout.split()
+    assert "rockmate.module" in found
+    assert len(found) < 60, found
+    slow = ("sympy", "pulp", "torch._dynamo", "torch.distributed.tensor", "rockmate.plan_cache")
+    assert not {*slow} & {*found}
+
+
+def test_the_version_stands_in_one_place() -> None:
+    import rockmate
+
+    assert PROJECT["tool"]["setuptools"]["dynamic"] == {"version": {"attr": "rockmate.__version__"}}
+    assert f"version: {rockmate.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert (ROOT / "rockmate" / "py.typed").exists()
+    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["rockmate"]
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command line in an interpreter where PyTorch cannot be imported."""
+    program = (
+        "import sys; sys.modules['torch'] = None; from rockmate.cli.main import main; "
+        "sys.exit(main())"
+    )
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=False, text=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "expected"),
+    [
+        (["--help"], 0, "check"),
+        (["--version"], 0, "torch 2."),
+        (["fit", "--help"], 0, "--batch-axis"),
+        (["fit"], 2, "required: MODEL, --memory"),
+        (["demo", "--budget", "2.0"], 2, "2.0 is not in (0, 1]"),
+        (["plan", "package:model", "--budget", "2.0"], 2, "budget 2.0 as a float is a fraction"),
+        (["sweep", "package:model", "--budgets", "0.5,50.0"], 2, "budget 50.0 as a float"),
+    ],
+)
+def test_help_and_errors_of_arguments_need_no_torch(
+    arguments: list[str], code: int, expected: str
+) -> None:
+    finished = run_command(*arguments)
+    assert finished.returncode == code
+    assert expected in finished.stdout + finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def test_help_says_a_default_once() -> None:
+    for command in ("demo", "sweep", "plan", "fit", "check"):
+        text = " ".join(run_command(command, "--help").stdout.split())
+        assert "usage:" in text
+        assert not re.search(r"default: [^)]*\) \(default|\(default: None\)|batchs", text)
+
+
+def test_ctrl_c_ends_a_command_quietly() -> None:
+    """While the command loads, and while it runs."""
+    for seconds in (0.5, 4):
+        command = [sys.executable, "-m", "rockmate", "check", "--quiet"]
+        running = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        time.sleep(seconds)
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=120)
+        assert running.returncode in (130, -signal.SIGINT)
+        assert "Traceback" not in said

@@ -1,23 +1,20 @@
-"""Fake tensors and symbolic sizes. PyTorch documents both and exports neither."""
+"""Fake tensors. PyTorch documents them and exports none."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 
 __all__ = [
-    "ConstantSource",
-    "DimDynamic",
     "FakeTensor",
     "FakeTensorMode",
-    "ShapeEnv",
+    "errors_unlogged",
     "functional_part",
     "hint_of",
     "is_fake",
@@ -79,3 +76,14 @@ def results_corrected(
         yield
     finally:
         FakeTensorMode.dispatch = dispatch
+
+
+@contextlib.contextmanager
+def errors_unlogged() -> Iterator[None]:
+    """Keeps out of the log the traceback that fake tensors log before they raise an op's error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was_disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was_disabled

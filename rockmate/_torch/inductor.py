@@ -21,7 +21,6 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from rockmate._torch.compiler_process import (
     Deadline,
@@ -99,6 +98,7 @@ def decomposed(graph: fx.GraphModule, layouts: Sequence[Layout]) -> tuple[fx.Gra
     """
     _load()
     from torch._inductor.decomposition import select_decomp_table
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     # Inductor's cache on disk leaves out graphs of a mode without an environment of shapes.
     mode = FakeTensorMode(shape_env=ShapeEnv(allow_scalar_outputs=False))

@@ -9,9 +9,12 @@ mode it runs its compiled code.
 
 from __future__ import annotations
 
+import inspect
 import logging
+import reprlib
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 from torch import nn
 
@@ -22,13 +25,37 @@ from rockmate._torch.members import (
     is_compiled_in_place,
     modules_within,
 )
+from rockmate.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
 _NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+def require_module(model: Any) -> None:
+    """Raises `InvalidArgumentError` for a model that is none, and says what to write instead."""
+    if isinstance(model, nn.Module):
+        return
+    owner = getattr(model, "__self__", None)
+    if isinstance(owner, nn.Module):
+        advice = f'for a method give its module; methods=["{model.__name__}"] plans it.'
+    elif inspect.isclass(model) and issubclass(model, nn.Module):
+        advice = f"a class is given: make a model of it, {model.__name__}(...)."
+    elif not callable(model):
+        advice = "give one."
+    else:
+        advice = "a function can be the forward of one, or be compiled: "
+        advice += 'torch.compile(function, backend="rockmate", options={"budget": 0.7}).'
+    kind = f"{reprlib.repr(model)}, a {type(model).__name__}"
+    raise InvalidArgumentError(f"the model is {kind}, and no nn.Module; {advice}")
+
+
 def plain_model(model: nn.Module) -> nn.Module:
-    """The model that was compiled; one line in the log says so. Another model as it is."""
+    """The model that was compiled; one line in the log says so. Another model as it is.
+
+    Raises:
+        InvalidArgumentError: it is no module.
+    """
+    require_module(model)
     plain = innermost(model)
     if has_compiled(model) and plain not in _NAMED:
         _NAMED.add(plain)

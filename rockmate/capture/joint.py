@@ -32,7 +32,7 @@ from rockmate._torch.aot import (
     linalg_checks_kept,
     value_checks_as_ops,
 )
-from rockmate._torch.fake import is_fake, results_corrected
+from rockmate._torch.fake import errors_unlogged, is_fake, results_corrected
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import forward_attributes
 from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoints
@@ -255,6 +255,7 @@ def _traced(
     with contextlib.ExitStack() as stack:
         stack.enter_context(CAPTURE_LOCK)
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(errors_unlogged())
         stack.enter_context(compile_flags())
         stack.enter_context(values_marked())
         stack.enter_context(known_masks(args, kwargs))

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.functions import applications_replaced
-from rockmate.errors import UnsupportedModelError
+from rockmate.errors import InvalidArgumentError, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ def register_opaque(kind: type) -> type:
         The same class.
 
     Raises:
-        TypeError: `kind` is neither.
+        InvalidArgumentError: `kind` is neither.
     """
     if isinstance(kind, type) and issubclass(kind, torch.autograd.Function):
         _callers.setdefault(kind, FunctionCaller(kind))
@@ -68,7 +68,7 @@ def register_opaque(kind: type) -> type:
             "class of modules. For a function without a class, register the module that calls it, "
             'or name that: untraced=["path"].'
         )
-        raise TypeError(msg)
+        raise InvalidArgumentError(msg)
     return kind
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, get_args, get_origin
 
+from rockmate.errors import InvalidArgumentError, check_choice
+
 Differentiable = Literal["loss", "all"]
 Outputs = Literal["all", "loss"]
 Gradients = Literal["accumulated", "returned"]
@@ -25,7 +27,8 @@ class CaptureOptions:
     """Options that `PlanOptions`, which explains them, and the options of a step share.
 
     Raises:
-        ValueError: an option has none of its values, or `in_flight` is no whole number from 1 on.
+        InvalidArgumentError: an option has none of its values, or `in_flight` is no whole number
+            from 1 on.
     """
 
     differentiable: Differentiable = "loss"
@@ -36,17 +39,14 @@ class CaptureOptions:
 
     def __post_init__(self) -> None:
         for name, values in choices_of(type(self)).items():
-            if (value := getattr(self, name)) not in values:
-                *first, last = map(repr, values)
-                msg = f"{name} is {value!r}; choose {', '.join(first)} or {last}"
-                raise ValueError(msg)
+            check_choice(name, getattr(self, name), values)
         number = self.in_flight
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             msg = (
                 f"in_flight is {number!r}; give the number of forwards before a backward, at "
                 "least 1"
             )
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
         given = self.untraced.split(",") if isinstance(self.untraced, str) else self.untraced
         object.__setattr__(self, "untraced", tuple(name for name in given if name))
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import sympy
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
@@ -19,6 +18,9 @@ from rockmate.capture.roles import Role
 from rockmate.capture.signature import CallSignature
 from rockmate.errors import UnsupportedModelError
 from rockmate.ops.kernel_layouts import CLONES, cloned
+
+if TYPE_CHECKING:
+    import sympy
 
 _TEMPLATE = "template"  # key in a node's meta
 
@@ -176,7 +178,7 @@ class GraphTemplate:
         written = value.node.expr
         known = self._expressions.get(written)
         if known is None:
-            expression = sympy.expand(value.node.shape_env.simplify(written))
+            expression = value.node.shape_env.simplify(written).expand()
             known = self._expressions[written] = (
                 int(expression) if expression.is_number else expression
             )
@@ -285,6 +287,8 @@ class _Copier:
     def copy(
         self, source: fx.Graph, values: Mapping[fx.Node, Any]
     ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+        import sympy  # takes half a second, and a first plan needs none of it
+
         graph = fx.Graph()
         present: dict[fx.Node, Any] = {}  # a node of the copy, or a number
         for node in source.nodes:

@@ -28,7 +28,8 @@ import sympy
 import torch
 from torch import nn
 
-from rockmate._torch.fake import ConstantSource, DimDynamic, FakeTensorMode, ShapeEnv
+from rockmate._torch.fake import FakeTensorMode
+from rockmate._torch.symbolic_sizes import ConstantSource, DimDynamic, ShapeEnv
 from rockmate.capture.fake_device import fake_device_tensors, move_to
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture, traced_calls, with_graph

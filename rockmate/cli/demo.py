@@ -30,7 +30,6 @@ from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.allocator import Timeline, timeline
 from rockmate._util import is_terminal
 from rockmate.errors import RockmateError
-from rockmate.extras import require
 from rockmate.frames.report import FramesReport
 from rockmate.module import Mode
 
@@ -57,7 +56,7 @@ class DemoOptions:
     Attributes:
         model: folder or cached name of a Hugging Face causal model; None builds a GPT-2 with random
             weights.
-        budget: activation budget as a fraction of eager's measured activation peak.
+        budget: activation budget as a fraction of the peak without recomputation.
         num_steps: training steps of each run.
         num_layers: layers of the GPT-2 that is built.
         width: its hidden size.
@@ -136,7 +135,8 @@ class DemoResult:
 
 def run(options: DemoOptions) -> DemoResult:
     """Trains both ways; raises `DemoError` and the package's other errors."""
-    transformers = require("transformers", extra="hf", purpose="the demonstration")
+    import transformers
+
     say = _silent if options.quiet else _to_standard_error
     model, tokenize, kind = (
         _built(transformers, options) if options.model is None else _loaded(transformers, options)
@@ -147,14 +147,11 @@ def run(options: DemoOptions) -> DemoResult:
 
     say("measuring eager's activation peak")
     eager_memory = _memory_of_step(model, model, batches[0])
-    budget_bytes = math.floor(options.budget * eager_memory.peak_bytes)
     say(
-        f"eager's peak is {mebibytes(eager_memory.peak_bytes)}; planning for "
-        f"{mebibytes(budget_bytes)}"
+        f"eager's peak is {mebibytes(eager_memory.peak_bytes)}; planning for {options.budget} of "
+        "the peak without recomputation"
     )
-    module, stage_s, planning_s = _wrap(
-        ours, batches[0], budget_bytes, eager_memory.peak_bytes, options
-    )
+    module, stage_s, planning_s = _wrap(ours, batches[0], options)
     planned_memory = _memory_of_step(module, ours, batches[0])
 
     eager_steps, planned_steps = _train_in_turn(
@@ -198,7 +195,7 @@ def _step(call: Callable[..., Any], batch: Batch, *, seed: int) -> float:
 
 
 def _wrap(
-    model: nn.Module, batch: Batch, budget_bytes: int, eager_bytes: int, options: DemoOptions
+    model: nn.Module, batch: Batch, options: DemoOptions
 ) -> tuple[RockmateModule, Mapping[str, float], float]:
     """The module, seconds of stages of its planning, and of all."""
     start = time.perf_counter()
@@ -208,26 +205,25 @@ def _wrap(
         if options.mode == "plan":
             # The demo promises every bit.
             planner = Planner(model, batch, progress=progress, numerics="bitwise", **options.marks)
-            module = planner.module(budget_bytes, trial="never")  # it compares by itself
+            module = planner.module(options.budget, trial="never")  # it compares by itself
             stage_s = dict(planner.timings)
         else:
-            module = _framed(model, batch, budget_bytes, options)
+            module = _framed(model, batch, options)
     except InfeasibleBudgetError as error:
-        smallest = math.ceil(1000 * error.minimum_bytes / eager_bytes) / 1000
-        msg = f"{error} As a fraction of eager's measured peak: --budget {smallest:.3f}."
+        # The fraction that was asked for tells what it is one of.
+        share = options.budget * error.minimum_bytes / max(error.budget_bytes, 1)
+        msg = f"{error} As a fraction: --budget {math.ceil(1000 * share) / 1000:.3f}."
         raise DemoError(msg) from error
     return module, stage_s, time.perf_counter() - start
 
 
-def _framed(
-    model: nn.Module, batch: Batch, budget_bytes: int, options: DemoOptions
-) -> RockmateModule:
+def _framed(model: nn.Module, batch: Batch, options: DemoOptions) -> RockmateModule:
     """Frames that have been measured; with mode "auto" a plan where the model can be captured."""
     given = {**options.marks, "mode": options.mode, "trial": "never"}
     if options.mode == "auto":
-        module = RockmateModule(model, batch, budget_bytes, numerics="bitwise", **given)
+        module = RockmateModule(model, batch, options.budget, numerics="bitwise", **given)
     else:
-        module = RockmateModule(model, None, budget_bytes, **given)
+        module = RockmateModule(model, None, options.budget, **given)
     if module.frames is not None:
         for _ in range(_NUM_STEPS_OF_FRAMES):
             _step(module, batch, seed=0)

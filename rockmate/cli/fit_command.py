@@ -88,12 +88,12 @@ def _add_search(fit: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="to have rows for, beside the largest (default: chosen)",
     )
-    for kind in ("batch", "token"):
+    for kind, plural in (("batch", "batches"), ("token", "tokens")):
         fit.add_argument(
             f"--{kind}-axis",
             type=_axis,
             metavar="NAME=DIM,NAME=DIM",
-            help=f"the dimension of the {kind}s in each input that has one, where it cannot be "
+            help=f"the dimension of {plural} in each input that has one, where it cannot be "
             "told: by keyword, or by place",
         )
     fit.add_argument("--most", type=positive, help="the largest size to consider")
@@ -117,7 +117,6 @@ def run(arguments: argparse.Namespace) -> int:
     from rockmate._util import is_terminal
     from rockmate.curves.fit_options import FitOptions
     from rockmate.curves.fit_run import run_fit
-    from rockmate.extras import require
 
     options = FitOptions(
         memory=arguments.memory,
@@ -135,8 +134,6 @@ def run(arguments: argparse.Namespace) -> int:
         ),
     )
     _check(arguments, options)
-    if arguments.plot is not None:  # now rather than after the search
-        require("matplotlib.figure", extra="plot", purpose="the picture of a fit")
     model, sample_input, title = _model(arguments)
     if arguments.write is not None:
         _check_sample(sample_input)

@@ -18,6 +18,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import rockmate
+from rockmate._torch.version import installed_version
+from rockmate.budget import parse_budgets
 from rockmate.cli import check_command, fit_command
 from rockmate.cli.arguments import (
     add_budget_arguments,
@@ -29,6 +32,8 @@ from rockmate.cli.arguments import (
     planning_options,
     positive,
 )
+from rockmate.errors import RockmateError
+from rockmate.extras import require_all
 
 if TYPE_CHECKING:
     from rockmate.cli.demo import DemoOptions
@@ -42,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give the exit code."""
     arguments = _parser().parse_args(argv)
     arguments.given = [shlex.quote(each) for each in (sys.argv[1:] if argv is None else argv)]
-    from rockmate.errors import RockmateError  # after parsing: `--help` needs no torch
-
     try:
+        _check(arguments)
         return _with_threads(arguments)
     except RockmateError as error:
         sys.stderr.write(f"rockmate {arguments.command}: error: {error}\n")
@@ -52,6 +56,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"rockmate {arguments.command}: interrupted\n")
         return 130
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """What can be told before PyTorch is loaded.
+
+    Raises:
+        InvalidBudgetError: a budget cannot be read.
+        MissingExtraError: packages are missing; the text names all of them at once.
+    """
+    for name in ("budget", "budgets"):
+        if isinstance(text := getattr(arguments, name, None), str):
+            parse_budgets(text)
+    given, command = vars(arguments), arguments.command
+    is_demo, model = command == "demo", given.get("model") or ""
+    draws = is_demo or given.get("plot") or (command == "sweep" and given["out"])
+    needed = [("transformers", "hf", is_demo or (model and ":" not in model))]
+    needed += [("peft", "hf", given.get("lora")), ("matplotlib", "plot", draws)]
+    require_all({name: extra for name, extra, is_so in needed if is_so}, f"rockmate {command}")
 
 
 def _with_threads(arguments: argparse.Namespace) -> int:
@@ -79,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rockmate", description="Train a PyTorch model inside an activation budget."
     )
+    version = f"rockmate {rockmate.__version__}, torch {installed_version()}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
     _add_sweep(commands)
@@ -98,26 +122,33 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
             "from the same weights on the same batches; print one table and plot the memory over a "
             "step. Nothing is downloaded."
         ),
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     demo.add_argument(
         "--model",
         help="folder, or cached name, of a Hugging Face causal model (default: a built GPT-2)",
     )
     demo.add_argument(
-        "--budget", type=fraction, default=0.4, help="fraction of eager's measured activation peak"
+        "--budget",
+        type=fraction,
+        default=0.4,
+        help="fraction of the activation peak without recomputation (default: %(default)s)",
     )
     demo.add_argument(
         "--mode",
         choices=("plan", "frames", "auto"),
         default="plan",
         help="capture and plan, or keep the budget without a graph; auto: frames where there is "
-        "no graph",
+        "no graph (default: %(default)s)",
     )
     add_mark_arguments(demo)
-    demo.add_argument("--steps", type=positive, default=6, help="training steps of each run")
-    demo.add_argument("--batch", type=positive, default=4, help="sequences in a batch")
-    demo.add_argument("--tokens", type=at_least_two, default=256, help="tokens in a sequence")
+    for name, read, default, what in (
+        ("steps", positive, 6, "training steps of each run"),
+        ("batch", positive, 4, "sequences in a batch"),
+        ("tokens", at_least_two, 256, "tokens in a sequence"),
+    ):
+        demo.add_argument(
+            f"--{name}", type=read, default=default, help=f"{what} (default: {default})"
+        )
     demo.add_argument("--layers", type=positive, help="layers of the built GPT-2 (default: 12)")
     demo.add_argument(
         "--width", type=positive, help="hidden size of the built GPT-2 (default: 384)"
@@ -126,7 +157,11 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
     )
     demo.add_argument(
-        "--out", type=Path, default=Path("demo-out"), metavar="DIR", help="where the plot goes"
+        "--out",
+        type=Path,
+        default=Path("demo-out"),
+        metavar="DIR",
+        help="where the plot goes (default: %(default)s)",
     )
     demo.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
@@ -218,11 +253,8 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
     from rockmate.cli import demo, demo_report, plot
-    from rockmate.extras import require
 
     options = _demo_options(arguments)
-    # Now rather than after the training.
-    require("matplotlib.figure", extra="plot", purpose="the demonstration")
     _make_folder(arguments.out)
     result = demo.run(options)
     sys.stdout.write(demo_report.report(result))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from rockmate.budget import Budget, check_on_infeasible, parse_budget
-from rockmate.errors import InvalidBudgetError
+from rockmate.errors import InvalidArgumentError, InvalidBudgetError, check_choice
 from rockmate.module import RockmateModule
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.strategies import STRATEGIES
@@ -55,8 +55,8 @@ class Options:
         Raises:
             InvalidBudgetError: there is no budget, or it cannot be read.
             UnknownOptionError: an option is unknown, or not for graphs of Dynamo's.
-            TypeError: an argument is unknown, or an option no number.
-            ValueError: an option has none of its values.
+            InvalidArgumentError: an argument is unknown, or an option no number; an option has none
+                of its values.
         """
         given = dict(options or {})
         if others:
@@ -65,7 +65,7 @@ class Options:
                 f'torch.compile(backend="rockmate") takes no {name} ({value!r}). Leave it out; the '
                 'bound and all else stand in options={"budget": "6GiB", ...}.'
             )
-            raise TypeError(msg)
+            raise InvalidArgumentError(msg)
         own = [each.name for each in fields(cls) if each.name != "planner"]
         planner = {name: given.pop(name) for name in [*given] if name not in own}
         # Outputs have no names here. So the loss is not told from others unless asked for.
@@ -84,9 +84,8 @@ class Options:
             raise InvalidBudgetError(msg)
         parse_budget(given["budget"], 1 << 62)  # an unreadable one fails before all else
         for name, values in _CHOICES.items():
-            if name in given and given[name] not in values:
-                msg = f"{name} is {given[name]!r}; choose one of {', '.join(map(repr, values))}"
-                raise ValueError(msg)
+            if name in given:
+                check_choice(name, given[name], values)
         check_on_infeasible(given.get("on_infeasible", "error"))
         return cls(**given, planner=planning)
 

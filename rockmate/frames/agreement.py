@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import distributed, nn
-from torch.distributed.tensor import DTensor
 
 _NUM_ROUNDS = 2
 """How often each group exchanges what its ranks know: the same on all ranks."""
@@ -31,6 +30,8 @@ class Agreement:
         Args:
             model: whose parameters are `DTensor`s, at least some.
         """
+        from torch.distributed.tensor import DTensor  # loads sympy
+
         meshes = dict.fromkeys(
             each.device_mesh for each in model.parameters() if isinstance(each, DTensor)
         )

@@ -15,7 +15,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from rockmate._torch.storage import bytes_of
 from rockmate.budget import Budget, parse_budget, size_text
@@ -117,6 +116,8 @@ class PeakCheck:
 
 def refuse_flat_parameters(model: nn.Module) -> None:
     """Raises `UnsupportedModelError` for a model that FSDP1 has sharded."""
+    from torch.distributed.fsdp import FullyShardedDataParallel  # takes a second to load
+
     if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
         msg = (
             "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which frames do "

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rockmate._torch.storage import version_of
+from rockmate.errors import BackwardError
 from rockmate.state.digest import bits_of
 from rockmate.state.tensors import parts_of, storages_of, tensors_in
 
@@ -158,5 +159,5 @@ def checked(saved: Saved, name: object) -> torch.Tensor:
             f"a tensor that {name} needs for its gradient has been changed in place: it is "
             f"at version {version_of(saved.tensor)}, and version {saved.version} was saved."
         )
-        raise RuntimeError(msg)
+        raise BackwardError(msg)
     return saved.tensor

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from rockmate.errors import InvalidArgumentError
+
 _MASK = "attention_mask"
 _TOKENS = "input_ids"
 _IGNORED = -100  # by losses: PyTorch's `ignore_index`
@@ -57,7 +59,7 @@ class PadToBuckets:
             padding: what other tensors are padded with, by name; None leaves one as it is.
 
         Raises:
-            ValueError: a length is not positive, or there is none.
+            InvalidArgumentError: a length is not positive, or there is none.
         """
         self._collator = collator
         self._multiple = lengths if isinstance(lengths, int) else 0
@@ -67,7 +69,7 @@ class PadToBuckets:
                 f"lengths is {lengths!r}; give the lengths in tokens ([128, 256, 512]), or one "
                 "number whose multiples they are (64)"
             )
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
         self._adds_mask = adds_mask
         known = {
             _TOKENS: pad_token_id,
@@ -82,9 +84,8 @@ class PadToBuckets:
         """The collator's batch, padded.
 
         Raises:
-            TypeError: the batch is no mapping.
-            ValueError: it is longer than all lengths, or has a tensor as long as its tokens of
-                which is not known how to pad it.
+            InvalidArgumentError: the batch is no mapping; it is longer than all lengths, or has a
+                tensor as long as its tokens of which is not known how to pad it.
         """
         batch = self._collator(rows)
         if not isinstance(batch, MutableMapping):
@@ -92,7 +93,7 @@ class PadToBuckets:
                 f"the data collator made a {type(batch).__name__}, and only tensors that have "
                 "names are padded. Let it make a dict."
             )
-            raise TypeError(msg)
+            raise InvalidArgumentError(msg)
         if self._adds_mask and _TOKENS in batch and _MASK not in batch:
             batch[_MASK] = torch.ones_like(batch[_TOKENS])
         longest = self._lengths[-1] if self._lengths and self._is_first else 0
@@ -120,7 +121,7 @@ class PadToBuckets:
                 "pad it with. Pass "
                 f"padding={{{name!r}: 0}}, or another value; None if it is not to be padded."
             )
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
         return False
 
     def _bucket(self, length: int, name: str) -> int:
@@ -132,5 +133,5 @@ class PadToBuckets:
                 f"{name} has {length} tokens, more than the largest of the lengths "
                 f"{list(self._lengths)}. Truncate, or add a longer one."
             )
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
         return self._lengths[place]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rockmate._torch.members import forward_hooks
 from rockmate.budget import Budget
-from rockmate.errors import UnsupportedModelError
+from rockmate.errors import InvalidArgumentError, UnsupportedModelError
 from rockmate.hf.buckets import PadToBuckets
 from rockmate.hf.longest_batch import largest_call
 from rockmate.memory_limit import MemoryLimit, Optimizer
@@ -63,7 +63,7 @@ def wrap_trainer(
         The module, which now is `trainer.model`.
 
     Raises:
-        ValueError: the trainer has no model; or `buckets` are given for one that takes no
+        InvalidArgumentError: the trainer has no model; or `buckets` are given for one that takes no
             `attention_mask`, or are no lengths; or `fit` is unknown or has no `memory_limit`.
         FitError: `fit` finds no micro-batch that fits, or cannot keep the effective batch.
         UnsupportedModelError: as for `RockmateModule`; also for several GPUs without a launcher.
@@ -86,11 +86,14 @@ def wrap_trainer(
 
 
 def _model_of(trainer: Trainer) -> nn.Module:
+    if not hasattr(trainer, "args"):
+        msg = f"a {type(trainer).__name__} is no Trainer. Write RockmateModule(model, budget=0.7)."
+        raise InvalidArgumentError(msg)
     if trainer.args.n_gpu > 1:  # Trainer would wrap the module in nn.DataParallel
         raise UnsupportedModelError(REPLICATED)
     if trainer.model is None:
         msg = "the trainer has no model yet: give it one, not a model_init."
-        raise ValueError(msg)
+        raise InvalidArgumentError(msg)
     return trainer.model
 
 
@@ -107,13 +110,13 @@ def _fit(
 
     if fit != "batch":
         msg = f"fit is {fit!r}; choose 'batch', or leave it out."
-        raise ValueError(msg)
+        raise InvalidArgumentError(msg)
     if memory_limit is None:
         msg = 'fit="batch" finds the micro-batch for a memory_limit, and none is given.'
-        raise ValueError(msg)
+        raise InvalidArgumentError(msg)
     if options.get("mode") == "frames":
         msg = 'fit="batch" plans, and mode="frames" does not. Leave one of them out.'
-        raise ValueError(msg)
+        raise InvalidArgumentError(msg)
     limit = MemoryLimit(
         limit=memory_limit,
         optimizer=options["optimizer"],
@@ -146,7 +149,7 @@ def _pad_to(trainer: Trainer, model: nn.Module, lengths: int | Sequence[int]) ->
             "tokens sees those after it, give the trainer "
             "data_collator=rockmate.PadToBuckets(collator, lengths, adds_mask=False)."
         )
-        raise ValueError(msg)
+        raise InvalidArgumentError(msg)
     known = (
         getattr(trainer.processing_class, "pad_token_id", None),
         getattr(getattr(model, "config", None), "pad_token_id", None),

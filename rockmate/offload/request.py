@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from rockmate.budget import is_share, parse_budget
-from rockmate.errors import OffloadError
+from rockmate.errors import InvalidArgumentError, OffloadError
 
 _FORMS = 'choose None, "host" or "disk:FOLDER"'
 
@@ -35,25 +35,26 @@ class OffloadRequest:
         """The request that two arguments of `Planner` stand for; None if nothing may move.
 
         Raises:
-            ValueError: `offload` is none of its values, or `host_budget` is given without it.
+            InvalidArgumentError: `offload` is none of its values, or `host_budget` is given without
+                it.
             InvalidBudgetError: `host_budget` cannot be read as a number of bytes.
             OffloadError: the folder does not exist, or this system has no such tier.
         """
         if offload is None:
             if host_budget is not None:
                 msg = f"host_budget={host_budget!r} bounds what moves, and nothing does: {_FORMS}"
-                raise ValueError(f"{msg} for offload.")
+                raise InvalidArgumentError(f"{msg} for offload.")
             return None
         if is_share(host_budget):
             msg = f'host_budget is {host_budget!r}; write bytes as an int, or a size as "32GiB"'
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
         limit = None if host_budget is None else parse_budget(host_budget, 1)
         kind, _, folder = str(offload).partition(":")
         if kind == "host" and not folder:
             return OffloadRequest("host", host_bytes=limit)
         if kind != "disk" or not folder:
             msg = f"offload is {offload!r}; {_FORMS}"
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
         if not sys.platform.startswith("linux"):
             msg = f"offload={offload!r} needs Linux; leave offload out on {sys.platform}"
             raise OffloadError(msg)

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.fx.node import has_side_effect
 
 from rockmate._torch.dynamo import is_exporting
+from rockmate.errors import InvalidArgumentError
 
 # Number of captures that are going on; a capture holds a lock, so at most one.
 _num_captures = 0
@@ -56,7 +57,7 @@ def _mark_if_captured(value: Tensor, name: str | None, word: str) -> None:
 @torch.library.impl("rockmate::refuse_if_captured", "CompositeImplicitAutograd")
 def _refuse_if_captured(fault: str) -> None:
     if _num_captures:
-        raise TypeError(fault)
+        raise InvalidArgumentError(fault)
 
 
 has_side_effect(torch.ops.rockmate.mark_if_captured.default)
@@ -86,8 +87,8 @@ def name(value: Tensor, name: str) -> Tensor:
         name: the name; `*` and `?` stand for other characters in `marks`, so it has neither.
 
     Raises:
-        TypeError: the value is no tensor, or the name no text.
-        ValueError: the name is empty or has a character that patterns use.
+        InvalidArgumentError: the value is no tensor, or the name no text; the name is empty or has
+            a character that patterns use.
     """
     return _marked(value, name, "")
 
@@ -103,7 +104,7 @@ def save(value: Tensor, name: str | None = None) -> Tensor:
         name: its name in errors and reports; None for the line that marks it.
 
     Raises:
-        TypeError, ValueError: as for `name`.
+        InvalidArgumentError: as for `name`.
     """
     return _marked(value, name, "save")
 
@@ -126,7 +127,7 @@ def _marked(value: Tensor, name: str | None, word: str) -> Tensor:
         return value
     fault = _fault(value, name, word)
     if fault:
-        raise TypeError(fault)
+        raise InvalidArgumentError(fault)
     if name is None:
         frame = sys._getframe(2)
         name = _line_name(frame.f_lineno, frame.f_code.co_name)
@@ -170,11 +171,11 @@ def _write(value: Tensor, name: str | None, word: str) -> None:
     """Leaves a call of `value_mark` in the graph that is captured.
 
     Raises:
-        ValueError: as for `name`.
+        InvalidArgumentError: as for `name`.
     """
     if name is not None and (not name or any(character in name for character in "*?[]")):
         function = word or "name"
         msg = f"the name that rockmate.{function} was given is {name!r}; it needs letters, no *?[]."
-        raise ValueError(msg)
+        raise InvalidArgumentError(msg)
     with torch.no_grad():
         torch.ops.rockmate.value_mark(value, name, word)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_staged
 from rockmate.costs.cost import Costs
-from rockmate.errors import SolverLimitError
+from rockmate.errors import InvalidArgumentError, SolverLimitError
 from rockmate.graph.ir import Graph, Phase
 from rockmate.planning.candidate import Candidate, evaluate
 from rockmate.schedule.schedule import baseline_schedule, finish
@@ -34,7 +34,8 @@ class CheckmateSearch:
         time_limit_s: limit on the solve of one budget.
 
     Raises:
-        ValueError: the graph has several forwards in flight, which the program does not count.
+        InvalidArgumentError: the graph has several forwards in flight, which the program does not
+            count.
     """
 
     def __init__(self, graph: Graph, costs: Costs, *, time_limit_s: float) -> None:
@@ -43,7 +44,7 @@ class CheckmateSearch:
                 f"in_flight is {graph.num_in_flight}, and the strategy 'checkmate' plans one "
                 "forward before its backward; take another strategy"
             )
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
         self._graph = graph
         self._costs = costs
         self._time_limit_s = time_limit_s

@@ -19,7 +19,7 @@ from rockmate.capture.options import (
     Kernels,
     Numerics,
 )
-from rockmate.errors import UnknownOptionError
+from rockmate.errors import InvalidArgumentError, UnknownOptionError
 from rockmate.fusion.report import COMPILE_LIMIT_S
 
 if TYPE_CHECKING:
@@ -51,14 +51,10 @@ class PlanOptions(CaptureOptions):
         gradients: "accumulated" adds each parameter's gradient to `.grad` as soon as it is final.
             "returned" returns all gradients at the end of the backward, which
             `torch.autograd.grad` needs. They are then all in memory together.
-        time_limit_s: seconds of wall time, for two things. The search for one plan of the default
-            strategy stops looking for faster schedules after it, and `Plan.status` is then
-            "time_limit". However short the limit, a budget that is feasible has a plan: the
-            smallest peak is found beforehand, and a schedule of that search is the least that is
-            returned. And all solves of the default strategy together take it, those for chunks
-            included: one takes at most half of the rest, and a problem cut short is answered from
-            its convex hull, found in polynomial time. The lower bound of a budget may take as long
-            again, and so may each budget of "checkmate".
+        time_limit_s: seconds after which a search stops looking for faster schedules; `Plan.status`
+            is then "time_limit". A feasible budget has a plan however short the limit. It bounds
+            all solves together, too, and the lower bound and "checkmate" of each budget:
+            docs/guide/lower_bound.md.
         gap_tolerance: distance to the lower bound, as a fraction of the time without recomputation,
             at which a search ends. A larger one plans faster, a smaller one searches longer.
         progress: shows a progress bar while ops are measured, and while a plan takes long to find:
@@ -110,9 +106,9 @@ class PlanOptions(CaptureOptions):
 
     Raises:
         UnknownOptionError: there is no option of a name; the text says the nearest one.
-        ValueError: an option has none of its values, or they contradict each other ("bitwise" and
-            "auto"); or `in_flight` is no whole number from 1 on.
-        TypeError: `progress` is no bool, or a limit or tolerance no number.
+        InvalidArgumentError: an option has none of its values, or they contradict each other
+            ("bitwise" and "auto"); or `in_flight` is no whole number from 1 on; `progress` is no
+            bool, or a limit or tolerance no number.
     """
 
     time_limit_s: float = 30.0
@@ -138,14 +134,14 @@ class PlanOptions(CaptureOptions):
             if isinstance(default, float):
                 _check_positive(each.name, value, default)
             elif isinstance(default, bool) and not isinstance(value, bool):
-                raise TypeError(f"{each.name} is {value!r}; give True or False")
+                raise InvalidArgumentError(f"{each.name} is {value!r}; give True or False")
         if self.numerics == "bitwise" and self.kernels == "auto":
             msg = (
                 "numerics='bitwise' keeps the same bits at every budget, and kernels='auto' "
                 "chooses kernels that round otherwise by the budget. Give kernels 'eager' or "
                 "'fused'."
             )
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
 
     @classmethod
     def of(
@@ -166,6 +162,9 @@ class PlanOptions(CaptureOptions):
             but: names of options that are not taken.
             what: who has no such option, as the error begins.
         """
+        if options is not None and not isinstance(options, PlanOptions):
+            msg = f"options is {options!r}; give PlanOptions(...), or single options by name."
+            raise InvalidArgumentError(f"{msg} A budget: Planner(model, sample).plan(budget).")
         names = [each.name for each in fields(cls) if each.name not in but]
         near = [*(known or ()), *names]
         for name in keywords:
@@ -214,7 +213,7 @@ class PlanOptions(CaptureOptions):
 def _check_positive(name: str, value: Any, default: float) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         msg = f"{name} is {value!r}; give a number above 0, such as {default}"
-        raise TypeError(msg)
+        raise InvalidArgumentError(msg)
     if not value > 0:
         msg = f"{name} is {value}; it must be above 0, such as {default}"
-        raise ValueError(msg)
+        raise InvalidArgumentError(msg)

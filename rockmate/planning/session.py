@@ -195,7 +195,8 @@ class PlanningSession:
             InvalidBudgetError: the budget cannot be read.
             InfeasibleBudgetError: no schedule fits; the error carries the smallest peak.
             SolverLimitError: "checkmate" found no schedule in its time.
-            ValueError: the strategy is unknown, or `on_infeasible` is not one of its values.
+            InvalidArgumentError: the strategy is unknown, or `on_infeasible` is not one of its
+                values.
         """
         check_on_infeasible(on_infeasible)
         slowdown = slowdown_of(budget)

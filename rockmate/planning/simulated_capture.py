@@ -11,7 +11,7 @@ from torch import nn
 
 from rockmate.capture.checkpoint_regions import log_lifted
 from rockmate.costs.machine import Machine, load_machine
-from rockmate.errors import MachineError, frames_advised
+from rockmate.errors import InvalidArgumentError, MachineError, frames_advised
 from rockmate.graph.marking import log_uncovered
 from rockmate.planning.options import PlanOptions
 from rockmate.sharding.simulated import SimulatedMesh
@@ -23,12 +23,14 @@ def machine_of(options: PlanOptions) -> Machine | None:
 
     Raises:
         MachineError: the machine cannot be used, or there is a mesh and none is given.
-        ValueError: `mesh` has no sizes of a mesh, or there is a `shard` without it.
+        InvalidArgumentError: `mesh` has no sizes of a mesh, or there is a `shard` without it.
     """
     machine, mesh, shard = options.machine, options.mesh, options.shard
     if mesh is None:
         if shard is not None:
-            raise ValueError("shard says how a model is sharded on a mesh. Give mesh, too.")
+            raise InvalidArgumentError(
+                "shard says how a model is sharded on a mesh. Give mesh, too."
+            )
         return None if machine is None else load_machine(machine)
     simulated = SimulatedMesh.of(mesh, shard)
     if machine is None:

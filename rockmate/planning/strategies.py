@@ -7,6 +7,7 @@ from functools import cached_property
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
+from rockmate.errors import check_choice
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph
 from rockmate.planning.baseline_search import FamilySearch, Searcher, chen_family
@@ -102,12 +103,10 @@ class Searches:
         """The search of a strategy.
 
         Raises:
-            ValueError: the strategy is unknown, or plans one forward in flight and more are asked
-                for.
+            InvalidArgumentError: the strategy is unknown, or plans one forward in flight and more
+                are asked for.
         """
-        if strategy not in STRATEGIES:
-            msg = f"strategy is {strategy!r}; choose one of {', '.join(STRATEGIES)}"
-            raise ValueError(msg)
+        check_choice("strategy", strategy, STRATEGIES)
         if strategy in (DEFAULT, UNMOVED, BITWISE):
             return self.local_search
         if strategy not in self._made:

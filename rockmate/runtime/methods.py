@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate.errors import InvalidArgumentError
 from rockmate.runtime.pending_steps import pending_steps_of, share_pending_steps
 from rockmate.state.tensors import tensors_in
 
@@ -29,15 +30,17 @@ def names_of_methods(model: nn.Module, names: Collection[str], *, has_plan: bool
         has_plan: whether a plan was given, which is one of `forward`.
 
     Raises:
-        TypeError: a plan was given, too; or the names are not in a list.
-        ValueError: the model has no such method, or it is one of every module.
+        InvalidArgumentError: a plan was given, too; or the names are not in a list; the model has
+            no such method, or it is one of every module.
     """
     if isinstance(names, str):
-        raise TypeError(f"methods is {names!r}; give a list of names, methods=[{names!r}].")
+        raise InvalidArgumentError(
+            f"methods is {names!r}; give a list of names, methods=[{names!r}]."
+        )
     found = [name for name in dict.fromkeys(names) if name != "forward"]
     if found and has_plan:
         msg = "a given plan is one of forward: leave methods out, or give a budget."
-        raise TypeError(msg)
+        raise InvalidArgumentError(msg)
     own = [name for name in dir(type(model)) if not name.startswith("__")]
     own = [name for name in own if not hasattr(nn.Module, name)]
     known = [name for name in own if callable(inspect.getattr_static(type(model), name))]
@@ -48,7 +51,7 @@ def names_of_methods(model: nn.Module, names: Collection[str], *, has_plan: bool
                 f"methods names {name!r}, a submodule of the {type(model).__name__}. Wrap it by "
                 f"itself: model.{name} = RockmateModule(model.{name}, ...)."
             )
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
         if not callable(method) or hasattr(nn.Module, name):
             nearest = difflib.get_close_matches(str(name), known, n=1)
             hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
@@ -56,7 +59,7 @@ def names_of_methods(model: nn.Module, names: Collection[str], *, has_plan: bool
                 f"methods names {reprlib.repr(name)}, and the {type(model).__name__} has no such "
                 f"method to train by.{hint}"
             )
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
     return found
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from rockmate._torch.engine import active_transform
-from rockmate.capture.model_signature import acting_hooks
-from rockmate.capture.opaque_module import opaque_modules
-from rockmate.costs.machine import Machine
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
-from rockmate.runtime.ddp import refuse_sharded
+
+if TYPE_CHECKING:
+    from rockmate.costs.machine import Machine
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,10 @@ def refuse_scripted(model: nn.Module, opaque: list[str]) -> None:
 
 def check_model(model: nn.Module, untraced: Sequence[str], machine: Machine | None) -> None:
     """Raises for a model that cannot be captured. Warns of hooks that will not run."""
+    from rockmate.capture.model_signature import acting_hooks
+    from rockmate.capture.opaque_module import opaque_modules
+    from rockmate.runtime.ddp import refuse_sharded
+
     if not model.training:
         msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
         raise InvalidSampleError(msg)

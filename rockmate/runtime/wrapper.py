@@ -12,7 +12,6 @@ from torch import nn
 
 from rockmate._torch.members import is_compiled
 from rockmate.errors import UnsupportedModelError
-from rockmate.runtime.ddp import SHARDED
 from rockmate.runtime.methods import Methods
 
 
@@ -107,6 +106,8 @@ class Wrapper(nn.Module):
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
+        from rockmate.runtime.ddp import SHARDED
+
         msg = (
             f"the class of a RockmateModule cannot be set to {cls.__name__}. If fully_shard did "
             f"this: {SHARDED}"

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from rockmate._torch.distributed import fake_group
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.subclasses import is_subclassed
-from rockmate.errors import RockmateError, UnsupportedModelError
+from rockmate.errors import InvalidArgumentError, RockmateError, UnsupportedModelError
 from rockmate.sharding.fully_shard import fully_shard
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ def simulated_ranks(num_ranks: int) -> Iterator[None]:
 
     Raises:
         RockmateError: there is a process group already.
-        ValueError: `num_ranks` is below 1.
+        InvalidArgumentError: `num_ranks` is below 1.
     """
     if num_ranks < 1:
         msg = f"num_ranks is {num_ranks}; give 1 or more"
-        raise ValueError(msg)
+        raise InvalidArgumentError(msg)
     if distributed.is_available() and distributed.is_initialized():
         msg = (
             "simulated ranks are a process group, and there is one of "
@@ -75,7 +75,7 @@ class SimulatedMesh:
         """The mesh of sizes; see `Planner` for what they may be.
 
         Raises:
-            ValueError: they are no sizes of a mesh.
+            InvalidArgumentError: they are no sizes of a mesh.
         """
         if isinstance(mesh, Mapping):
             sizes = dict(mesh)
@@ -86,12 +86,12 @@ class SimulatedMesh:
                     f"mesh is {mesh!r}. Give (shards,) or (replicas, shards); for other dimensions "
                     'name them, as {"data": 4, "tensor": 8}, with shard=...'
                 )
-                raise ValueError(msg)
+                raise InvalidArgumentError(msg)
             sizes = dict(zip(_NAMES[len(listed)], listed, strict=True))
         wrong = [size for size in sizes.values() if not _is_size(size)]
         if wrong or not sizes:
             msg = f"mesh is {mesh!r}; each of its sizes must be a whole number of at least 1"
-            raise ValueError(msg)
+            raise InvalidArgumentError(msg)
         return cls(sizes, shard or fully_shard)
 
     def __str__(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from rockmate.errors import check_choice
+
 TrialOption = Literal["log", "always", "never"]
 _CHOICES = ("log", "always", "never")
 _MOST_S, _MOST_LATER_S = 0.5, 0.06  # for gradients, at the first trial and at others
@@ -27,10 +29,8 @@ class TrialSteps:
         return 6 * self.forward_s <= (_MOST_S if is_first else _MOST_LATER_S)
 
     def __post_init__(self) -> None:
-        """Raises `ValueError` unless the option is one."""
-        if self.option not in _CHOICES:
-            msg = f"trial is {self.option!r}; choose 'log', 'always' or 'never'"
-            raise ValueError(msg)
+        """Raises `InvalidArgumentError` unless the option is one."""
+        check_choice("trial", self.option, _CHOICES)
 
     def is_next(self, *, can_run: bool, is_due: bool = False) -> bool:
         """Counts one more step; whether it is a trial.

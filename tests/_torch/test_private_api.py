@@ -6,6 +6,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import logging
 import subprocess
 import sys
 import time
@@ -128,11 +129,9 @@ from rockmate._torch.engine import (
     will_execute,
 )
 from rockmate._torch.fake import (
-    ConstantSource,
-    DimDynamic,
     FakeTensor,
     FakeTensorMode,
-    ShapeEnv,
+    errors_unlogged,
     functional_part,
     hint_of,
     is_fake,
@@ -189,6 +188,7 @@ from rockmate._torch.subclasses import (
     without_class,
     wrapped_parts,
 )
+from rockmate._torch.symbolic_sizes import ConstantSource, DimDynamic, ShapeEnv
 from rockmate._torch.version import (
     installed_version,
     is_check_skipped,
@@ -916,6 +916,15 @@ class TestFake:
             with results_corrected(halved):
                 assert torch.ones(4).shape == (2,)
             assert torch.ones(4).shape == (4,)
+
+    def test_errors_of_ops_are_not_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        logger.addHandler(caplog.handler)
+        for silencer, num_records in ((errors_unlogged(), 0), (contextlib.nullcontext(), 1)):
+            with FakeTensorMode(), silencer, pytest.raises(RuntimeError):
+                torch.ones(4, 8) @ torch.ones(3, 3)
+            assert len(caplog.records) == num_records
+        logger.removeHandler(caplog.handler)
 
     def test_symbolic_sizes(self) -> None:
         environment = ShapeEnv()

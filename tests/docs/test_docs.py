@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ast
+import json
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +35,18 @@ class Snippet:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
 
-def snippets() -> Iterator[Snippet]:
-    """The blocks of the README and the guide, each with the line that it begins at."""
-    for page in (README, *sorted((DOCS / "guide").glob("*.md"))):
+def snippets(pages: Iterable[Path]) -> Iterator[Snippet]:
+    """The blocks of some pages, each with the line that it begins at."""
+    for page in pages:
         text = page.read_text()
         for found in re.finditer(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
             yield Snippet(page, text.count("\n", 0, found.start(1)) + 1, found[1])
 
 
-SNIPPETS = list(snippets())
+SNIPPETS = list(snippets(sorted((DOCS / "guide").glob("*.md"))))
+REFERENCE = sorted(page for page in (DOCS / "reference").glob("*.md") if any(snippets([page])))
+# Links that leave the repository. Tests need no network: each is looked at when it is added.
+OUTER_LINKS = {"https://semver.org"}
 
 
 @pytest.fixture(scope="module")
@@ -140,13 +146,88 @@ def test_snippet_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.Monk
     tokens = torch.randint(64, (2, 16))
     batch = {"input_ids": tokens, "labels": tokens.clone()}
     dynamo_networks.register()
-    names = {"model": causal_model(), "batch": batch, "torch": torch}
+    run(snippet, {"model": causal_model(), "batch": batch, "torch": torch})
+
+
+def run(snippet: Snippet, names: dict[str, Any]) -> None:
     lines = "\n" * (snippet.line - 1)  # a traceback then names the page's own line
     exec(compile(lines + snippet.code, str(snippet.page), "exec"), names)
 
 
+EXTRAS = ("transformers", "accelerate", "peft", "matplotlib")
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
+def test_readme_runs_as_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All blocks, in order, in one empty namespace; the first with no extra installed."""
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    first, *others = snippets([README])
+    with monkeypatch.context() as without:
+        for name in EXTRAS:
+            without.setitem(sys.modules, name, None)
+        run(first, names)
+    printed = capsys.readouterr().out
+    assert "predicted peak" in printed
+    assert float(printed.split()[1]) < 0.5, "it has learned"
+    assert len(others) >= 2
+    for snippet in others:
+        run(snippet, names)
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
+@pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
+def test_examples_of_the_reference_run(
+    page: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dynamo_networks.register()
+    names: dict[str, Any] = {}
+    for snippet in snippets([page]):
+        run(snippet, names)
+        printed = capsys.readouterr().out
+        if page.stem == "errors" and "try:\n" in snippet.code:
+            assert printed, f"{snippet}: no error came"
+
+
+def test_every_public_name_has_an_example() -> None:
+    text = "\n".join(page.read_text() for page in REFERENCE)
+    entries = re.split(r"^::: rockmate\.(\w+)$", text, flags=re.MULTILINE)[1:]
+    examples = dict(zip(entries[::2], entries[1::2], strict=True))
+    missing = [
+        name
+        for name in rockmate.__all__
+        if not re.search(rf"```python\n[^`]*\b{name}\b", examples.get(name, ""))
+    ]
+    assert not missing
+
+
+def test_tutorial_runs_and_learns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = DOCS / "tutorial.ipynb"
+    names: dict[str, Any] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for cell in json.loads(page.read_text())["cells"]:
+            if cell["cell_type"] == "code":
+                run(Snippet(page, 1, "".join(cell["source"])), names)
+    finally:
+        torch.set_num_threads(threads)
+    assert names["accuracy"] > 0.95
+    assert "lower bound" in capsys.readouterr().out
+
+
 def test_there_are_snippets() -> None:
     assert len(SNIPPETS) >= 15
+    assert len(REFERENCE) >= 11
 
 
 def test_readme_is_a_landing_page() -> None:
@@ -161,6 +242,51 @@ def test_links_lead_somewhere() -> None:
         if not (page.parent / target).exists()
     ]
     assert not missing, "\n".join(missing)
+
+
+def in_site() -> set[Path]:
+    """Files of the built site, by their places in the repository."""
+    hooks = (DOCS / "site_hooks.py").read_text()
+    (added,) = re.findall(r"^ADDED = (\(.*?^\))", hooks, flags=re.DOTALL | re.MULTILINE)
+    found = (path for pattern in ast.literal_eval(added) for path in ROOT.glob(pattern))
+    return {path for path in (*found, *DOCS.rglob("*")) if path.is_file()}
+
+
+def test_links_of_the_site_lead_to_what_is_in_it() -> None:
+    """To other pages and files of the site, to headings that exist, or to known outer places."""
+    files = in_site()
+    dead = []
+    for page in sorted(path for path in files if path.suffix == ".md"):
+        for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path).resolve() if path else page
+            if link.startswith("http"):
+                is_dead = link not in OUTER_LINKS
+            else:
+                has_headings = anchor and target.suffix == ".md" and target in files
+                is_dead = target not in files or (has_headings and anchor not in anchors(target))
+            if is_dead:
+                dead.append(f"{page.relative_to(ROOT)}: {link}")
+    assert not dead, "\n".join(dead)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$|`[^`\n]+`", "", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of headings, as the site and code hosts make them."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    plain = (re.sub(r"[`*]|\]\([^)]*\)", "", heading) for heading in headings)
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", each.lower().strip())) for each in plain}
+
+
+def test_search_finds_what_users_ask_for() -> None:
+    """The site's search looks for words of pages."""
+    text = "\n".join(page.read_text() for page in (DOCS / "guide").glob("*.md"))
+    words = ("FSDP2", "gradient_checkpointing", "every_n_layers", "activation_memory_budget")
+    assert not [word for word in (*words, "DeepSpeed", "Unsloth", "ZeRO") if word not in text]
 
 
 def test_named_files_exist() -> None:

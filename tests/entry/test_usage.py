@@ -312,7 +312,7 @@ def test_a_budget_in_the_place_of_the_sample_is_told(budget: Any) -> None:
 
 
 def test_a_model_that_is_no_module_is_told() -> None:
-    with pytest.raises(TypeError, match=r"a function; give an nn\.Module"):
+    with pytest.raises(TypeError, match=r"a function, and no nn\.Module"):
         RockmateModule(lambda x: x, torch.ones(2), 1.0)  # pyright: ignore[reportArgumentType]
 
 

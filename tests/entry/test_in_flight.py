@@ -83,7 +83,7 @@ def test_a_plan_for_one_forward_would_not_have_fitted() -> None:
 
 
 def test_what_counts_is_listed_at_the_peak() -> None:
-    workload = models.tiny("gpt2")
+    workload = models.tiny("mlp")
     plan = Planner(workload.model, workload.sample, in_flight=3).plan(0.5)
     rows = plan.live_at_peak()
     assert sum(row.num_bytes for row in rows) == plan.predicted_peak_bytes
@@ -93,7 +93,7 @@ def test_what_counts_is_listed_at_the_peak() -> None:
 
 
 def test_a_plan_file_keeps_the_number() -> None:
-    workload = models.tiny("gpt2")
+    workload = models.tiny("mlp")
     plan = Planner(workload.model, workload.sample, in_flight=3).plan(0.5)
     read = Plan.from_text(plan.to_text())
     assert read.simulation == plan.simulation
@@ -108,7 +108,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def test_more_forwards_than_planned_warn_once(caplog: pytest.LogCaptureFixture) -> None:
-    workload = models.tiny("gpt2")
+    workload = models.tiny("mlp")
     module = RockmateModule(workload.model, workload.sample, 0.5, in_flight=2)
     batch = workload.make_batch(0)
     with caplog.at_level(logging.WARNING, logger="rockmate.runtime"):
@@ -122,7 +122,7 @@ def test_more_forwards_than_planned_warn_once(caplog: pytest.LogCaptureFixture) 
 
 
 def test_smaller_calls_keep_the_number() -> None:
-    workload = models.tiny("gpt2")
+    workload = models.tiny("mlp")
     module = RockmateModule(workload.model, workload.sample, 0.5, in_flight=3)
     budget = module.plan.budget_bytes
     rows = {key: value[:1] for key, value in workload.make_batch(0).items()}

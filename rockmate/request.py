@@ -14,6 +14,7 @@ from torch import nn
 
 from rockmate._util import begin_stage, gc_paused, stages_shown
 from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget, slowdown_of
+from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.traced_forward import first_call_awaited
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.memory_limit import MemoryLimit

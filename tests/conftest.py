@@ -52,8 +52,16 @@ _BITS = "capture docs dynamo entry frames graph hf interiors offload ops runtime
 BITS = tuple(f"tests/{part}/" for part in _BITS.split())
 
 
-# Some of them judge plans as well, or name seeds whose plans do what is rare.
-SEARCHES = ("tests/entry/test_planner.py", "tests/offload/", "tests/runtime/test_random_graphs.py")
+# Their tests judge plans, or name seeds whose plans do what is rare.
+SEARCHES = (
+    "tests/bound/",
+    "tests/curves/",
+    "tests/entry/test_planner.py",
+    "tests/offload/test_bound.py",
+    "tests/offload/test_plans.py",
+    "tests/planning/",
+    "tests/runtime/test_random_graphs.py",
+)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -68,17 +76,16 @@ def long_lived_objects_frozen() -> None:
 
 @pytest.fixture(autouse=True)
 def plain_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans of short searches, in chunks only for budgets that nothing else meets.
+    """Plans of short searches, and where bits are compared, in chunks only if nothing else fits.
 
-    In the tests that compare bits. `tests/planning/test_chunked_plans.py` has the rule by which
-    chunks are chosen elsewhere.
+    `tests/planning/test_chunked_plans.py` has the rule by which chunks are chosen elsewhere.
     """
-    if request.node.nodeid.startswith(BITS):
-        from rockmate.planning import chunkable_blocks, local_search
+    from rockmate.planning import chunkable_blocks, local_search
 
+    if request.node.nodeid.startswith(BITS):
         monkeypatch.setattr(chunkable_blocks, "_MIN_BUDGET_SHARE", math.inf)
-        if not request.node.nodeid.startswith(SEARCHES):
-            monkeypatch.setattr(local_search, "_STALL_ROUNDS", 4)
+    if not request.node.nodeid.startswith(SEARCHES):
+        monkeypatch.setattr(local_search, "_STALL_ROUNDS", 4)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

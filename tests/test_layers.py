@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
-import subprocess
-import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parents[1]
 ORDER = (
@@ -155,19 +151,3 @@ def test_what_runs_a_plan_reaches_no_search_and_no_solver() -> None:
     for module in reached:
         tops = {name.split(".")[0] for name in imports_of(MODULES[module])}
         assert not tops & set(SOLVERS), f"{module}, which runs plans, imports {tops}"
-
-
-def test_the_entry_point_loads_no_solver() -> None:
-    script = f"import sys, rockmate; print(*(n for n in {SOLVERS!r} if n in sys.modules))"
-    found = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    assert not found.stdout.split(), f"importing rockmate loads {found.stdout.split()}"
-
-
-@pytest.mark.parametrize("package", ["rotor", "checkmate"])
-def test_algorithm_packages_know_no_tensors(package: str) -> None:
-    other = {"rotor": "checkmate", "checkmate": "rotor"}[package]
-    for path in (ROOT / package).rglob("*.py"):
-        tops = {name.split(".")[0] for name in imports_of(path)}
-        assert not tops & {"torch", "rockmate", other}, f"{path} imports {tops}"

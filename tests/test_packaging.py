@@ -37,8 +37,11 @@ def test_algorithm_packages_know_no_tensors(package: str, other: str) -> None:
     assert not loaded & {"torch", "transformers", "rockmate", other}
 
 
-def test_rockmate_needs_no_extra() -> None:
-    loaded = modules_after("import rockmate, rockmate.cli.demo, rockmate.cli.plot")
+def test_rockmate_needs_no_extra_and_no_solver() -> None:
+    none_of = "assert not {'pulp', 'highspy', 'rotor', 'checkmate'} & {*sys.modules}"
+    loaded = modules_after(
+        f"import sys, rockmate\n{none_of}\nimport rockmate.cli.demo, rockmate.cli.plot"
+    )
     assert "torch" in loaded
     assert not loaded & {"transformers", "matplotlib"}
 

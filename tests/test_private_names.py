@@ -13,40 +13,14 @@ PRIVATE_MODULES = (
     "torch.fx.experimental.proxy_tensor",
     "torch.utils.weak",
 )
-PRIVATE_ATTRIBUTES = {
-    "_C",
-    "_autograd",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_base",
-    "_buffers",
-    "_cdata",
-    "_dispatch_cache",
-    "_dynamo",
-    "_execution_engine",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_fsdp_flattened",
-    "_fsdp_wrapped_module",
-    "_functorch",
-    "_get_default_store",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_orig_mod",
-    "_parameters",
-    "_post_accumulate_grad_hooks",
-    "_profiler",
-    "_profiler_enabled",
-    "_python_dispatch",
-    "_pytree",
-    "_schema",
-    "_state_dict_hooks",
-    "_subclasses",
-    "_version",
-    "py_kernels",
-    "fake_device",
-    "fake_mode",
-}
+ATTRIBUTES = """
+_C _autograd _backward_hooks _backward_pre_hooks _base _buffers _cdata _dispatch_cache _dynamo
+_execution_engine _forward_hooks _forward_pre_hooks _fsdp_flattened _fsdp_wrapped_module
+_functorch _get_default_store _modules _non_persistent_buffers_set _orig_mod _parameters
+_post_accumulate_grad_hooks _profiler _profiler_enabled _python_dispatch _pytree _schema
+_state_dict_hooks _subclasses _version py_kernels fake_device fake_mode
+"""
+PRIVATE_ATTRIBUTES = set(ATTRIBUTES.split())
 FILES = sorted(path for path in ROOT.rglob("*.py") if "_torch" not in path.parts)
 
 

@@ -1,12 +1,7 @@
-"""What could stand in for the legacy profiler, which PyTorch has announced to remove.
-
-It prints what each way takes.
-"""
+"""What could stand in for the legacy profiler, which PyTorch has announced to remove."""
 
 from __future__ import annotations
 
-import sys
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -40,13 +35,6 @@ def kineto(function: Callable[[], Any]) -> Events:
     function()
     events: Any = profilers._disable_profiler()
     return [event.nbytes() for event in events.events() if event.name() == "[memory]"]
-
-
-def public(function: Callable[[], Any]) -> Events:
-    with torch.autograd.profiler.profile(profile_memory=True) as profile:
-        function()
-    events: Any = profile.function_events
-    return [event.cpu_memory_usage for event in events if event.name == "[memory]"]
 
 
 class Storages(TorchDispatchMode):
@@ -104,28 +92,11 @@ def convolution() -> Callable[[], Any]:
 
 @pytest.mark.parametrize("make", [linear_layers, convolution])
 def test_kineto_reports_the_events_of_the_legacy_profiler(
-    make: Callable[[], Callable[[], Any]], capfd: pytest.CaptureFixture[str]
+    make: Callable[[], Callable[[], Any]],
 ) -> None:
     function = make()
     function()
     assert kineto(function) == legacy(function)
-    with capfd.disabled():
-        for way in (legacy, kineto, public, dispatched):
-            session, step = (min(taken_ms(way, each)) for each in (lambda: None, function))
-            found = peak(way(function))
-            text = f"{session:.3f} ms a session, {step:.2f} ms a step, peak {found:,}"
-            sys.stdout.write(f"\n{torch.__version__} {make.__name__} {way.__name__}: {text}")
-
-
-def taken_ms(
-    way: Callable[[Callable[[], Any]], Events], function: Callable[[], Any]
-) -> list[float]:
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        way(function)
-        times.append(1e3 * (time.perf_counter() - begin))
-    return times
 
 
 def test_counting_storages_misses_what_kernels_allocate() -> None:

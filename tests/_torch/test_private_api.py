@@ -26,175 +26,27 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import rockmate._torch
-from rockmate._torch.allocator import (
-    Recording,
-    free_bytes,
-    is_out_of_memory,
-    net_allocated,
-    peak_beyond_result,
-    refuse_profiler,
-    timeline,
-    workspace_bytes,
-)
-from rockmate._torch.aot import (
-    check_values,
-    compile_flags,
-    joint_graph,
-    linalg_checks_kept,
-    sequence_number,
-    value_checks_as_ops,
-    without_decompositions,
-)
-from rockmate._torch.autocast import (
-    autocast_as,
-    autocast_dtypes,
-    autocast_off,
-    autocast_uncached,
-    cached_cast,
-)
-from rockmate._torch.checkpoints import checkpoints_observed
-from rockmate._torch.compiler_process import (
-    Deadline,
-    compilers_end_by,
-    in_this_context,
-    watch_compilers,
-)
-from rockmate._torch.cuda import join_stream_at_end, kernel_ms, make_workspaces, used_bytes
-from rockmate._torch.dispatch import (
-    dispatched_call,
-    generated_functions,
-    is_op,
-    ops_observed,
-    outside_of_modes,
-    schema_of,
-)
-from rockmate._torch.distributed import (
-    active_data_parallel,
-    default_store,
-    fake_group,
-    first_offer,
-    free,
-    group_name_of,
-    holds_sharded_parameters,
-    is_collective,
-    is_gathered_by_fsdp,
-    is_wait,
-    joined_mesh,
-    num_cuts,
-    own_part,
-    rank_in,
-    ranks_of,
-    reduces_in_own_dtype,
-    start_all_reduce,
-    start_gather,
-    start_reduction,
-    strided_shard,
-    timeout_s,
-    wait_for,
-)
-from rockmate._torch.dynamo import (
-    break_of,
-    broken_caller,
-    checkpoint_contexts,
-    checkpointed_bodies,
-    checkpointed_call,
-    compilations_left,
-    compile_call,
-    evaluated,
-    fails_past_limit,
-    guard_training,
-    is_exporting,
-    is_fake_call,
-    module_path,
-    output_examples,
-    placeholders_of,
-    uncompiled_calls,
-)
-from rockmate._torch.engine import (
-    accumulate,
-    active_transform,
-    after_backward,
-    at_end_of_backward,
-    backward_id,
-    below_autograd,
-    dispatch_keys,
-    has_saved_tensor_hooks,
-    is_asked_for,
-    is_batched,
-    is_profiling,
-    keeps_graph,
-    profiler_label,
-    records_plainly,
-    saving,
-    will_execute,
-)
-from rockmate._torch.fake import (
-    FakeTensor,
-    FakeTensorMode,
-    errors_unlogged,
-    functional_part,
-    hint_of,
-    is_fake,
-    is_plain,
-    mode_of,
-    move_to,
-    results_corrected,
-)
-from rockmate._torch.functions import applications_replaced
-from rockmate._torch.graphs import boxed_module, module_without_code, on_node_created
-from rockmate._torch.inductor import (
-    CompilationError,
-    compile_graph,
-    decomposed,
-    fake_inputs,
-    missing_compiler,
-)
-from rockmate._torch.members import (
-    accumulation_hooks_of,
-    all_forward_hooks,
-    all_hooks_of,
-    compiled_from,
-    forward_hooks,
-    has_accumulation_hooks,
-    has_global_hooks,
-    has_tensor_hooks,
-    is_compiled,
-    is_compiled_in_place,
-    is_member,
-    member_tables_of,
-    module_at,
-    module_hooks_of,
-    modules_within,
-    other_hook_keys,
-    share_members,
-    submodule_table,
-    tensor_hooks_of,
-    tensor_tables,
-    writable_tables,
-)
-from rockmate._torch.pytree import tree_flatten, tree_leaves, tree_unflatten
-from rockmate._torch.storage import (
-    StorageWeakRef,
-    base_of,
-    bytes_of,
-    storage_id,
-    version_of,
-    versions_of,
-)
-from rockmate._torch.subclasses import (
-    at_path,
-    is_subclassed,
-    is_wrapper,
-    without_class,
-    wrapped_parts,
-)
-from rockmate._torch.symbolic_sizes import ConstantSource, DimDynamic, ShapeEnv
-from rockmate._torch.version import (
-    installed_version,
-    is_check_skipped,
-    is_tested,
-    known_range,
-    refuse_older,
+from rockmate._torch import (
+    allocator,
+    aot,
+    autocast,
+    checkpoints,
+    compiler_process,
+    cuda,
+    dispatch,
+    distributed,
+    dynamo,
+    engine,
+    fake,
+    functions,
+    graphs,
+    inductor,
+    members,
+    pytree,
+    storage,
+    subclasses,
+    symbolic_sizes,
+    version,
 )
 
 CPU = torch.device("cpu")
@@ -203,13 +55,13 @@ aten = torch.ops.aten
 
 def test_every_wrapper_is_used_here() -> None:
     own = {
-        node.id
+        f"{node.value.id}.{node.attr}"
         for node in ast.walk(ast.parse(Path(__file__).read_text()))
-        if isinstance(node, ast.Name)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
     (folder,) = rockmate._torch.__path__
     wrappers = {
-        node.name
+        f"{path.stem}.{node.name}"
         for path in Path(folder).glob("*.py")
         for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
@@ -229,7 +81,7 @@ class TestCheckpoints:
 
         x = torch.randn(3, requires_grad=True)
         before = torch.utils.checkpoint.CheckpointFunction
-        with checkpoints_observed(region):
+        with checkpoints.checkpoints_observed(region):
             y = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=use_reentrant)
             torch.utils.checkpoint.checkpoint(
                 torch.sin, x, use_reentrant=use_reentrant, preserve_rng_state=False
@@ -241,7 +93,7 @@ class TestCheckpoints:
 
     def test_a_reentrant_call_without_gradients_has_none(self) -> None:
         weight = torch.ones(3, requires_grad=True)
-        with checkpoints_observed(lambda *_: contextlib.nullcontext()):
+        with checkpoints.checkpoints_observed(lambda *_: contextlib.nullcontext()):
             y = torch.utils.checkpoint.checkpoint(
                 lambda x: x * weight, torch.ones(3), use_reentrant=True
             )
@@ -276,7 +128,7 @@ class TestCheckpoints:
         with pytest.raises(AssertionError, match="TorchDispatchMode"):
             make_fx(step)(x)
         entered.clear()
-        with checkpoints_observed(region):
+        with checkpoints.checkpoints_observed(region):
             make_fx(step)(x)
             make_fx(debugged)(x)
             with torch.utils.checkpoint.set_checkpoint_debug_enabled(True):
@@ -298,7 +150,7 @@ class TestCheckpoints:
             return contextlib.nullcontext()
 
         x = torch.randn(3, requires_grad=True)
-        with checkpoints_observed(region):
+        with checkpoints.checkpoints_observed(region):
             for contexts in (select, lambda: (FlopCounterMode(display=False),) * 2):
                 torch.utils.checkpoint.checkpoint(
                     torch.sin, x, use_reentrant=False, context_fn=contexts
@@ -326,10 +178,13 @@ class TestCheckpoints:
         torch.compile(outer, backend=backend, fullgraph=True)(torch.randn(3))
         torch.compiler.reset()
         (graph,) = graphs
-        (call,) = graph.graph.find_nodes(op="call_function", target=checkpointed_call)
+        (call,) = graph.graph.find_nodes(op="call_function", target=dynamo.checkpointed_call)
         assert call.kwargs == {"use_reentrant": False, "preserve_rng_state": False}
-        bodies = checkpointed_bodies(graph)
-        assert [checkpoint_contexts(body) for body in bodies] == [{"context_fn": contexts}, {}]
+        bodies = dynamo.checkpointed_bodies(graph)
+        assert [dynamo.checkpoint_contexts(body) for body in bodies] == [
+            {"context_fn": contexts},
+            {},
+        ]
 
 
 class TestAllocator:
@@ -337,22 +192,22 @@ class TestAllocator:
         def two_steps() -> torch.Tensor:
             return torch.empty(1000).clone().clone()
 
-        assert peak_beyond_result(two_steps, CPU) == 4000
-        assert net_allocated(two_steps, CPU)[0] == 4000
-        assert workspace_bytes(lambda: (torch.clone, (torch.ones(1000),)), CPU) == 0
+        assert allocator.peak_beyond_result(two_steps, CPU) == 4000
+        assert allocator.net_allocated(two_steps, CPU)[0] == 4000
+        assert allocator.workspace_bytes(lambda: (torch.clone, (torch.ones(1000),)), CPU) == 0
 
     def test_out_of_memory(self) -> None:
         with pytest.raises(RuntimeError) as caught:
             torch.empty(1 << 55, dtype=torch.uint8)
-        assert is_out_of_memory(caught.value)
-        assert not is_out_of_memory(RuntimeError("size mismatch"))
+        assert allocator.is_out_of_memory(caught.value)
+        assert not allocator.is_out_of_memory(RuntimeError("size mismatch"))
 
     def test_free_bytes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         limits = pytest.importorskip("resource")
         monkeypatch.setattr(limits, "getrlimit", lambda _: (limits.RLIM_INFINITY,) * 2)
-        assert free_bytes(CPU) is None
+        assert allocator.free_bytes(CPU) is None
         monkeypatch.setattr(limits, "getrlimit", lambda _: (1 << 50, 1 << 50))
-        free = free_bytes(CPU)
+        free = allocator.free_bytes(CPU)
         assert free is not None
         assert 0 < free < 1 << 50
 
@@ -362,16 +217,21 @@ class TestAllocator:
             with torch.profiler.record_function("label"):
                 del values
 
-        line = timeline(labelled)
+        line = allocator.timeline(labelled)
         assert line.peak_bytes == 4000
         assert line.points[-1][1] == 0
         assert "label" in line.marks
+        assert line.points == sorted(line.points)
+        assert allocator.timeline(lambda: torch.empty(64)).points[-1][1] == 256
+        with pytest.raises(ZeroDivisionError):
+            allocator.timeline(lambda: 1 / 0)
+        assert allocator.timeline(lambda: None).points == [(0.0, 0)]
 
 
 class TestAot:
     def test_joint_graph(self) -> None:
         with contextlib.ExitStack() as stack:
-            module, wrapped = joint_graph(stack, _Square(), [torch.ones(3, requires_grad=True)])
+            module, wrapped = aot.joint_graph(stack, _Square(), [torch.ones(3, requires_grad=True)])
         kinds = {
             type(node.meta["desc"]).__name__ for node in module.graph.find_nodes(op="placeholder")
         }
@@ -381,7 +241,7 @@ class TestAot:
     def test_joint_graph_of_a_wrapper(self) -> None:
         x = TwoTensor(torch.ones(3), torch.ones(3)).requires_grad_()
         with contextlib.ExitStack() as stack:
-            module, wrapped = joint_graph(stack, _Square(), [x])
+            module, wrapped = aot.joint_graph(stack, _Square(), [x])
         inputs = [str(node.meta["desc"]) for node in module.graph.find_nodes(op="placeholder")]
         assert [text.rpartition("attr=")[2] for text in inputs[:2]] == ["'a')", "'b')"]
         ((descriptor, like),) = wrapped
@@ -389,7 +249,7 @@ class TestAot:
         assert isinstance(like, TwoTensor)
 
     def test_compile_flags(self) -> None:
-        with compile_flags():
+        with aot.compile_flags():
             assert torch.compiler.is_compiling()
             assert torch.compiler.is_exporting()
         assert not torch.compiler.is_compiling()
@@ -399,11 +259,11 @@ class TestAot:
         def targets() -> set[str]:
             with contextlib.ExitStack() as stack:
                 image = torch.ones(1, 1, 4, 4, requires_grad=True)
-                graph = joint_graph(stack, _Resized(), [image])[0].graph
+                graph = aot.joint_graph(stack, _Resized(), [image])[0].graph
             return {str(node.target) for node in graph.nodes}
 
         formula = targets()
-        with without_decompositions(["upsample_nearest2d", "no_such_op_in_any_version"]):
+        with aot.without_decompositions(["upsample_nearest2d", "no_such_op_in_any_version"]):
             kernel = targets()
         assert (
             "aten.upsample_nearest2d.vec" in kernel or "aten.upsample_nearest2d.default" in kernel
@@ -413,22 +273,22 @@ class TestAot:
 
     def test_value_checks_as_ops(self) -> None:
         checks: list[Any] = []
-        with value_checks_as_ops(), on_node_created(checks.append):
+        with aot.value_checks_as_ops(), graphs.on_node_created(checks.append):
             graph = make_fx(_checked, tracing_mode="fake")(torch.ones(3))
         targets = [str(node.target) for node in graph.graph.nodes]
         assert "aten._assert_async.default" in targets
         assert checks
 
     def test_the_check_of_a_singular_matrix_is_kept(self) -> None:
-        with linalg_checks_kept(), contextlib.ExitStack() as stack:
-            graph, _ = joint_graph(stack, _Inverse(), [torch.eye(3, requires_grad=True)])
+        with aot.linalg_checks_kept(), contextlib.ExitStack() as stack:
+            graph, _ = aot.joint_graph(stack, _Inverse(), [torch.eye(3, requires_grad=True)])
         effects = [node.args[1] for node in graph.graph.nodes if "effects" in str(node.target)]
         assert effects == [torch.ops.aten._linalg_check_errors.default]
 
     def test_sequence_number_counts_autograd_nodes(self) -> None:
-        before = sequence_number()
+        before = aot.sequence_number()
         torch.ones(1, requires_grad=True).mul(2).add(1)
-        assert sequence_number() == before + 2
+        assert aot.sequence_number() == before + 2
 
 
 class _Resized(nn.Module):
@@ -447,29 +307,29 @@ class _Square(nn.Module):
 
 
 def _checked(values: torch.Tensor) -> torch.Tensor:
-    check_values(values > 0, "not positive")
+    aot.check_values(values > 0, "not positive")
     return values + 1
 
 
 def test_autocast() -> None:
-    assert autocast_dtypes() == {}
+    assert autocast.autocast_dtypes() == {}
     with torch.autocast("cpu", torch.bfloat16):
-        assert autocast_dtypes() == {"cpu": torch.bfloat16}
-        with autocast_off():
-            assert autocast_dtypes() == {}
-        with autocast_as({}):
-            assert autocast_dtypes() == {}
-    with autocast_as({"cpu": torch.bfloat16}):
-        assert autocast_dtypes() == {"cpu": torch.bfloat16}
+        assert autocast.autocast_dtypes() == {"cpu": torch.bfloat16}
+        with autocast.autocast_off():
+            assert autocast.autocast_dtypes() == {}
+        with autocast.autocast_as({}):
+            assert autocast.autocast_dtypes() == {}
+    with autocast.autocast_as({"cpu": torch.bfloat16}):
+        assert autocast.autocast_dtypes() == {"cpu": torch.bfloat16}
 
 
 @pytest.mark.parametrize("num_dims", [1, 2, 3, 4, 5])
 def test_the_cast_that_autocast_keeps(num_dims: int) -> None:
     parameter = nn.Parameter(torch.randn((2, 3, 2, 1, 4)[:num_dims]))
     with torch.autocast("cpu", torch.bfloat16):
-        cast = cached_cast(parameter)
+        cast = autocast.cached_cast(parameter)
         assert torch.equal(cast, parameter.to(torch.bfloat16))
-        again = cached_cast(parameter)
+        again = autocast.cached_cast(parameter)
         assert again.grad_fn is cast.grad_fn
         assert again.data_ptr() == cast.data_ptr()
         if num_dims == 2:  # an op's own cast is that one
@@ -480,10 +340,10 @@ def test_the_cast_that_autocast_keeps(num_dims: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by torch.func.jvp
 def test_transforms_are_known_by_name() -> None:
-    seen: list[str | None] = [active_transform()]
+    seen: list[str | None] = [engine.active_transform()]
 
     def note(x: torch.Tensor) -> torch.Tensor:
-        seen.append(active_transform())
+        seen.append(engine.active_transform())
         return x.sum()
 
     row = torch.ones(2)
@@ -500,7 +360,7 @@ def test_transforms_have_tensors_of_their_own() -> None:
     found: list[tuple[bool, bool]] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
-        found.append((records_plainly(), is_batched(x)))
+        found.append((engine.records_plainly(), engine.is_batched(x)))
         return x.sum()
 
     class Doubled(torch.autograd.Function):
@@ -532,10 +392,10 @@ class TestCuda:
 
     def test_kernel_time_excludes_launches(self) -> None:
         values = torch.ones(1 << 26, device=self.device)
-        assert kernel_ms(lambda: None, self.device) < 0.01
+        assert cuda.kernel_ms(lambda: None, self.device) < 0.01
         one, ten = (
             min(
-                kernel_ms(lambda n=n: [values.neg() for _ in range(n)], self.device)
+                cuda.kernel_ms(lambda n=n: [values.neg() for _ in range(n)], self.device)
                 for _ in range(5)
             )
             for n in (1, 10)
@@ -543,10 +403,10 @@ class TestCuda:
         assert 8 * one < ten < 12 * one
 
     def test_used_bytes_are_those_of_live_tensors(self) -> None:
-        make_workspaces(self.device)
-        before = used_bytes(self.device)
+        cuda.make_workspaces(self.device)
+        before = cuda.used_bytes(self.device)
         values = torch.ones(1 << 26, device=self.device)
-        assert values.nbytes <= used_bytes(self.device) - before <= 1.1 * values.nbytes
+        assert values.nbytes <= cuda.used_bytes(self.device) - before <= 1.1 * values.nbytes
 
     def test_the_callers_stream_waits_for_a_backward_on_another(self) -> None:
         joined = []
@@ -560,7 +420,7 @@ class TestCuda:
             def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
                 joined.append(torch.cuda.current_stream(self.device))
                 torch.cuda._sleep(100_000_000)
-                join_stream_at_end(self.device)
+                cuda.join_stream_at_end(self.device)
                 return gradient
 
         values = torch.ones(3, device=self.device, requires_grad=True)
@@ -575,28 +435,30 @@ class TestCuda:
 class TestDispatch:
     def test_the_op_of_a_function_is_seen_and_not_run(self) -> None:
         values = torch.ones(2)
-        call = dispatched_call(torch.relu_, (values,), {})
+        call = dispatch.dispatched_call(torch.relu_, (values,), {})
         assert call is not None
         assert call.op is aten.relu_.default
         assert call.args[0] is values
-        assert version_of(values) == 0
+        assert storage.version_of(values) == 0
         with torch.inference_mode():
             uncounted = torch.ones(2)
-        assert versions_of([values.add_(1), uncounted]) == [1, 0]
+        assert storage.versions_of([values.add_(1), uncounted]) == [1, 0]
 
     def test_arguments_that_do_not_fit(self) -> None:
-        assert dispatched_call(torch.mm, (1, 2), {}) is None
+        assert dispatch.dispatched_call(torch.mm, (1, 2), {}) is None
 
     def test_ops_observed(self) -> None:
         seen: list[tuple[Any, ...]] = []
 
         def run(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            seen.append((op, args[0] is values, is_plain(values), functional_part(values)))
-            with outside_of_modes():
+            seen.append(
+                (op, args[0] is values, fake.is_plain(values), fake.functional_part(values))
+            )
+            with dispatch.outside_of_modes():
                 return op(*args, **kwargs) + 1
 
         values = torch.ones(2)
-        with ops_observed(run):
+        with dispatch.ops_observed(run):
             result = values.sin()
         assert torch.equal(result, torch.ones(2).sin() + 1)
         assert seen == [(aten.sin.default, True, True, None)]
@@ -606,24 +468,26 @@ class TestDispatch:
 
         class Model(nn.Module):
             def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-                part = functional_part(x)
+                part = fake.functional_part(x)
                 assert part is not None
-                found.append((is_plain(x), is_plain(part), part is functional_part(x)))
+                found.append(
+                    (fake.is_plain(x), fake.is_plain(part), part is fake.functional_part(x))
+                )
                 return (x.sin(),)
 
         with contextlib.ExitStack() as stack:
-            joint_graph(stack, Model(), [torch.ones(3, requires_grad=True)])
+            aot.joint_graph(stack, Model(), [torch.ones(3, requires_grad=True)])
         assert set(found) == {(False, False, True)}
 
     def test_generated_functions(self) -> None:
-        assert list(generated_functions(aten.mm.default)) == [torch.mm, torch.Tensor.mm]
-        assert list(generated_functions(aten.gelu.default)) == [torch.nn.functional.gelu]
-        assert list(generated_functions(aten.slice.Tensor)) == []
+        assert list(dispatch.generated_functions(aten.mm.default)) == [torch.mm, torch.Tensor.mm]
+        assert list(dispatch.generated_functions(aten.gelu.default)) == [torch.nn.functional.gelu]
+        assert list(dispatch.generated_functions(aten.slice.Tensor)) == []
 
 
 class TestRecording:
     def test_stretches_between_marks(self) -> None:
-        recording = Recording(torch.device("cpu"))
+        recording = allocator.Recording(torch.device("cpu"))
         held = torch.empty(1000, dtype=torch.uint8)
         assert recording.mark() == 1
         large = torch.empty(9000, dtype=torch.uint8)
@@ -633,39 +497,39 @@ class TestRecording:
         assert second.begin_bytes == held.nbytes
         assert second.peak_bytes == held.nbytes + 9000
         assert recording.stop() == [first, second]
-        assert not is_profiling()
+        assert not engine.is_profiling()
 
     def test_one_at_a_time_and_none_left_behind(self) -> None:
-        first = Recording(torch.device("cpu"))
-        second = Recording(torch.device("cpu"))
+        first = allocator.Recording(torch.device("cpu"))
+        second = allocator.Recording(torch.device("cpu"))
         assert len(first.stop()) == 1
-        assert is_profiling()
-        refuse_profiler()
-        assert not is_profiling()
+        assert engine.is_profiling()
+        allocator.refuse_profiler()
+        assert not engine.is_profiling()
         with torch.profiler.profile(), pytest.raises(rockmate.RockmateError, match="is running"):
-            refuse_profiler()
+            allocator.refuse_profiler()
         del second
-        third = Recording(torch.device("cpu"))
-        assert Recording.is_under_way()
+        third = allocator.Recording(torch.device("cpu"))
+        assert allocator.Recording.is_under_way()
         del third
-        assert not is_profiling()
-        assert not Recording.is_under_way()
+        assert not engine.is_profiling()
+        assert not allocator.Recording.is_under_way()
 
     def test_only_its_own_thread_can_stop_it(self) -> None:
-        first = Recording(torch.device("cpu"))
+        first = allocator.Recording(torch.device("cpu"))
         with ThreadPoolExecutor(1) as pool:
             assert not pool.submit(lambda: first.can_stop).result()
             assert pool.submit(first.stop).result() == []
-        assert is_profiling()  # in this thread, until the next begins
-        assert len(Recording(torch.device("cpu")).stop()) == 1
-        assert not is_profiling()
+        assert engine.is_profiling()  # in this thread, until the next begins
+        assert len(allocator.Recording(torch.device("cpu")).stop()) == 1
+        assert not engine.is_profiling()
 
 
 def test_a_callback_at_the_end_of_a_backward() -> None:
     found: list[str] = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda _: at_end_of_backward(lambda: found.append("end")))
+    y.register_hook(lambda _: engine.at_end_of_backward(lambda: found.append("end")))
     x.register_hook(lambda _: found.append("last gradient"))
     y.sum().backward()
     assert found == ["last gradient", "end"]
@@ -673,69 +537,74 @@ def test_a_callback_at_the_end_of_a_backward() -> None:
 
 class TestDistributed:
     def test_outside_of_a_group(self) -> None:
-        assert active_data_parallel() is None
+        assert distributed.active_data_parallel() is None
         with pytest.raises(ValueError, match="not been initialized"):
-            default_store()
-        assert first_offer("a choice", "own") == "own"
+            distributed.default_store()
+        assert distributed.first_offer("a choice", "own") == "own"
 
     def test_a_plain_module_is_not_sharded(self) -> None:
         module = nn.Linear(2, 2)
-        assert not holds_sharded_parameters(module)
-        assert not is_gathered_by_fsdp(module)
+        assert not distributed.holds_sharded_parameters(module)
+        assert not distributed.is_gathered_by_fsdp(module)
         module.weight._fsdp_flattened = True  # pyright: ignore
-        assert holds_sharded_parameters(module)
-        assert is_gathered_by_fsdp(module)
+        assert distributed.holds_sharded_parameters(module)
+        assert distributed.is_gathered_by_fsdp(module)
 
     def test_collectives(self, tmp_path: Path) -> None:
         ops: Any = torch.ops._c10d_functional
         reduce = ops.all_reduce.default
-        assert is_collective(reduce)
-        assert not is_wait(reduce)
-        assert is_wait(ops.wait_tensor.default)
-        assert not is_collective(ops.wait_tensor.default)
-        assert not is_collective(aten.add.Tensor)
+        assert distributed.is_collective(reduce)
+        assert not distributed.is_wait(reduce)
+        assert distributed.is_wait(ops.wait_tensor.default)
+        assert not distributed.is_collective(ops.wait_tensor.default)
+        assert not distributed.is_collective(aten.add.Tensor)
         store = f"file://{tmp_path / 'store'}"
         torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
         try:
             group = torch.distributed.group.WORLD
             assert group is not None
-            assert ranks_of(group.group_name) == [0]
-            assert wait_for(reduce(torch.ones(3), "sum", group.group_name)).tolist() == [1.0] * 3
-            default_store().set("key", "value")
+            assert distributed.ranks_of(group.group_name) == [0]
+            assert (
+                distributed.wait_for(reduce(torch.ones(3), "sum", group.group_name)).tolist()
+                == [1.0] * 3
+            )
+            distributed.default_store().set("key", "value")
             self.check_shards(group.group_name)
         finally:
             torch.distributed.destroy_process_group()
 
     @staticmethod
     def check_shards(group: str) -> None:
-        assert rank_in(group) == 0
+        assert distributed.rank_in(group) == 0
         memory, part = torch.zeros(2), torch.ones(2)
-        wait_for(start_gather(memory, part, 1, group))
+        distributed.wait_for(distributed.start_gather(memory, part, 1, group))
         assert memory.tolist() == [1.0, 1.0]
-        assert wait_for(start_all_reduce(memory, "sum", group)).tolist() == [1.0, 1.0]
-        reduced = wait_for(start_reduction(memory, "avg", 1, group))
-        assert own_part(reduced, 1, group).tolist() == [1.0, 1.0]
-        free(memory)
+        assert distributed.wait_for(
+            distributed.start_all_reduce(memory, "sum", group)
+        ).tolist() == [1.0, 1.0]
+        reduced = distributed.wait_for(distributed.start_reduction(memory, "avg", 1, group))
+        assert distributed.own_part(reduced, 1, group).tolist() == [1.0, 1.0]
+        distributed.free(memory)
         assert memory.untyped_storage().nbytes() == 0
-        assert 0 < timeout_s() < 1e5
+        assert 0 < distributed.timeout_s() < 1e5
         mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-        assert group_name_of(mesh["a"], 0) == mesh.get_group("a").group_name
-        assert joined_mesh(mesh["a"], mesh["b"]).ndim == 2
+        assert distributed.group_name_of(mesh["a"], 0) == mesh.get_group("a").group_name
+        assert distributed.joined_mesh(mesh["a"], mesh["b"]).ndim == 2
         tensor = torch.distributed.tensor.distribute_tensor(
             torch.ones(2, 2), mesh["b"], [torch.distributed.tensor.Shard(0)]
         )
-        assert (num_cuts(tensor, 0), num_cuts(tensor, 1)) == (1, 1)
-        assert strided_shard(0, 2).dim == 0
+        assert (distributed.num_cuts(tensor, 0), distributed.num_cuts(tensor, 1)) == (1, 1)
+        assert distributed.strided_shard(0, 2).dim == 0
 
 
 def test_in_which_dtype_fully_shard_adds_gradients() -> None:
     """`tests/runtime/test_fully_shard.py` compares the sums themselves."""
     is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
-    assert reduces_in_own_dtype() == is_new
+    assert distributed.reduces_in_own_dtype() == is_new
 
 
 def test_a_group_of_ranks_that_are_not_there() -> None:
-    with fake_group(8):
+    with distributed.fake_group(8):
         assert torch.distributed.get_world_size() == 8
         assert torch.distributed.get_rank() == 0
     assert not torch.distributed.is_initialized()
@@ -757,7 +626,7 @@ def test_applications_of_autograd_functions() -> None:
         seen.append(kind)
         return run(*args) + 1
 
-    with applications_replaced(replacement):
+    with functions.applications_replaced(replacement):
         assert Double.apply(x).item() == 3  # pyright: ignore
         apply(x).backward()  # pyright: ignore
     assert x.grad is not None
@@ -769,18 +638,18 @@ def test_applications_of_autograd_functions() -> None:
 class TestSubclasses:
     def test_plain_tensors(self) -> None:
         for tensor in (torch.ones(2), nn.Parameter(torch.ones(2))):
-            assert not is_subclassed(tensor)
-            assert not is_wrapper(tensor)
+            assert not subclasses.is_subclassed(tensor)
+            assert not subclasses.is_wrapper(tensor)
 
     def test_a_wrapper(self) -> None:
         inner = torch.ones(2), torch.zeros(2)
         wrapper = TwoTensor(*inner)
-        assert is_subclassed(wrapper)
-        assert is_wrapper(wrapper)
-        parts, _ = wrapped_parts(wrapper)
+        assert subclasses.is_subclassed(wrapper)
+        assert subclasses.is_wrapper(wrapper)
+        parts, _ = subclasses.wrapped_parts(wrapper)
         assert list(parts.values()) == list(inner)
-        assert at_path(wrapper, ["b"]) is inner[1]
-        assert at_path(wrapper, []) is wrapper
+        assert subclasses.at_path(wrapper, ["b"]) is inner[1]
+        assert subclasses.at_path(wrapper, []) is wrapper
 
     def test_a_class_by_name_alone(self) -> None:
         class Named(torch.Tensor):
@@ -788,9 +657,9 @@ class TestSubclasses:
 
         tensor = torch.ones(2)
         named = tensor.as_subclass(Named)
-        assert is_subclassed(named)
-        assert not is_wrapper(named)
-        plain = without_class(named)
+        assert subclasses.is_subclassed(named)
+        assert not subclasses.is_wrapper(named)
+        plain = subclasses.without_class(named)
         assert type(plain) is torch.Tensor
         assert plain.data_ptr() == tensor.data_ptr()
 
@@ -810,9 +679,9 @@ class _Asking(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         node = torch.autograd.graph.get_gradient_edge(_Asking.leaf).node
-        _Asking.answers = keeps_graph(), will_execute(node)
-        _Asking.backward_ids.append(backward_id())
-        _Asking.is_leaf_asked_for = is_asked_for(node)
+        _Asking.answers = engine.keeps_graph(), engine.will_execute(node)
+        _Asking.backward_ids.append(engine.backward_id())
+        _Asking.is_leaf_asked_for = engine.is_asked_for(node)
         return gradients[0], None
 
 
@@ -822,7 +691,7 @@ class TestEngine:
         order: list[str] = []
 
         def during(_: torch.Tensor) -> None:
-            after_backward(lambda: order.append("after"))
+            engine.after_backward(lambda: order.append("after"))
             order.append("during")
 
         values.register_hook(during)
@@ -830,10 +699,10 @@ class TestEngine:
         assert order == ["during", "after"]
 
     def test_hooks_for_saved_tensors(self) -> None:
-        assert not has_saved_tensor_hooks()
+        assert not engine.has_saved_tensor_hooks()
         with torch.autograd.graph.save_on_cpu():
-            assert has_saved_tensor_hooks()
-        assert not has_saved_tensor_hooks()
+            assert engine.has_saved_tensor_hooks()
+        assert not engine.has_saved_tensor_hooks()
 
     @pytest.mark.parametrize("respects", [False, True])
     def test_what_selective_checkpoints_save_goes_to_hooks_of_the_user(
@@ -852,7 +721,7 @@ class TestEngine:
         x, users, own = torch.ones(3, requires_grad=True), [], []
         with (
             torch.autograd.graph.saved_tensors_hooks(lambda t: users.append(t) or t, lambda t: t),
-            saving(lambda t: own.append(t) or t, lambda t: t),
+            engine.saving(lambda t: own.append(t) or t, lambda t: t),
         ):
             total = torch_checkpoints.checkpoint(
                 lambda value: value.sin().exp(),
@@ -874,37 +743,46 @@ class TestEngine:
         torch.autograd.grad(total, values)
         assert _Asking.answers == (False, False)
         assert len(set(_Asking.backward_ids[-2:])) == 2
-        assert backward_id() == -1
+        assert engine.backward_id() == -1
 
     def test_gradients_are_accumulated_and_hooks_fire(self) -> None:
         leaf, seen = torch.ones(2, requires_grad=True), []
         leaf.register_post_accumulate_grad_hook(lambda owner: seen.append(owner.grad.clone()))
-        keys = dispatch_keys()
-        with below_autograd():
+        keys = engine.dispatch_keys()
+        with engine.below_autograd():
             assert not (leaf * 2).requires_grad
-            accumulate((leaf,), [torch.full((2,), 3.0)], keys)
+            engine.accumulate((leaf,), [torch.full((2,), 3.0)], keys)
         assert leaf.grad is not None
         assert leaf.grad.tolist() == seen[0].tolist() == [3.0, 3.0]
 
     def test_profiling(self) -> None:
-        assert not is_profiling()
+        assert not engine.is_profiling()
         with torch.profiler.profile(
             activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True
         ) as profile:
-            assert is_profiling()
-            with profiler_label("rockmate::label"):
+            assert engine.is_profiling()
+            with engine.profiler_label("rockmate::label"):
                 torch.ones(1)
         assert "rockmate::label" in {event.name for event in profile.events() or ()}
 
 
 class TestFake:
+    def test_errors_of_ops_are_not_logged(self, caplog: pytest.LogCaptureFixture) -> None:
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        logger.addHandler(caplog.handler)
+        for silencer, num_records in ((fake.errors_unlogged(), 0), (contextlib.nullcontext(), 1)):
+            with fake.FakeTensorMode(), silencer, pytest.raises(RuntimeError):
+                torch.ones(4, 8) @ torch.ones(3, 3)
+            assert len(caplog.records) == num_records
+        logger.removeHandler(caplog.handler)
+
     def test_fake_tensors(self) -> None:
-        with FakeTensorMode() as mode:
+        with fake.FakeTensorMode() as mode:
             values: Any = torch.ones(2)
-        assert is_fake(values)
-        assert isinstance(values, FakeTensor)
-        assert mode_of(values) is mode
-        move_to(values, torch.device("cuda:0"))
+        assert fake.is_fake(values)
+        assert isinstance(values, fake.FakeTensor)
+        assert fake.mode_of(values) is mode
+        fake.move_to(values, torch.device("cuda:0"))
         assert values.device == torch.device("cuda:0")
 
     def test_results_are_corrected_for_the_duration(self) -> None:
@@ -912,26 +790,19 @@ class TestFake:
             assert kwargs is not None
             return result[:2] if op is torch.ops.aten.ones.default and args == ([4],) else result
 
-        with FakeTensorMode():
-            with results_corrected(halved):
+        with fake.FakeTensorMode():
+            with fake.results_corrected(halved):
                 assert torch.ones(4).shape == (2,)
             assert torch.ones(4).shape == (4,)
 
-    def test_errors_of_ops_are_not_logged(self, caplog: pytest.LogCaptureFixture) -> None:
-        logger = logging.getLogger("torch._subclasses.fake_tensor")
-        logger.addHandler(caplog.handler)
-        for silencer, num_records in ((errors_unlogged(), 0), (contextlib.nullcontext(), 1)):
-            with FakeTensorMode(), silencer, pytest.raises(RuntimeError):
-                torch.ones(4, 8) @ torch.ones(3, 3)
-            assert len(caplog.records) == num_records
-        logger.removeHandler(caplog.handler)
-
     def test_symbolic_sizes(self) -> None:
-        environment = ShapeEnv()
-        symbol = environment.create_symbol(5, ConstantSource("rows"), DimDynamic.DYNAMIC)
+        environment = symbolic_sizes.ShapeEnv()
+        symbol = environment.create_symbol(
+            5, symbolic_sizes.ConstantSource("rows"), symbolic_sizes.DimDynamic.DYNAMIC
+        )
         size = environment.create_symintnode(symbol, hint=5)
         assert isinstance(size, torch.SymInt)
-        assert [hint_of(each) for each in (size, 2 * size, 3)] == [5, 10, 3]
+        assert [fake.hint_of(each) for each in (size, 2 * size, 3)] == [5, 10, 3]
         assert not environment.guards
 
 
@@ -939,16 +810,16 @@ class TestGraphs:
     def test_a_boxed_module_empties_its_list(self) -> None:
         graph = fx.symbolic_trace(lambda left, right: left + right).graph
         arguments = [torch.ones(1), torch.ones(1)]
-        assert boxed_module(graph).forward(arguments).item() == 2
+        assert graphs.boxed_module(graph).forward(arguments).item() == 2
         assert arguments == []
 
     def test_a_module_without_code(self) -> None:
         root = fx.symbolic_trace(nn.ReLU())
-        assert module_without_code(root, root.graph).graph.nodes
+        assert graphs.module_without_code(root, root.graph).graph.nodes
 
     def test_observers_of_nodes(self) -> None:
         nodes: list[fx.Node] = []
-        with on_node_created(nodes.append):
+        with graphs.on_node_created(nodes.append):
             fx.symbolic_trace(nn.ReLU())
         assert [node.op for node in nodes] == ["placeholder", "call_function", "output"]
         fx.symbolic_trace(nn.ReLU())
@@ -960,46 +831,46 @@ class TestMembers:
         module = nn.BatchNorm1d(2)
         module.add_module("child", nn.Linear(1, 1))
         names = ("weight", "running_mean", "child", "eps")
-        assert [is_member(module, name) for name in names] == [True, True, True, False]
+        assert [members.is_member(module, name) for name in names] == [True, True, True, False]
 
     def test_modules_below(self) -> None:
         shared = nn.Linear(1, 1)
         module = nn.Sequential(nn.Sequential(shared, nn.ReLU()), shared)
         module.register_module("empty", None)
-        assert set(modules_within(module)) == set(module.modules())
-        assert len(modules_within(module)) == 4
-        assert module_at(module, "0.1") is module.get_submodule("0.1")
+        assert set(members.modules_within(module)) == set(module.modules())
+        assert len(members.modules_within(module)) == 4
+        assert members.module_at(module, "0.1") is module.get_submodule("0.1")
         with pytest.raises(KeyError):
-            module_at(module, "0.2")
+            members.module_at(module, "0.2")
 
     def test_tables(self) -> None:
         module = nn.Sequential(nn.BatchNorm1d(2))
-        parameters, buffers = tensor_tables(module[0])
-        assert [*writable_tables(module[0])] == [parameters, buffers]
+        parameters, buffers = members.tensor_tables(module[0])
+        assert [*members.writable_tables(module[0])] == [parameters, buffers]
         assert list(parameters) == ["weight", "bias"]
         assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
-        assert list(submodule_table(module)) == ["0"]
-        submodules, *own = member_tables_of(vars(module[0]))
+        assert list(members.submodule_table(module)) == ["0"]
+        submodules, *own = members.member_tables_of(vars(module[0]))
         assert submodules == {}
         assert own[0] is parameters
         assert own[1] is buffers
 
     def test_shared_members(self) -> None:
         module, wrapper = nn.Linear(2, 2), nn.Module()
-        share_members(wrapper, module)
+        members.share_members(wrapper, module)
         wrapper.register_buffer("added", torch.ones(1), persistent=False)
         assert dict(module.named_buffers()).keys() == {"added"}
         assert "added" not in module.state_dict()
 
     def test_hooks_of_a_module(self) -> None:
         module = nn.Linear(2, 2)
-        assert not any(module_hooks_of(vars(module)))
+        assert not any(members.module_hooks_of(vars(module)))
         handle = module.register_forward_hook(lambda *_: None)
         before = module.register_forward_pre_hook(lambda *_: None)
-        assert list(forward_hooks(module)) == [handle.id]
-        assert list(all_forward_hooks(module)) == [before.id, handle.id]
-        assert other_hook_keys(module) == (before.id,)
-        assert not has_global_hooks()
+        assert list(members.forward_hooks(module)) == [handle.id]
+        assert list(members.all_forward_hooks(module)) == [before.id, handle.id]
+        assert members.other_hook_keys(module) == (before.id,)
+        assert not members.has_global_hooks()
         for register in (
             nn.modules.module.register_module_forward_hook,
             nn.modules.module.register_module_forward_pre_hook,
@@ -1007,34 +878,39 @@ class TestMembers:
             nn.modules.module.register_module_full_backward_pre_hook,
         ):
             everywhere = register(lambda *_: None)
-            assert has_global_hooks()
+            assert members.has_global_hooks()
             everywhere.remove()
-        assert any(module_hooks_of(vars(module)))
+        assert any(members.module_hooks_of(vars(module)))
 
     def test_hooks_of_a_tensor(self) -> None:
         first, second = (torch.ones(1, requires_grad=True) for _ in range(2))
         first.register_hook(lambda gradient: None)
         second.register_post_accumulate_grad_hook(lambda leaf: None)
-        assert [has_tensor_hooks(each) for each in (first, second)] == [True, False]
-        assert [has_accumulation_hooks(each) for each in (first, second)] == [False, True]
-        assert tensor_hooks_of(first)
-        assert accumulation_hooks_of(second)
-        assert [bool(hooks) for hooks in all_hooks_of(first)] == [False, True]
+        assert [members.has_tensor_hooks(each) for each in (first, second)] == [True, False]
+        assert [members.has_accumulation_hooks(each) for each in (first, second)] == [False, True]
+        assert members.tensor_hooks_of(first)
+        assert members.accumulation_hooks_of(second)
+        assert [bool(hooks) for hooks in members.all_hooks_of(first)] == [False, True]
 
     def test_compiled_modules(self) -> None:
         module = nn.Linear(2, 2)
-        assert not is_compiled(module)
+        assert not members.is_compiled(module)
         compiled: Any = torch.compile(module, backend="eager")
-        assert is_compiled(compiled)
-        assert compiled_from(compiled) is module
-        assert not is_compiled_in_place(module)
+        assert members.is_compiled(compiled)
+        assert members.compiled_from(compiled) is module
+        assert not members.is_compiled_in_place(module)
         module.compile(backend="eager")
-        assert is_compiled_in_place(module)
+        assert members.is_compiled_in_place(module)
 
 
-@pytest.mark.skipif(bool(missing_compiler("cpu")), reason="needs a compiler")
 class TestInductor:
     LAYOUTS: ClassVar = [((8, 4), (4, 1), torch.float32, CPU)] * 2
+
+    @pytest.fixture(autouse=True)
+    def compiler(self) -> None:
+        """Asks for one when a test runs: collecting loads no Inductor."""
+        if missing := inductor.missing_compiler("cpu"):
+            pytest.skip(missing)
 
     @staticmethod
     def graph() -> fx.GraphModule:
@@ -1044,22 +920,24 @@ class TestInductor:
 
         return fx.symbolic_trace(compute)
 
+    def compiled(self, traced: fx.GraphModule, mode: Any) -> Any:
+        deadline = compiler_process.Deadline.after(300)
+        return inductor.compile_graph(traced, mode, self.LAYOUTS, deadline).result()
+
     def test_a_graph_is_compiled_and_its_list_is_emptied(self) -> None:
-        traced, mode = decomposed(self.graph(), self.LAYOUTS)
+        traced, mode = inductor.decomposed(self.graph(), self.LAYOUTS)
         x, y = torch.randn(8, 4), torch.randn(8, 4)
         given = [x, y]
-        product, total = compile_graph(traced, mode, self.LAYOUTS, Deadline.after(300)).result()(
-            given
-        )
+        product, total = self.compiled(traced, mode)(given)
         assert given == []
         torch.testing.assert_close(product, x.sin() * y)
         torch.testing.assert_close(total, (x.sin() * y).sum(0))
 
     def test_fake_inputs(self) -> None:
         strided = ((2, 3), (1, 2), torch.bfloat16, CPU)
-        (fake,) = fake_inputs(FakeTensorMode(), [strided])
-        assert is_fake(fake)
-        assert (tuple(fake.shape), fake.stride(), fake.dtype) == strided[:3]
+        (given,) = inductor.fake_inputs(fake.FakeTensorMode(), [strided])
+        assert fake.is_fake(given)
+        assert (tuple(given.shape), given.stride(), given.dtype) == strided[:3]
 
     def test_a_call_that_cannot_be_traced(self) -> None:
         def reads_a_value(x: torch.Tensor) -> torch.Tensor:
@@ -1068,17 +946,17 @@ class TestInductor:
         graph = fx.Graph()
         x = graph.placeholder("x")
         graph.output((graph.call_function(reads_a_value, (x,)),))
-        with pytest.raises(CompilationError):
-            decomposed(fx.GraphModule(nn.Module(), graph), self.LAYOUTS[:1])
+        with pytest.raises(inductor.CompilationError):
+            inductor.decomposed(fx.GraphModule(nn.Module(), graph), self.LAYOUTS[:1])
 
     def test_code_that_the_compiler_refuses(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        traced, mode = decomposed(self.graph(), self.LAYOUTS)
+        traced, mode = inductor.decomposed(self.graph(), self.LAYOUTS)
         from torch._inductor import config
 
         # A name that no library has, so that nothing kept on disk serves.
         settings = {"cpp.cxx": (None, "/nowhere/c++"), "force_disable_caches": True}
-        with config.patch(settings), pytest.raises(CompilationError):
-            compile_graph(traced, mode, self.LAYOUTS, Deadline.after(300)).result()
+        with config.patch(settings), pytest.raises(inductor.CompilationError):
+            self.compiled(traced, mode)
 
 
 class TestCompilerProcess:
@@ -1086,11 +964,11 @@ class TestCompilerProcess:
 
     def test_a_process_is_stopped_at_the_deadline(self) -> None:
         module = SimpleNamespace(subprocess=subprocess)
-        watch_compilers(module)
+        compiler_process.watch_compilers(module)
         command = [sys.executable, "-c", "print('done')"]
         assert module.subprocess.check_output(command).strip() == b"done"
-        with compilers_end_by(Deadline.after(0.2)):
-            task = in_this_context(
+        with compiler_process.compilers_end_by(compiler_process.Deadline.after(0.2)):
+            task = compiler_process.in_this_context(
                 lambda: module.subprocess.run([sys.executable, "-c", "import time; time.sleep(60)"])
             )
         begin = time.monotonic()
@@ -1100,34 +978,41 @@ class TestCompilerProcess:
 
 
 def test_ops() -> None:
-    assert is_op(aten.mm.default)
-    assert not is_op(torch.mm)
-    assert schema_of(aten.relu_.default).is_mutable
-    assert [argument.name for argument in schema_of(aten.mm.default).arguments] == ["self", "mat2"]
+    assert dispatch.is_op(aten.mm.default)
+    assert not dispatch.is_op(torch.mm)
+    assert dispatch.schema_of(aten.relu_.default).is_mutable
+    assert [argument.name for argument in dispatch.schema_of(aten.mm.default).arguments] == [
+        "self",
+        "mat2",
+    ]
 
 
 def test_pytree() -> None:
-    leaves, spec = tree_flatten({"a": [1, 2], "b": (3,)})
-    assert leaves == [1, 2, 3] == tree_leaves({"a": [1, 2], "b": (3,)})
-    assert tree_unflatten(leaves, spec) == {"a": [1, 2], "b": (3,)}
+    leaves, spec = pytree.tree_flatten({"a": [1, 2], "b": (3,)})
+    assert leaves == [1, 2, 3] == pytree.tree_leaves({"a": [1, 2], "b": (3,)})
+    assert pytree.tree_unflatten(leaves, spec) == {"a": [1, 2], "b": (3,)}
 
 
 def test_storage() -> None:
     values = torch.ones(4, requires_grad=True)
     detached, view = values.detach(), values.view(2, 2)
-    assert storage_id(values) == storage_id(view) == storage_id(values.untyped_storage())
-    assert storage_id(values) != storage_id(values.clone())
+    assert (
+        storage.storage_id(values)
+        == storage.storage_id(view)
+        == storage.storage_id(values.untyped_storage())
+    )
+    assert storage.storage_id(values) != storage.storage_id(values.clone())
     detached.add_(1)
-    assert version_of(values) == 1
-    assert base_of(view) is values
-    assert base_of(values) is None
-    reference = StorageWeakRef(torch.ones(1).untyped_storage())
+    assert storage.version_of(values) == 1
+    assert storage.base_of(view) is values
+    assert storage.base_of(values) is None
+    reference = storage.StorageWeakRef(torch.ones(1).untyped_storage())
     assert reference.expired()
 
 
 def test_autocast_keeps_no_casts() -> None:
     weight = torch.ones(2, 2, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16), autocast_uncached():
+    with torch.autocast("cpu", dtype=torch.bfloat16), autocast.autocast_uncached():
         first, second = (torch.mm(weight, weight).grad_fn for _ in range(2))
         assert not torch.is_autocast_cache_enabled()
     assert first is not None
@@ -1137,23 +1022,23 @@ def test_autocast_keeps_no_casts() -> None:
 
 
 def test_bytes_of_sparse_values_are_those_of_indices_and_values() -> None:
-    assert bytes_of(torch.ones(2, 3)) == 24
-    assert bytes_of(torch.eye(4).to_sparse()) == 2 * 4 * 8 + 4 * 4
+    assert storage.bytes_of(torch.ones(2, 3)) == 24
+    assert storage.bytes_of(torch.eye(4).to_sparse()) == 2 * 4 * 8 + 4 * 4
 
 
 def test_versions() -> None:
-    assert installed_version() == torch.__version__
-    assert is_tested()
-    assert not is_check_skipped()
-    assert "2.11" in known_range()
+    assert version.installed_version() == torch.__version__
+    assert version.is_tested()
+    assert not version.is_check_skipped()
+    assert "2.11" in version.known_range()
     with pytest.raises(ImportError, match=r"2\.11"):
-        refuse_older("2.10.1")
+        version.refuse_older("2.10.1")
 
 
 def test_dynamo_reads_whether_it_traces_for_an_export() -> None:
     class Exported(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + 1 if is_exporting() else x
+            return x + 1 if dynamo.is_exporting() else x
 
     x = torch.zeros(2)
     compiled = torch.compile(Exported(), backend="eager")
@@ -1166,16 +1051,16 @@ def test_what_dynamo_tells_a_backend() -> None:
     told: dict[str, Any] = {}
 
     def backend(graph: fx.GraphModule, inputs: list[Any]) -> Any:
-        told["places"] = placeholders_of(graph)
-        told["sizes"] = output_examples(graph)
-        told["paths"] = {module_path(node) for node in graph.graph.nodes}
-        told["breaks"] = break_of(graph), broken_caller()
-        told["call"], told["left"] = compile_call(), compilations_left()
-        told["is_training"] = guard_training(graph)
+        told["places"] = dynamo.placeholders_of(graph)
+        told["sizes"] = dynamo.output_examples(graph)
+        told["paths"] = {dynamo.module_path(node) for node in graph.graph.nodes}
+        told["breaks"] = dynamo.break_of(graph), dynamo.broken_caller()
+        told["call"], told["left"] = dynamo.compile_call(), dynamo.compilations_left()
+        told["is_training"] = dynamo.guard_training(graph)
 
         def run(*arguments: Any) -> Any:
             told["num_runs"] = told.get("num_runs", 0) + 1
-            assert not is_fake_call(arguments)
+            assert not dynamo.is_fake_call(arguments)
             return graph(*arguments)
 
         return run
@@ -1186,16 +1071,16 @@ def test_what_dynamo_tells_a_backend() -> None:
     assert {place.path for place in told["places"]} >= {"0.weight", "1.running_mean", ""}
     assert [place.path for place in told["places"] if place.is_buffer][-1].startswith("1.")
     (size,) = [place.size for place in told["places"] if place.size is not None]
-    assert evaluated(told["sizes"][1], {size: 3}) == 4
+    assert dynamo.evaluated(told["sizes"][1], {size: 3}) == 4
     assert {"0", "1"} <= told["paths"]
     assert told["breaks"] == (None, None)
     assert told["call"] is not None
     assert told["left"] > 0
-    assert not fails_past_limit()
+    assert not dynamo.fails_past_limit()
     assert told["is_training"] is True
     model.eval()
     compiled(torch.ones(3, 4))
     assert told["is_training"] is False
-    with uncompiled_calls():
+    with dynamo.uncompiled_calls():
         compiled(torch.ones(3, 4))
     assert told["num_runs"] == 2

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import architectures
 import pytest
 import torch
-import transformers
 from helpers import assert_same, one_step, relative_error, tensors_of
 from torch import Tensor, nn
 
@@ -30,49 +30,12 @@ from rockmate.graph.passes import REWRITES, run_passes
 from rockmate.graph.snapshot_capture import snapshot_of
 
 SAMPLE = (4, 24)
-SMALL = {"vocab_size": 96, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def language_model(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    if name == "gpt2":
-        config = transformers.GPT2Config(
-            n_layer=1, n_embd=32, n_head=4, n_positions=32, use_cache=False, **SMALL
-        )
-        return transformers.GPT2LMHeadModel(config).train()
-    if name == "llama":
-        config = transformers.LlamaConfig(
-            num_hidden_layers=1,
-            hidden_size=32,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=48,
-            max_position_embeddings=32,
-            use_cache=False,
-            **SMALL,
-        )
-        return transformers.LlamaForCausalLM(config).train()
-    if name == "bert":
-        config = transformers.BertConfig(
-            num_hidden_layers=1,
-            hidden_size=32,
-            num_attention_heads=4,
-            intermediate_size=48,
-            max_position_embeddings=32,
-            **SMALL,
-        )
-        return transformers.BertForMaskedLM(config).train()
-    config = transformers.T5Config(
-        num_layers=1,
-        d_model=32,
-        d_kv=8,
-        num_heads=4,
-        d_ff=48,
-        vocab_size=96,
-        decoder_start_token_id=0,
-        use_cache=False,
-    )
-    return transformers.T5ForConditionalGeneration(config).train()
+    model: Any = architectures.make(name)
+    model.config.use_cache = False
+    return model
 
 
 def batch(name: str, shape: tuple[int, int], seed: int = 0) -> dict[str, Tensor]:

@@ -14,26 +14,15 @@ from typing import Any
 
 import pytest
 import torch
+from fine_tuning import llama
 
 from rockmate import Plan
-from rockmate._torch.allocator import Timeline, timeline
+from rockmate._torch.allocator import Timeline
 from rockmate.cli import demo, demo_report
 from rockmate.cli.main import main
 
-TINY = [
-    "--layers",
-    "3",
-    "--width",
-    "64",
-    "--batch",
-    "2",
-    "--tokens",
-    "64",
-    "--steps",
-    "3",
-    "--budget",
-    "0.7",
-]
+SIZES = "--layers 3 --width 64 --batch 2 --tokens 64 --steps 3 --budget 0.7"
+TINY = SIZES.split()
 
 
 def run_demo(out: Path, *arguments: str) -> int:
@@ -114,17 +103,8 @@ def save_tiny_llama(folder: Path) -> None:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "eos_token_id": 0}
+    llama(num_hidden_layers=2, max_position_embeddings=64, **sizes).save_pretrained(folder)
 
 
 # --- refusals -------------------------------------------------------------------------------------
@@ -139,10 +119,22 @@ def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
     return said
 
 
-def test_unknown_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = refusal(capsys, ["--model", str(tmp_path / "nothing-here"), "--out", str(tmp_path)])
-    assert "nothing-here" in said
-    assert "folder" in said
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--model FOLDER/nothing-here --out FOLDER", "nothing-here.*folder"),
+        ("--model any --layers 2 --out FOLDER", "--layers"),
+        ("--width 200 --out FOLDER", "--width 200"),
+        ("--steps 1000000 --layers 1 --width 64 --out FOLDER", "too few"),
+        ("--out FOLDER/file/folder", "--out"),
+    ],
+)
+def test_options_of_a_demo_that_are_refused(
+    arguments: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    said = refusal(capsys, arguments.replace("FOLDER", str(tmp_path)).split())
+    assert re.search(told, said, re.DOTALL)
 
 
 def test_more_tokens_than_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,51 +179,16 @@ def test_budget_below_the_minimum(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main(["demo", *TINY, "--quiet", "--budget", smallest[1], "--out", str(tmp_path)]) == 0
 
 
-def test_size_of_a_model_that_is_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--layers" in refusal(
-        capsys, ["--model", "any", "--layers", "2", "--out", str(tmp_path)]
-    )
-
-
-def test_width_without_whole_heads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--width 200" in refusal(capsys, ["--width", "200", "--out", str(tmp_path)])
-
-
-def test_more_text_than_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "too few" in refusal(
-        capsys, ["--steps", "1000000", "--layers", "1", "--width", "64", "--out", str(tmp_path)]
-    )
-
-
-def test_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    assert "--out" in refusal(capsys, ["--out", str(tmp_path / "file" / "folder")])
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
-        *(
-            [],
-            ["fly"],
-            ["demo", "--budget", "1.5"],
-            ["demo", "--budget", "nan"],
-            ["demo", "--steps", "0"],
-            ["demo", "--tokens", "1"],
-        ),
-        *(
-            ["sweep"],
-            ["sweep", "a:b", "--steps", "0"],
-            ["sweep", "a:b", "--dtype", "float8"],
-            ["plan", "a:b"],
-        ),
+        *("", "fly", "demo --budget 1.5", "demo --budget nan", "demo --steps 0", "demo --tokens 1"),
+        *("sweep", "sweep a:b --steps 0", "sweep a:b --dtype float8", "plan a:b"),
     ],
 )
-def test_arguments_that_cannot_be_read(
-    arguments: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arguments_that_cannot_be_read(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(arguments)
+        main(arguments.split())
     assert stopped.value.code == 2
     assert "usage: rockmate" in capsys.readouterr().err
 
@@ -267,20 +224,8 @@ def test_sweep_prints_a_table_and_writes_its_files(
     network: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "72")
-    arguments = [
-        "sweep",
-        network,
-        "--budgets",
-        "1KiB,0.8,1.0",
-        "--measure",
-        "--steps",
-        "1",
-        "--out",
-        "out",
-        "--threads",
-        "1",
-        "--quiet",
-    ]
+    options = "--budgets 1KiB,0.8,1.0 --measure --steps 1 --out out --threads 1 --quiet"
+    arguments = ["sweep", network, *options.split()]
     assert main(arguments) == 0
     printed, noise = capfd.readouterr()
     assert noise == ""
@@ -290,47 +235,19 @@ def test_sweep_prints_a_table_and_writes_its_files(
     assert max(map(len, table)) <= 72
     assert "needs" in table[2]
     assert re.search(r" \d\.\d{3}x .*bitwise", table[3])
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        "plans",
-        "sweep.json",
-        "sweep.jsonl",
-        "sweep.csv",
-        "sweep.html",
-    }
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert written == {"plans", *(f"sweep.{ending}" for ending in ("json", "jsonl", "csv", "html"))}
     assert main(arguments) == 0
     recompute = capfd.readouterr().out.split("\n\n")[1].splitlines()
     assert recompute == table, "measured rows are kept"
 
 
 def test_sweep_of_a_configuration(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config = {
-        "model_type": "gpt2",
-        "n_layer": 1,
-        "n_embd": 32,
-        "n_head": 2,
-        "vocab_size": 64,
-        "n_positions": 32,
-    }
-    (tmp_path / "config.json").write_text(
-        json.dumps(config | {"bos_token_id": 0, "eos_token_id": 0})
-    )
-    assert (
-        main(
-            [
-                "sweep",
-                str(tmp_path),
-                "--machine",
-                "h100",
-                "--budgets",
-                "0.9",
-                "--batch",
-                "3",
-                "--tokens",
-                "16",
-            ]
-        )
-        == 0
-    )
+    config = {"model_type": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 64}
+    config |= {"n_positions": 32, "bos_token_id": 0, "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = "--machine h100 --budgets 0.9 --batch 3 --tokens 16"
+    assert main(["sweep", str(tmp_path), *options.split()]) == 0
     printed, progress = capfd.readouterr()
     assert "GPT2LMHeadModel" in printed
     assert "input_ids 3 x 16" in printed
@@ -360,22 +277,8 @@ def test_a_submodule_that_cannot_be_captured_is_left_as_it_is(
         main(["plan", halting, "--budget", "1.0", "--quiet", "--explain", "1", *told.split()]) == 0
     )
     assert "untraced_forward" in capsys.readouterr().out
-    assert (
-        main(
-            [
-                "sweep",
-                halting,
-                "--budgets",
-                "1.0",
-                "--measure",
-                "--steps",
-                "1",
-                "--quiet",
-                *told.split(),
-            ]
-        )
-        == 0
-    )
+    options = f"--budgets 1.0 --measure --steps 1 --quiet {told}"
+    assert main(["sweep", halting, *options.split()]) == 0
 
 
 def test_interrupted_sweep(
@@ -546,36 +449,6 @@ def test_a_peak_above_the_budget_fails() -> None:
 
 
 # --- the timeline ---------------------------------------------------------------------------------
-
-
-def test_timeline_tells_bytes_in_order_and_the_marks() -> None:
-    def function() -> None:
-        first = torch.empty(1000, dtype=torch.uint8)
-        with torch.profiler.record_function("second half"):
-            second = torch.empty(500, dtype=torch.uint8)
-        del first
-        del second
-
-    memory = timeline(function)
-    assert [live for _, live in memory.points] == [0, 1000, 1500, 500, 0]
-    seconds = [at for at, _ in memory.points]
-    assert seconds == sorted(seconds)
-    assert seconds[1] <= memory.marks["second half"] <= seconds[2]
-    assert memory.duration_s >= seconds[-1]
-    assert memory.peak_bytes == 1500
-
-
-def test_timeline_counts_the_result_as_live() -> None:
-    assert timeline(lambda: torch.empty(64, dtype=torch.uint8)).points[-1][1] == 64
-
-
-def test_timeline_ends_the_recording_when_the_function_fails() -> None:
-    def fail() -> None:
-        raise RuntimeError("on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose"):
-        timeline(fail)
-    assert timeline(lambda: None).points == [(0.0, 0)]
 
 
 # --- a mesh ---------------------------------------------------------------------------------------

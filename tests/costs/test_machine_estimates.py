@@ -13,7 +13,7 @@ from typing import Any
 import models
 import pytest
 import torch
-import transformers
+from fine_tuning import llama
 from helpers import differing, gradients_of, same_bits
 from torch import Tensor, nn
 from torch.nn import functional
@@ -66,21 +66,12 @@ def call_names(ops: list[Op]) -> list[str]:
 def tiny_llama(
     dtype: torch.dtype = torch.bfloat16, *, num_layers: int = 2, key_value_heads: int = 2
 ) -> nn.Module:
-    config = transformers.LlamaConfig(
-        num_hidden_layers=num_layers,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_key_value_heads=key_value_heads,
-        intermediate_size=160,
-        vocab_size=512,
-        max_position_embeddings=64,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        use_cache=False,
-    )
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 160}
+    sizes |= {"num_hidden_layers": num_layers, "num_key_value_heads": key_value_heads}
     with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config).to(dtype).train()
+        model = llama(vocab_size=512, max_position_embeddings=64, attention_dropout=0.0, **sizes)
+    model.config.use_cache = False
+    return model.to(dtype)
 
 
 def words(device: str = "meta") -> dict[str, Tensor]:
@@ -232,13 +223,8 @@ def test_groups_of_a_convolution_are_apart() -> None:
     model = nn.Sequential(nn.Conv2d(8, 16, 1), nn.Conv2d(16, 32, 3, groups=4, padding=1))
     ops = ops_of(model, torch.randn(2, 8, 10, 10))
     first, second = 2 * 200 * 16 * 8, 2 * 200 * 32 * 4 * 9
-    assert [count for op in ops if (count := num_flops(op.node))] == [
-        first,
-        second,
-        second,
-        second,
-        first,
-    ]
+    counts = [count for op in ops if (count := num_flops(op.node))]
+    assert counts == [first, second, second, second, first]
 
 
 def test_a_causal_mask_halves_attention_on_a_gpu() -> None:
@@ -417,11 +403,7 @@ def test_attention_is_the_kernel_of_a_gpu(
     (result,) = (
         node.meta["val"] for node, role in step.graph.outputs if role.kind.value == "output"
     )
-    assert (tuple(result.shape), result.dtype, result.device.type) == (
-        (2, 4, 24, width),
-        dtype,
-        "cuda",
-    )
+    assert (result.shape, result.dtype, result.device.type) == ((2, 4, 24, width), dtype, "cuda")
 
 
 def test_a_model_that_is_not_there_is_planned_and_not_run() -> None:

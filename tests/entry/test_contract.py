@@ -183,19 +183,6 @@ def test_special_methods_are_those_of_the_model_and_of_no_other() -> None:
         other[0]  # pyright: ignore[reportIndexIssue]
 
 
-def test_saving_and_loading(tmp_path: Any) -> None:
-    workload = models.tiny("gpt2")
-    module = RockmateModule(workload.model, workload.sample, 0.7)
-    module.save_pretrained(tmp_path)
-    recompute = type(workload.model).from_pretrained(tmp_path)
-    assert not differing(recompute.state_dict(), workload.model.state_dict())
-    zeros = {key: torch.zeros_like(value) for key, value in module.state_dict().items()}
-    module.load_state_dict(zeros)
-    assert all((parameter == 0).all() for parameter in workload.model.parameters())
-    with pytest.raises(RuntimeError, match="Missing key"):
-        module.load_state_dict({})
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_weights_loaded_after_planning_are_the_ones_that_train(assign: bool) -> None:
     model, other = models.Stack(), models.Stack()
@@ -280,16 +267,6 @@ def test_eval_takes_any_shape_and_has_gradients() -> None:
     assert module.training is False
     with torch.inference_mode():
         module.train()(torch.randn(2, 16))
-
-
-def test_generate() -> None:
-    case = planned("gpt2")
-    module, model = case.module("binding"), case.workload.model
-    words = case.workload.make_batch(1)["input_ids"][:, :5]
-    module.eval()
-    options = {"max_new_tokens": 4, "do_sample": False, "attention_mask": torch.ones_like(words)}
-    assert torch.equal(module.generate(words, **options), model.generate(words, **options))
-    module.train()
 
 
 def test_switching_between_modes_during_training() -> None:

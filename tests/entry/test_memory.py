@@ -5,6 +5,7 @@ Nothing is left behind; work is as planned.
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import REGIMES, differing, gradients_of, modules_of, net_allocated, planned
+from helpers import REGIMES, modules_of, net_allocated, planned, same_gradients
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -252,10 +253,6 @@ def test_a_convolutions_two_gradients_are_two_ops_with_the_same_bits() -> None:
         nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1), nn.ReLU()
     ).train()
     x = torch.randn(2, 3, 32, 32)
-    model(x).sum().backward()
-    expected = [
-        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-    ]
     (module,) = modules_of(model, x)[1:2]
     masks = [
         op.node.args[-1]
@@ -267,11 +264,7 @@ def test_a_convolutions_two_gradients_are_two_ops_with_the_same_bits() -> None:
         "[False, True, True]",
         "[True, False, False]",
     ]  # the first needs one alone
-    model.zero_grad(set_to_none=True)
-    module(x).sum().backward()
-    for found, known in zip(model.parameters(), expected, strict=True):
-        assert found.grad is not None
-        assert torch.equal(found.grad, known)
+    same_gradients(module, copy.deepcopy(model), lambda callee: callee(x).sum().backward())
 
 
 def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
@@ -289,26 +282,16 @@ def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
 
     def copies(depth: int) -> int:
         model, x = Skip(depth).train(), torch.randn(256, 64)
-        model(x).backward()
-        expected = [
-            parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-        ]
         (module,) = modules_of(model, x)[1:2]
-        model.zero_grad(set_to_none=False)
-        module(x).backward()
-        for found, known in zip(model.parameters(), expected, strict=True):
-            assert found.grad is not None
-            assert torch.equal(found.grad, known)
+        same_gradients(module, copy.deepcopy(model), lambda callee: callee(x).backward())
         model.zero_grad(set_to_none=False)
         assert allocator_peak(lambda: module(x).backward()) <= module.plan.budget_bytes
         graph = module.plan.graph
         copied = [op for op in graph.ops if "clone" in str(op.node.target)]
-        for copy in copied:  # once nobody needs the whole: until then there would be both
-            readers = {reader for storage in copy.reads for reader in graph.readers[storage]} - {
-                copy
-            }
+        for op in copied:  # once nobody needs the whole: until then there would be both
+            readers = {reader for storage in op.reads for reader in graph.readers[storage]} - {op}
             assert readers
-            assert all(reader.index < copy.index for reader in readers)
+            assert all(reader.index < op.index for reader in readers)
         return len(copied)
 
     assert copies(depth=8) == 1
@@ -332,16 +315,8 @@ def test_a_part_that_is_sliced_after_the_last_read_of_the_rest_is_copied_where_i
             return self.last(torch.cat([early, whole[:, 16:].sin()], dim=1)).square().mean()
 
     model, x = Parts().train(), torch.randn(64, 16)
-    model(x).backward()
-    expected = [
-        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-    ]
     for module in modules_of(model, x):
-        model.zero_grad(set_to_none=False)
-        module(x).backward()
-        for found, known in zip(model.parameters(), expected, strict=True):
-            assert found.grad is not None
-            assert torch.equal(found.grad, known)
+        same_gradients(module, copy.deepcopy(model), lambda callee: callee(x).backward())
         assert any("clone" in str(op.node.target) for op in module.plan.graph.ops)
 
 
@@ -384,12 +359,7 @@ def test_a_part_that_is_read_late_through_a_view_is_copied_out() -> None:
     model, x = Skip().train(), torch.randn(32, 16)
     for module in modules_of(model, x):
         assert any(str(op.node.target) == "aten.clone.default" for op in module.plan.graph.ops)
-        model.zero_grad()
-        model(x).backward()
-        expected = gradients_of(model)
-        model.zero_grad()
-        module(x).backward()
-        assert not differing(gradients_of(model), expected)
+        same_gradients(module, copy.deepcopy(model), lambda callee: callee(x).backward())
 
 
 @pytest.mark.parametrize("machine", [None, "cpu-avx2"])

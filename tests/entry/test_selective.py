@@ -10,15 +10,13 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from helpers import REGIMES, budget_for, check_against_eager
+from helpers import REGIMES, budget_for, check_against_eager, counts_of
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -30,23 +28,6 @@ from rockmate import InvalidSampleError, MarkError, Planner, RockmateModule
 _aten = torch.ops.aten
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 PREFER = CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class _Counter(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func).split(".")[1].rstrip("_")] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def counts_of(module: nn.Module, x: Tensor) -> Counter[str]:
-    """How often each op runs in one forward and backward."""
-    with _Counter() as counter:
-        module(x).backward()
-    return counter.counts
 
 
 def sample() -> Tensor:

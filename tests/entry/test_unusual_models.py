@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,18 @@ class ScaledByScalar(Net):
         return self.scaled(super().forward(x), self.scale * 2)
 
 
+def same_steps(module: Any, plain: nn.Module, call: Callable[[Any, int], Tensor]) -> None:
+    """Three steps of mean squares, bit for bit."""
+
+    def loss(each: Any, step: int) -> tuple[Tensor, Tensor]:
+        output = call(each, step)
+        return output, output.square().mean()
+
+    for step in range(3):
+        pairs = ((module, module.original), (plain, plain))
+        assert_same(*(one_step(each, owner, loss, step) for each, owner in pairs))
+
+
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -108,13 +121,7 @@ def test_bit_for_bit(make: type[Net], options: dict[str, Any]) -> None:
     model = make()
     plain = copy.deepcopy(model)
     module = RockmateModule(model, X, 0.9, on_infeasible="least", numerics="bitwise", **options)
-
-    def loss(each: Any, step: int) -> tuple[Tensor, Tensor]:
-        output = each(X[: 64 - step])
-        return output, output.square().mean()
-
-    for step in range(3):
-        assert_same(one_step(module, model, loss, step), one_step(plain, plain, loss, step))
+    same_steps(module, plain, lambda each, step: each(X[: 64 - step]))
 
 
 @pytest.mark.parametrize("sample", [None, X])
@@ -133,13 +140,7 @@ def test_lazy_modules_are_planned_after_the_call_that_makes_them(
     plain.load_state_dict(model.state_dict())
     options = {} if mode == "frames" else {"numerics": "bitwise"}
     module = RockmateModule(model, sample, 0.9, on_infeasible="least", mode=mode, **options)
-
-    def loss(each: Any, _: int) -> tuple[Tensor, Tensor]:
-        output = each(X)
-        return output, output.square().mean()
-
-    for step in range(3):
-        assert_same(one_step(module, model, loss, step), one_step(plain, plain, loss, step))
+    same_steps(module, plain, lambda each, _: each(X))
     assert module.is_planned == (mode != "frames")
     assert sum("lazy modules" in each for each in caplog.messages) == 1
 
@@ -217,10 +218,4 @@ def test_sizes_that_coincide_in_the_sample_and_not_in_a_later_call() -> None:
     model, ptr = Points(), torch.tensor([0, 3, 6])
     plain = copy.deepcopy(model)
     module = RockmateModule(model, budget=0.9, on_infeasible="least", numerics="bitwise")
-
-    def loss(each: Any, step: int) -> tuple[Tensor, Tensor]:
-        output = each(X[: 40 - 6 * step, :3], ptr)
-        return output, output.square().mean()
-
-    for step in range(3):
-        assert_same(one_step(module, model, loss, step), one_step(plain, plain, loss, step))
+    same_steps(module, plain, lambda each, step: each(X[: 40 - 6 * step, :3], ptr))

@@ -121,139 +121,121 @@ def values_of(graph: fx.Graph, inputs: list[Tensor]) -> dict[fx.Node, Any]:
 
 FLAT = (_ROWS, 5)
 SPLIT = (2, _ROWS // 2, 5)  # rows are dims 0 and 1 together
-CALLS: dict[str, tuple[Call, list[Tensor], int]] = {
-    "unary": (lambda x: torch.tanh(x) * 2.0, tensors(FLAT), 1),
-    "binary with a whole": (lambda x, w: x + w, tensors(FLAT, (5,)), 1),
-    "binary with another by rows": (lambda x, y: x * y, tensors(FLAT, FLAT), 1),
-    "binary with a column": (lambda x, y: x / y, tensors(FLAT, (_ROWS, 1)), 1),
-    "binary with fewer dims": (lambda x, y: x - y, tensors(SPLIT, (5,)), 2),
-    "where": (lambda x, y: torch.where(y > 0, x, 0.0), tensors(FLAT, (_ROWS, 1)), 1),
-    "masked_fill": (lambda x: x.masked_fill(x > 0, 0.0), tensors(SPLIT), 2),
-    "cast": (lambda x: x.float(), tensors(FLAT), 1),
-    "flatten": (lambda x: x.view(-1, 5), tensors(SPLIT), 2),
-    "unflatten": (lambda x: x.view(4, 2, 5), tensors(FLAT), 1),
-    "unflatten the last": (lambda x: x.view(_ROWS, 5, 1), tensors(FLAT), 1),
-    "t": (lambda x: x.t(), tensors(FLAT), 1),
-    "transpose": (lambda x: x.transpose(1, 2), tensors((_ROWS, 2, 5)), 1),
-    "permute": (lambda x: x.permute(2, 0, 1), tensors(SPLIT), 2),
-    "expand": (lambda x: x.expand(2, _ROWS, 7), tensors((_ROWS, 1)), 1),
-    "unsqueeze": (lambda x: x.unsqueeze(0).unsqueeze(-1), tensors(FLAT), 1),
-    "squeeze": (lambda x: x.squeeze(1), tensors((_ROWS, 1, 5)), 1),
-    "slice": (lambda x: x[:, 1:4], tensors(FLAT), 1),
-    "split": (lambda x: x.split(2, -1)[1], tensors(SPLIT), 2),
-    "split into sizes": (lambda x: x.split([1, 4], 1)[1], tensors(FLAT), 1),
-    "select": (lambda x: x[:, 2], tensors(FLAT), 1),
-    "pad": (lambda x: functional.pad(x, (1, 2)), tensors(FLAT), 1),
-    "cat": (lambda x, y: torch.cat([x, y], 1), tensors(FLAT, FLAT), 1),
-    "new_zeros": (lambda x: x.new_zeros(x.shape), tensors(SPLIT), 2),
-    "sum over columns": (lambda x: x.sum(1), tensors(FLAT), 1),
-    "sum over rows": (lambda x: x.sum(0, keepdim=True), tensors(FLAT), 1),
-    "sum over both row dims": (lambda x: x.sum((0, 1)), tensors(SPLIT), 2),
-    "sum of all": (lambda x: x.sum(), tensors(SPLIT), 2),
-    "mean of all": (lambda x: x.mean(), tensors(FLAT), 1),
-    "mean over rows": (lambda x: x.mean(0), tensors(FLAT), 1),
-    "mean over columns": (lambda x: x.mean(-1, keepdim=True), tensors(SPLIT), 2),
-    "amax": (lambda x: x.amax(-1), tensors(FLAT), 1),
-    "max": (lambda x: x.max(1).values, tensors(FLAT), 1),
-    "logsumexp": (lambda x: x.logsumexp(-1), tensors(SPLIT), 2),
-    "softmax": (lambda x: x.softmax(-1), tensors(SPLIT), 2),
-    "log-softmax": (lambda x: x.log_softmax(1), tensors(FLAT), 1),
-    "gradient of log-softmax": (
-        lambda x, y: _aten._log_softmax_backward_data(x, y, 1, torch.float64),
-        tensors(FLAT, FLAT),
-        1,
+Case = tuple[Call, list[Tensor], int]
+
+
+def case(call: Call, *inputs: tuple[int, ...] | Tensor, dims: int = 0) -> Case:
+    """A call, its inputs, given or drawn of a shape, and how many dims of the first are rows."""
+    drawn = iter(tensors(*(each for each in inputs if isinstance(each, tuple))))
+    given = [next(drawn) if isinstance(each, tuple) else each for each in inputs]
+    return call, given, dims or (2 if inputs[0] == SPLIT else 1)
+
+
+CALLS: dict[str, Case] = {
+    "unary": case(lambda x: torch.tanh(x) * 2.0, FLAT),
+    "binary with a whole": case(lambda x, w: x + w, FLAT, (5,)),
+    "binary with another by rows": case(lambda x, y: x * y, FLAT, FLAT),
+    "binary with a column": case(lambda x, y: x / y, FLAT, (_ROWS, 1)),
+    "binary with fewer dims": case(lambda x, y: x - y, SPLIT, (5,)),
+    "where": case(lambda x, y: torch.where(y > 0, x, 0.0), FLAT, (_ROWS, 1)),
+    "masked_fill": case(lambda x: x.masked_fill(x > 0, 0.0), SPLIT),
+    "cast": case(lambda x: x.float(), FLAT),
+    "flatten": case(lambda x: x.view(-1, 5), SPLIT),
+    "unflatten": case(lambda x: x.view(4, 2, 5), FLAT),
+    "unflatten the last": case(lambda x: x.view(_ROWS, 5, 1), FLAT),
+    "t": case(lambda x: x.t(), FLAT),
+    "transpose": case(lambda x: x.transpose(1, 2), (_ROWS, 2, 5)),
+    "permute": case(lambda x: x.permute(2, 0, 1), SPLIT),
+    "expand": case(lambda x: x.expand(2, _ROWS, 7), (_ROWS, 1)),
+    "unsqueeze": case(lambda x: x.unsqueeze(0).unsqueeze(-1), FLAT),
+    "squeeze": case(lambda x: x.squeeze(1), (_ROWS, 1, 5)),
+    "slice": case(lambda x: x[:, 1:4], FLAT),
+    "split": case(lambda x: x.split(2, -1)[1], SPLIT),
+    "split into sizes": case(lambda x: x.split([1, 4], 1)[1], FLAT),
+    "select": case(lambda x: x[:, 2], FLAT),
+    "pad": case(lambda x: functional.pad(x, (1, 2)), FLAT),
+    "cat": case(lambda x, y: torch.cat([x, y], 1), FLAT, FLAT),
+    "new_zeros": case(lambda x: x.new_zeros(x.shape), SPLIT),
+    "sum over columns": case(lambda x: x.sum(1), FLAT),
+    "sum over rows": case(lambda x: x.sum(0, keepdim=True), FLAT),
+    "sum over both row dims": case(lambda x: x.sum((0, 1)), SPLIT),
+    "sum of all": case(lambda x: x.sum(), SPLIT),
+    "mean of all": case(lambda x: x.mean(), FLAT),
+    "mean over rows": case(lambda x: x.mean(0), FLAT),
+    "mean over columns": case(lambda x: x.mean(-1, keepdim=True), SPLIT),
+    "amax": case(lambda x: x.amax(-1), FLAT),
+    "max": case(lambda x: x.max(1).values, FLAT),
+    "logsumexp": case(lambda x: x.logsumexp(-1), SPLIT),
+    "softmax": case(lambda x: x.softmax(-1), SPLIT),
+    "log-softmax": case(lambda x: x.log_softmax(1), FLAT),
+    "gradient of log-softmax": case(
+        lambda x, y: _aten._log_softmax_backward_data(x, y, 1, torch.float64), FLAT, FLAT
     ),
-    "gather": (lambda x, i: x.gather(1, i.unsqueeze(1)), [*tensors(FLAT), labels(5)], 1),
-    "scatter": (lambda x, i: x.scatter(1, i.unsqueeze(1), 0.5), [*tensors(FLAT), labels(5)], 1),
-    "scatter_add": (
-        lambda x, i, y: x.scatter_add(1, i.unsqueeze(1), y),
-        [*tensors(FLAT), labels(5), *tensors((_ROWS, 1))],
-        1,
+    "gather": case(lambda x, i: x.gather(1, i.unsqueeze(1)), FLAT, labels(5)),
+    "scatter": case(lambda x, i: x.scatter(1, i.unsqueeze(1), 0.5), FLAT, labels(5)),
+    "scatter_add": case(
+        lambda x, i, y: x.scatter_add(1, i.unsqueeze(1), y), FLAT, labels(5), (_ROWS, 1)
     ),
-    "layer norm": (lambda x, w: functional.layer_norm(x, (5,), w), tensors(SPLIT, (5,)), 2),
-    "product, rows on the left": (lambda x, w: x @ w, tensors(FLAT, (5, 4)), 1),
-    "product, rows on the right": (lambda x, w: w @ x.t(), tensors(FLAT, (4, 5)), 1),
-    "product over rows": (lambda x, y: x.t() @ y, tensors(FLAT, (_ROWS, 4)), 1),
-    "product over rows, on the right": (lambda x, y: y @ x, tensors(FLAT, (4, _ROWS)), 1),
-    "product with bias": (lambda x, w, b: torch.addmm(b, x, w), tensors(FLAT, (5, 4), (4,)), 1),
-    "product added to rows": (
-        lambda x, w, b: torch.addmm(b, x, w),
-        tensors(FLAT, (5, 4), (_ROWS, 4)),
-        1,
+    "layer norm": case(lambda x, w: functional.layer_norm(x, (5,), w), SPLIT, (5,)),
+    "product, rows on the left": case(lambda x, w: x @ w, FLAT, (5, 4)),
+    "product, rows on the right": case(lambda x, w: w @ x.t(), FLAT, (4, 5)),
+    "product over rows": case(lambda x, y: x.t() @ y, FLAT, (_ROWS, 4)),
+    "product over rows, on the right": case(lambda x, y: y @ x, FLAT, (4, _ROWS)),
+    "product with bias": case(lambda x, w, b: torch.addmm(b, x, w), FLAT, (5, 4), (4,)),
+    "product added to rows": case(lambda x, w, b: torch.addmm(b, x, w), FLAT, (5, 4), (_ROWS, 4)),
+    "batched product": case(lambda x, y: torch.bmm(x, y), (_ROWS, 2, 5), (_ROWS, 5, 3)),
+    "nll": case(lambda x, i: functional.nll_loss(x, i, reduction="sum"), FLAT, labels(5)),
+    "squared error": case(lambda x, y: functional.mse_loss(x, y, reduction="sum"), SPLIT, SPLIT),
+    "squared errors": case(lambda x, y: _aten.mse_loss(x, y, 0), FLAT, FLAT),
+    "gradient of squared error": case(
+        lambda x, y, g: _aten.mse_loss_backward(g, x, y, 2), FLAT, FLAT, ()
     ),
-    "batched product": (lambda x, y: torch.bmm(x, y), tensors((_ROWS, 2, 5), (_ROWS, 5, 3)), 1),
-    "nll": (
-        lambda x, i: functional.nll_loss(x, i, reduction="sum"),
-        [*tensors(FLAT), labels(5)],
-        1,
+    "smooth l1": case(
+        lambda x, y: functional.smooth_l1_loss(x, y, reduction="sum", beta=0.3), FLAT, FLAT
     ),
-    "squared error": (
-        lambda x, y: functional.mse_loss(x, y, reduction="sum"),
-        tensors(SPLIT, SPLIT),
-        2,
+    "gradient of smooth l1": case(
+        lambda x, y, g: _aten.smooth_l1_loss_backward(g, x, y, 2, 0.3), FLAT, FLAT, ()
     ),
-    "squared errors": (lambda x, y: _aten.mse_loss(x, y, 0), tensors(FLAT, FLAT), 1),
-    "gradient of squared error": (
-        lambda x, y, g: _aten.mse_loss_backward(g, x, y, 2),
-        tensors(FLAT, FLAT, ()),
-        1,
+    "huber": case(lambda x, y: functional.huber_loss(x, y, reduction="sum", delta=0.3), FLAT, FLAT),
+    "gradient of huber": case(
+        lambda x, y, g: _aten.huber_loss_backward(g, x, y, 0, 0.3), FLAT, FLAT, FLAT
     ),
-    "smooth l1": (
-        lambda x, y: functional.smooth_l1_loss(x, y, reduction="sum", beta=0.3),
-        tensors(FLAT, FLAT),
-        1,
+    "binary": case(
+        lambda x, y, w: _aten.binary_cross_entropy(x.sigmoid(), y.sigmoid(), w, 2), FLAT, FLAT, (5,)
     ),
-    "gradient of smooth l1": (
-        lambda x, y, g: _aten.smooth_l1_loss_backward(g, x, y, 2, 0.3),
-        tensors(FLAT, FLAT, ()),
-        1,
-    ),
-    "huber": (
-        lambda x, y: functional.huber_loss(x, y, reduction="sum", delta=0.3),
-        tensors(FLAT, FLAT),
-        1,
-    ),
-    "gradient of huber": (
-        lambda x, y, g: _aten.huber_loss_backward(g, x, y, 0, 0.3),
-        tensors(FLAT, FLAT, FLAT),
-        1,
-    ),
-    "binary": (
-        lambda x, y, w: _aten.binary_cross_entropy(x.sigmoid(), y.sigmoid(), w, 2),
-        tensors(FLAT, FLAT, (5,)),
-        1,
-    ),
-    "gradient of binary": (
+    "gradient of binary": case(
         lambda x, y, g: _aten.binary_cross_entropy_backward(g, x.sigmoid(), y, None, 2),
-        tensors(FLAT, FLAT, ()),
-        1,
+        FLAT,
+        FLAT,
+        (),
     ),
-    "binary of logits": (
+    "binary of logits": case(
         lambda x, y, w, p: _aten.binary_cross_entropy_with_logits(x, y, w, p, 2),
-        tensors(SPLIT, SPLIT, (2, _ROWS // 2, 1), (5,)),
-        2,
+        SPLIT,
+        SPLIT,
+        (2, _ROWS // 2, 1),
+        (5,),
     ),
-    "nll along the last": (
+    "nll along the last": case(
         lambda x, i: _aten.nll_loss2d_forward(x.t()[None, :, None], i[None, None], None, 2, 1)[0],
-        [*tensors(FLAT), labels(5)],
-        1,
+        FLAT,
+        labels(5),
     ),
-    "nll of samples": (
+    "nll of samples": case(
         lambda x, i: _aten.nll_loss2d_forward(x, i[:, None, None].expand(-1, 2, 3), None, 0, 1)[0],
-        [*tensors((_ROWS, 5, 2, 3)), labels(5)],
-        1,
+        (_ROWS, 5, 2, 3),
+        labels(5),
     ),
-    "gradient of nll along the last": (
+    "gradient of nll along the last": case(
         lambda x, i, g: _aten.nll_loss2d_backward(
             g, x.t()[None, :, None].contiguous(), i[None, None], None, 2, 1, g
         ),
-        [*tensors(FLAT), labels(5), *tensors(())],
-        1,
+        FLAT,
+        labels(5),
+        (),
     ),
-    "nll, one a row": (
-        lambda x, i: functional.nll_loss(x, i, reduction="none"),
-        [*tensors(FLAT), labels(5)],
-        1,
+    "nll, one a row": case(
+        lambda x, i: functional.nll_loss(x, i, reduction="none"), FLAT, labels(5)
     ),
 }
 
@@ -275,81 +257,67 @@ def test_parts_give_the_whole(name: str) -> None:
             torch.testing.assert_close(found, whole[node], rtol=1e-12, atol=1e-12)
 
 
-MIXING: dict[str, tuple[Call, list[Tensor], int, str]] = {
-    "softmax": (lambda x: x.softmax(0), tensors(FLAT), 1, "runs along the rows"),
-    "a part of the row dims": (lambda x: x.softmax(1), tensors(SPLIT), 2, "runs along the rows"),
-    "cumsum": (lambda x: x.cumsum(0), tensors(FLAT), 1, "has no rule"),
-    "flip": (lambda x: x.flip(0), tensors(FLAT), 1, "has no rule"),
-    "roll": (lambda x: x.roll(1, 0), tensors(FLAT), 1, "has no rule"),
-    "slice": (lambda x: x[1:], tensors(FLAT), 1, "runs along the rows"),
-    "split": (lambda x: x.split(4)[0], tensors(FLAT), 1, "runs along the rows"),
-    "pad": (lambda x: functional.pad(x, (0, 0, 1, 0)), tensors(FLAT), 1, "runs along the rows"),
-    "sum of some": (lambda x: x.sum(0), tensors(SPLIT), 2, "some of the rows' dims"),
-    "rows into columns": (lambda x: x.view(4, 10), tensors(FLAT), 1, "merges the rows"),
-    "rows with rows": (lambda x: x @ x.t(), tensors(FLAT), 1, "combines rows|along other dims"),
-    "rows against columns": (
-        lambda x: x + x.t(),
-        tensors((_ROWS, _ROWS)),
-        1,
-        "along different dims",
-    ),
-    "a sum read again": (lambda x: x - x.sum(0), tensors(FLAT), 1, "a sum over all rows"),
-    "one row for all": (
-        lambda x, y: x + y,
-        tensors(SPLIT, (_ROWS // 2, 1)),
-        2,
-        "a part of the rows",
-    ),
-    "apart": (lambda x: x.permute(0, 2, 1), tensors(SPLIT), 2, "takes the dims of the rows apart"),
+MIXING: dict[str, tuple[Case, str]] = {
+    "softmax": (case(lambda x: x.softmax(0), FLAT), "runs along the rows"),
+    "a part of the row dims": (case(lambda x: x.softmax(1), SPLIT), "runs along the rows"),
+    "cumsum": (case(lambda x: x.cumsum(0), FLAT), "has no rule"),
+    "flip": (case(lambda x: x.flip(0), FLAT), "has no rule"),
+    "roll": (case(lambda x: x.roll(1, 0), FLAT), "has no rule"),
+    "slice": (case(lambda x: x[1:], FLAT), "runs along the rows"),
+    "split": (case(lambda x: x.split(4)[0], FLAT), "runs along the rows"),
+    "pad": (case(lambda x: functional.pad(x, (0, 0, 1, 0)), FLAT), "runs along the rows"),
+    "sum of some": (case(lambda x: x.sum(0), SPLIT), "some of the rows' dims"),
+    "rows into columns": (case(lambda x: x.view(4, 10), FLAT), "merges the rows"),
+    "rows with rows": (case(lambda x: x @ x.t(), FLAT), "combines rows|along other dims"),
+    "rows against columns": (case(lambda x: x + x.t(), (_ROWS, _ROWS)), "along different dims"),
+    "a sum read again": (case(lambda x: x - x.sum(0), FLAT), "a sum over all rows"),
+    "one row for all": (case(lambda x, y: x + y, SPLIT, (_ROWS // 2, 1)), "a part of the rows"),
+    "apart": (case(lambda x: x.permute(0, 2, 1), SPLIT), "takes the dims of the rows apart"),
     "mean of losses": (
-        lambda x, i: functional.nll_loss(x, i),
-        [*tensors(FLAT), labels(5)],
-        1,
+        case(lambda x, i: functional.nll_loss(x, i), FLAT, labels(5)),
         "divides by a count",
     ),
     "mean of squared errors": (
-        lambda x, y: functional.mse_loss(x, y),
-        tensors(FLAT, FLAT),
-        1,
+        case(lambda x, y: functional.mse_loss(x, y), FLAT, FLAT),
         "divides by a count",
     ),
     "gradient of their mean": (
-        lambda x, y, g: _aten.mse_loss_backward(g, x, y, 1),
-        tensors(FLAT, FLAT, ()),
-        1,
+        case(lambda x, y, g: _aten.mse_loss_backward(g, x, y, 1), FLAT, FLAT, ()),
         "divides by a count",
     ),
     "one target for all": (
-        lambda x, y: _aten.mse_loss(x, y, 2),
-        tensors(SPLIT, (_ROWS // 2, 1)),
-        2,
+        case(lambda x, y: _aten.mse_loss(x, y, 2), SPLIT, (_ROWS // 2, 1)),
         "a part of the rows",
     ),
     "slices of scores": (
-        lambda g, x, i: _aten.nll_loss2d_backward(g[None, None], x, i, None, 0, 1, x.sum()),
-        [*tensors((_ROWS,), (1, 5, 1, _ROWS)), torch.zeros(1, 1, _ROWS, dtype=torch.int64)],
-        1,
+        case(
+            lambda g, x, i: _aten.nll_loss2d_backward(g[None, None], x, i, None, 0, 1, x.sum()),
+            (_ROWS,),
+            (1, 5, 1, _ROWS),
+            torch.zeros(1, 1, _ROWS, dtype=torch.int64),
+        ),
         "not contiguous",
     ),
     "classes along the rows": (
-        lambda x, i: _aten.nll_loss2d_forward(x, i, None, 2, 1)[0],
-        [*tensors((1, _ROWS, 2, 3)), torch.zeros(1, 2, 3, dtype=torch.int64)],
-        2,
+        case(
+            lambda x, i: _aten.nll_loss2d_forward(x, i, None, 2, 1)[0],
+            (1, _ROWS, 2, 3),
+            torch.zeros(1, 2, 3, dtype=torch.int64),
+            dims=2,
+        ),
         "runs along the rows",
     ),
     "bias with a sum": (
-        lambda x, y, b: torch.addmm(b, x.t(), y),
-        tensors(FLAT, (_ROWS, 4), (4,)),
-        1,
+        case(lambda x, y, b: torch.addmm(b, x.t(), y), FLAT, (_ROWS, 4), (4,)),
         "sums over the rows",
     ),
-    "drawn": (lambda x: torch.bernoulli(x.sigmoid()), tensors(FLAT), 1, "has no rule"),
+    "drawn": (case(lambda x: torch.bernoulli(x.sigmoid()), FLAT), "has no rule"),
 }
 
 
 @pytest.mark.parametrize("name", MIXING)
 def test_refused(name: str) -> None:
-    call, inputs, stop, says = MIXING[name]
+    (call, inputs, stop), says = MIXING[name]
     with pytest.raises(InseparableError, match=says):
         separated(call, inputs, 0, stop)
 

@@ -13,6 +13,7 @@ import layouts
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from helpers import same_gradients
 from torch import nn
 from torch.nn import functional
 
@@ -166,10 +167,8 @@ def test_elementwise_functions_of_transposed_values(
     model, x = Transposing().to(dtype), torch.randn(4, 6, dtype=dtype)
     plain = copy.deepcopy(model)
     assert not other_layouts(model, x)
-    for run in (RockmateModule(model, x, budget=1.0, numerics="bitwise"), plain):
-        run(x).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)  # pyright: ignore
+    module = RockmateModule(model, x, 1.0, numerics="bitwise")
+    same_gradients(module, plain, lambda callee: callee(x).backward())
 
 
 @pytest.mark.parametrize("is_last", [False, True])
@@ -179,10 +178,7 @@ def test_group_norms_read_gradients_in_the_format_of_their_values(is_last: bool)
     layers = [nn.GroupNorm(2, 8), nn.ELU(), nn.Conv2d(8, 8, 3)][: 2 + is_last]
     model, x = Mixed(nn.Sequential(*layers)).train(), torch.randn(2, 3, 8, 8)
     plain = copy.deepcopy(model)
-    for run in (RockmateModule(model, x, budget=1.0), plain):
-        run(x).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)  # pyright: ignore
+    same_gradients(RockmateModule(model, x, 1.0), plain, lambda callee: callee(x).backward())
 
 
 class LaidOutLate(nn.Module):
@@ -204,10 +200,7 @@ def test_gradients_of_halves_lie_as_the_kernel_of_a_product_lays_them(dtype: tor
     model, x = LaidOutLate().to(dtype), torch.randn(2, 3, 8, 8, dtype=dtype)
     plain = copy.deepcopy(model)
     assert not other_layouts(model, x)
-    for run in (RockmateModule(model, x, budget=1.0), plain):
-        run(x).backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)  # pyright: ignore
+    same_gradients(RockmateModule(model, x, 1.0), plain, lambda callee: callee(x).backward())
 
 
 class Soft(nn.Module):
@@ -230,9 +223,7 @@ def test_a_softmax_does_not_write_into_memory_of_another_layout(softmax: Any) ->
     model, x = Soft(softmax), (torch.randn(2, 3, 8, 8), torch.randn(2, 8, 6, 6))
     plain = copy.deepcopy(model)
     assert not other_layouts(model, x)
-    for run in (RockmateModule(model, x, budget=1.0), plain):
-        run(*x).backward()
-    assert torch.equal(model.first.weight.grad, plain.first.weight.grad)  # pyright: ignore
+    same_gradients(RockmateModule(model, x, 1.0), plain, lambda callee: callee(*x).backward())
 
 
 class Signs(nn.Module):

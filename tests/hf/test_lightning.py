@@ -6,6 +6,7 @@ check before the first step, validation, checkpoints with the optimizer's state,
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -16,32 +17,40 @@ from torch import Tensor, nn
 
 from rockmate import RockmateModule
 
-lightning = pytest.importorskip("lightning")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: few workers, no logger, ...
 
 
-class Language(lightning.LightningModule):
+def lightning() -> Any:
+    """The package, which takes seconds to import: where a test runs, not where it is collected."""
+    return pytest.importorskip("lightning")
+
+
+@functools.cache
+def language() -> Any:
     """A language model; planned inside a budget if there is one."""
 
-    def __init__(self, budget: float | None = None) -> None:
-        super().__init__()
-        model = llama(attention_dropout=0.1)
-        self.model = model if budget is None else RockmateModule(model, budget=budget)
-        self.seen: dict[str, list[Tensor]] = {"train": [], "valid": []}
+    class Language(lightning().LightningModule):
+        def __init__(self, budget: float | None = None) -> None:
+            super().__init__()
+            model = llama(attention_dropout=0.1)
+            self.model = model if budget is None else RockmateModule(model, budget=budget)
+            self.seen: dict[str, list[Tensor]] = {"train": [], "valid": []}
 
-    def training_step(self, rows: Any, _: int) -> Tensor:
-        loss = self.model(**rows).loss
-        self.log("train", loss)
-        self.seen["train"].append(loss.detach())
-        return loss
+        def training_step(self, rows: Any, _: int) -> Tensor:
+            loss = self.model(**rows).loss
+            self.log("train", loss)
+            self.seen["train"].append(loss.detach())
+            return loss
 
-    def validation_step(self, rows: Any, _: int) -> None:
-        loss = self.model(**rows).loss
-        self.log("valid", loss)
-        self.seen["valid"].append(loss)
+        def validation_step(self, rows: Any, _: int) -> None:
+            loss = self.model(**rows).loss
+            self.log("valid", loss)
+            self.seen["valid"].append(loss)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    return Language
 
 
 def rows_of(num_batches: int, seed: int) -> torch.utils.data.DataLoader:
@@ -51,18 +60,18 @@ def rows_of(num_batches: int, seed: int) -> torch.utils.data.DataLoader:
 
 def fitted(
     folder: Path, budget: float | None, *, resume: Path | None = None, **settings: Any
-) -> tuple[Language, Path]:
+) -> tuple[Any, Path]:
     """Trains two epochs, or those that are left after `resume`; the last checkpoint's path."""
     torch.manual_seed(0)
-    module = Language(budget)
+    module = language()(budget)
     settings = {"max_epochs": 2, "log_every_n_steps": 1, **settings}
-    trainer = lightning.Trainer(accelerator="cpu", default_root_dir=folder, **settings)
+    trainer = lightning().Trainer(accelerator="cpu", default_root_dir=folder, **settings)
     torch.manual_seed(1)
     trainer.fit(module, rows_of(3, 0), rows_of(1, 100), ckpt_path=resume)
     return module, Path(trainer.checkpoint_callback.best_model_path)
 
 
-def check(ours: Language, theirs: Language) -> None:
+def check(ours: Any, theirs: Any) -> None:
     """Losses of all steps, and weights under the same names."""
     assert ours.seen["train"]
     for kind, losses in theirs.seen.items():
@@ -89,7 +98,7 @@ def test_training_is_that_of_the_plain_model(settings: dict[str, Any], tmp_path:
     assert ours.model.plan.schedule.num_recomputations() > 0
     assert len(ours.seen["valid"]) == 3  # the sanity check, and one batch an epoch
     # The file of the planned run loads into a module without a budget.
-    again = Language.load_from_checkpoint(saved)
+    again = language().load_from_checkpoint(saved)
     assert isinstance(again.model, nn.Module)
     assert not isinstance(again.model, RockmateModule)
     assert_equal(again.state_dict(), theirs.state_dict())

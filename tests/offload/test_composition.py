@@ -10,8 +10,9 @@ from typing import Any
 import moves
 import pytest
 import torch
-import transformers
-from helpers import differing, gradients_of
+from fine_tuning import llama
+from helpers import differing, gradients_of, same_gradients
+from moves import X, layers, module_of, step
 from ranks import run_on_ranks
 from sharded_net import assert_equal, net, planned, sharded_by_torch, trained
 from torch import Tensor, distributed, nn
@@ -21,35 +22,14 @@ from rockmate import MissingCompilerError, RockmateModule, fully_shard
 from rockmate.schedule.flights import Flights
 
 
-@pytest.fixture(autouse=True)
-def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    moves.use_fast_link(monkeypatch)
-
-
-def layers(width: int = 256, number: int = 6) -> nn.Sequential:
-    torch.manual_seed(0)
-    parts = [part for _ in range(number) for part in (nn.Linear(width, width), nn.GELU())]
-    return nn.Sequential(*parts).train()
-
-
-X = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-
-
-def same_step(module: Any, eager: nn.Module, x: Tensor) -> None:
-    for callee in (module, eager):
-        callee.zero_grad()
-        callee(x).square().mean().backward()
-    assert not differing(gradients_of(module), gradients_of(eager))
-
-
 def test_varying_shapes_move_within_the_same_bytes(tmp_path: Path) -> None:
     model = layers()
     eager = copy.deepcopy(model)
-    module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}")
-    assert module.plan.schedule.moves
+    module = module_of(tmp_path, model)
     budget = module.plan.budget_bytes
     for rows in (128, 96, 64, 128, 96, 160):
-        same_step(module, eager, torch.randn(rows, 256))
+        x = torch.randn(rows, 256)
+        same_gradients(module, eager, lambda callee, x=x: step(callee, x))
         assert module.plan.budget_bytes == budget
         assert module.plan.predicted_peak_bytes <= budget
     assert module.plan.schedule.moves
@@ -57,9 +37,9 @@ def test_varying_shapes_move_within_the_same_bytes(tmp_path: Path) -> None:
 
 def test_a_smaller_batch_reuses_the_schedule_with_its_moves(tmp_path: Path) -> None:
     model = layers()
-    module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}")
+    module = module_of(tmp_path, model)
     num_moves = len(module.plan.schedule.moves)
-    same_step(module, copy.deepcopy(model), torch.randn(127, 256))
+    same_gradients(module, copy.deepcopy(model), lambda callee: step(callee, X[1:]))
     assert len(module.plan.schedule.moves) == num_moves
 
 
@@ -70,7 +50,7 @@ def test_frozen_layers(tmp_path: Path) -> None:
     x = X.clone().requires_grad_()
     module = RockmateModule(model, x, 0.5, offload=f"disk:{tmp_path}")
     assert module.plan.schedule.moves
-    same_step(module, copy.deepcopy(model), x)
+    same_gradients(module, copy.deepcopy(model), lambda callee: step(callee, x))
 
 
 class Head(nn.Module):
@@ -111,16 +91,17 @@ def test_marks_keep_a_value_here(tmp_path: Path) -> None:
 
 def test_two_forwards_in_flight_count_twice(tmp_path: Path) -> None:
     model = layers()
-    module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}", in_flight=2)
+    module = module_of(tmp_path, model, in_flight=2)
     plan = module.plan
-    assert plan.schedule.moves
     sizes = {plan.snapshot.storages[move.storage].num_bytes for move in plan.schedule.moves}
     assert plan.simulation.host_bytes >= 2 * len(plan.schedule.moves) * min(sizes)
     eager = copy.deepcopy(model)
-    for callee in (module, eager):
+
+    def both(callee: nn.Module) -> None:
         one, other = callee(X).square().mean(), callee(2 * X).square().mean()
         (one + other).backward()
-    assert not differing(gradients_of(model), gradients_of(eager))
+
+    same_gradients(module, eager, both)
 
 
 def test_outputs_outside_the_loss(tmp_path: Path) -> None:
@@ -133,22 +114,18 @@ def test_outputs_outside_the_loss(tmp_path: Path) -> None:
             return self.left(x).square().mean(), self.right(x).square().mean()
 
     model = Two()
-    module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}", differentiable="all")
-    assert module.plan.schedule.moves
+    module = module_of(tmp_path, model, differentiable="all")
     eager = copy.deepcopy(model)
     for index in (0, 1):
-        for callee in (module, eager):
-            callee.zero_grad()
-            callee(X)[index].backward()
-        assert not differing(gradients_of(model), gradients_of(eager))
+        same_gradients(module, eager, lambda callee, index=index: callee(X)[index].backward())
 
 
 def test_a_copy_has_a_tier_of_its_own(tmp_path: Path) -> None:
     model = layers()
-    module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}")
-    same_step(module, copy.deepcopy(model), X)
+    module = module_of(tmp_path, model)
+    same_gradients(module, copy.deepcopy(model), step)
     twin = copy.deepcopy(module)
-    same_step(twin, copy.deepcopy(model), X)
+    same_gradients(twin, copy.deepcopy(model), step)
 
 
 def test_what_an_opaque_module_takes_or_returns_stays(tmp_path: Path) -> None:
@@ -164,7 +141,7 @@ def test_what_an_opaque_module_takes_or_returns_stays(tmp_path: Path) -> None:
     }
     assert held
     assert not held & {move.storage for move in plan.schedule.moves}
-    same_step(module, eager, X)
+    same_gradients(module, eager, step)
 
 
 def test_frames_do_not_move(tmp_path: Path) -> None:
@@ -178,24 +155,13 @@ def test_compiled(tmp_path: Path) -> None:
     compiled = torch.compile(
         model, backend="rockmate", options={"budget": 0.5, "offload": f"disk:{tmp_path}"}
     )
-    for callee in (compiled, eager):
-        callee(X).square().mean().backward()
-    assert not differing(gradients_of(model), gradients_of(eager))
+    same_gradients(model, eager, lambda callee: step(compiled if callee is model else eager))
 
 
 @pytest.mark.filterwarnings("ignore")  # of PEFT
 def test_lora(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-    )
-    plain = transformers.LlamaForCausalLM(config)
+    plain = llama(vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
     adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
     model = peft.get_peft_model(plain, adapters).train()
     words = torch.randint(0, 500, (2, 64))
@@ -213,10 +179,9 @@ def test_fused_kernels(tmp_path: Path) -> None:
     model = layers()
     eager = copy.deepcopy(model)
     try:
-        module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}", kernels="fused")
+        module = module_of(tmp_path, model, kernels="fused")
     except MissingCompilerError:
         pytest.skip("no compiler")
-    assert module.plan.schedule.moves
     for callee in (module, eager):
         callee(X).square().mean().backward()
     ours, theirs = gradients_of(model), gradients_of(eager)
@@ -229,8 +194,7 @@ def test_data_parallel(tmp_path: Path) -> None:
     try:
         model = layers()
         eager = copy.deepcopy(model)
-        module = RockmateModule(model, X, 0.5, offload=f"disk:{tmp_path}")
-        assert module.plan.schedule.moves
+        module = module_of(tmp_path, model)
         parallel = nn.parallel.DistributedDataParallel(module)
         for _ in range(2):
             for callee in (parallel, eager):
@@ -246,11 +210,11 @@ def check_data_parallel(mesh: DeviceMesh, folder: str) -> None:
     moves.use_fast_link(pytest.MonkeyPatch(), replace(moves.FAST, out_gb_per_s=rate))
     model = layers()
     eager = copy.deepcopy(model)
-    module = RockmateModule(model, X, 0.5, offload=f"disk:{folder}")
+    module = module_of(Path(folder), model)
     parallel = [nn.parallel.DistributedDataParallel(each) for each in (module, eager)]
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, eager)]
-    for step in range(3):
-        x = X + 3 * step + distributed.get_rank()
+    for index in range(3):
+        x = X + 3 * index + distributed.get_rank()
         for callee, optimizer in zip(parallel, optimizers, strict=True):
             optimizer.zero_grad()
             output = callee(x)

@@ -13,15 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import moves
 import pytest
 import torch
-from helpers import differing, gradients_of
-from torch import nn
+from helpers import same_gradients
+from moves import X, module_of, step
 from torch.overrides import TorchFunctionMode
 
 import rockmate.runtime.autograd
-from rockmate import RockmateModule
 from rockmate.errors import OffloadError
 from rockmate.offload import pinned_tier
 from rockmate.offload.pinned_tier import PinnedTier
@@ -98,35 +96,20 @@ def late_streams(monkeypatch: pytest.MonkeyPatch) -> PinnedTier:
     monkeypatch.setattr(pinned_tier, "_pinned", lambda n: torch.full((n,), 255, dtype=torch.uint8))
     tier = PinnedTier()
     monkeypatch.setattr(rockmate.runtime.autograd, "tier_of", lambda *_: tier)
-    moves.use_fast_link(monkeypatch)
     return tier
-
-
-X = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-
-
-def module_of(folder: Path) -> RockmateModule:
-    torch.manual_seed(0)
-    parts = [part for _ in range(6) for part in (nn.Linear(256, 256), nn.GELU())]
-    module = RockmateModule(nn.Sequential(*parts), X, 0.5, offload=f"disk:{folder}")
-    assert module.plan.schedule.moves
-    return module
 
 
 def test_late_copies_bring_back_the_bits(tmp_path: Path, late_streams: PinnedTier) -> None:
     module = module_of(tmp_path)
     eager = copy.deepcopy(module.original)
-    for step in range(3):
-        for callee in (module, eager):
-            callee.zero_grad()
-            callee(X + step).square().mean().backward()
-        assert not differing(gradients_of(module.original), gradients_of(eager))
+    for number in range(3):
+        same_gradients(module, eager, lambda callee, x=X + number: step(callee, x))
     assert late_streams.num_bytes == module.plan.simulation.host_bytes
 
 
 def test_each_copy_waits_for_the_step_and_is_waited_for(tmp_path: Path) -> None:
     module = module_of(tmp_path)
-    module(X).square().mean().backward()
+    step(module)
     number = len(module.plan.schedule.moves)
     kinds = [kind for kind, _ in LOG]
     assert kinds.count("copy") == kinds.count("wait_stream") == kinds.count("wait_event")
@@ -160,7 +143,7 @@ def test_an_abandoned_step_is_waited_for_before_its_memory_goes(
     gc.collect()
     assert all(each.is_waited_for for each in copies)
     assert late_streams.num_bytes == module.plan.simulation.host_bytes
-    module(X).square().mean().backward()
+    step(module)
 
 
 def test_pinned_memory_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import tempfile
 from itertools import pairwise
 from pathlib import Path
 
 import models
 import moves
 import pytest
-import torch
-from helpers import differing, gradients_of
-from torch import nn
+from helpers import same_gradients
+from moves import X, layers, step
 
 from rockmate import InfeasibleBudgetError, Plan, PlanFileError, Planner, RockmateModule
 from rockmate.costs.cost import Link
@@ -20,22 +21,14 @@ from rockmate.costs.cost import Link
 SLOW = Link(out_gb_per_s=0.5, in_gb_per_s=0.5, latency_ms=0.01, duplex=0.8)
 
 
-def layers(width: int = 256, number: int = 6) -> nn.Module:
-    torch.manual_seed(0)
-    parts = [part for _ in range(number) for part in (nn.Linear(width, width), nn.GELU())]
-    return nn.Sequential(*parts).train()
-
-
-X = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture(autouse=True)
-def fast_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    moves.use_fast_link(monkeypatch)
-
-
 def planner_of(folder: Path, **options: object) -> Planner:
     return Planner(layers(), X, machine="cpu-avx2", offload=f"disk:{folder}", **options)
+
+
+@functools.cache
+def half() -> Plan:
+    """Of half of the peak, made once."""
+    return planner_of(Path(tempfile.gettempdir()), host_budget="1GiB").plan(0.5)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])
@@ -99,7 +92,7 @@ def test_the_host_budget_is_kept(tmp_path: Path) -> None:
 
 
 def test_a_file_holds_the_moves(tmp_path: Path) -> None:
-    plan = planner_of(tmp_path, host_budget="1GiB").plan(0.5)
+    plan = half()
     assert plan.schedule.moves
     text = plan.to_text()
     read = Plan.from_text(text)
@@ -112,13 +105,11 @@ def test_a_file_holds_the_moves(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     module = RockmateModule(model, X, plan=read, offload=f"disk:{other}")
-    for callee in (module, eager):
-        callee(X).square().mean().backward()
-    assert not differing(gradients_of(model), gradients_of(eager))
+    same_gradients(module, eager, step)
 
 
-def test_a_file_whose_schedule_reads_what_is_away_is_refused(tmp_path: Path) -> None:
-    plan = planner_of(tmp_path).plan(0.5)
+def test_a_file_whose_schedule_reads_what_is_away_is_refused() -> None:
+    plan = half()
     content = json.loads(plan.to_text())
     edited = copy.deepcopy(content)
     # A run less moves everything behind it by a step.
@@ -128,8 +119,8 @@ def test_a_file_whose_schedule_reads_what_is_away_is_refused(tmp_path: Path) -> 
         Plan.from_text(json.dumps(edited))
 
 
-def test_a_plan_says_what_moves(tmp_path: Path) -> None:
-    plan = planner_of(tmp_path).plan(0.5)
+def test_a_plan_says_what_moves() -> None:
+    plan = half()
     move = plan.schedule.moves[0]
     text = str(plan.explain(plan.snapshot.storages[move.storage].name))
     assert f"copied out from step {move.send} on, gone before step {move.sent}" in text

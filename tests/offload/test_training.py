@@ -7,10 +7,10 @@ import gc
 from pathlib import Path
 
 import models
-import moves
 import pytest
 import torch
-from helpers import differing, gradients_of, net_allocated
+from helpers import differing, gradients_of, net_allocated, same_gradients
+from moves import X, layers, module_of, step
 from torch import nn
 
 from bench.measure import allocator_peak
@@ -34,10 +34,7 @@ def disk_of(model: nn.Module, folder: Path) -> DiskTier:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_three_steps_have_the_bits_of_eager(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moves.use_fast_link(monkeypatch)
+def test_three_steps_have_the_bits_of_eager(name: str, tmp_path: Path) -> None:
     workload = models.tiny(name)
     eager = copy.deepcopy(workload.model)
     planner = planner_of(workload.model, workload.sample, tmp_path)
@@ -45,12 +42,12 @@ def test_three_steps_have_the_bits_of_eager(
     assert module.plan.schedule.moves, "nothing moves"
     module.plan.schedule.verify(module.plan.graph)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (module, eager)]
-    for step in range(3):
-        batch = workload.make_batch(step)
+    for seed in range(3):
+        batch = workload.make_batch(seed)
         inputs = {key: value for key, value in batch.items() if key != models.TARGET}
         losses = []
         for callee, optimizer in zip((module, eager), optimizers, strict=True):
-            torch.manual_seed(step)
+            torch.manual_seed(seed)
             optimizer.zero_grad()
             output = callee(**inputs)
             loss = output.loss if name in models.HAS_OWN_LOSS else output.square().mean()
@@ -66,10 +63,7 @@ def test_three_steps_have_the_bits_of_eager(
 
 @pytest.mark.parametrize("share", [0.5, 0.1])
 @pytest.mark.parametrize("name", NAMES)
-def test_measured_bytes_are_the_predicted_ones(
-    name: str, share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moves.use_fast_link(monkeypatch)
+def test_measured_bytes_are_the_predicted_ones(name: str, share: float, tmp_path: Path) -> None:
     workload = models.medium(name)
     planner = planner_of(workload.model, workload.sample, tmp_path)
     least, most = planner.minimum_peak_bytes, planner.baseline_peak_bytes
@@ -94,28 +88,10 @@ def test_measured_bytes_are_the_predicted_ones(
     assert disk_of(workload.model, tmp_path).num_bytes == plan.simulation.host_bytes
 
 
-def layers(width: int = 256, number: int = 6) -> nn.Module:
-    torch.manual_seed(0)
-    parts = [part for _ in range(number) for part in (nn.Linear(width, width), nn.GELU())]
-    return nn.Sequential(*parts).train()
-
-
-def module_of(
-    model: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch, **options: object
-) -> RockmateModule:
-    moves.use_fast_link(monkeypatch)
-    x = torch.randn(128, 256)
-    module = RockmateModule(model, x, 0.5, offload=f"disk:{folder}", **options)
-    assert module.plan.schedule.moves
-    return module
-
-
-def test_several_forwards_wait_for_their_backwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_forwards_wait_for_their_backwards(tmp_path: Path) -> None:
     model = layers()
     eager = copy.deepcopy(model)
-    module = module_of(model, tmp_path, monkeypatch, in_flight=3)
+    module = module_of(tmp_path, model, in_flight=3)
     batches = [torch.randn(128, 256) for _ in range(3)]
     for callee in (module, eager):
         outputs = [callee(x).square().mean() for x in batches]
@@ -130,36 +106,26 @@ def test_several_forwards_wait_for_their_backwards(
     assert disk.num_bytes == 3 * module.plan.simulation.host_bytes
 
 
-def test_a_kept_graph_brings_its_values_back_twice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_graph_brings_its_values_back_twice(tmp_path: Path) -> None:
     model = layers()
     eager = copy.deepcopy(model)
-    module = module_of(model, tmp_path, monkeypatch)
-    x = torch.randn(128, 256)
-    for callee in (module, eager):
-        loss = callee(x).square().mean()
+    module = module_of(tmp_path, model)
+
+    def twice(callee: nn.Module) -> None:
+        loss = callee(X).square().mean()
         loss.backward(retain_graph=True)
         loss.backward()
-    assert not differing(gradients_of(model), gradients_of(eager))
+
+    same_gradients(module, eager, twice)
 
 
-def test_nothing_is_left_in_memory_after_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = layers()
-    module = module_of(model, tmp_path, monkeypatch)
-    x = torch.randn(128, 256)
-
-    def step() -> None:
-        module(x).square().mean().backward()
-
-    step()
-    assert net_allocated(step) == 0
+def test_nothing_is_left_in_memory_after_a_step(tmp_path: Path) -> None:
+    module = module_of(tmp_path)
+    step(module)
+    assert net_allocated(lambda: step(module)) == 0
 
 
-def test_the_input_gets_its_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    moves.use_fast_link(monkeypatch)
+def test_the_input_gets_its_gradient(tmp_path: Path) -> None:
     model = layers()
     eager = copy.deepcopy(model)
     x = torch.randn(128, 256, requires_grad=True)

@@ -54,6 +54,9 @@ def test_a_faster_plan_is_handed_on() -> None:
     ]
     assert [plan.budget_bytes for plan in found.values()] == budgets
     assert found[budgets[1]].lower_bound_ms == slowest.bounds.tight_bound_ms(budgets[1])
+    chunked = replace(fastest, options=replace(fastest.options, loss_chunks=Chunks(4, "recompute")))
+    found = never_slower(dict(zip(budgets[:2], (chunked, slow), strict=True)))
+    assert found[budgets[1]].schedule == chunked.schedule
 
 
 def test_budgets_asked_for_one_by_one_hand_faster_plans_on(
@@ -71,10 +74,3 @@ def test_budgets_asked_for_one_by_one_hand_faster_plans_on(
     assert found.schedule == first.schedule
     assert found.budget_bytes == high
     assert planner.plan(high) is found
-
-
-def test_a_plan_in_chunks_is_handed_on() -> None:
-    budgets, (_, slow, _, fastest) = few_plans()
-    chunked = replace(fastest, options=replace(fastest.options, loss_chunks=Chunks(4, "recompute")))
-    found = never_slower(dict(zip(budgets[:2], (chunked, slow), strict=True)))
-    assert found[budgets[1]].schedule == chunked.schedule

@@ -19,6 +19,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from bench.models.hf import halves, usual
+
 Batch = dict[str, Any]
 MakeBatch = Callable[[int], Batch]
 _VOCABULARY, _TOKENS, _ROWS = 97, 12, 2
@@ -150,45 +152,13 @@ def _model(kind: str, head: str, sizes: dict[str, Any], **more: Any) -> nn.Modul
 
 
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-_SIZES = {
-    "vocab_size": _VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-}
-_DECODER = {
-    **_SIZES,
-    **_SPECIAL,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-_ENCODER = {**_SIZES, **_SPECIAL, "max_position_embeddings": 64}
-_VISION = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "image_size": 32,
-    "patch_size": 8,
-    "num_labels": 5,
-    "problem_type": "single_label_classification",
-}
-_TRANSLATOR = {
-    **_SPECIAL,
-    "vocab_size": _VOCABULARY,
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": 2,
-}
+_ENCODER = usual(2, 32, 4, 48, _VOCABULARY) | _SPECIAL | {"max_position_embeddings": 64}
+_DECODER = _ENCODER | {"num_key_value_heads": 2, "head_dim": 8}
+_CLASSES = {"num_labels": 5, "problem_type": "single_label_classification"}
+_VISION = usual(2, 32, 4, 48) | {"image_size": 32, "patch_size": 8} | _CLASSES
+_TRANSLATOR = halves(1, 32, 4, ffn_dim=48) | _SPECIAL
+_TRANSLATOR |= {"vocab_size": _VOCABULARY, "max_position_embeddings": 64}
+_TRANSLATOR |= {"decoder_start_token_id": 2, "forced_eos_token_id": 2}
 _T5 = {
     "vocab_size": _VOCABULARY,
     "d_model": 32,
@@ -201,12 +171,7 @@ _T5 = {
     "eos_token_id": 1,
     "decoder_start_token_id": 0,
 }
-_STAGES = {
-    "hidden_sizes": [16, 32],
-    "depths": [1, 2],
-    "num_labels": 5,
-    "problem_type": "single_label_classification",
-}
+_STAGES = {"hidden_sizes": [16, 32], "depths": [1, 2]} | _CLASSES
 _SOUND = {
     **_ENCODER,
     "conv_dim": [16, 16],
@@ -244,43 +209,27 @@ def _small(*names: str) -> dict[str, Any]:
     return {name: (_DECODER | _VISION)[name] for name in names}
 
 
-_TOWER = {
-    **_small("hidden_size", "num_attention_heads", "intermediate_size"),
-    "num_hidden_layers": 1,
-}
+_TOWER = usual(1, 32, 4, 48)
 _TEXT_TOWER = {**_TOWER, **_SPECIAL, **_small("vocab_size", "max_position_embeddings")}
 _VISION_TOWER = {**_TOWER, **_small("image_size", "patch_size")}
 
 
 def _two_towers(kind: str) -> nn.Module:
-    return _model(
-        kind,
-        "Model",
-        {
-            "text_config": dict(_TEXT_TOWER),
-            "vision_config": dict(_VISION_TOWER),
-            "projection_dim": 16,
-        },
-    )
+    towers = {"text_config": dict(_TEXT_TOWER), "vision_config": dict(_VISION_TOWER)}
+    return _model(kind, "Model", towers, projection_dim=16)
 
 
 def _gemma3() -> nn.Module:
     """One layer that attends to a window of tokens, one that attends to all."""
-    sizes = {
-        **_DECODER,
-        "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }
+    kinds = ["sliding_attention", "full_attention"]
+    sizes = _DECODER | {"sliding_window": 6, "layer_types": kinds}
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**sizes))
 
 
 def _blip() -> nn.Module:
     text = {**_TEXT_TOWER, "encoder_hidden_size": 32, "sep_token_id": 2}
-    return _model(
-        "Blip",
-        "ForConditionalGeneration",
-        {"text_config": text, "vision_config": dict(_VISION_TOWER), "projection_dim": 16},
-    )
+    towers = {"text_config": text, "vision_config": dict(_VISION_TOWER)}
+    return _model("Blip", "ForConditionalGeneration", towers, projection_dim=16)
 
 
 def _llava() -> nn.Module:
@@ -293,21 +242,7 @@ def _llava() -> nn.Module:
 ARCHITECTURES: dict[str, Architecture] = {
     # Decoders.
     "gpt2": Architecture(partial(_model, "GPT2", "LMHeadModel", _DECODER), causal_tokens),
-    "gpt-j": Architecture(
-        partial(
-            _model,
-            "GPTJ",
-            "ForCausalLM",
-            _SPECIAL,
-            vocab_size=_VOCABULARY,
-            n_positions=64,
-            n_embd=32,
-            n_layer=2,
-            n_head=4,
-            rotary_dim=4,
-        ),
-        causal_tokens,
-    ),
+    "gpt-j": _decoder("GPTJ", n_positions=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4),
     "gpt-neox": _decoder("GPTNeoX"),
     "llama": _decoder("Llama"),
     "mistral": _decoder("Mistral"),

@@ -9,13 +9,15 @@ import copy
 import dataclasses
 import functools
 import gc
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import models
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench import measure
 from bench.models import Workload
@@ -31,10 +33,12 @@ def budget_for(planner: Planner, regime: str) -> int | float:
     return {"loose": 1.0, "binding": (minimum + baseline) // 2, "minimum": minimum}[regime]
 
 
-def modules_of(model: nn.Module, sample: Any, **options: Any) -> list[RockmateModule]:
+def modules_of(
+    model: nn.Module, sample: Any, regimes: Sequence[str] = REGIMES, **options: Any
+) -> list[RockmateModule]:
     """One planned module for each regime, all on the same model; bitwise unless options say."""
     planner = Planner(model, sample, **{"numerics": "bitwise", **options})
-    return [planner.module(budget_for(planner, regime)) for regime in REGIMES]
+    return [planner.module(budget_for(planner, regime)) for regime in regimes]
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,15 @@ def differing(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> li
         (ours.keys() ^ reference.keys())
         | {name for name in both if not same_bits(ours[name], reference[name])}
     )
+
+
+def same_gradients(module: Any, eager: nn.Module, run: Callable[[Any], Any]) -> None:
+    """Asserts that `run`, a step from zero gradients, leaves the same bits in both."""
+    for callee in (module, eager):
+        callee.zero_grad()
+        run(callee)
+    assert gradients_of(eager)
+    assert not differing(gradients_of(module), gradients_of(eager))
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -186,18 +199,26 @@ def assert_same(ours: Step, reference: Step) -> None:
 
 
 def check_against_eager(
-    model: nn.Module, sample: Any, loss_of: Loss, *, num_steps: int = 3, **options: Any
-) -> None:
+    model: nn.Module,
+    sample: Any,
+    loss_of: Loss,
+    *,
+    num_steps: int = 3,
+    regimes: Sequence[str] = REGIMES,
+    **options: Any,
+) -> RockmateModule:
     """Trains a copy of `model` plainly and others planned for each regime, and compares every step
-    bit for bit."""
+    bit for bit. Returns the last planned module."""
     reference_model = copy.deepcopy(model)
     reference = train(reference_model, reference_model, loss_of, num_steps)
     before = copy.deepcopy(model.state_dict())
-    for module in modules_of(model, sample, **options):
+    modules = modules_of(model, sample, regimes, **options)
+    for module in modules:
         model.load_state_dict(before)
         model.zero_grad(set_to_none=True)
         for ours, theirs in zip(train(module, model, loss_of, num_steps), reference, strict=True):
             assert_same(ours, theirs)
+    return modules[-1]
 
 
 def assert_close(ours: Step, reference: Step) -> None:
@@ -214,6 +235,28 @@ def assert_close(ours: Step, reference: Step) -> None:
         largest = max(other.abs().max().item() for other in reference.gradients.values())
         assert gap <= 1e-6 * largest, name
     assert torch.equal(ours.random_state, reference.random_state)
+
+
+# --- work ---------------------------------------------------------------------------------------
+
+
+class _Counter(TorchDispatchMode):
+    """Counts the calls of each op by its name, in place and `out=` forms included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func).split(".")[1].rstrip("_")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def counts_of(module: Callable[..., Any], *inputs: Any) -> Counter[str]:
+    """How often each op runs in one forward and backward."""
+    with _Counter() as counter:
+        module(*inputs).backward()
+    return counter.counts
 
 
 # --- memory ---------------------------------------------------------------------------------------

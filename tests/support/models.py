@@ -194,7 +194,7 @@ class WithOutput(nn.Module):
 
     def __init__(self, make: Callable[..., object]) -> None:
         super().__init__()
-        self.body = Stack()
+        self.body = Stack(2)
         self.make = make
 
     def forward(self, x: Tensor) -> object:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import rockmate.planning.checked_forms
 import rockmate.runtime.autograd
-from rockmate import Plan
+from rockmate import Plan, RockmateModule
 from rockmate.costs.cost import Link
 from rockmate.graph.ir import Graph
 from rockmate.offload.request import OffloadRequest
@@ -24,6 +26,26 @@ from rockmate.schedule.simulate import simulate
 
 # Copies take next to no time, so that moving beats recomputing.
 FAST = Link(out_gb_per_s=1e4, in_gb_per_s=1e4, latency_ms=1e-9)
+
+X = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+
+
+def layers(width: int = 256, number: int = 6) -> nn.Sequential:
+    """A model whose values move at half of its peak."""
+    torch.manual_seed(0)
+    parts = [part for _ in range(number) for part in (nn.Linear(width, width), nn.GELU())]
+    return nn.Sequential(*parts).train()
+
+
+def module_of(folder: Path, model: nn.Module | None = None, **options: Any) -> RockmateModule:
+    """`model`, or `layers`, whose values move to a disk."""
+    module = RockmateModule(model or layers(), X, 0.5, offload=f"disk:{folder}", **options)
+    assert module.plan.schedule.moves
+    return module
+
+
+def step(module: Callable[..., Tensor], x: Tensor = X) -> None:
+    module(x).square().mean().backward()
 
 
 def use_fast_link(monkeypatch: pytest.MonkeyPatch, link: Link = FAST) -> None:

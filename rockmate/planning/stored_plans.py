@@ -27,7 +27,7 @@ import torch
 from rockmate._torch.dispatch import is_op
 from rockmate._util import cache_folder
 from rockmate.bound.protocol import StoredBound
-from rockmate.capture.traced_calls import TracedCall
+from rockmate.capture.roles import TracedCall
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.graph.snapshot import digest
 from rockmate.graph.snapshot_capture import snapshot_of

@@ -20,7 +20,7 @@ from rockmate._torch.engine import saving
 from rockmate._torch.members import all_hooks_of
 from rockmate._torch.storage import bytes_of
 from rockmate.budget import size_text
-from rockmate.capture.loss import loss_of
+from rockmate.capture.structure import loss_of
 from rockmate.capture.trace_state import DifferentiatedError
 from rockmate.runtime.ddp import is_distributed
 from rockmate.state.call_state import CallState

@@ -251,14 +251,15 @@ class LowerBound:
         """
         solver_time = self._solver_time.restarted()
         # The time of a plan on the convex hull is an upper bound on the point's least time.
+        curves = self._curves[:num_points]
         upper_ms = [
-            curve.hull_plan_ms(budget_bytes - point.min_bytes) for point, curve, _ in self._curves
+            curve.hull_plan_ms(budget_bytes - point.min_bytes) for point, curve, _ in curves
         ]
         best = _Binding(0, -inf)
         for index in sorted(range(len(upper_ms)), key=upper_ms.__getitem__, reverse=True):
             if upper_ms[index] < best.recompute_ms:
                 break
-            point, curve, _ = self._curves[index]
+            point, curve, _ = curves[index]
             room_bytes = budget_bytes - point.min_bytes
             with solver_time.for_one_solve() as time_limit_s:
                 recompute_ms = curve.bound_ms(room_bytes, time_limit_s=time_limit_s)

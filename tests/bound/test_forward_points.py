@@ -14,6 +14,7 @@ from small_graphs import SMALL, candidates, random_schedule, small, synthetic_co
 
 import rockmate.bound.forward_point
 from bench import models
+from rockmate import Planner
 from rockmate.bound.forward_point import forward_points
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.program_point import ProgramPoint, ProgramPoints
@@ -133,6 +134,13 @@ def test_chunks_at_once_need_their_memory_in_the_forward() -> None:
         assert both.bound_ms(budget_bytes) >= alone.bound_ms(budget_bytes)
         lifts.append(both.bound_ms(budget_bytes) / alone.bound_ms(budget_bytes) - 1)
     assert max(lifts) > 0.01
+
+
+def test_pairs_of_points_are_of_the_backward() -> None:
+    workload = models.build("mlp", tiny=True).with_loss_inside()  # its loss needs a workspace
+    planner = Planner(workload.model, workload.sample)
+    plan = planner.plan(1.0)
+    assert plan.lower_bound_ms == planner.baseline_ms == plan.predicted_ms
 
 
 def test_forwards_in_flight_have_no_points_in_the_forward() -> None:

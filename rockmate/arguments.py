@@ -20,27 +20,23 @@ if TYPE_CHECKING:
     from rockmate.plan.plan import Plan
 
 
-def budget_of(budget: Budget | None, max_slowdown: float | None) -> Budget | None:
-    """The budget that is given, or asked for by the slowdown that it may cost.
-
-    Raises `InvalidArgumentError` for both.
-    """
-    if max_slowdown is None:
-        return budget
-    if budget is not None:
-        msg = f"budget {budget!r} and max_slowdown {max_slowdown!r} are given; give one of them."
-        raise InvalidArgumentError(msg)
-    return f"{max_slowdown}x"
-
-
-def check_arguments(
+def checked_budget(
     model: Any,
     sample_input: Any,
     budget: Budget | None,
+    max_slowdown: float | None,
     memory_limit: int | str | None,
     plan: Plan | None,
-) -> None:
-    """Raises for a model that is none, a budget in the place of the sample, or no one bound."""
+) -> Budget | None:
+    """The budget, or the slowdown that it may cost in its place.
+
+    Raises for a model that is none, a budget in the place of the sample, or no one bound.
+    """
+    if max_slowdown is not None:
+        if budget is not None:
+            msg = f"budget {budget!r} and max_slowdown {max_slowdown!r} are given; give one."
+            raise InvalidArgumentError(msg)
+        budget = f"{max_slowdown}x"
     if isinstance(sample_input, nn.Module) and not isinstance(model, nn.Module):
         msg = "a model is in the place of the sample. Write RockmateModule(model, sample, ...)."
         raise InvalidArgumentError(msg)
@@ -76,6 +72,7 @@ def check_arguments(
     if budget is not None and slowdown_of(budget) is None:
         # An unreadable budget fails before the capture, not after it. The peak is unknown here.
         parse_budget(budget, 1 << 62)
+    return budget
 
 
 def check_choices(larger: str, on_infeasible: str, **flags: Any) -> None:

@@ -18,11 +18,10 @@ from torch import nn
 
 from rockmate._torch.members import share_members
 from rockmate.arguments import (
-    budget_of,
-    check_arguments,
     check_choices,
     check_mode,
     check_options,
+    checked_budget,
     checked_plan,
     memory_limit_of,
 )
@@ -163,8 +162,7 @@ class RockmateModule(Wrapper):
         **keywords: Any,
     ) -> None:
         options = PlanOptions.of(options, keywords, known=RockmateModule.__init__.__kwdefaults__)
-        budget = budget_of(budget, max_slowdown)
-        check_arguments(model, sample_input, budget, memory_limit, plan)
+        budget = checked_budget(model, sample_input, budget, max_slowdown, memory_limit, plan)
         check_mode(mode, keep, plan, strategy, {**options.changed, **keywords})
         check_choices(larger, on_infeasible, replan=replan, plan_frames=plan_frames)
         plain = plain_model(model)
@@ -181,8 +179,7 @@ class RockmateModule(Wrapper):
             self._frames = self._make_frames()
             self._take_methods(names, self._plans)
             return
-        # Loaded late, with the capture: a mistake in an argument is told at once.
-        from rockmate.plan_cache import PlanCache
+        from rockmate.plan_cache import PlanCache  # late: mistakes in arguments are told at once
         from rockmate.request import PlanRequest, planned_call_of
 
         if plan is not None:

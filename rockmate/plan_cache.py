@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -48,6 +48,7 @@ from rockmate.trial.steps import TrialOption, TrialSteps
 logger = logging.getLogger(__name__)
 
 # Plans of one module. A shape or a state that returns within this many finds its plan.
+Beyond = Literal["refuse", "tell", "allow"]
 MAX_PLANS = 64
 
 # Warnings of plans for other shapes are at least this far apart; plans between them are logged as
@@ -76,6 +77,8 @@ class PlanCache:
         runnables: at most `MAX_PLANS`, the one in use first.
         request: how to plan when no plan serves a call; None where only the given plan may run.
         new_plans: counts the calls that needed a plan.
+        beyond_in_flight: what becomes of a forward that passes the budget together with those in
+            flight, where none can be planned for.
         largest: without a sample, the first call -> the same call at the sizes to plan for first.
     """
 
@@ -100,7 +103,8 @@ class PlanCache:
         self.runnables: list[RunnableCall] = []
         self.request = request
         self._model = model
-        self._keeps_budget = request is None or request.on_infeasible == "error"
+        keeps_budget = request is None or request.on_infeasible == "error"
+        self.beyond_in_flight: Beyond = "refuse" if keeps_budget else "tell"
         self._has_told_in_flight = False
         self._replans, self._refuses_larger = replans, refuses_larger
         self._optional = optional_keywords(model)
@@ -156,7 +160,7 @@ class PlanCache:
         tensors, call = flatten_call(args, kwargs, self._optional)
         self.new_plans.num_calls += 1
         runnable = self.runnable_for(call, tensors)
-        if beyond := runnable.beyond_budget():
+        if self.beyond_in_flight != "allow" and (beyond := runnable.beyond_budget()):
             runnable = self._for_in_flight(runnable, beyond, (call, tensors))
         return runnable.run_or_try(tensors, args, kwargs)
 
@@ -165,18 +169,19 @@ class PlanCache:
     ) -> RunnableCall:
         """The runnable call, or one for more forwards in flight; raises if neither may be."""
         number = 1 + len(runnable.others)
-        if self.request and self.new_plans.hands_over:
+        if self.request and self._replans:
             options = replace(self.request.options, in_flight=number)
             self.request = replace(self.request, options=options)
             self.runnables.clear()
-            return self._plan(*called, reason=beyond)
+            runnable = self._plan(*called, reason=beyond)
+            beyond = runnable.beyond_budget()
         msg = (
             f"{beyond}. Pass in_flight={number}, or the most that there are, or run each backward "
-            "before the next forward."
+            "before the next forward; delete an output that no backward is for (del loss)."
         )
-        if self._keeps_budget:
+        if beyond and self.beyond_in_flight == "refuse" and not self.new_plans.hands_over:
             raise SignatureMismatchError(msg)
-        if not self._has_told_in_flight:
+        if beyond and not self._has_told_in_flight:
             self._has_told_in_flight = True
             logger.warning("%s", msg)
         return runnable

@@ -91,7 +91,7 @@ class Options:
 
     def module_of(self, graph: Any, budget: Budget) -> RockmateModule:
         """A module that plans for the first call of a graph."""
-        return RockmateModule(
+        module = RockmateModule(
             graph,
             budget=budget,
             strategy=self.strategy,
@@ -100,3 +100,5 @@ class Options:
             trial="never",  # Dynamo guards what a graph depends on
             options=self.planner,
         )
+        module._plans.beyond_in_flight = "tell"  # a layer that others equal is called often
+        return module

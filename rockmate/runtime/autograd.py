@@ -151,8 +151,7 @@ class Runner:
         self._moves_place = kinds.index(ArgumentKind.MOVES) if program.slots else None
         self._owner_places: list[Any] = [self.binding.places[name] for name in program.accumulated]
         self._is_confirmed = False  # whether all ranks are known to run the same collectives
-        # For each set of undefined tangents.
-        self._backwards: dict[frozenset[int], _Backward] = {}
+        self._backwards: dict[frozenset[int], _Backward] = {}  # by the undefined tangents
         # One for each device of inputs, kept for the next call.
         self._anchors: dict[torch.device, Anchor] = {}
         # The owners of the last call and their accumulation nodes. Autograd makes a node anew for

@@ -140,6 +140,8 @@ class PlainGradients:
             logger.info("gradients of %s are not compared: %s", conditions.what, self.reason)
 
     def _obstacle(self) -> str:
+        if torch.is_anomaly_enabled():
+            return "anomalies of the step are to be detected, not those of a trial"
         if is_distributed():
             return "a backward may reduce gradients among ranks"
         if any(each.grad_fn is not None for each in tensors_in(self._before.arguments)):

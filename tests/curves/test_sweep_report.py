@@ -256,7 +256,7 @@ def test_without_matplotlib_only_pictures_and_pages_are_missing(
     read = Page(found._repr_html_())
     assert not read.all("svg")
     assert len(read.all("table")) == 1
-    install = r"pip install 'rockmate-planner\[plot\]'"
+    install = r"pip install '\.\[plot\]'"
     with pytest.raises(MissingExtraError, match=install):
         found.plot(tmp_path / "sweep.png")
     with pytest.raises(MissingExtraError, match=f"the page of a sweep needs .*{install}"):

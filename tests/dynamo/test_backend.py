@@ -18,6 +18,7 @@ from torch.nn import functional
 from rockmate import (
     BackwardError,
     InfeasibleBudgetError,
+    InvalidArgumentError,
     InvalidBudgetError,
     RockmateError,
     UnknownOptionError,
@@ -103,10 +104,10 @@ def test_loss_alone_needs_less_and_refuses_gradients_of_others() -> None:
             "no option 'budgets'.*mean budget",
         ),
         ({"budget": 0.5, "machine": "h100"}, UnknownOptionError, "no option 'machine'"),
-        ({"budget": 0.5, "graph_breaks": "split"}, ValueError, "'error', 'share'"),
-        ({"budget": 0.5, "strategy": "fast"}, ValueError, "strategy is 'fast'"),
-        ({"budget": 0.5, "on_infeasible": "no"}, ValueError, "on_infeasible is 'no'"),
-        ({"budget": 0.5, "time_limit_s": "9"}, TypeError, "time_limit_s is '9'"),
+        ({"budget": 0.5, "graph_breaks": "split"}, InvalidArgumentError, "'error' or 'share'"),
+        ({"budget": 0.5, "strategy": "fast"}, InvalidArgumentError, "strategy is 'fast'"),
+        ({"budget": 0.5, "on_infeasible": "no"}, InvalidArgumentError, "on_infeasible is 'no'"),
+        ({"budget": 0.5, "time_limit_s": "9"}, InvalidArgumentError, "time_limit_s is '9'"),
         ({"budget": 100}, InfeasibleBudgetError, "budget of 100 bytes is below"),
     ],
 )

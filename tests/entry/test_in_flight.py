@@ -126,10 +126,12 @@ def two_in_flight(module: nn.Module) -> None:
 
 
 def test_more_forwards_than_planned_are_refused_where_they_pass_the_budget() -> None:
-    module = RockmateModule(Deep(), None, 0.8)
-    with pytest.raises(SignatureMismatchError, match=r"2 forwards .* bounds 1\. Pass in_flight=2"):
-        two_in_flight(module)
-    two_in_flight(RockmateModule(Deep(), None, 0.8, in_flight=2))
+    text = r"2 forwards .* bounds 1\. Pass in_flight=2"
+    for options in ({"budget": 0.8, "replan": False}, {"budget": "84KiB"}):
+        module = RockmateModule(Deep(), PAIR[0], **options)  # pyright: ignore
+        with pytest.raises(SignatureMismatchError, match=text):
+            two_in_flight(module)
+        two_in_flight(RockmateModule(Deep(), PAIR[0], **options, in_flight=2))  # pyright: ignore
     two_in_flight(RockmateModule(Deep(), None, "1GiB"))
 
 
@@ -141,6 +143,17 @@ def test_more_forwards_than_planned_warn_once_with_least(caplog: pytest.LogCaptu
     (line,) = lines(caplog)
     assert "2 forwards of this model are in flight" in line
     assert "in_flight=2" in line
+
+
+def test_as_many_as_there_are_are_planned_for(caplog: pytest.LogCaptureFixture) -> None:
+    module = RockmateModule(Deep(), PAIR[0], 0.8)
+    with caplog.at_level(logging.WARNING, logger="rockmate"):
+        for _ in range(3):
+            two_in_flight(module)
+    (line,) = lines(caplog)
+    assert "planned for this call, since 2 forwards of this model are in flight" in line
+    assert module.plan.options.in_flight == 2
+    assert allocator_peak(lambda: two_in_flight(module)) <= module.plan.budget_bytes + (1 << 14)
 
 
 def test_auto_plans_for_as_many_forwards_as_there_are(caplog: pytest.LogCaptureFixture) -> None:

@@ -119,7 +119,7 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     counting(sample, "capture_joint", "capture")
     counting(symbolic, "capture_joint", "capture with symbols")
-    counting(request.PlanRequest, "_broadcast_call", "solve")
+    counting(request.PlanRequest, "_session_call", "solve")
     return done
 
 

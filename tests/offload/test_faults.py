@@ -240,7 +240,7 @@ def test_a_file_system_without_direct_access_is_used_by_the_cache(
 
     monkeypatch.setattr(fcntl, "fcntl", refuse)
     monkeypatch.setattr(os, "posix_fadvise", lambda *args: dropped.append(args))
-    module = module_of(tmp_path)
+    module = module_of(tmp_path, trial="never")
     check_usable(module, tmp_path)
     assert len(dropped) == 2 * len(module.plan.schedule.moves)
     assert all(advice == os.POSIX_FADV_DONTNEED for *_, advice in dropped)

@@ -108,7 +108,7 @@ def test_late_copies_bring_back_the_bits(tmp_path: Path, late_streams: PinnedTie
 
 
 def test_each_copy_waits_for_the_step_and_is_waited_for(tmp_path: Path) -> None:
-    module = module_of(tmp_path)
+    module = module_of(tmp_path, trial="never")
     step(module)
     number = len(module.plan.schedule.moves)
     kinds = [kind for kind, _ in LOG]

@@ -404,6 +404,7 @@ def test_second_derivative() -> None:
             loss = module(X).square().sum()
             with pytest.raises(BackwardError, match="create_graph"):
                 loss.backward(create_graph=True)
+            del loss
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mlp"])
@@ -463,6 +464,7 @@ def test_output_changed_in_place_that_the_backward_reads() -> None:
             y.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+        del loss, y
 
 
 def test_every_error_is_a_rockmate_error() -> None:

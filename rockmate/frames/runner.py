@@ -7,6 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 
 from rockmate._torch.distributed import holds_sharded_parameters
 from rockmate._torch.engine import after_backward, has_saved_tensor_hooks, records_plainly
-from rockmate._torch.members import module_at
+from rockmate._torch.members import module_at, modules_within
 from rockmate.budget import Budget, OnInfeasible, parse_budget
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, TrialError
@@ -85,6 +86,7 @@ class FrameRunner:
         self._limit = budget if isinstance(budget, MemoryLimit) else None
         self._keep = frozenset(keep)
         self._paths = [path for path in first_paths(model) if path not in self._keep]
+        self._modules = list(map(id, modules_within(model)))
         tensors = [*model.parameters(), *model.buffers()]
         # The engine and hooks of all optimizers hold this; it does not hold the object.
         end_recording = weakref.WeakMethod(self.end_recording)
@@ -157,6 +159,11 @@ class FrameRunner:
         if memory.recorder is not None:
             memory.leave_recording()
             logger.info("a step was not measured: its forward ran in a thread of its own")
+        modules = list(map(id, modules_within(self._model)))
+        if modules != self._modules and self._num_forgotten < _MOST_FORGOTTEN:
+            self._modules, self._before_split, self._is_settled = modules, None, False
+            self._begin_with(first_paths(self._model))
+            self._num_forgotten += 1
         self._refusal = self._refusal or self._check.refusal_of_last_step()
         if self._refusal is not None:
             raise self._refusal
@@ -301,19 +308,21 @@ class FrameRunner:
         large = [] if self._is_settled else frames_to_split(self._model, needs, budget_bytes)
         if large:
             self._before_split = self._paths, needs, size
-        for path in large:
-            self._paths = split(self._model, self._paths, path)
-        self._paths = [path for path in self._paths if path not in self._keep]
         if large:
-            memory.budget_bytes = memory.needs = None
-            memory.calls.forget()
-            self._measured.clear()
+            self._begin_with(reduce(partial(split, self._model), large, self._paths))
             return
         self._measured[size] = needs
         memory.needs, self._asked_bytes = needs, budget_bytes
         # Captured insides may need less than frames as in eager.
         may_need_less = self._captures is not None and budget_bytes >= needs.outside_bytes
         memory.budget_bytes = budget_bytes if may_need_less else self._checked(budget_bytes, needs)
+
+    def _begin_with(self, paths: Collection[str]) -> None:
+        """Has these submodules run as frames, of which nothing is known."""
+        self._paths = [path for path in paths if path not in self._keep]
+        self._memory.budget_bytes = self._memory.needs = None
+        self._memory.calls.forget()
+        self._measured.clear()
 
     def _note_no_frames(self, size: StepSize, peak_bytes: int) -> None:
         """A step without frames is not measured again, unless a larger one comes.

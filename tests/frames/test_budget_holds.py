@@ -84,6 +84,19 @@ def test_blocks_that_are_sequences_of_layers() -> None:
     assert peak_of(module, x) <= (module.frames.budget_bytes or 0)
 
 
+def test_blocks_that_the_script_appends_are_frames() -> None:
+    plain, x = Blocks(), torch.randn(200, WIDTH)
+    module = RockmateModule(plain, None, peak_of(plain, x) // 2, mode="frames")
+    for step in range(8):
+        if step == 3:
+            for block in (Blocks().blocks[0], Blocks().blocks[0]):
+                plain.blocks.append(block)
+        module(x).backward()
+    assert module.frames is not None
+    assert module.frames.paths == tuple(f"blocks.{number}" for number in range(10))
+    assert peak_of(module, x) <= (module.frames.budget_bytes or 0)
+
+
 @dataclass
 class Batch:
     x: Tensor

@@ -314,8 +314,9 @@ def difference(ours: Any, theirs: Any, path: str = "", *, rounding: float = 0.0)
         ours: of one run.
         theirs: of another.
         path: of both within a record.
-        rounding: share of the largest value of a tensor by which others may differ, where they are
-            gradients or come of them: parameters, and all from the second step on.
+        rounding: share of the largest value of a tensor, or of 1 where sums cancel, by which others
+            may differ, where they are gradients or come of them: parameters, and all from the
+            second step on.
     """
     if isinstance(theirs, dict) and isinstance(ours, dict):
         if ours.keys() != theirs.keys():
@@ -345,7 +346,7 @@ def _tensor_difference(ours: Tensor, theirs: Tensor, path: str, rounding: float)
     largest = theirs.double().abs().nan_to_num().amax() if theirs.numel() else 0
     if (
         torch.equal(ours.isnan(), theirs.isnan())
-        and not (far.nan_to_num() > rounding * largest).any()
+        and not (far.nan_to_num() > rounding * max(largest, 1.0)).any()
     ):
         return ""
     return f"{path}: differs by {far.max():.2g} of {largest:.2g}"

@@ -96,21 +96,20 @@ class FrameRunner:
         self._agreement = Agreement(model) if is_sharded else None
         self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
         self._memory.has_compiled_modules = has_compiled(model)
-        self._captures = None
+        self._captures, self._replaced = None, ReplacedForwards()
         if plans_insides and self._agreement is None and not self._memory.has_compiled_modules:
             from rockmate.frames.interior_captures import InteriorCaptures  # loads solvers
 
             self._captures = InteriorCaptures(self._memory.clock, model)
-        self._replaced = ReplacedForwards()
         self._num_calls, self._num_frames, self._num_forgotten = Counter[str](), 0, 0
         self._measured: dict[StepSize, StepNeeds | None] = {}  # None: no call was a frame
         self._recorded_size: StepSize | None = None
         self._was_without_backward: StepSize | None = None  # the last step that was recorded
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
         self._is_running = self._draws_foreign = False  # the model's forward
+        self._is_settled = self._has_step_hook = False  # settled: no frame is split any more
         may_refuse = on_infeasible == "error" and not is_fallback
         self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
-        self._is_settled = self._has_step_hook = False  # settled: no frame is split any more
         self._asked_bytes = 0  # the budget as it was given, or lowered
         self._refusal: InfeasibleBudgetError | None = None
         self._trials = FrameTrials(trial)

@@ -34,7 +34,9 @@ def checked_budget(
     """
     if max_slowdown is not None:
         if budget is not None:
-            msg = f"budget {budget!r} and max_slowdown {max_slowdown!r} are given; give one."
+            msg = (
+                f"budget {budget!r} and max_slowdown {max_slowdown!r} are given; give one of them."
+            )
             raise InvalidArgumentError(msg)
         budget = f"{max_slowdown}x"
     if isinstance(sample_input, nn.Module) and not isinstance(model, nn.Module):

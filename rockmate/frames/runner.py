@@ -86,7 +86,7 @@ class FrameRunner:
         self._limit = budget if isinstance(budget, MemoryLimit) else None
         self._keep = frozenset(keep)
         self._paths = [path for path in first_paths(model) if path not in self._keep]
-        self._modules = list(map(id, modules_within(model)))
+        self._module_ids = list(map(id, modules_within(model)))
         tensors = [*model.parameters(), *model.buffers()]
         # The engine and hooks of all optimizers hold this; it does not hold the object.
         end_recording = weakref.WeakMethod(self.end_recording)
@@ -159,8 +159,8 @@ class FrameRunner:
             memory.leave_recording()
             logger.info("a step was not measured: its forward ran in a thread of its own")
         modules = list(map(id, modules_within(self._model)))
-        if modules != self._modules and self._num_forgotten < _MOST_FORGOTTEN:
-            self._modules, self._before_split, self._is_settled = modules, None, False
+        if modules != self._module_ids and self._num_forgotten < _MOST_FORGOTTEN:
+            self._module_ids, self._before_split, self._is_settled = modules, None, False
             self._begin_with(first_paths(self._model))
             self._num_forgotten += 1
         self._refusal = self._refusal or self._check.refusal_of_last_step()

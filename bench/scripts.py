@@ -59,7 +59,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of the first script")
     add("--count", type=int, default=2000, help="scripts, by seeds that follow each other")
     add("--mode", action="append", choices=modes, help="repeatable; default: the drawn one")
-    add("--kind", action="append", choices=random_scripts.KINDS, help="only scripts with it")
+    add("--kind", action="append", metavar="KIND", choices=random_scripts.KINDS, help="only these")
     add("--limit", type=float, default=120, metavar="S", help="seconds for one script")
     add("--parallel", type=int, default=2, metavar="N", help="processes at a time")
     add("--again", action="append", default=[], metavar="VERDICT", help="run these once more")

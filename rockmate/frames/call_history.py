@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import chain
 from statistics import mean
 
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate._torch.members import modules_within, tensor_tables
+from rockmate._torch.members import tensor_tables
 from rockmate.frames.knapsack import Decision, KnownFrame, bound_s, decide
 from rockmate.frames.needs import FrameKey, StepNeeds
 
@@ -25,12 +25,11 @@ _SIZES_PER_UNIT = 16
 sizes."""
 
 
-def state_of(model: nn.Module) -> tuple[Hashable, ...]:
+def state_of(modules: Sequence[nn.Module]) -> tuple[Hashable, ...]:
     """What decides, beside inputs, which tensors calls save.
 
     Which modules are in training mode, which parameters are trained, and autocast.
     """
-    modules = modules_within(model)
     parameters = [p for each in modules for p in tensor_tables(each)[0].values()]
     modes = tuple([each.training for each in modules])
     trained = tuple([p is not None and p.requires_grad for p in parameters])

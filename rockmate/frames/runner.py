@@ -158,9 +158,10 @@ class FrameRunner:
         if memory.recorder is not None:
             memory.leave_recording()
             logger.info("a step was not measured: its forward ran in a thread of its own")
-        modules = list(map(id, modules_within(self._model)))
-        if modules != self._module_ids and self._num_forgotten < _MOST_FORGOTTEN:
-            self._module_ids, self._before_split, self._is_settled = modules, None, False
+        modules = modules_within(self._model)
+        ids = list(map(id, modules))
+        if ids != self._module_ids and self._num_forgotten < _MOST_FORGOTTEN:
+            self._module_ids, self._before_split, self._is_settled = ids, None, False
             self._begin_with(first_paths(self._model))
             self._num_forgotten += 1
         self._refusal = self._refusal or self._check.refusal_of_last_step()
@@ -181,7 +182,7 @@ class FrameRunner:
             self._captures.note_step(shapes)
 
         def step() -> Any:
-            memory.begin_step(state_of(self._model), size.held_bytes)
+            memory.begin_step(state_of(modules), size.held_bytes)
             self._num_calls.clear()
             return self._run_frames(args, kwargs)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,11 @@ def make_batch(registry: str, model: nn.Module, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     accepted = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
+    if registry == "image-text-to-text":
+        return _images_and_text(model, accepted, generator)
     batch = _images(model, generator) if registry.startswith("image") else {}
+    if registry == "video-classification":
+        batch = _video(model, generator)
     if not batch and main in ("input_values", "input_features", "audio_values"):
         batch = {main: _sound(main, registry, model, generator)}
     if not batch or registry == "causal-lm":
@@ -37,6 +42,70 @@ def _images(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     channels = getattr(config, "num_channels", 3)
     shape = (_BATCH, channels, side, side)
     return {"pixel_values": torch.rand(shape, generator=generator)}
+
+
+def _video(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    images = _images(model, generator)["pixel_values"]
+    config = model.config
+    frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", 4)
+    return {"pixel_values": images[:, None].repeat(1, frames, 1, 1, 1)}
+
+
+def _images_and_text(
+    model: Any, accepted: Mapping[str, Any], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Rows of words that each have as many places for an image as the model makes of it."""
+    images = _images(model, generator)
+    if "image_grid_thw" in accepted:
+        images = _patches(model, generator)
+    elif "image_sizes" in accepted:
+        side = images["pixel_values"].shape[-1]
+        images["image_sizes"] = torch.tensor([[side, side]] * _BATCH)
+    place = getattr(
+        model.config, "image_token_id", getattr(model.config, "image_token_index", None)
+    )
+    try:
+        count = _num_places(model, images)
+    except (ValueError, RuntimeError):  # an image is a list of tiles
+        images["pixel_values"] = images["pixel_values"][:, None]
+        count = _num_places(model, images)
+    words = _words(generator, count + _LENGTH // 2)
+    if isinstance(place, int):
+        words[:, 1 : 1 + count] = place
+    is_image = (
+        words == place if isinstance(place, int) else torch.zeros_like(words, dtype=torch.bool)
+    )
+    batch = images | {
+        "input_ids": words,
+        "attention_mask": torch.ones_like(words),
+        "token_type_ids": is_image.long(),
+        "mm_token_type_ids": is_image.int(),
+        "labels": words.masked_fill(is_image, -100),
+    }
+    return {name: value for name, value in batch.items() if name in accepted}
+
+
+def _patches(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
+    """Images cut into patches, as many a side as their grids say."""
+    config = model.config.vision_config
+    channels = getattr(config, "in_channels", None) or getattr(config, "in_chans", None) or 3
+    width = channels * getattr(config, "temporal_patch_size", 1) * config.patch_size**2
+    grid = torch.tensor([[1, 8, 8]] * _BATCH)
+    patches = torch.randn(int(grid.prod(1).sum()), width, generator=generator)
+    return {"pixel_values": patches, "image_grid_thw": grid}
+
+
+@torch.no_grad()
+def _num_places(model: Any, images: dict[str, Tensor]) -> int:
+    """How many rows the model makes of each image."""
+    make = getattr(model, "get_image_features", None)
+    if make is None:
+        return 0
+    accepted = inspect.signature(make).parameters
+    made = make(**{name: value for name, value in images.items() if name in accepted})
+    rows = getattr(made, "pooler_output", made)
+    rows = [rows] if isinstance(rows, Tensor) else rows
+    return sum(each.shape[:-1].numel() for each in rows) // _BATCH
 
 
 def _sound(main: str, registry: str, model: Any, generator: torch.Generator) -> Tensor:

@@ -5,6 +5,7 @@ call's tensors and on buffers are also run on the sample's values, and a read is
 sample's value. The graph then holds for calls in which all reads give the same values. The ops
 that lead to them are kept, so that each call is checked before its plan runs.
 
+Results whose size follows from values, as of `unique_consecutive`, are constants of such a graph.
 How many elements of a mask are true is such a value, too. `x[mask]`, `nonzero` and `masked_select`
 then have fixed shapes, and where the elements are is computed in each step.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from itertools import chain
 from typing import Any
 
@@ -28,6 +30,15 @@ from rockmate._torch.storage import storage_id
 from rockmate.errors import UnsupportedModelError
 
 _ITEM, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
+_REPEATED = torch.ops.aten.repeat_interleave.Tensor
+_SIZED_BY_VALUES = {
+    _REPEATED,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten._unique2.default,
+    torch.ops.aten.unique_consecutive.default,
+    torch.ops.aten.unique_dim.default,
+    torch.ops.aten.bincount.default,
+}
 _NAMESPACES = ("aten", "prims")  # of ops that run on any values
 
 
@@ -167,17 +178,16 @@ class ValueReader:
         value = self._evaluated(op, args, kwargs)
         if value is not None and op in (_ITEM, _EQUAL):
             return self._read(op, args, value)
+        if value is not None and op in _SIZED_BY_VALUES and "output_size" not in kwargs:
+            return self._of_known_size(op, args, kwargs, value)
         result = op(*args, **kwargs)
         if value is None:
             self._forget_changed(op, args, kwargs)
             return result
         node = self._call(op, args, kwargs)
         for path, traced in _paths(result):
-            part, part_node = value, node
-            for index in path:
-                part = part[index]
-                part_node = self._graph.call_function(_item_of, (part_node, index))
-            self._learn(traced, part_node, part)
+            part = reduce(_item_of, path, value)
+            self._learn(traced, self._part(node, path), part)
         return result
 
     def _learn_constant(self, tensor: torch.Tensor) -> None:
@@ -206,6 +216,43 @@ class ValueReader:
     def _read(self, op: OpOverload, args: tuple[Any, ...], value: bool | float) -> bool | float:
         self._expect(self._call(op, args, {}), value)
         return value
+
+    def _of_known_size(
+        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
+    ) -> Any:
+        """The result of an op whose operands' values decide on its size.
+
+        Repetitions are computed in each step, and their number is read. Other results are the
+        sample's, as constants; a call with others is another one.
+        """
+        if op is _REPEATED:
+            return self._repeated(*args)
+        node = self._call(op, args, kwargs)
+        results = []
+        for path, part in _paths(value):
+            self._learn_constant(constant := _copy(part))
+            expected = self._known[id(constant)].node
+            self._expect(
+                self._graph.call_function(_is_equal, (self._part(node, path), expected)), True
+            )
+            results.append(torch.ops.aten.lift_fresh.default(constant))
+            self._learn(results[-1], expected, _copy(part))
+        return results[0] if isinstance(value, torch.Tensor) else tuple(results)
+
+    def _repeated(self, repeats: torch.Tensor) -> torch.Tensor:
+        """Each index as often as `repeats` says, by ops that take any values when measured."""
+        aten = torch.ops.aten
+        ends = self._run(aten.cumsum.default, (repeats, 0), {})
+        number = self._run(_ITEM, (self._run(aten.sum.default, (repeats,), {}),), {})
+        places = self._run(aten.arange.default, (number,), {"device": repeats.device})
+        is_int32 = repeats.dtype is torch.int32
+        options = {"right": True, "out_int32": is_int32}
+        return self._run(aten.searchsorted.Tensor, (ends, places), options)
+
+    def _part(self, node: fx.Node, path: Sequence[Any]) -> fx.Node:
+        for index in path:
+            node = self._graph.call_function(_item_of, (node, index))
+        return node
 
     def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
         def node(item: Any) -> Any:
@@ -251,7 +298,17 @@ class _CountedMasks(TorchFunctionMode):
             return self._selected(func, *args, **kwargs)
         if func in (torch.nonzero, torch.Tensor.nonzero):
             return self._nonzero(func, *args, **kwargs)
+        if func is torch.tensor and isinstance(args[0], list | tuple):
+            return self._made_of_scalars(args[0], kwargs)
         return func(*args, **kwargs)
+
+    def _made_of_scalars(self, data: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """`torch.tensor` of a list of tensors reads their memory, without an op."""
+        dtypes = {item.dtype for item in data if isinstance(item, torch.Tensor)}
+        if len(dtypes) == 1:
+            kwargs = {"dtype": dtypes.pop(), **kwargs}
+            data = [item.item() if isinstance(item, torch.Tensor) else item for item in data]
+        return torch.tensor(data, **kwargs)
 
     def _without_masks(self, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
@@ -281,6 +338,10 @@ def _expect(value: complex, expected: complex) -> None:
     if value != expected and not are_nan:
         msg = f"a value that the forward reads from its inputs or buffers was {expected!r} and is "
         raise _OtherValueError(f"{msg}{value!r}")
+
+
+def _is_equal(value: torch.Tensor, expected: torch.Tensor) -> bool:
+    return value.shape == expected.shape and bool(torch.equal(value, expected))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

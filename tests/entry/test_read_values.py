@@ -218,6 +218,45 @@ def test_a_mask_without_a_true_element() -> None:
     check_equal(Masked, [(row[:3], mask) for row, mask in calls])
 
 
+class Packed(nn.Module):
+    """Rows in packs, whose lengths, numbers and boundaries follow from an input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        pack_of_row = torch.repeat_interleave(lengths)
+        offsets = torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        return self.layer(x[offsets]) * (1 + pack_of_row[:, None])
+
+
+class Unique(nn.Module):
+    """Sizes from the distinct values of an input, and a tensor made of tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        bounds = torch.unique_consecutive(ids)
+        parts = [part.tanh().mean(0) for part in x.split(bounds.diff().tolist())]
+        ends = torch.tensor([bounds[0], bounds[-1]])
+        return self.layer(torch.stack(parts)) * ends.sum() + torch.bincount(ids).sum()
+
+
+def test_repetitions_of_one_number_share_a_plan() -> None:
+    lengths = ([1, 3], [2, 2], [4, 0], [2, 3])
+    module = check_equal(Packed, [(x(i, 6), flags(*row)) for i, row in enumerate(lengths)])
+    assert len(module._plans.runnables) == 2
+
+
+def test_distinct_values_of_an_input() -> None:
+    ids = ([0, 1, 4], [0, 1, 4], [0, 3, 4], [0, 4, 4], [0, 1, 4])
+    module = check_equal(Unique, [(x(i), flags(*row)) for i, row in enumerate(ids)])
+    assert len(module._plans.runnables) == 3
+
+
 @pytest.mark.parametrize(
     ("model_class", "call"),
     [

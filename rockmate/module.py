@@ -38,6 +38,7 @@ from rockmate.errors import (
 )
 from rockmate.memory_limit import Optimizer
 from rockmate.planning.options import PlanOptions
+from rockmate.runtime.first_backward import FirstBackward
 from rockmate.runtime.methods import Methods, names_of_methods, twin_of
 from rockmate.runtime.model_checks import is_lazy, refuse_transforms
 from rockmate.runtime.wrapper import (
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
     from rockmate.capture.signature import CallSignature
     from rockmate.frames.runner import FrameRunner
     from rockmate.plan.plan import Plan
-    from rockmate.plan_cache import PlanCache
+    from rockmate.plan_cache import Beyond, PlanCache
     from rockmate.runtime.program import PlannedCall
 
 logger = logging.getLogger(__name__)
@@ -168,12 +169,12 @@ class RockmateModule(Wrapper):
         plain = plain_model(model)
         check_options(options, plain, strategy)
         self._wrap(model, trial)
+        self._ends_in_eager = mode == "auto"
         names = names_of_methods(plain, methods, has_plan=plan is not None)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
             frames: Any = {"on_infeasible": on_infeasible, "keep": keep, "trial": trial}
-            frames |= {"plans_insides": plan_frames}
-            frames["is_fallback"] = self._ends_in_eager = mode == "auto"
+            frames |= {"plans_insides": plan_frames, "is_fallback": mode == "auto"}
             self._make_frames = partial(_frame_runner, plain, limit or budget, **frames)
         if mode == "frames" and self._make_frames is not None:
             self._frames = self._make_frames()
@@ -215,10 +216,10 @@ class RockmateModule(Wrapper):
         self._plans = PlanCache(innermost(model), trial=trial)
         self._frames: FrameRunner | None = None
         self._make_frames: partial[FrameRunner] | None = None
-        self._num_runs = 0
+        self._first_backward: FirstBackward | None = None
+        self._num_runs, self._methods = 0, Methods()
         self._ungraded = UngradedCalls(innermost(model))
         self._ends_in_eager = self._is_eager = False
-        self._methods = Methods()
         # The wrapped module's own dictionaries: a registration in one module appears in the other.
         share_members(self, model)
         self.__dict__["_wrapped"] = model
@@ -234,6 +235,7 @@ class RockmateModule(Wrapper):
             module._plans = plans.empty_for(module.original, num_methods=len(names))
             module._ends_in_eager = self._ends_in_eager
         if make is None or not names:
+            self._first_backward = FirstBackward(make) if make and self._ends_in_eager else None
             return
 
         from rockmate.frames.joined import JoinedRunner, MethodFrames
@@ -301,6 +303,10 @@ class RockmateModule(Wrapper):
         """Without a sample: plans first for what `largest` makes of the first call's sizes."""
         self._plans.largest = largest
 
+    def let_in_flight(self, beyond: Beyond) -> None:
+        """What becomes of forwards that pass the budget with those in flight."""
+        self._plans.beyond_in_flight = beyond
+
     @ForwardOfModel
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward: planned in training, unchanged otherwise.
@@ -351,6 +357,10 @@ class RockmateModule(Wrapper):
         refuse_transforms()
         if self._ungraded.includes(args, kwargs):
             return self._ungraded.run(self.original, args, kwargs)
+        if self._frames is None and self._first_backward is not None:
+            if self._first_backward.is_of(args, kwargs):
+                return self._first_backward.run(args, kwargs)
+            self._frames = self._first_backward.chosen_frames()
         if self._frames is None:
             try:
                 return self._plans.run(args, kwargs)

@@ -47,8 +47,8 @@ from rockmate.trial.steps import TrialOption, TrialSteps
 
 logger = logging.getLogger(__name__)
 
-# Plans of one module. A shape or a state that returns within this many finds its plan.
 Beyond = Literal["refuse", "tell", "allow"]
+# Plans of one module. A shape or a state that returns within this many finds its plan.
 MAX_PLANS = 64
 
 # Warnings of plans for other shapes are at least this far apart; plans between them are logged as
@@ -170,10 +170,14 @@ class PlanCache:
         """The runnable call, or one for more forwards in flight; raises if neither may be."""
         number = 1 + len(runnable.others)
         if self.request and self._replans:
+            before = self.request, self.runnables
             options = replace(self.request.options, in_flight=number)
-            self.request = replace(self.request, options=options)
-            self.runnables.clear()
-            runnable = self._plan(*called, reason=beyond)
+            self.request, self.runnables = replace(self.request, options=options), []
+            try:
+                runnable = self._plan(*called, reason=beyond)
+            except Exception:
+                self.request, self.runnables = before
+                raise
             beyond = runnable.beyond_budget()
         msg = (
             f"{beyond}. Pass in_flight={number}, or the most that there are, or run each backward "

@@ -30,6 +30,17 @@ accumulation_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 all_hooks_of = attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
 
 
+def has_node_hooks(leaf: torch.Tensor) -> bool:
+    """Whether hooks wait at a leaf's accumulation node; only the handle of one leads to others."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(print)
+        handle.remove()
+        if handle.hooks_dict_ref():
+            return True
+    return False
+
+
 def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     """The module's own parameters and buffers by name, as dictionaries that can be written."""
     return module._parameters, module._buffers  # pyright: ignore[reportReturnType]

@@ -69,7 +69,7 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
     if is_runtime_error or isinstance(error, _OF_FORWARD):
         return InvalidSampleError(
             f"{type(model).__name__} raised on the sample input{where}: {what}. Where the plain "
-            f"model runs it,{advice_to_leave(model, path)}."
+            f'model runs it,{advice_to_leave(model, path)}, or take mode="frames".'
         )
     told = "" if _INTERNAL.search(text) else f": {text}"
     return UnsupportedModelError(

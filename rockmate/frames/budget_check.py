@@ -158,11 +158,14 @@ def told_no_frames(budget: Budget, peak_bytes: int) -> InfeasibleBudgetError | N
     return InfeasibleBudgetError(budget_bytes, peak_bytes, where=where)
 
 
-def tell_lowered(key: FrameKey, before_bytes: int, lowered_bytes: int) -> None:
-    """Says that memory ran out in a frame, and what the budget is from now on."""
-    logger.warning(
-        "out of memory in %s, within the budget of %s, which is %s from now on",
-        key,
-        size_text(before_bytes),
-        size_text(lowered_bytes),
-    )
+def lowered(memory: Memory, key: FrameKey) -> int | None:
+    """After memory ran out in a frame: the budget from now on, if it is lower, and a line."""
+    before_bytes, lowered_bytes = memory.budget_bytes, memory.lower_budget(key)
+    if before_bytes is not None and lowered_bytes is not None:
+        logger.warning(
+            "out of memory in %s, within the budget of %s, which is %s from now on",
+            key,
+            size_text(before_bytes),
+            size_text(lowered_bytes),
+        )
+    return lowered_bytes

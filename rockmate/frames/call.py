@@ -29,6 +29,7 @@ from rockmate._torch.storage import storage_id, version_of, versions_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
+from rockmate.state.digest import bits_of
 from rockmate.state.objects import Handler, Objects, objects_of_python
 from rockmate.state.random_state import RandomState, random_state_kept
 from rockmate.state.tensors import PLAIN, parts_of, storages_of, tensors_in, with_changed
@@ -182,6 +183,10 @@ class Call:
         tensors = [each for table in tables for each in table.values() if each is not None]
         return {key: tensor for tensor in tensors for key in storages_of(tensor)}
 
+    def parameter_bits(self) -> list[int]:
+        """Of each, a number for its values."""
+        return [bits_of(each) for each, _ in self._are_trained]
+
     # --- the first run ----------------------------------------------------------------------------
 
     def run(self) -> Any:
@@ -333,7 +338,7 @@ class Call:
     def not_repeated(self, first: str, second: str) -> UnsupportedModelError:
         """The error of a second run that saves something else."""
         msg = (
-            f"{self.key} does not repeat itself: its forward saved {first}, and {second} when it "
+            f"{self.key} does not repeat itself: its forward {first}, and {second} when it "
             "ran again. It depends on state outside of it, such as a global counter. Leave it "
             f"whole: keep={[self.key.path]!r}. If a first call sets the model up, run the plain "
             "model once before it is wrapped."

@@ -93,7 +93,7 @@ class Frame:
             if self._memory.backward_order != self.order:
                 self._memory.begin_backward(self)
             if packed.saved is None:
-                self._recompute()
+                self.recompute()
             packed = packed.saved
         assert packed is not None
         return checked(packed, self.key)
@@ -109,27 +109,35 @@ class Frame:
     def drop(self) -> None:
         """Drops what it has saved, until the backward reads it."""
         for slot in self._slots.needed().values():
-            if self._memory.recorder is not None:
+            if self._memory.recorder is not None or self._memory.tried is not None:
                 slot.note_bits()
             slot.free()
 
-    def _recompute(self) -> None:
-        """Runs the forward again. Where memory runs out, others are dropped, and it runs anew."""
-        begin = self._memory.clock()
+    def recompute(self) -> None:
+        """Runs the forward again. Where memory runs out, others are dropped, and it runs anew.
+
+        Errors are those of `_saved_again`.
+        """
+        memory = self._memory
+        is_measured = memory.recorder is not None and memory.device.type == "cpu"
+        values = self._call.parameter_bits() if is_measured or memory.tried is not None else None
+        begin = memory.clock()
         self.is_recomputed = True
         missing = self._slots.needed(lambda slot: slot.saved is None)
-        while True:
+        while missing:
             try:
                 made = _saved_again(self._call, self._slots.shapes, last=max(missing))
                 break
             except Exception as error:
-                if not self._memory.can_retry(error, but=self):
+                if not memory.can_retry(error, but=self):
                     raise
         for index, slot in missing.items():
             if not slot.fill(made[index]):
-                first = f"a tensor {list(made[index].tensor.shape)}"
+                first = f"saved a tensor {list(made[index].tensor.shape)}"
                 raise self._call.not_repeated(first, "one with other values")
-        self._memory.note_recomputation(self.key, self._memory.clock() - begin)
+        memory.note_recomputation(self.key, memory.clock() - begin)
+        if values not in (None, self._call.parameter_bits()):  # the run ends before the first did
+            raise self._call.not_repeated("changed a parameter for a while", "for good")
 
 
 def _begin_backward(reference: weakref.ref[Frame], memory: Memory, _: Any) -> None:
@@ -166,7 +174,7 @@ def _saved_again(
         known = shapes[position] if position < len(shapes) else None
         if known != (tensor.shape, tensor.dtype):
             first = "no more" if known is None else _text(*known)
-            raise call.not_repeated(first, _text(tensor.shape, tensor.dtype))
+            raise call.not_repeated(f"saved {first}", _text(tensor.shape, tensor.dtype))
         made.append(Saved(tensor.detach(), keys, version_of(tensor)))
         if position == last:
             raise _CompleteError
@@ -183,7 +191,7 @@ def _saved_again(
         with suppress(_CompleteError), saving(collect, refuse_backward):
             forward()
     if len(made) <= last:
-        raise call.not_repeated(f"{last + 1} tensors", f"{len(made)}")
+        raise call.not_repeated(f"saved {last + 1} tensors", f"{len(made)}")
     return made
 
 

@@ -39,6 +39,8 @@ from rockmate.frames.slots import HeldStorages
 
 _SURELY_FREE = 0.8
 """Of what is free when a step begins, the share that it can have: memory is in pieces."""
+_LOWERED = 0.9
+"""Of the live bytes at which memory has run out: the budget of what follows."""
 
 
 @dataclass(slots=True)
@@ -95,6 +97,7 @@ class Memory:
         is_unmeasured: whether steps of this size were without a backward when they were measured.
         at_end: is called at the end of each backward.
         backward_order: of the frame whose backward runs; None before the first of a step.
+        tried: frames of a step that is undone, see `FrameTrials.repeated`; None in others.
     """
 
     def __init__(
@@ -137,6 +140,7 @@ class Memory:
         self._decided: deque[weakref.ref[Droppable]] = deque()
         self._others: deque[weakref.ref[Droppable]] = deque()
         self._backward_id = -1
+        self.tried: list[Any] | None = None
         self.at_end: Callable[[], None] | None = None
 
     def begin_step(self, state: Any, held_bytes: int) -> None:
@@ -261,6 +265,8 @@ class Memory:
     def end_forward(self, frame: Droppable, sizes: Any) -> None:
         """Takes a frame whose forward has run, and makes room for what follows."""
         self._begin_step_of(frame)
+        if self.tried is not None:
+            self.tried.append(frame)
         self.calls.note_saved(frame.key, sizes, frame.num_bytes)
         if self.is_measuring and self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
@@ -381,7 +387,7 @@ class Memory:
             return False
         return self.drop_one(but)
 
-    def lower_budget(self, key: FrameKey, share: float) -> int | None:
+    def lower_budget(self, key: FrameKey) -> int | None:
         """Takes a share of the live bytes in a frame's forward as the budget, if that is less.
 
         Returns:
@@ -390,7 +396,7 @@ class Memory:
         if self.needs is None or self.budget_bytes is None:
             return None
         live = self.held_bytes + int(self.needs.of(key).forward_bytes * self.scale)
-        lowered = max(int(share * live), self.needs.minimum_bytes)
+        lowered = max(int(_LOWERED * live), self.needs.minimum_bytes)
         if lowered >= self.budget_bytes:
             return None
         self.budget_bytes = lowered

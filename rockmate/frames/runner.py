@@ -40,8 +40,6 @@ from rockmate.trial.steps import TrialOption
 
 logger = logging.getLogger(__name__)
 
-_SHARE_AFTER_OUT_OF_MEMORY = 0.9
-"""Of the live bytes at which memory has run out: the budget of what follows."""
 _MOST_FORGOTTEN = 4
 """How often all is measured anew because frames have a backward that had none."""
 
@@ -174,20 +172,24 @@ class FrameRunner:
                 self._budget = -self._agreement.largest([-self._budget])[0]
         size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
         shapes = sizes_of(Arguments(self._model.forward, args, dict(kwargs)))
-        is_known = self._take_needs(size, shapes)
-        memory.is_measuring = not is_known and not size.is_profiled
-        if memory.is_measuring or self._check.is_due(is_profiled=size.is_profiled):
-            self._begin_recording(size)
-        if memory.is_measuring and self._captures is not None:
-            self._captures.note_step(shapes)
 
         def step() -> Any:
             memory.begin_step(state_of(modules), size.held_bytes)
             self._num_calls.clear()
             return self._run_frames(args, kwargs)
 
+        is_known, call = self._take_needs(size, shapes), (args, kwargs)
+        if self._is_fallback and memory.needs is None:
+            paths = self._trials.repeated(self._paths, self._model, call, step, memory)
+            self._keep |= set(self._paths).difference(paths)
+            self._paths = paths
+        memory.is_measuring = not is_known and not size.is_profiled
+        if memory.is_measuring or self._check.is_due(is_profiled=size.is_profiled):
+            self._begin_recording(size)
+        if memory.is_measuring and self._captures is not None:
+            self._captures.note_step(shapes)
         try:
-            return self._trials.run(self._model, (args, kwargs), step, memory)
+            return self._trials.run(self._model, call, step, memory)
         except TrialError as error:
             if not memory.counts.num_planned:
                 raise
@@ -308,7 +310,6 @@ class FrameRunner:
         large = [] if self._is_settled else frames_to_split(self._model, needs, budget_bytes)
         if large:
             self._before_split = self._paths, needs, size
-        if large:
             self._begin_with(reduce(partial(split, self._model), large, self._paths))
             return
         self._measured[size] = needs
@@ -443,8 +444,4 @@ class FrameRunner:
         Lowers the budget to what is there, since a backward cannot be rolled back.
         """
         call.roll_back()
-        key, before = call.key, self._memory.budget_bytes
-        lowered = self._memory.lower_budget(key, _SHARE_AFTER_OUT_OF_MEMORY)
-        if lowered is not None and before is not None:
-            self._asked_bytes = lowered
-            budget_check.tell_lowered(key, before, lowered)
+        self._asked_bytes = budget_check.lowered(self._memory, call.key) or self._asked_bytes

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from rockmate._torch.autocast import autocast_uncached
 from rockmate.frames.memory import Memory
+from rockmate.state.call_state import CallState
+from rockmate.state.writes import Writes
 from rockmate.trial.conditions import Conditions
 from rockmate.trial.run import run_beside_eager
 from rockmate.trial.steps import TrialOption, TrialSteps
+
+logger = logging.getLogger(__name__)
 
 
 class FrameTrials:
@@ -30,6 +36,7 @@ class FrameTrials:
         """None has been made yet; `is_joined` ones are beside frames of the same step."""
         self._steps, self._is_joined = TrialSteps(option), is_joined
         self._tried = {0}  # numbers of the schedules of steps
+        self._repeated: list[str] = []  # paths of frames
 
     def repeat(self) -> None:
         """Has the next steps tried again, those without schedules, too."""
@@ -77,3 +84,42 @@ class FrameTrials:
             what="the step in frames",
         )
         return run_beside_eager(model, *call, ours, conditions, self._steps)
+
+    def repeated(
+        self,
+        paths: list[str],
+        model: nn.Module,
+        call: tuple[tuple[Any, ...], Mapping[str, Any]],
+        ours: Callable[[], Any],
+        memory: Memory,
+    ) -> list[str]:
+        """Those of some frames that run again as in a first run; a line says why others do not.
+
+        The step runs forward, then each frame once more, as in a backward. All of it is undone. For
+        the arguments, see `run`.
+        """
+        is_on = self._steps.option != "never" and memory.agreement is None
+        if not is_on or paths == self._repeated:
+            return paths
+        before, writes, found = CallState(model, *call), Writes(), dict[str, str]()
+        if before.has_iterators():
+            return paths
+        random, memory.tried = before.random_now(), []
+        try:
+            with writes.noted(), autocast_uncached():
+                output = ours()  # it holds the frames
+                for frame in reversed(memory.tried):
+                    try:
+                        frame.recompute()
+                    except Exception as error:  # noqa: BLE001 - also the script's own
+                        found.setdefault(frame.key.path, f"{error}")
+                    frame.drop()
+            del output
+        finally:
+            memory.tried = None
+            memory.calls.forget()
+            before.put_back(writes, random)
+        for reason in list(found.values())[:1]:
+            logger.warning("left whole, as by keep=%r, since %s", sorted(found), reason)
+        self._repeated = [each for each in paths if each not in found]
+        return self._repeated

@@ -54,21 +54,23 @@ def split_dropouts(graph: fx.Graph) -> None:
     """Splits each dropout on CPU into drawing its mask and applying it.
 
     A saved mask, a quarter of the bytes, then rebuilds the output without the generator. On CPU
-    `native_dropout` is these very steps. On CUDA it is one fused kernel that draws in its own way,
-    so it stays whole.
+    eager runs these very steps; `native_dropout` rounds the factor otherwise. On CUDA it is one
+    fused kernel that draws in its own way, so it stays whole.
     """
     for node in _calls(graph, _aten.native_dropout.default):
         values, probability, training = node.args
         assert isinstance(values, fx.Node)
         fake, items = values.meta["val"], {user.args[1]: user for user in node.users}
-        if fake.device.type != "cpu" or training is False or 0 not in items or 1 not in items:
+        if fake.device.type != "cpu" or training is False or 0 not in items:
             continue
-        drawn = items[1].meta["val"]
+        drawn = node.meta["val"][1]
         layout = list(drawn.shape), list(drawn.stride()), fake.device
         with graph.inserting_before(node):
             mask = graph.call_function(dropout_mask, (*layout, probability))
             output = graph.call_function(dropout_apply, (values, mask, probability))
-        _replace(items[1], mask)
+        mask.meta.update(node.meta, val=drawn)
+        if 1 in items:  # else no gradient goes through it
+            _replace(items[1], mask)
         _replace(items[0], output)
         graph.erase_node(node)
 

@@ -439,7 +439,7 @@ def _refuse_unsupported_backward(ctx: Any, tangents: Sequence[torch.Tensor | Non
     if torch.is_grad_enabled():
         msg = (
             "create_graph=True asks for a second derivative, which a planned backward does not "
-            f"have. Use the plain model for it{ctx.runner.way_out}."
+            f'have. Use mode="frames", or the plain model for it{ctx.runner.way_out}.'
         )
         raise BackwardError(msg)
     if any(each is not None and engine.is_batched(each) for each in tangents):

@@ -13,9 +13,9 @@ from torch import nn
 
 from rockmate._torch.members import MEMBER_TABLES, modules_within
 from rockmate._torch.storage import versions_of
-from rockmate.state.contents import Both, TensorState
+from rockmate.state.contents import Both, TensorState, items_of
 from rockmate.state.members import Globals, objects_and_members
-from rockmate.state.objects import Objects
+from rockmate.state.objects import Objects, objects_of_python
 from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
@@ -49,6 +49,13 @@ class CallState:
         tensors = self.objects.tensors.values()
         self.storages = {key: each for each in tensors for key in storages_of(each)}
         self._devices = {each.device for each in tensors}
+
+    def has_iterators(self) -> bool:
+        """Whether iterators are reached from the arguments: a run uses them up."""
+        found = Objects(self.arguments, follows=objects_of_python).found.values()
+        return any(
+            isinstance(each, Iterator) for *_, content in found for each in items_of(content)
+        )
 
     def reached(self) -> Objects:
         """What is reached now from the same roots, with its content."""

@@ -7,7 +7,7 @@ object.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from rockmate._torch.dispatch import is_op, ops_observed, schema_of
-from rockmate._torch.engine import saving
 from rockmate._torch.storage import StorageWeakRef, storage_id
 from rockmate.state.tensors import parts_of, tensors_in, with_changed
 
@@ -48,7 +47,7 @@ class Writes:
         self.most_bytes = most_bytes
         self._new: dict[int, tuple[StorageWeakRef, int]] = {}
         self._new_bytes = 0
-        self._saved: dict[object, torch.Tensor] = {}
+        self._evict: Callable[[], bool] = lambda: False
 
     @property
     def num_bytes(self) -> int:
@@ -56,31 +55,26 @@ class Writes:
         return sum(copy.nbytes() for copy in self._copies.values())
 
     @contextmanager
-    def noted(self) -> Iterator[None]:
+    def noted(
+        self, evict: Callable[[], bool] = lambda: False, more_bytes: int = 0
+    ) -> Iterator[None]:
         """Notes what runs within.
+
+        Args:
+            evict: where too much is held, frees some of it; whether there was something.
+            more_bytes: that may be held beyond `most_bytes`, if that is a number.
 
         Raises:
             OutOfBudget: it holds too much.
         """
-        with ops_observed(self._run):
-            yield
-
-    @contextmanager
-    def saved_in_room(self) -> Iterator[None]:
-        """Has autograd save what there is room for, the latest; `OutOfBudget` if it needs more."""
-
-        def pack(tensor: torch.Tensor) -> object:
-            key = object()
-            self._saved[key] = tensor.detach()
-            return key
-
-        def unpack(key: object) -> torch.Tensor:
-            if key not in self._saved:
-                raise OutOfBudget
-            return self._saved[key]
-
-        with saving(pack, unpack):
-            yield
+        before = self.most_bytes, self._evict
+        self._evict = evict
+        self.most_bytes = None if self.most_bytes is None else self.most_bytes + more_bytes
+        try:
+            with ops_observed(self._run):
+                yield
+        finally:
+            self.most_bytes, self._evict = before
 
     def restore(self) -> None:
         """Puts the contents back."""
@@ -93,7 +87,6 @@ class Writes:
     def release(self) -> None:
         """Drops what is known of new tensors."""
         self._new.clear()
-        self._saved.clear()
 
     def forget_others(self, storages: Container[int]) -> None:
         """Keeps those to these storages, without what they held."""
@@ -158,10 +151,10 @@ class Writes:
         while True:
             self._new = {key: each for key, each in self._new.items() if not each[0].expired()}
             self._new_bytes = self.num_bytes + sum(num_bytes for _, num_bytes in self._new.values())
-            if self._new_bytes + num_bytes <= self.most_bytes or not self._saved:
-                return self._new_bytes + num_bytes > self.most_bytes
-            for key in list(self._saved)[: 1 + len(self._saved) // 8]:
-                del self._saved[key]
+            if self._new_bytes + num_bytes <= self.most_bytes:
+                return False
+            if not self._evict():
+                return True
 
 
 def _result_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, otherwise: int) -> int:

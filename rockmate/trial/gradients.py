@@ -17,7 +17,7 @@ import torch
 
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.engine import saving
-from rockmate._torch.members import all_hooks_of
+from rockmate._torch.members import all_hooks_of, has_node_hooks
 from rockmate._torch.storage import bytes_of
 from rockmate.budget import size_text
 from rockmate.capture.structure import loss_of
@@ -38,25 +38,21 @@ _SMALL = 1 / 8
 """Of the largest gradient. Smaller ones are held against that: sums that cancel are rounding."""
 
 
-class _Saving:
-    """Runs a forward. Of what it saves, it holds as much at a time as there is room for."""
+class Saving:
+    """Runs a forward. Of what it saves, it holds the latest, until it is to evict some."""
 
     def __init__(
-        self,
-        forward: Callable[[], Any],
-        undo: Callable[[], None],
-        room_bytes: int,
-        storages: Container[int],
+        self, forward: Callable[[], Any], undo: Callable[[], None], storages: Container[int]
     ) -> None:
-        """Tensors of these storages need no room."""
-        self._forward, self._undo = forward, undo
-        self._room_bytes, self._storages = room_bytes, storages
-        self._held: dict[int, tuple[torch.Tensor, int]] = {}
+        """Tensors of these storages are there anyway."""
+        self._forward, self._undo, self._storages = forward, undo, storages
+        self._held: dict[int, torch.Tensor] = {}
         self._num_runs, self._last, self._number = 0, sys.maxsize, -1  # of saved tensors
 
     def run(self) -> Any:
+        """The output of one more run."""
         self._held.clear()
-        self._num_runs, self._next, self._held_bytes = self._num_runs + 1, 0, 0
+        self._num_runs, self._next = self._num_runs + 1, 0
         with saving(self._pack, self._unpack):
             output = self._forward()
         if self._number not in (-1, self._next):
@@ -65,28 +61,32 @@ class _Saving:
         self._number = self._next
         return output
 
-    def _pack(self, tensor: torch.Tensor) -> int:
+    def evict(self) -> bool:
+        """Drops the oldest part of what it holds; whether there is any."""
+        oldest = list(self._held)[: 1 + len(self._held) // 8]
+        for each in oldest:
+            del self._held[each]
+        return bool(oldest)
+
+    def _pack(self, tensor: torch.Tensor) -> int | torch.Tensor:
+        if any(key in self._storages for key in storages_of(tensor)):
+            return tensor.detach()
         at, self._next = self._next, self._next + 1
         if at <= self._last:
-            is_there = any(key in self._storages for key in storages_of(tensor))
-            self._held[at] = tensor.detach(), 0 if is_there else bytes_of(tensor)
-            self._held_bytes += self._held[at][1]
-            while self._held_bytes > self._room_bytes:
-                self._held_bytes -= self._held.pop(next(iter(self._held)))[1]
+            self._held[at] = tensor.detach()
         return at
 
-    def _unpack(self, at: int) -> torch.Tensor:
-        if at not in self._held:
-            if self._number < 0:
-                msg = "the forward takes a gradient itself"
-                raise DifferentiatedError(msg)
-            if self._num_runs < _MOST_RUNS:
-                self._last = at
-                self._undo()
-                self.run()
+    def _unpack(self, at: int | torch.Tensor) -> torch.Tensor:
+        """A saved tensor. The forward runs again for one that was evicted, if it has ended."""
+        if isinstance(at, torch.Tensor):
+            return at
+        if at not in self._held and self._number >= 0 and self._num_runs < _MOST_RUNS:
+            self._last = at
+            self._undo()
+            self.run()
         if at not in self._held:
             raise OutOfBudget
-        return self._held[at][0]
+        return self._held[at]
 
 
 class PlainGradients:
@@ -120,22 +120,20 @@ class PlainGradients:
         tensors = before.objects.tensors.values()
         self._leaves = [each for each in tensors if each.requires_grad and each.is_leaf]
         self._found: list[Fingerprint | None] = []
-        most_bytes = conditions.most_bytes
-        plain = _Saving(forward, undo, most_bytes // 2, before.storages)
-        writes.most_bytes = most_bytes + sum(map(bytes_of, self._leaves))
+        plain = Saving(forward, undo, before.storages)
         try:
             self.reason = self._obstacle()
             if not self.reason:
-                with writes.noted():
+                with writes.noted(plain.evict, more_bytes=sum(map(bytes_of, self._leaves))):
                     self._found = self._numbers(plain.run(), is_plain=True)
         except (OutOfBudget, torch.OutOfMemoryError):
+            most_bytes = conditions.most_bytes
             self.reason = f"eager's backward takes more than {size_text(most_bytes)}"
         except (DifferentiatedError, RuntimeError) as error:
             self.reason = str(error)
         finally:
             undo()
             writes.release()
-            writes.most_bytes = most_bytes
         if self.reason:
             logger.info("gradients of %s are not compared: %s", conditions.what, self.reason)
 
@@ -147,7 +145,7 @@ class PlainGradients:
         if any(each.grad_fn is not None for each in tensors_in(self._before.arguments)):
             return "an argument has a graph, whose backward is to run once"
         for each in self._leaves:
-            if each.grad is not None or any(all_hooks_of(each)):
+            if each.grad is not None or any(all_hooks_of(each)) or has_node_hooks(each):
                 return f"{self._before.name_of(id(each))} has a gradient or a hook before the step"
         return ""
 

@@ -96,12 +96,14 @@ class Reader:
         """
         self._before, self._writes, self._is_exact = before, writes, is_exact
         self._has_labels, self._only_loss = has_labels, only_loss
+        self._taken: dict[int, Fingerprint] = {}  # by tensor, since an outcome was begun
 
     def outcome(self, output: Any) -> Outcome:
         """That of a run which has just ended, with an output."""
         if self._only_loss:
             output = loss_of(output, has_labels=self._has_labels)
         outcome = Outcome(None, self._before.random_now())
+        self._taken.clear()
         made = Objects([output], follows=objects_and_members)
         outcome.output = self._stand_in(output, made)
         reached = self._before.reached()
@@ -124,7 +126,9 @@ class Reader:
         return None if found is None else self._frozen(found[2], self._before.objects)
 
     def _numbers(self, tensor: torch.Tensor) -> Fingerprint:
-        return Fingerprint.of(tensor, is_exact=self._is_exact)
+        if id(tensor) not in self._taken:
+            self._taken[id(tensor)] = Fingerprint.of(tensor, is_exact=self._is_exact)
+        return self._taken[id(tensor)]
 
     def _shared(self, output: Any) -> tuple[bool, ...]:
         seen, found = set(self._before.storages), []
@@ -245,6 +249,7 @@ class Comparison:
         eager, ours = dict(steps_of(one)), dict(steps_of(two))
         for key in dict.fromkeys([*eager, *ours]):
             step = f"{path}.{key}" if is_named and isinstance(key, str) else f"{path}[{key!r}]"
+            step = path if key == "its numbers" else step
             if key in eager and key in ours:
                 yield from self._items(eager[key], ours[key], step)
             else:

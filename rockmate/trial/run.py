@@ -39,7 +39,7 @@ from rockmate.state.call_state import CallState
 from rockmate.state.tensors import tensors_in
 from rockmate.state.writes import OutOfBudget, Writes
 from rockmate.trial.conditions import Conditions
-from rockmate.trial.gradients import PlainGradients
+from rockmate.trial.gradients import PlainGradients, Saving
 from rockmate.trial.outcome import Comparison, Outcome, Reader
 from rockmate.trial.steps import TrialSteps
 
@@ -76,6 +76,9 @@ def run_beside_eager(
     if any(map(is_fake, tensors_in((args, kwargs)))):  # they have no numbers
         return ours()
     before = CallState(model, args, kwargs)
+    if before.has_iterators():
+        logger.info("%s is not held against eager, which would use an iterator up", conditions.what)
+        return ours()
     writes = Writes(conditions.most_bytes, conditions.largest_bytes)
     random = before.random_now()
     has_labels, autocast = kwargs.get("labels") is not None, autocast_dtypes()
@@ -89,7 +92,7 @@ def run_beside_eager(
         with _as_in(conditions, model), autocast_as(autocast), torch.enable_grad():
             return model(*args, **kwargs)
 
-    eager = _of_plain(plain, undo, writes, reader, conditions, steps)
+    eager = _of_plain(plain, undo, before, writes, reader, conditions, steps)
     if eager is None:
         return ours()
     gradients = None
@@ -114,19 +117,20 @@ def run_beside_eager(
 def _of_plain(
     plain: Callable[[], Any],
     undo: Callable[[], None],
+    before: CallState,
     writes: Writes,
     reader: Reader,
     conditions: Conditions,
     steps: TrialSteps,
 ) -> Outcome | None:
     """The outcome of the plain forward, which is undone; None where it cannot run in the budget."""
-    reason, outcome = "", None
+    reason, outcome, saving = "", None, Saving(plain, undo, before.storages)
     try:
-        for saving in (nothing_saved(), writes.saved_in_room()):
+        for run, evict in ((nothing_saved()(plain), lambda: False), (saving.run, saving.evict)):
             try:
                 begin_s = time.thread_time()
-                with writes.noted(), saving:
-                    output = plain()
+                with writes.noted(evict):
+                    output = run()
                 steps.forward_s = time.thread_time() - begin_s
                 outcome = reader.outcome(output)
                 break

@@ -892,6 +892,18 @@ class TestMembers:
         assert members.accumulation_hooks_of(second)
         assert [bool(hooks) for hooks in members.all_hooks_of(first)] == [False, True]
 
+    @pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
+    def test_hooks_of_an_accumulation_node(self, register: str) -> None:
+        first, second = (torch.ones(1, requires_grad=True) for _ in range(2))
+        node = torch.autograd.graph.get_gradient_edge(first).node
+        calls: list[Any] = []
+        handle = getattr(node, register)(lambda *given: calls.append(given))
+        assert [members.has_node_hooks(each) for each in (first, second)] == [True, False]
+        first.sum().backward()
+        assert len(calls) == 1
+        handle.remove()
+        assert not members.has_node_hooks(first)
+
     def test_compiled_modules(self) -> None:
         module = nn.Linear(2, 2)
         assert not members.is_compiled(module)

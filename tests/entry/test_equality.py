@@ -245,3 +245,15 @@ def test_ops_are_measured_as_they_run_whatever_autocast_is_on() -> None:
         if op.node.target in products
     ]
     assert overheads == [0] * 2
+
+
+@pytest.mark.parametrize("probability", [0.1, 0.15, 0.35])
+def test_dropout_that_no_gradient_goes_through(probability: float) -> None:
+    """Its mask has no reader; 1 / (1 - 0.15) is another number where it is rounded at the end."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Dropout(probability), nn.Linear(32, 32)), torch.randn(48, 32)
+    module = RockmateModule(model, x, 1.0, numerics="bitwise", trial="never")
+    torch.manual_seed(1)
+    expected = model(x)
+    torch.manual_seed(1)
+    assert torch.equal(module(x), expected)

@@ -14,6 +14,7 @@ from torch import nn
 
 from bench.measure import allocator_peak
 from rockmate import (
+    InfeasibleBudgetError,
     Plan,
     PlanMismatchError,
     Planner,
@@ -155,6 +156,16 @@ def test_as_many_as_there_are_are_planned_for(caplog: pytest.LogCaptureFixture) 
         assert module.plan.options.in_flight == 2
         peak_bytes = allocator_peak(lambda module=module: two_in_flight(module))
         assert peak_bytes <= module.plan.budget_bytes + (1 << 14)  # gradients of outputs
+
+
+def test_forwards_that_cannot_be_planned_for_leave_the_plan_as_it_was() -> None:
+    module = RockmateModule(Deep(), PAIR[0], Planner(Deep(), PAIR[0]).minimum_peak_bytes)
+    plan = module.plan
+    with pytest.raises(InfeasibleBudgetError):
+        two_in_flight(module)
+    assert module.plan is plan
+    module(PAIR[0]).square().mean().backward()
+    assert module.plan is plan
 
 
 def test_auto_plans_for_as_many_forwards_as_there_are(caplog: pytest.LogCaptureFixture) -> None:

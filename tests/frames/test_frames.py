@@ -423,6 +423,30 @@ def test_auto_plans_where_it_can() -> None:
     assert module.frames is None
 
 
+@pytest.mark.parametrize("is_twice", [False, True])
+def test_auto_sees_in_a_first_step_whether_a_script_differentiates_twice(is_twice: bool) -> None:
+    """A plan, which has no second derivative, takes over where none was wanted."""
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)]
+    model = nn.Sequential(*blocks, nn.Dropout(0.1))
+    plain = copy.deepcopy(model)
+    module = RockmateModule(
+        model, None, 0.7, mode="auto", on_infeasible="least", numerics="bitwise"
+    )
+    for step in range(3):
+        found = []
+        for each in (module, plain):
+            each.zero_grad()
+            x = batch(step).requires_grad_()
+            torch.manual_seed(step)
+            y = each(x)
+            (penalty,) = torch.autograd.grad(y.sum(), x, create_graph=True) if is_twice else (y,)
+            (y.square().mean() + penalty.square().mean()).backward()
+            found.append([x.grad, *(parameter.grad for parameter in each.parameters())])
+        assert all(map(torch.equal, *found))
+    assert (module.frames is not None) == is_twice
+    assert module.is_planned != is_twice
+
+
 @pytest.mark.parametrize("has_sample", [False, True])
 def test_auto_takes_frames_where_there_is_no_graph(
     has_sample: bool, caplog: pytest.LogCaptureFixture

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from rockmate import RockmateModule
 from rockmate.errors import BackwardError, RockmateError, UnsupportedModelError
 from tests.frames.test_frames import framed
 
@@ -435,6 +436,71 @@ def test_other_values_of_the_same_shape_are_named() -> None:
         trained(framed(model, 0.05), model, None)
     keep = [f"blocks.{number}" for number in range(5)]
     trained(framed(Net(GlobalCounter), 0.9, keep=keep), model, None)
+
+
+class Clamped(Body):
+    """Writes what is trained after it has been read, past autograd."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.get_parameter("body.0.weight").data.clamp_(-0.1, 0.1)
+        return y
+
+
+class Perturbed(Body):
+    """Trains with noisy weights, which it puts back past autograd; a second run ends before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.get_parameter("body.0.weight")
+        kept = weight.detach().clone()
+        weight.data += 0.1 * torch.randn_like(kept)
+        y = super().forward(x)
+        weight.data.copy_(kept)
+        return y
+
+
+def test_parameters_that_a_second_run_leaves_changed_are_named() -> None:
+    model = Net(Perturbed)
+    with pytest.raises(UnsupportedModelError, match=r"parameter for a while.*keep=\['blocks\.4"):
+        trained(framed(model, 0.05), model, None)
+
+
+@pytest.mark.parametrize("block", [Clamped, GlobalCounter, Perturbed])
+def test_auto_leaves_whole_what_does_not_repeat_itself(
+    block: type[Body], caplog: pytest.LogCaptureFixture
+) -> None:
+    blocks = iter([Body, block, Body, block, Body])
+    model = Net(lambda: next(blocks)())
+    plain = copy.deepcopy(model)
+    GlobalCounter.count = 0
+    expected = trained(plain, plain, None)
+    GlobalCounter.count = 0
+    module = RockmateModule(model, None, 0.9, mode="auto", on_infeasible="least")
+    assert all(map(is_same, trained(module, model, None), expected))
+    assert module.frames is not None
+    assert module.frames.paths == ("blocks.0", "blocks.2", "blocks.4")
+    assert "left whole, as by keep=['blocks.1', 'blocks.3'], since blocks.3" in caplog.text
+
+
+class OfIterator(Net):
+    """Takes batches from an iterator, which no trial may use up."""
+
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(next(x) + next(x))
+
+
+@pytest.mark.parametrize("mode", ["frames", "auto"])
+def test_iterators_are_used_up_once(mode: Any) -> None:
+    model = OfIterator()
+    plain = copy.deepcopy(model)
+    module = RockmateModule(model, None, 0.9, mode=mode, on_infeasible="least")
+    for step in range(3):
+        outputs = [each(iter([batch(step), batch(step + 1)])) for each in (module, plain)]
+        for output in outputs:
+            output.square().mean().backward()
+        assert torch.equal(*outputs)
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(is_same(ours.grad, theirs.grad) for ours, theirs in pairs)
 
 
 class LatePythonRandom(PythonRandom):

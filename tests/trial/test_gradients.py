@@ -175,3 +175,15 @@ def test_gradients_from_before_are_left_and_said(caplog: pytest.LogCaptureFixtur
         module(BATCHES[0])
     assert "norm.weight has a gradient or a hook before the step" in caplog.text
     assert torch.equal(model.norm.weight.grad, torch.ones(32))
+
+
+def test_a_hook_at_an_accumulation_node_fires_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It may step an optimizer."""
+    model, calls = Net(), list[int]()
+    node = torch.autograd.graph.get_gradient_edge(model.norm.weight).node
+    node.register_hook(lambda *_: calls.append(1))
+    module = RockmateModule(model, BATCHES[0], 0.9, numerics="bitwise", trial="log")
+    with caplog.at_level(logging.INFO, logger="rockmate"):
+        module(BATCHES[0])["loss"].backward()
+    assert "norm.weight has a gradient or a hook before the step" in caplog.text
+    assert calls == [1]

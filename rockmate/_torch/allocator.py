@@ -215,13 +215,15 @@ class Recording:
     # Threads whose recording was ended by another one. Numbers of threads come again.
     _left_on: ClassVar[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, leaves_out: bool = False) -> None:
         """Begins with the first stretch; ends a recording that was left."""
         self.end_present()
+        self._leaves_out = leaves_out
         Recording._present = weakref.ref(self)
         self._device = device
         self._stretches: list[Stretch] = []
         self._num_marks = 0
+        self._uncounted: dict[int, int] = {}  # number of a stretch -> bytes from it on
         self._is_stopped = False
         self._thread = threading.current_thread()
         if device.type == "cuda":
@@ -251,17 +253,31 @@ class Recording:
                 pass
         return self._num_marks
 
+    @classmethod
+    def leave_out(cls, num_bytes: int) -> None:
+        """Of what is live from here on, so much does not count in a recording that leaves out."""
+        present = cls._present and cls._present()
+        if present is not None and present._leaves_out:
+            present._uncounted[present.mark()] = num_bytes
+
     def stop(self) -> list[Stretch]:
         """Ends the recording; all stretches, none if it began in another thread."""
-        if self._is_stopped:
-            return self._stretches
+        if not self._is_stopped:
+            self._stop()
+            less = 0
+            for number, each in enumerate(self._stretches):
+                less += self._uncounted.get(number, 0)
+                self._stretches[number] = Stretch(each.begin_bytes - less, each.peak_bytes - less)
+        return self._stretches
+
+    def _stop(self) -> None:
         self._is_stopped, Recording._present = True, None
         if not self.can_stop:
             Recording._left_on.add(self._thread)
-            return self._stretches
+            return
         if self._device.type == "cuda":
             self._end_stretch_cuda()
-            return self._stretches
+            return
         events = [event for thread in _disable_profiler_legacy() for event in thread]
         start = next(event for event in events if event.name() == "__start_profile")
         events.sort(key=start.cpu_elapsed_us)
@@ -274,7 +290,6 @@ class Recording:
                 self._stretches.append(Stretch(begin, peak))
                 begin = peak = live
         self._stretches.append(Stretch(begin, peak))
-        return self._stretches
 
     @staticmethod
     def end_present() -> None:

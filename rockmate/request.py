@@ -103,9 +103,9 @@ class PlanRequest:
                 begin_stage("capturing the model")
                 machine = machine_of(self.options)
                 step = captured_step(plain_model(model), sample_input, self.options, machine)
-            captured, stored = [step], StoredPlan.of(step, self._asked(budget), self.options)
-            if (call := self._stored_call(stored, model, budget)) is not None:
-                return call
+                captured, stored = [step], StoredPlan.of(step, self._asked(budget), self.options)
+                if (call := self._stored_call(stored, model, budget)) is not None:
+                    return call
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
         with first_call_awaited():

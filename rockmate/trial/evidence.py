@@ -45,9 +45,10 @@ class Evidence:
 
     def begin(self, runner: Runner, inputs: Sequence[torch.Tensor]) -> None:
         """Before a forward, which `runner` runs with these inputs."""
-        is_cuda = self._device.type == "cuda"
-        self._is_over |= is_cuda and torch.cuda.is_current_stream_capturing()
-        self._is_over |= any(map(is_fake, inputs))
+        if any(map(is_fake, inputs)) or (
+            self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        ):
+            self._is_over = True
         runner.around = profiler_label if self._is_over else self._around
         runner.check_tangents = self._note_tangents
         # Hooks of parameters allocate for themselves, and free gradients.
@@ -71,17 +72,16 @@ class Evidence:
     def _around(self, name: str) -> Iterator[None]:
         is_forward, can_record = name == "rockmate::forward", self._can_record
         self._can_record &= is_forward and not is_profiling()
-        recording = None
-        if can_record and not is_profiling():
-            recording = Recording(self._device, leaves_out=True)
-        begin_s = self._now_s()
-        try:
-            with profiler_label(name):
+        with profiler_label(name):
+            is_recorded = can_record and not is_profiling()
+            recording = Recording(self._device, leaves_out=True) if is_recorded else None
+            begin_s = self._now_s()
+            try:
                 yield
-            seconds = self._now_s() - begin_s
-        finally:
-            end = recording.mark() if recording else 0
-            stretches = recording.stop() if recording else []
+                seconds = self._now_s() - begin_s
+            finally:
+                end = recording.mark() if recording else 0
+                stretches = recording.stop() if recording else []
         peak_bytes = max((each.peak_bytes for each in stretches[:end]), default=0)
         if is_forward:
             self._forward_s, self._forward_peak_bytes = seconds, peak_bytes

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from rockmate._torch.dispatch import is_op, ops_observed, schema_of
-from rockmate._torch.engine import saving
 from rockmate._torch.storage import StorageWeakRef, storage_id
 from rockmate.state.tensors import parts_of, tensors_in, with_changed
 
@@ -48,7 +47,6 @@ class Writes:
         self.most_bytes = most_bytes
         self._new: dict[int, tuple[StorageWeakRef, int]] = {}
         self._new_bytes = 0
-        self._saved: dict[object, torch.Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -65,23 +63,6 @@ class Writes:
         with ops_observed(self._run):
             yield
 
-    @contextmanager
-    def saved_in_room(self) -> Iterator[None]:
-        """Has autograd save what there is room for, the latest; `OutOfBudget` if it needs more."""
-
-        def pack(tensor: torch.Tensor) -> object:
-            key = object()
-            self._saved[key] = tensor.detach()
-            return key
-
-        def unpack(key: object) -> torch.Tensor:
-            if key not in self._saved:
-                raise OutOfBudget
-            return self._saved[key]
-
-        with saving(pack, unpack):
-            yield
-
     def restore(self) -> None:
         """Puts the contents back."""
         for key, tensor in self.changed.items():
@@ -93,7 +74,6 @@ class Writes:
     def release(self) -> None:
         """Drops what is known of new tensors."""
         self._new.clear()
-        self._saved.clear()
 
     def forget_others(self, storages: Container[int]) -> None:
         """Keeps those to these storages, without what they held."""
@@ -155,13 +135,9 @@ class Writes:
         """Whether so much more would be too much."""
         if self.most_bytes is None or self._new_bytes + num_bytes <= self.most_bytes:
             return False
-        while True:
-            self._new = {key: each for key, each in self._new.items() if not each[0].expired()}
-            self._new_bytes = self.num_bytes + sum(num_bytes for _, num_bytes in self._new.values())
-            if self._new_bytes + num_bytes <= self.most_bytes or not self._saved:
-                return self._new_bytes + num_bytes > self.most_bytes
-            for key in list(self._saved)[: 1 + len(self._saved) // 8]:
-                del self._saved[key]
+        self._new = {key: each for key, each in self._new.items() if not each[0].expired()}
+        self._new_bytes = self.num_bytes + sum(num_bytes for _, num_bytes in self._new.values())
+        return self._new_bytes + num_bytes > self.most_bytes
 
 
 def _result_bytes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, otherwise: int) -> int:

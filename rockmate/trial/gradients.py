@@ -38,7 +38,7 @@ _SMALL = 1 / 8
 """Of the largest gradient. Smaller ones are held against that: sums that cancel are rounding."""
 
 
-class _Saving:
+class Saving:
     """Runs a forward. Of what it saves, it holds as much at a time as there is room for."""
 
     def __init__(
@@ -47,14 +47,18 @@ class _Saving:
         undo: Callable[[], None],
         room_bytes: int,
         storages: Container[int],
+        *,
+        runs_again: bool = True,
     ) -> None:
-        """Tensors of these storages need no room."""
+        """Tensors of these storages need no room. Where it must not run again: `OutOfBudget`."""
+        self._runs_again = runs_again
         self._forward, self._undo = forward, undo
         self._room_bytes, self._storages = room_bytes, storages
         self._held: dict[int, tuple[torch.Tensor, int]] = {}
         self._num_runs, self._last, self._number = 0, sys.maxsize, -1  # of saved tensors
 
     def run(self) -> Any:
+        """The output; `DifferentiatedError` if the forward takes a gradient itself."""
         self._held.clear()
         self._num_runs, self._next, self._held_bytes = self._num_runs + 1, 0, 0
         with saving(self._pack, self._unpack):
@@ -76,7 +80,7 @@ class _Saving:
         return at
 
     def _unpack(self, at: int) -> torch.Tensor:
-        if at not in self._held:
+        if at not in self._held and self._runs_again:
             if self._number < 0:
                 msg = "the forward takes a gradient itself"
                 raise DifferentiatedError(msg)
@@ -121,7 +125,7 @@ class PlainGradients:
         self._leaves = [each for each in tensors if each.requires_grad and each.is_leaf]
         self._found: list[Fingerprint | None] = []
         most_bytes = conditions.most_bytes
-        plain = _Saving(forward, undo, most_bytes // 2, before.storages)
+        plain = Saving(forward, undo, most_bytes // 2, before.storages)
         writes.most_bytes = most_bytes + sum(map(bytes_of, self._leaves))
         try:
             self.reason = self._obstacle()

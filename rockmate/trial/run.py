@@ -39,7 +39,7 @@ from rockmate.state.call_state import CallState
 from rockmate.state.tensors import tensors_in
 from rockmate.state.writes import OutOfBudget, Writes
 from rockmate.trial.conditions import Conditions
-from rockmate.trial.gradients import PlainGradients
+from rockmate.trial.gradients import PlainGradients, Saving
 from rockmate.trial.outcome import Comparison, Outcome, Reader
 from rockmate.trial.steps import TrialSteps
 
@@ -89,7 +89,9 @@ def run_beside_eager(
         with _as_in(conditions, model), autocast_as(autocast), torch.enable_grad():
             return model(*args, **kwargs)
 
-    eager = _of_plain(plain, undo, writes, reader, conditions, steps)
+    room_bytes = conditions.most_bytes // 2
+    saving_plain = Saving(plain, undo, room_bytes, before.storages, runs_again=False).run
+    eager = _of_plain(plain, saving_plain, undo, writes, reader, conditions, steps)
     if eager is None:
         return ours()
     gradients = None
@@ -113,6 +115,7 @@ def run_beside_eager(
 
 def _of_plain(
     plain: Callable[[], Any],
+    saving_plain: Callable[[], Any],
     undo: Callable[[], None],
     writes: Writes,
     reader: Reader,
@@ -122,11 +125,11 @@ def _of_plain(
     """The outcome of the plain forward, which is undone; None where it cannot run in the budget."""
     reason, outcome = "", None
     try:
-        for saving in (nothing_saved(), writes.saved_in_room()):
+        for run, saving in ((plain, nothing_saved()), (saving_plain, contextlib.nullcontext())):
             try:
                 begin_s = time.thread_time()
                 with writes.noted(), saving:
-                    output = plain()
+                    output = run()
                 steps.forward_s = time.thread_time() - begin_s
                 outcome = reader.outcome(output)
                 break

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -90,56 +91,21 @@ def workspace_bytes(
         prepare: returns the function and its arguments, which it allocates.
         device: where the function runs.
     """
-    if device.type == "cuda":
-        return _peak_beyond_rest_cuda(prepare, device)
-    # The arguments live until here, so that their release is no event of the function.
-    (result, _), threads = _record(lambda: _after_mark(prepare))
-    live = peak = 0
-    for thread in threads:
-        is_after = False
-        for event in thread:
-            if event.kind() == "push" and event.name() == _MARK:
-                is_after = True
-            elif event.kind() == "memory_alloc" and is_after:
-                live += event.cpu_memory_usage()
-                peak = max(peak, live)
-    return peak - live + _padding_bytes(result)
+    with _recorded(device) as recording:
+        function, arguments = prepare()
+        recording.mark()
+        result = function(*arguments)
+        recording.mark()
+    _, during, after = recording.stop()
+    return during.peak_bytes - after.begin_bytes + _padding_bytes(result)
 
 
 def net_allocated(function: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     """Bytes that a function leaves allocated, its result included, and the result."""
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
+    with _recorded(device) as recording:
         result = function()
-        return torch.cuda.memory_allocated(device) - before, result
-    result, threads = _record(function)
-    return sum(
-        event.cpu_memory_usage()
-        for thread in threads
-        for event in thread
-        if event.kind() == "memory_alloc"
-    ), result
-
-
-def _after_mark(prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -> tuple[Any, Any]:
-    function, arguments = prepare()
-    with torch.profiler.record_function(_MARK):
-        return function(*arguments), arguments
-
-
-def _peak_beyond_rest_cuda(
-    prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], device: torch.device
-) -> int:
-    function, arguments = prepare()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    result = function(*arguments)
-    torch.cuda.synchronize(device)
-    return (
-        torch.cuda.max_memory_allocated(device)
-        - torch.cuda.memory_allocated(device)
-        + _padding_bytes(result)
-    )
+        recording.mark()
+    return recording.stop()[-1].begin_bytes, result
 
 
 def _padding_bytes(result: Any) -> int:
@@ -322,6 +288,17 @@ class Recording:
         torch.cuda.reset_peak_memory_stats(self._device)
         origin = self._origin_bytes
         self._stretches.append(Stretch(begin_bytes - origin, peak_bytes - origin))
+
+
+@contextmanager
+def _recorded(device: torch.device) -> Iterator[Recording]:
+    """What runs within; ended where it fails, too."""
+    refuse_profiler()
+    recording = Recording(device)
+    try:
+        yield recording
+    finally:
+        recording.stop()
 
 
 def refuse_profiler() -> None:

@@ -53,8 +53,9 @@ class Evidence:
         runner.check_tangents = self._note_tangents
         # Hooks of parameters allocate for themselves, and free gradients.
         self._can_record = (
-            len(self._seconds) > 0 == self.peak_bytes
-            and not (self._is_over or is_profiling() or runner.held)
+            len(self._seconds) > 0
+            and not self.peak_bytes
+            and not (self._is_over or runner.held)
             and self._planned.program.num_in_flight == 1
             and not may_be_needed_early(runner.gradient_owners().values())
         )
@@ -70,10 +71,10 @@ class Evidence:
 
     @contextmanager
     def _around(self, name: str) -> Iterator[None]:
-        is_forward, can_record = name == "rockmate::forward", self._can_record
-        self._can_record &= is_forward and not is_profiling()
+        is_forward, is_watched = name == "rockmate::forward", is_profiling()
+        is_recorded = self._can_record and not (is_watched or Recording.is_under_way())
+        self._can_record = is_forward and is_recorded
         with profiler_label(name):
-            is_recorded = can_record and not is_profiling()
             recording = Recording(self._device, leaves_out=True) if is_recorded else None
             begin_s = self._now_s()
             try:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rockmate.graph.step_options import StepOptions
     from rockmate.offload.request import OffloadRequest
     from rockmate.sharding.simulated import MeshSizes, Shard
+
 _BUDGET_HINT = "A budget: Planner(model, sample).plan(budget)."
 
 

@@ -89,6 +89,8 @@ def write_whole(path: str | Path, content: str | bytes) -> None:
     try:
         partial.write_bytes(data)
         partial.replace(target)
+    except OSError as error:  # names the file that was asked for
+        raise type(error)(error.errno, error.strerror, str(path)) from None
     finally:
         partial.unlink(missing_ok=True)
 

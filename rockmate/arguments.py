@@ -65,16 +65,21 @@ def checked_budget(
         )
         raise InvalidArgumentError(msg)
     if plan is not None:
-        from rockmate.plan.plan import Plan
-
-        if not isinstance(plan, Plan):
-            msg = f"plan {reprlib.repr(plan)} is of type {type(plan).__name__}; a Plan is needed."
-            msg += " Give plan=Plan.load(path) for a saved one, or what Planner.plan gave."
-            raise InvalidArgumentError(msg)
+        check_plan(plan)
     if budget is not None and slowdown_of(budget) is None:
         # An unreadable budget fails before the capture, not after it. The peak is unknown here.
         parse_budget(budget, 1 << 62)
     return budget
+
+
+def check_plan(plan: Any) -> None:
+    """Raises `InvalidArgumentError` for what is no plan."""
+    from rockmate.plan.plan import Plan
+
+    if not isinstance(plan, Plan):
+        msg = f"plan {reprlib.repr(plan)} is of type {type(plan).__name__}; a Plan is needed."
+        msg += " Give plan=Plan.load(path) for a saved one, or what Planner.plan gave."
+        raise InvalidArgumentError(msg)
 
 
 def check_choices(larger: str, on_infeasible: str, **flags: Any) -> None:

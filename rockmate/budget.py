@@ -117,16 +117,20 @@ _MAX_COUNT = 1000
 _ANY_PEAK = 1 << 62
 
 
-def parse_budgets(text: str) -> list[Budget]:
+def parse_budgets(text: str | Iterable[Budget]) -> list[Budget]:
     """The budgets that a range or a list stands for, in the order in which they are written.
 
     Args:
         text: "first:last:count", both ends included, or budgets with commas between them; fractions
-            in (0, 1], sizes or bytes.
+            in (0, 1], sizes or bytes; or a list, which is taken as it is.
 
     Raises:
         InvalidBudgetError: it is neither; the text names the part at fault.
     """
+    if not isinstance(text, str):
+        if isinstance(text, Iterable):
+            return list(text)
+        raise InvalidBudgetError(f"budgets {text!r} are no list; for one, write [{text!r}].")
     budgets = _span(text) if ":" in text else [_one(part) for part in text.split(",")]
     check_budgets(budgets)
     return budgets

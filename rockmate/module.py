@@ -162,7 +162,7 @@ class RockmateModule(Wrapper):
         options: PlanOptions | None = None,
         **keywords: Any,
     ) -> None:
-        options = PlanOptions.of(options, keywords, known=RockmateModule.__init__.__kwdefaults__)
+        options = PlanOptions.of(options, keywords, known=RockmateModule.__init__.__annotations__)
         budget = checked_budget(model, sample_input, budget, max_slowdown, memory_limit, plan)
         check_mode(mode, keep, plan, strategy, {**options.changed, **keywords})
         check_choices(larger, on_infeasible, replan=replan, plan_frames=plan_frames)

@@ -34,7 +34,7 @@ from rockmate.capture.signature import (
     resized_call,
 )
 from rockmate.capture.traced_forward import ModuleReplacedError
-from rockmate.errors import InfeasibleBudgetError, SignatureMismatchError
+from rockmate.errors import InfeasibleBudgetError, RockmateError, SignatureMismatchError
 from rockmate.planning.options import PlanOptions
 from rockmate.request import PlanRequest
 from rockmate.runtime.model_checks import refuse_uninitialized
@@ -48,6 +48,7 @@ from rockmate.trial.steps import TrialOption, TrialSteps
 logger = logging.getLogger(__name__)
 
 Beyond = Literal["refuse", "tell", "allow"]
+Called = tuple[CallSignature, Sequence[Tensor]]
 # Plans of one module. A shape or a state that returns within this many finds its plan.
 MAX_PLANS = 64
 
@@ -160,24 +161,18 @@ class PlanCache:
         tensors, call = flatten_call(args, kwargs, self._optional)
         self.new_plans.num_calls += 1
         runnable = self.runnable_for(call, tensors)
+        if runnable.evidence is not None and (excess_bytes := runnable.evidence.take_excess()):
+            runnable = self._with_less(runnable, excess_bytes, (call, tensors))
         if self.beyond_in_flight != "allow" and (beyond := runnable.beyond_budget()):
             runnable = self._for_in_flight(runnable, beyond, (call, tensors))
         return runnable.run_or_try(tensors, args, kwargs)
 
-    def _for_in_flight(
-        self, runnable: RunnableCall, beyond: str, called: tuple[CallSignature, Sequence[Tensor]]
-    ) -> RunnableCall:
+    def _for_in_flight(self, runnable: RunnableCall, beyond: str, called: Called) -> RunnableCall:
         """The runnable call, or one for more forwards in flight; raises if neither may be."""
         number = 1 + len(runnable.others)
         if self.request and self._replans:
-            before = self.request, self.runnables
             options = replace(self.request.options, in_flight=number)
-            self.request, self.runnables = replace(self.request, options=options), []
-            try:
-                runnable = self._plan(*called, reason=beyond)
-            except Exception:
-                self.request, self.runnables = before
-                raise
+            runnable = self._plan_anew(replace(self.request, options=options), called, beyond)
             beyond = runnable.beyond_budget()
         msg = (
             f"{beyond}. Pass in_flight={number}, or the most that there are, or run each backward "
@@ -189,6 +184,33 @@ class PlanCache:
             self._has_told_in_flight = True
             logger.warning("%s", msg)
         return runnable
+
+    def _with_less(self, runnable: RunnableCall, excess_bytes: int, called: Called) -> RunnableCall:
+        """A runnable call that leaves room for what steps take beyond the plan, if there is one."""
+        plan, request = runnable.planned.plan, self.request
+        known_bytes = request.excess_bytes if request else 0
+        peak_bytes, excess = plan.predicted_peak_bytes + excess_bytes, size_text(excess_bytes)
+        if peak_bytes <= plan.budget_bytes + known_bytes:
+            return runnable
+        told = f"a step has taken {size_text(peak_bytes)}, {excess} more than predicted"
+        if request and self._replans and not request.is_choice and excess_bytes > known_bytes:
+            request, reason = replace(request, excess_bytes=excess_bytes), "plans leave room for it"
+            try:
+                return self._plan_anew(request, called, f"{told}: {reason}")
+            except InfeasibleBudgetError as error:
+                told = f"{told}, and no plan leaves room for it: {error}"
+        logger.warning("%s. The budget is passed. Give one that is smaller by %s.", told, excess)
+        return runnable
+
+    def _plan_anew(self, request: PlanRequest, called: Called, reason: str) -> RunnableCall:
+        """Forgets all plans for one of another request; keeps them where there is none."""
+        before = self.request, self.runnables
+        self.request, self.runnables = request, []
+        try:
+            return self._plan(*called, reason=reason)
+        except RockmateError:
+            self.request, self.runnables = before
+            raise
 
     def empty_for(self, model: nn.Module, *, num_methods: int = 1) -> PlanCache:
         """A cache without a plan, which plans alike.

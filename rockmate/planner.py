@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rockmate.arguments import check_plan
 from rockmate.budget import Budget, OnInfeasible
 from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
@@ -79,6 +80,8 @@ class Planner(PlanningSession):
 
         Raises:
             PlanMismatchError: the plan was made for another step.
+            InvalidArgumentError: `plan` is no `Plan`.
         """
+        check_plan(plan)
         self._step.check_present()
         return RockmateModule.of(self.model, self.planned_call_of(plan), trial=trial)

@@ -55,6 +55,7 @@ class PlanRequest:
         options: of planning.
         num_methods: how many methods of a model share the bytes of the bound in equal parts. A
             fraction is one of the peak of each.
+        excess_bytes: that steps were measured to take beyond their plans, which leave room for it.
     """
 
     budget: Budget | None = None
@@ -63,6 +64,12 @@ class PlanRequest:
     on_infeasible: OnInfeasible = "error"
     options: PlanOptions = _DEFAULTS
     num_methods: int = 1
+    excess_bytes: int = 0
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether the budget is chosen from the curve of time against memory."""
+        return slowdown_of(self.budget) is not None
 
     @property
     def left_out_by_frames(self) -> list[str]:
@@ -96,9 +103,9 @@ class PlanRequest:
                 begin_stage("capturing the model")
                 machine = machine_of(self.options)
                 step = captured_step(plain_model(model), sample_input, self.options, machine)
-            captured, stored = [step], StoredPlan.of(step, self._asked(budget), self.options)
-            if (call := self._stored_call(stored, model, budget)) is not None:
-                return call
+                captured, stored = [step], StoredPlan.of(step, self._asked(budget), self.options)
+                if (call := self._stored_call(stored, model, budget)) is not None:
+                    return call
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
         with first_call_awaited():
@@ -107,6 +114,8 @@ class PlanRequest:
             # The process holds more memory once it has planned.
             self._call_within(session, self._room(model))
             budget = self._room(model)
+        elif share_bytes is None:
+            budget = self._less(budget, session.baseline_peak_bytes)
         return self._session_call(session, budget, stored)
 
     def planned_call_for_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:
@@ -124,20 +133,27 @@ class PlanRequest:
 
     def _budget(self, share_bytes: int | None) -> Budget | None:
         """The activation budget of one method; None where that is what a limit leaves."""
-        if is_share(self.budget) or slowdown_of(self.budget) is not None:
+        if is_share(self.budget) or self.is_choice:
             return self.budget if share_bytes is None else share_bytes
         return None if self.budget is None else parse_budget(self.budget, 0) // self.num_methods
 
     def _room(self, model: nn.Module) -> int:
         """What the limit leaves now to one method."""
         assert self.memory_limit is not None
-        return self.memory_limit.activation_budget_bytes(model) // self.num_methods
+        room_bytes = self.memory_limit.activation_budget_bytes(model) // self.num_methods
+        return max(1, room_bytes - self.excess_bytes)
+
+    def _less(self, budget: Budget, baseline_peak_bytes: int) -> Budget:
+        """The budget without the room for what steps take beyond their plans."""
+        if not self.excess_bytes or self.is_choice:
+            return budget
+        return max(1, parse_budget(budget, baseline_peak_bytes) - self.excess_bytes)
 
     def _asked(self, budget: Budget | None) -> tuple[Any, ...]:
         """What a plan is made for beside the step and the options of planning."""
         limit = self.memory_limit
         bound = (limit.limit_bytes, self.num_methods) if limit and budget is None else budget
-        return bound, self.strategy, self.on_infeasible
+        return bound, self.strategy, self.on_infeasible, self.excess_bytes
 
     def _stored_call(
         self, stored: StoredPlan | None, model: nn.Module, budget: Budget | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -39,6 +40,7 @@ from rockmate.graph.passes import (
     PassOptions,
     run_passes,
 )
+from rockmate.graph.snapshot import StepSnapshot
 from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.graph.step_options import StepOptions
 from rockmate.plan.plan import Plan
@@ -54,7 +56,7 @@ logger = logging.getLogger(__name__)
 _DEFAULTS = StepOptions()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class CapturedStep:
     """One training step of a model, for one sample.
 
@@ -81,6 +83,11 @@ class CapturedStep:
     absence: str = ""
     allocation_bytes: int | None = None
     fusion: Fusion | None = None
+
+    @cached_property
+    def snapshot(self) -> StepSnapshot:
+        """The step as plain values."""
+        return snapshot_of(self.graph, self.call)
 
     def separable_blocks(self, *, least_bytes: int = 0) -> SeparableBlocks:
         """Blocks that can run in chunks, and reasons for those that cannot.
@@ -176,7 +183,7 @@ class CapturedStep:
             plan: a plan for a step with no smaller tensor.
             in_place: positions of the runs in place. None takes every run that can be in place.
         """
-        snapshot = snapshot_of(self.graph, self.call)
+        snapshot = self.snapshot
         if plan.options != self.options or not plan.snapshot.serves_smaller(snapshot):
             return None
         if (schedule := moved_like(plan.schedule, self.graph)) is None:
@@ -209,7 +216,7 @@ class CapturedStep:
 
     def _adopted(self, plan: Plan) -> Plan:
         """The plan with this step's graph, replayed on it."""
-        snapshot = snapshot_of(self.graph, self.call)
+        snapshot = self.snapshot
         difference = plan.snapshot.difference(snapshot)
         if not difference and plan.options != self.options:
             difference = (

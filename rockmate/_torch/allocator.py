@@ -12,13 +12,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch._C._autograd import _disable_profiler_legacy, _enable_profiler_legacy
-from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
+from torch._C._profiler import (
+    ProfilerConfig,
+    ProfilerState,
+    _ExperimentalConfig,
+    _RecordFunctionFast,
+)
 
 from rockmate._torch.engine import is_profiling
 from rockmate._torch.pytree import tree_leaves
@@ -85,56 +91,21 @@ def workspace_bytes(
         prepare: returns the function and its arguments, which it allocates.
         device: where the function runs.
     """
-    if device.type == "cuda":
-        return _peak_beyond_rest_cuda(prepare, device)
-    # The arguments live until here, so that their release is no event of the function.
-    (result, _), threads = _record(lambda: _after_mark(prepare))
-    live = peak = 0
-    for thread in threads:
-        is_after = False
-        for event in thread:
-            if event.kind() == "push" and event.name() == _MARK:
-                is_after = True
-            elif event.kind() == "memory_alloc" and is_after:
-                live += event.cpu_memory_usage()
-                peak = max(peak, live)
-    return peak - live + _padding_bytes(result)
+    with _recorded(device) as recording:
+        function, arguments = prepare()
+        recording.mark()
+        result = function(*arguments)
+        recording.mark()
+    _, during, after = recording.stop()
+    return during.peak_bytes - after.begin_bytes + _padding_bytes(result)
 
 
 def net_allocated(function: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
     """Bytes that a function leaves allocated, its result included, and the result."""
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
+    with _recorded(device) as recording:
         result = function()
-        return torch.cuda.memory_allocated(device) - before, result
-    result, threads = _record(function)
-    return sum(
-        event.cpu_memory_usage()
-        for thread in threads
-        for event in thread
-        if event.kind() == "memory_alloc"
-    ), result
-
-
-def _after_mark(prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]]) -> tuple[Any, Any]:
-    function, arguments = prepare()
-    with torch.profiler.record_function(_MARK):
-        return function(*arguments), arguments
-
-
-def _peak_beyond_rest_cuda(
-    prepare: Callable[[], tuple[Callable[..., Any], Sequence[Any]]], device: torch.device
-) -> int:
-    function, arguments = prepare()
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    result = function(*arguments)
-    torch.cuda.synchronize(device)
-    return (
-        torch.cuda.max_memory_allocated(device)
-        - torch.cuda.memory_allocated(device)
-        + _padding_bytes(result)
-    )
+        recording.mark()
+    return recording.stop()[-1].begin_bytes, result
 
 
 def _padding_bytes(result: Any) -> int:
@@ -215,13 +186,15 @@ class Recording:
     # Threads whose recording was ended by another one. Numbers of threads come again.
     _left_on: ClassVar[weakref.WeakSet[threading.Thread]] = weakref.WeakSet()
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, leaves_out: bool = False) -> None:
         """Begins with the first stretch; ends a recording that was left."""
         self.end_present()
+        self._leaves_out = leaves_out
         Recording._present = weakref.ref(self)
         self._device = device
         self._stretches: list[Stretch] = []
         self._num_marks = 0
+        self._uncounted: dict[int, int] = {}  # number of a stretch -> bytes from it on
         self._is_stopped = False
         self._thread = threading.current_thread()
         if device.type == "cuda":
@@ -247,21 +220,35 @@ class Recording:
         if self._device.type == "cuda":
             self._end_stretch_cuda()
         else:
-            with torch.profiler.record_function(_MARK):
+            with _RecordFunctionFast(_MARK):  # no op that the user's modes would see
                 pass
         return self._num_marks
 
+    @classmethod
+    def leave_out(cls, num_bytes: int) -> None:
+        """Of what is live from here on, so much does not count in a recording that leaves out."""
+        present = cls._present and cls._present()
+        if present is not None and present._leaves_out:
+            present._uncounted[present.mark()] = num_bytes
+
     def stop(self) -> list[Stretch]:
         """Ends the recording; all stretches, none if it began in another thread."""
-        if self._is_stopped:
-            return self._stretches
+        if not self._is_stopped:
+            self._stop()
+            less = 0
+            for number, each in enumerate(self._stretches):
+                less += self._uncounted.get(number, 0)
+                self._stretches[number] = Stretch(each.begin_bytes - less, each.peak_bytes - less)
+        return self._stretches
+
+    def _stop(self) -> None:
         self._is_stopped, Recording._present = True, None
         if not self.can_stop:
             Recording._left_on.add(self._thread)
-            return self._stretches
+            return
         if self._device.type == "cuda":
             self._end_stretch_cuda()
-            return self._stretches
+            return
         events = [event for thread in _disable_profiler_legacy() for event in thread]
         start = next(event for event in events if event.name() == "__start_profile")
         events.sort(key=start.cpu_elapsed_us)
@@ -274,7 +261,6 @@ class Recording:
                 self._stretches.append(Stretch(begin, peak))
                 begin = peak = live
         self._stretches.append(Stretch(begin, peak))
-        return self._stretches
 
     @staticmethod
     def end_present() -> None:
@@ -302,6 +288,17 @@ class Recording:
         torch.cuda.reset_peak_memory_stats(self._device)
         origin = self._origin_bytes
         self._stretches.append(Stretch(begin_bytes - origin, peak_bytes - origin))
+
+
+@contextmanager
+def _recorded(device: torch.device) -> Iterator[Recording]:
+    """What runs within; ended where it fails, too."""
+    refuse_profiler()
+    recording = Recording(device)
+    try:
+        yield recording
+    finally:
+        recording.stop()
 
 
 def refuse_profiler() -> None:

@@ -27,8 +27,9 @@ class CurveRow(Measurement):
     loss_chunks: str = ""
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.names())
-        return f"{type(self).__name__}({shown})"
+        unset = {each.name: each.default for each in fields(self)}
+        given = {name: value for name, value in self.as_dict().items() if value != unset[name]}
+        return f"{type(self).__name__}({', '.join(f'{n}={v!r}' for n, v in given.items())})"
 
     def with_measurement(self, measured: Measurement) -> Self:
         """The row with what was measured."""

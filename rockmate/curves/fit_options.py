@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -185,5 +186,6 @@ def _num_bytes(value: int | str, what: str) -> int:
         return parse_budget(value, 0)
     except InvalidBudgetError as error:
         raise FitError(
-            f"{what} {value!r} cannot be read. Write bytes above 0, or a size as 24GiB or 800MB."
+            f"{what} {reprlib.repr(value)} cannot be read. Write bytes above 0, or a size as 24GiB "
+            "or 800MB."
         ) from error

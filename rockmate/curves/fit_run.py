@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from rockmate.capture.compiled_model import require_module
 from rockmate.capture.sample import read_sample
 from rockmate.capture.size_template import MIN_SYMBOLIC_SIZE
 from rockmate.costs.estimate import estimate_costs
@@ -66,6 +67,7 @@ def fit(model: nn.Module, sample_input: Any, memory: int | str, **keywords: Any)
         InvalidSampleError, UnsupportedModelError: as for `Planner`.
         UnknownOptionError: an option is not known.
     """
+    require_module(model)
     options = FitOptions.of({"memory": memory, **keywords})
     return run_fit(model, sample_input, options, title=type(model).__name__)
 

@@ -5,6 +5,7 @@ Needs matplotlib; see `rockmate.curves.figures`.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from rockmate.schedule.schedule import Schedule
 _COLOURS = ("#1f6fb4", "#c2701c", "#2f8a57", "#8a56b8", "#b8475f")
 _PART_COLOURS = ("#bbbbbb", "#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377")
 _GREY, _RED = "#8a8f98", "#c8322b"
+_LINE = 60  # characters of a note that the width holds
 # Number of points above which only the highest of each stretch is drawn.
 _MAX_POINTS = 500
 
@@ -143,6 +145,7 @@ def step_figure(
     """
     top = max(budget_bytes, *(height for points in curves.values() for _, height in points))
     num_bytes, unit = unit_of(int(top))
+    notes = [line for note in notes for line in textwrap.wrap(note, _LINE)]
     with style():
         figure = new_figure(3.8 + 0.2 * len(notes))
         axes = figure.subplots()

@@ -10,6 +10,8 @@ from rockmate.curves.curve import CurveRow
 from rockmate.plan.plan import Plan
 from rockmate.planning.curve_choice import recommended
 
+_LEAST_SAVED = 0.01  # of a tenth; below it the slope is noise
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SweepRow(CurveRow):
@@ -130,8 +132,8 @@ def compared(rows: Sequence[SweepRow]) -> list[SweepRow]:
 def _extra_ms(row: SweepRow, larger: SweepRow) -> float | None:
     """What each tenth of the peak costs that a row saves beyond one of a larger budget."""
     saved_bytes = larger.point[0] - row.point[0]
-    if saved_bytes <= 0 or not row.predicted_ratio:
-        return None
     tenth_bytes = row.budget_bytes / row.budget_share / 10
+    if saved_bytes <= _LEAST_SAVED * tenth_bytes or not row.predicted_ratio:
+        return None
     extra = (row.predicted_ratio - larger.point[1]) * tenth_bytes / saved_bytes
     return extra * (row.predicted_ms or 0.0) / row.predicted_ratio

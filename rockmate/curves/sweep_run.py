@@ -81,8 +81,8 @@ def sweep(
         InvalidSampleError, UnsupportedModelError, MachineError: as for `Planner`.
     """
     asked = SweepOptions(budgets, strategies, measure, num_steps, progress)
-    planning, title = PlanOptions.of(options, keywords), type(model).__name__
-    return run_sweep(model, sample_input, asked, planning, title=title, out=out)
+    planning = PlanOptions.of(options, keywords, known=sweep.__annotations__)
+    return run_sweep(model, sample_input, asked, planning, title=type(model).__name__, out=out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,7 @@ class SweepOptions:
     @property
     def parsed(self) -> list[Budget] | None:
         """The budgets as a list."""
-        if isinstance(self.budgets, str):
-            return parse_budgets(self.budgets)
-        return None if self.budgets is None else list(self.budgets)
+        return None if self.budgets is None else parse_budgets(self.budgets)
 
 
 def run_sweep(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
-from rockmate.graph.snapshot_capture import snapshot_chain, snapshot_of
+from rockmate.graph.snapshot_capture import snapshot_chain
 from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.search_problem import StoppingRule
@@ -43,10 +43,10 @@ class Form(Searches):
         """The same step with other costs."""
         return Form(self.step, costs, self._solver_time, self._solved, self._rule)
 
-    @cached_property
+    @property
     def snapshot(self) -> StepSnapshot:
         """The step as plain values."""
-        return snapshot_of(self.graph, self.step.call)
+        return self.step.snapshot
 
     @property
     def text(self) -> str:

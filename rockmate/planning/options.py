@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from rockmate.offload.request import OffloadRequest
     from rockmate.sharding.simulated import MeshSizes, Shard
 
+_BUDGET_HINT = "A budget: Planner(model, sample).plan(budget)."
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions(CaptureOptions):
@@ -164,13 +166,14 @@ class PlanOptions(CaptureOptions):
         """
         if options is not None and not isinstance(options, PlanOptions):
             msg = f"options is {options!r}; give PlanOptions(...), or single options by name."
-            raise InvalidArgumentError(f"{msg} A budget: Planner(model, sample).plan(budget).")
+            raise InvalidArgumentError(f"{msg} {_BUDGET_HINT}")
         names = [each.name for each in fields(cls) if each.name not in but]
-        near = [*(known or ()), *names]
+        near = [*(each for each in known or () if each not in ("return", "keywords")), *names]
         for name in keywords:
             if name not in names:
                 nearest = difflib.get_close_matches(name, near, n=1)
                 hint = f"Did you mean {nearest[0]}?" if nearest else f"Take {', '.join(near)}."
+                hint = _BUDGET_HINT if name == "budget" and "budgets" not in near else hint
                 raise UnknownOptionError(f"{what} no option {name!r}. {hint}")
         return replace(options or cls(), **keywords)
 

@@ -325,7 +325,7 @@ class PlanningSession:
         Raises:
             InvalidBudgetError: a budget cannot be read.
         """
-        listed = parse_budgets(budgets) if isinstance(budgets, str) else budgets
+        listed = parse_budgets(budgets)
         wanted = sorted({parse_budget(each, self.baseline_peak_bytes) for each in listed})
         with gc_paused():
             self._rule.begin(max(1, len(wanted)))

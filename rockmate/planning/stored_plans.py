@@ -30,7 +30,6 @@ from rockmate.bound.protocol import StoredBound
 from rockmate.capture.roles import TracedCall
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.graph.snapshot import digest
-from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.ops.observed_layouts import Layout
 from rockmate.plan.plan import Plan
 from rockmate.planning.options import PlanOptions
@@ -71,7 +70,7 @@ class StoredPlan:
         """
         if not may_store(options) or step.absence or not all(map(_is_known, step.graph.ops)):
             return None
-        folder, text = cache_folder(), snapshot_of(step.graph, step.call).text(step.options)
+        folder, text = cache_folder(), step.snapshot.text(step.options)
         names = (each.name for each in fields(options) if each.name not in _NO_PART)
         given = [(name, repr(getattr(options, name))) for name in names]
         layouts = sorted(map(_layouts_text, step.capture.traced))

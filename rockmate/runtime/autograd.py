@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -79,6 +79,7 @@ class Runner:
     Attributes:
         program: the forward and backward functions.
         saved_bytes: tells what a forward holds for its backward, as its plan predicts; 0 unset.
+        around: the context, by name, in which a forward or backward runs.
         binding: finds the module's tensors by name.
         pending: the forwards of the model whose backward has not run.
         held: whole gradients that wait for their reduction, of a sharded model; else None.
@@ -113,8 +114,10 @@ class Runner:
             way_out: what else a user may do about an error, after what can be done in any case.
         """
         self.program, self.name, self.way_out = program, name, way_out
-        self.model, self.check_tangents = model, _accept_tangents
+        self.model = model
+        self.check_tangents: Callable[[Sequence[torch.Tensor | None]], None] = lambda _: None
         self.saved_bytes: Callable[[], int] = int
+        self.around: Callable[[str], AbstractContextManager[Any]] = engine.profiler_label
         self.binding = Binding(model, program.tensor_names())
         self.returned_to: Callable[[str], torch.Tensor] = self.binding.__getitem__
         self.pending = pending_steps_of(model)
@@ -183,7 +186,7 @@ class Runner:
         owners = self.gradient_owners()
         if self.returned_names:
             parameters = map(self.returned_to, self.returned_names)
-        elif hooks_last or not _may_be_needed_early(owners.values()):
+        elif hooks_last or not may_be_needed_early(owners.values()):
             parameters = {id(owner): owner for owner in owners.values()}.values()
         else:
             parameters = ()
@@ -283,7 +286,7 @@ class PlannedStep(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         inputs, program = tensors[:num_inputs], runner.program
         arguments, moves = runner.forward_arguments(inputs)
-        with engine.profiler_label("rockmate::forward"), autocast_off(), runner.dispatch():
+        with runner.around("rockmate::forward"), autocast_off(), runner.dispatch():
             values = program.forward(arguments)
         _write_updates(runner, inputs, values)
         outputs = tuple([values[place] for place in runner.output_places])
@@ -320,7 +323,7 @@ class PlannedStep(torch.autograd.Function):
         backward = runner.backward_for(tangents)
         # The only holder of the saved values from here on.
         arguments = take_arguments(ctx, backward.order, sink, tangents)
-        with engine.profiler_label("rockmate::backward"), autocast_off(), runner.dispatch():
+        with runner.around("rockmate::backward"), autocast_off(), runner.dispatch():
             values = backward.run(arguments)
             sink.close()
         if ctx.anchor.leaf.is_cuda:
@@ -351,11 +354,7 @@ class _Backward:
         self.order = program.order_of(arguments)
 
 
-def _accept_tangents(tangents: Sequence[torch.Tensor | None]) -> None:
-    """Gradients of outputs may have any layout."""
-
-
-def _may_be_needed_early(parameters: Iterable[torch.Tensor]) -> bool:
+def may_be_needed_early(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether a gradient may be needed before the step is done.
 
     A hook may step an optimizer and free the gradient. In a process group its reduction may run

@@ -45,6 +45,7 @@ from functools import lru_cache
 import torch
 
 from rockmate._torch import engine
+from rockmate._torch.allocator import Recording
 from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.capture.wrapping import NO_WRAPPINGS, Wrapping
@@ -169,7 +170,7 @@ class GradientSink:
             return
         total = parameter.grad
         if total is None:
-            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = _new_gradient(parameter).copy_(gradient)
         elif total.layout is torch.strided:
             total.add_(gradient)
         else:
@@ -343,8 +344,13 @@ def _add_slices(
 def _grad_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
     """The parameter's `.grad`, set to zeros if it has none."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = _new_gradient(parameter).zero_()
     return parameter.grad
+
+
+def _new_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    Recording.leave_out(parameter.nbytes)
+    return torch.empty_like(parameter)
 
 
 @lru_cache(maxsize=256)

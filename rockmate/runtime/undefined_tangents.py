@@ -71,7 +71,7 @@ class BackwardVariants:
         sources: Mapping[fx.Node, fx.Node],
         storage_of: Mapping[fx.Node, Storage],
     ) -> None:
-        """Copies the graph.
+        """Notes the ops of the graph, which direct calls may replace afterwards.
 
         Args:
             graph: the backward with all tangents.
@@ -79,11 +79,8 @@ class BackwardVariants:
             sources: node of `graph` -> node of the joint graph whose value it holds.
             storage_of: the storage of each node of the joint graph that is a tensor.
         """
-        self._graph = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        self._graph.output(self._graph.graph_copy(graph, copies))
-        self._arguments = tuple(arguments)
-        self._sources = {copies[node]: source for node, source in sources.items()}
+        self._graph, self._targets = graph, {node: node.target for node in graph.nodes}
+        self._arguments, self._sources = tuple(arguments), sources
         self._storage_of = storage_of
         self._variants: dict[frozenset[int], BackwardVariant] = {}
 
@@ -100,6 +97,8 @@ class BackwardVariants:
     def _write(self, undefined: frozenset[int]) -> BackwardVariant:
         graph, copies = fx.Graph(), {}
         graph.output(graph.graph_copy(self._graph, copies))
+        for node, copied in copies.items():
+            copied.target = self._targets[node]
         sources = {copies[node]: source for node, source in self._sources.items()}
         writer = _VariantWriter(graph, sources, self._storage_of)
         writer.leave_out(self._arguments, undefined)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from rockmate._torch.distributed import group_name_of, is_gathered_by_fsdp
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.subclasses import is_subclassed
-from rockmate.errors import UnsupportedModelError
+from rockmate.errors import InvalidArgumentError, UnsupportedModelError
 from rockmate.sharding.mark import sharded_model_of
 from rockmate.sharding.parameter import dim_to_cut, sharded, shards_of
 from rockmate.sharding.sharded_class import put_sharded_class
@@ -113,6 +113,8 @@ def _shard(
 
 def _refuse(module: nn.Module) -> None:
     """Raises for a model that cannot be sharded here."""
+    if not isinstance(module, nn.Module):
+        raise InvalidArgumentError(f"fully_shard was given {module!r}; give an nn.Module.")
     for name, part in module.named_modules():
         where = f"{name or 'the model'} ({type(part).__name__})"
         if isinstance(part, _UNREADABLE):

@@ -45,8 +45,8 @@ def simulated_ranks(num_ranks: int) -> Iterator[None]:
         RockmateError: there is a process group already.
         InvalidArgumentError: `num_ranks` is below 1.
     """
-    if num_ranks < 1:
-        msg = f"num_ranks is {num_ranks}; give 1 or more"
+    if not isinstance(num_ranks, int) or num_ranks < 1:
+        msg = f"num_ranks is {num_ranks!r}; give 1 or more"
         raise InvalidArgumentError(msg)
     if distributed.is_available() and distributed.is_initialized():
         msg = (

@@ -17,6 +17,7 @@ from rockmate.runtime.program import PlannedCall
 from rockmate.runtime.undefined_tangents import forbid_gradient
 from rockmate.step_family import StepFamily
 from rockmate.trial.conditions import conditions_of
+from rockmate.trial.evidence import Evidence
 from rockmate.trial.run import run_beside_eager
 from rockmate.trial.steps import TrialSteps
 
@@ -32,6 +33,7 @@ class RunnableCall:
         is_adapted: whether the schedule was made for a larger call.
         runner: runs the code under autograd.
         trials: which of its steps are held against eager.
+        evidence: what its first steps have taken; None where the schedule was made for others.
         watch: tells whether the model has changed since this object was made.
     """
 
@@ -49,6 +51,7 @@ class RunnableCall:
         self.is_adapted = is_adapted
         self.runner = Runner(planned.program, model)
         self.runner.saved_bytes = lambda: planned.plan.simulation.saved_bytes
+        self.evidence = None if is_adapted else Evidence(planned)
         self._model = model
         self.watch = ModelWatch(model, self.planned.attributes)
 
@@ -117,6 +120,8 @@ class RunnableCall:
         leaves_any = attributes.leaves_any
         if leaves_any:
             attributes.release()
+        if self.evidence is not None:
+            self.evidence.begin(self.runner, tensors)
         outputs = list(self.runner.run(tensors, hooks_last=finds_unused_parameters()))
         for index in self.planned.non_differentiable_outputs:
             outputs[index] = forbid_gradient(outputs[index])

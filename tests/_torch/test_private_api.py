@@ -499,6 +499,17 @@ class TestRecording:
         assert recording.stop() == [first, second]
         assert not engine.is_profiling()
 
+    def test_what_is_left_out_counts_from_there_on(self) -> None:
+        recording = allocator.Recording(torch.device("cpu"), leaves_out=True)
+        allocator.Recording.leave_out(3000)
+        gradient = torch.empty(3000, dtype=torch.uint8)
+        held = torch.empty(1000, dtype=torch.uint8)
+        first, second = recording.stop()
+        assert (first.peak_bytes, second.peak_bytes) == (0, held.nbytes)
+        others = allocator.Recording(torch.device("cpu"))
+        allocator.Recording.leave_out(gradient.nbytes)
+        assert len(others.stop()) == 1
+
     def test_one_at_a_time_and_none_left_behind(self) -> None:
         first = allocator.Recording(torch.device("cpu"))
         second = allocator.Recording(torch.device("cpu"))

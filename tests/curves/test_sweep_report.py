@@ -166,6 +166,10 @@ def test_recommendations_say_what_less_memory_costs(found: Sweep) -> None:
         pytest.approx(10 / 8),
         None,
     ]
+    alike = curve((100 * mib - 9, 1.6), (100 * mib, 1.5), (1000 * mib, 1.0))
+    assert alike[0].extra_ms_per_tenth is None  # nine bytes are no tenth of anything
+    assert "None" not in repr(alike[0])
+    assert "predicted_ratio=1.6" in repr(alike[0])
     sweep = dataclasses.replace(found, rows=rows)
     assert sweep.recommended is sweep.knee is rows[1]
     assert sweep.remarks() == (

@@ -60,6 +60,18 @@ def model() -> nn.Module:
         (lambda m: RockmateModule(m, budget=0.7, offload="hots"), '"host"'),
         (lambda m: RockmateModule(m, budget=0.7, marks={"0": "sav"}), "'save', 'recompute'"),
         (lambda m: RockmateModule(m, budget=0.7, untraced=["rooter"]), "no submodule"),
+        (lambda m: RockmateModule(m, X, budegt=0.7), "Did you mean budget?"),
+        (lambda m: Planner(m, X, budget=0.7), "Planner(model, sample).plan(budget)"),
+        (lambda m: rockmate.sweep(m, X, budgest=[0.7]), "Did you mean budgets?"),
+        (lambda m: rockmate.sweep(m, X, mesure=True), "Did you mean measure?"),
+        (lambda m: rockmate.sweep(m, X, budgets=0.7), "budgets 0.7 are no list; for one, write"),  # pyright: ignore
+        (lambda m: Planner(m, X).plans(0.7), "for one, write [0.7]"),  # pyright: ignore
+        (lambda m: Planner(m, X).module_of(0.7), "a Plan is needed"),  # pyright: ignore
+        (lambda m: rockmate.fit(X, m, "8GiB"), "no nn.Module"),  # pyright: ignore
+        (lambda m: rockmate.fit(m, "8GiB", X), "memory tensor("),  # pyright: ignore
+        (lambda m: rockmate.fit(m, X, "8GiB", size=[4]), "Did you mean sizes?"),
+        (lambda _: rockmate.fully_shard(3), "give an nn.Module"),  # pyright: ignore
+        (lambda _: rockmate.simulated_ranks("2").__enter__(), "give 1 or more"),  # pyright: ignore
     ],
 )
 def test_what_was_meant_is_told(call: Callable[[Any], Any], expected: str) -> None:

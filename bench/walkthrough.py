@@ -25,7 +25,6 @@ from torch.nn import functional
 
 from bench import command
 from bench import walkthrough_text as text
-from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.structure import flatten
 from rockmate.costs.cost import Costs
@@ -37,6 +36,7 @@ from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import GRAPH_PASSES, REWRITES, PassOptions, run_passes
 from rockmate.planning.block_options import Solving
 from rockmate.planning.rotor_family import RotorFamily
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.strategies import Searches
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import baseline_schedule
@@ -123,7 +123,7 @@ def sections() -> Iterator[Section]:
     baseline = simulate(graph, baseline_schedule(graph), costs)
     budget_bytes = int(BUDGET_FRACTION * baseline.peak_bytes)
     yield from _planned_by_rotor(graph, chain, costs, baseline, budget_bytes)
-    searches = Searches(graph, costs, SolverTime(text.TIME_LIMIT_S))
+    searches = Searches(graph, costs, rule=StoppingRule(time_limit_s=text.TIME_LIMIT_S))
     bound, search = searches.lower_bound, searches.local_search
     chosen = search.best_within(max(budget_bytes, search.minimum().simulation.peak_bytes))
     assert chosen is not None
@@ -145,7 +145,7 @@ def sections() -> Iterator[Section]:
 def _planned_by_rotor(
     graph: Graph, chain: BlockChain, costs: Costs, baseline: Simulation, budget_bytes: int
 ) -> Iterator[Section]:
-    solving = Solving(graph, chain, costs, SolverTime(text.TIME_LIMIT_S))
+    solving = Solving(graph, chain, costs)
     rotor = RotorFamily(solving, max_bytes=baseline.peak_bytes)
     yield _section("options", text.of_options(rotor))
     yield _section("rotor", text.of_rotor(rotor))

@@ -14,7 +14,6 @@ from bench.pages import filled
 from rockmate._torch.allocator import timeline
 from rockmate._torch.dispatch import is_op
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.roles import Capture
 from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.blocks import storages_of
@@ -105,7 +104,7 @@ def of_refinement(rotor: RotorFamily, budget_bytes: int) -> str:
     """Each start near the budget, after repair and after refinement, as the local search does."""
     graph, costs = rotor.graph, rotor.solver.costs
     most_bytes = int(_MAX_EXCESS * budget_bytes)
-    one_level = KnapsackFamily(Solving(graph, rotor.chain, costs, SolverTime(TIME_LIMIT_S)))
+    one_level = KnapsackFamily(Solving(graph, rotor.chain, costs))
     solved = map(one_level.fastest_saving, linspace_int(0, most_bytes, _NUM_LIMITS))
     schedules: dict[str, list[Schedule]] = {
         "knapsack": [schedule for schedule in solved if schedule is not None],

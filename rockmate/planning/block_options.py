@@ -1,27 +1,23 @@
 """The options of a block: the ways to run it, by the bytes that it saves.
 
 To choose the values to save and to recompute is a precedence-constrained knapsack. `checkmate`
-solves it at every useful level of saved bytes. Each answer is then simulated by itself for its
-peaks. Equal blocks are solved once.
+gives the answers on its convex hull. Each is then simulated by itself for its peaks. Equal blocks
+are solved once.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
-from checkmate import Knapsack, Solution, Status, pareto
+from checkmate import convex_hull
 from rockmate.bound.knapsack import knapsack_of
-from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import Block, BlockChain, kind_of, storages_of, wiring_of
 from rockmate.graph.ir import Graph, Phase, Storage
 from rockmate.graph.marking import forced_recomputations
 from rockmate.planning.lowering import backward_steps
 from rockmate.schedule.simulate import PartSimulation, simulate_part
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,14 +63,12 @@ class Solving:
         graph: ops and storages.
         chain: its blocks.
         costs: of its ops.
-        time: the time that all solves share.
         solved: options of blocks of graphs of the same step; those that are solved are added.
     """
 
     graph: Graph
     chain: BlockChain
     costs: Costs
-    time: SolverTime
     solved: SolvedBlocks = field(default_factory=SolvedBlocks)
 
 
@@ -92,7 +86,7 @@ class OptionSolver:
     def __init__(self, solving: Solving, *, max_options: int) -> None:
         graph, chain, costs = solving.graph, solving.chain, solving.costs
         self.graph, self.costs, self.max_options = graph, costs, max_options
-        self._time, self.solved = solving.time, solving.solved
+        self.solved = solving.solved
         self._kinds = [
             self.solved.number_of((kind_of(op, chain.carried), first, recompute))
             for op, first, recompute in zip(graph.ops, costs.first, costs.recompute, strict=True)
@@ -118,28 +112,14 @@ class OptionSolver:
             kept=kept,
             recomputed=forced.difference(*({s.producer} for s in kept)),
         )
-        solutions = self.solve(problem, self.max_options)
         return [
             {
                 values[value]
                 for value in solution.saved
                 if values[value] in kept or not values[value].must_recompute
             }
-            for solution in solutions
+            for solution in convex_hull(problem, max_points=self.max_options)
         ]
-
-    def solve(self, problem: Knapsack, max_points: int) -> tuple[Solution, ...]:
-        """At most so many points of the problem's Pareto set; unproved ones are logged."""
-        with self._time.for_one_solve() as time_limit_s:
-            solutions = pareto(problem, max_points=max_points, time_limit_s=time_limit_s)
-        if any(solution.status is not Status.OPTIMAL for solution in solutions):
-            logger.warning(
-                "the solver stopped at its time limit of %.3g s on a block of %d ops; raise "
-                "time_limit_s for a proved optimum",
-                time_limit_s,
-                len(problem.ops),
-            )
-        return solutions
 
     def forward_only(self, block: Block) -> PartSimulation:
         """Peak and time of the forward that saves only the output boundary."""

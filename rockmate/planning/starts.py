@@ -91,13 +91,12 @@ class KnapsackFamily:
     """Schedules that recompute each value at most once, by the bytes that they may save.
 
     Such a schedule saves a set of values and recomputes all others once, as late as possible. The
-    set is an optimum of the precedence-constrained knapsack (`checkmate`), so no set of the same
-    bytes takes less recompute time. The knapsack does not see peaks, and it cannot recompute a
+    set is on the convex hull of the precedence-constrained knapsack (`checkmate`), so no set of the
+    same bytes takes less recompute time. The knapsack does not see peaks, and it cannot recompute a
     value twice.
 
     Args:
-        solving: the graph and its blocks; the backward runs in their order. The preparation shares
-            its time with other solves. Each answer may take as much again.
+        solving: the graph and its blocks; the backward runs in their order.
     """
 
     def __init__(self, solving: Solving) -> None:
@@ -109,14 +108,11 @@ class KnapsackFamily:
         problem, self._values = knapsack_of(
             graph.forward_ops, graph.backward_ops, costs, available=outputs, recomputed=forced
         )
-        with solving.time.for_one_solve() as time_limit_s:
-            self._curve = Curve(problem, time_limit_s=time_limit_s)
+        self._curve = Curve(problem)
 
     def fastest_saving(self, max_saved_bytes: int) -> Schedule | None:
-        """The fastest schedule that saves at most so many bytes, outputs included; None if none."""
-        limit_bytes = max_saved_bytes - self._output_bytes
-        with self._solving.time.restarted().for_one_solve() as time_limit_s:
-            plan = self._curve.plan(limit_bytes, time_limit_s=time_limit_s)
+        """The fastest of those that save at most so many bytes, outputs included; None if none."""
+        plan = self._curve.plan(max_saved_bytes - self._output_bytes)
         if plan is None:
             return None
         return self.schedule_saving({self._values[value] for value in plan.saved})

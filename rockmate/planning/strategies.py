@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cached_property
 
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.errors import check_choice
 from rockmate.graph.blocks import BlockChain, partition
@@ -41,27 +40,26 @@ class Searches:
     Args:
         graph: ops and storages.
         costs: of its ops.
-        solver_time: the time that all solves share. "checkmate" may take all of it for each budget.
         solved: block options of other graphs of the same step; those solved here are added.
-        rule: when the local search ends; None for the default tolerance and no limit.
+        rule: when the local search ends, and how long "checkmate" may take for each budget; None
+            for the default tolerance and no limit.
     """
 
     def __init__(
         self,
         graph: Graph,
         costs: Costs,
-        solver_time: SolverTime,
         solved: SolvedBlocks | None = None,
         rule: StoppingRule | None = None,
     ) -> None:
         self.graph, self.costs = graph, costs
-        self._solver_time, self._rule = solver_time, rule
+        self._rule = rule or StoppingRule()
         self._solved = SolvedBlocks() if solved is None else solved
         self._made: dict[str, Searcher] = {}
 
     def with_graph(self, graph: Graph) -> Searches:
         """The searches of another graph of the same ops."""
-        return Searches(graph, self.costs, self._solver_time, rule=self._rule)
+        return Searches(graph, self.costs, rule=self._rule)
 
     @cached_property
     def blocks(self) -> BlockChain:
@@ -76,9 +74,7 @@ class Searches:
     @cached_property
     def lower_bound(self) -> LowerBound:
         """The lower bound on the time of its schedules."""
-        return LowerBound(
-            self.graph, self.costs, self.baseline.time_ms, solver_time=self._solver_time
-        )
+        return LowerBound(self.graph, self.costs, self.baseline.time_ms)
 
     @cached_property
     def local_search(self) -> LocalSearch:
@@ -92,12 +88,7 @@ class Searches:
         )
 
     def _solving(self, chain: BlockChain) -> Solving:
-        return Solving(self.graph, chain, self.costs, self._solver_time, self._solved)
-
-    @property
-    def num_unproved(self) -> int:
-        """The number of solves, of all graphs of the step, that were out of time so far."""
-        return len(self._solver_time.cut_short)
+        return Solving(self.graph, chain, self.costs, self._solved)
 
     def search(self, strategy: str) -> Searcher:
         """The search of a strategy.
@@ -115,7 +106,7 @@ class Searches:
 
     def _new_search(self, strategy: str) -> Searcher:
         if strategy == "checkmate":
-            return CheckmateSearch(self.graph, self.costs, time_limit_s=self._solver_time.limit_s)
+            return CheckmateSearch(self.graph, self.costs, time_limit_s=self._rule.time_limit_s)
         if strategy != "rotor":
             families = [[chen_family(self.graph, self.blocks)]] if strategy == "chen" else []
             return FamilySearch(self.graph, self.costs, families)

@@ -29,12 +29,12 @@ from small_graphs import (
 import rockmate.planning.checked_forms
 from bench.unet import UNet
 from rockmate import STRATEGIES, InfeasibleBudgetError, Planner, RockmateModule
-from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph, Phase
 from rockmate.planning.block_options import Solving
 from rockmate.planning.rotor_family import RotorFamily
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.starts import KnapsackFamily
 from rockmate.planning.strategies import Searches
 from rockmate.schedule.schedule import baseline_schedule
@@ -42,7 +42,7 @@ from rockmate.schedule.simulate import simulate
 
 
 def search_of(strategy: str, graph: Graph, costs: Costs) -> Any:
-    return Searches(graph, costs, SolverTime(30.0)).search(strategy)
+    return Searches(graph, costs, rule=StoppingRule(time_limit_s=30.0)).search(strategy)
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
@@ -133,7 +133,7 @@ def test_the_answer_depends_on_the_budget_alone(name: str, strategy: str) -> Non
 def test_a_plan_is_never_slower_than_a_plain_member_of_the_families(name: str) -> None:
     graph, costs = graph_and_costs(fixed(name).planner)
     baseline = simulate(graph, baseline_schedule(graph), costs)
-    solving = Solving(graph, partition(graph), costs, SolverTime(30.0))
+    solving = Solving(graph, partition(graph), costs)
     several = RotorFamily(solving, max_bytes=baseline.peak_bytes).makers()
     one = KnapsackFamily(solving)
     saving = [

@@ -13,7 +13,6 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
 from rockmate.frames.interiors.gradients import casts_of
@@ -33,7 +32,7 @@ _MOST_SAVED_SETS = 24
 _NUM_BUDGETS = 6
 """How many peaks, from the least to the largest, are searched for."""
 _SECONDS = 5.0
-"""Limit of solvers and of the search."""
+"""Limit of the search."""
 _GAP = 0.01
 """To the bound, at which the search ends."""
 
@@ -86,12 +85,12 @@ def structure_of(graph: Graph) -> Hashable:
 
 
 def _schedules(step: CapturedStep, costs: Costs) -> Iterator[Schedule]:
-    graph, solved, solver_time = step.graph, SolvedBlocks(), SolverTime(_SECONDS)
-    form = Form(step, costs, solver_time, solved, StoppingRule(_GAP, _SECONDS))
+    graph, solved = step.graph, SolvedBlocks()
+    form = Form(step, costs, solved, StoppingRule(_GAP, _SECONDS))
     yield baseline_schedule(graph)
     chain = form.blocks
     whole = chain.span(0, len(chain.blocks) - 1)
-    solving = Solving(graph, chain, costs, solver_time, solved)
+    solving = Solving(graph, chain, costs, solved)
     solver = OptionSolver(solving, max_options=_MOST_SAVED_SETS)
     for option in solver.options(whole):
         yield lower_saved(graph, chain, storages_at(whole, option.saved))

@@ -104,29 +104,26 @@ class Curve:
         verify(self._problem, plan)
         return plan
 
+    def plans(self, max_points: int | None = None) -> tuple[Solution, ...]:
+        """Plans of the hull, from the fastest down to that of the fewest saved bytes.
 
-def convex_hull(problem: Knapsack, *, max_points: int | None = None) -> tuple[Solution, ...]:
-    """Plans on the lower convex hull, from the fastest down to that of the fewest saved bytes.
+        Args:
+            max_points: The most plans to return, at least 2: both ends, and points that split the
+                widest gaps, in saved bytes or in time, each against its whole range. None for all.
 
-    Args:
-        problem: The values to save or recompute.
-        max_points: The most plans to return, at least 2: both ends, and points that split the
-            widest gaps, in saved bytes or in time, each against its whole range. None for all.
+        Returns:
+            Verified plans of strictly falling saved bytes and strictly rising time, at least one.
+            The first plan saves every required value or recomputes it at no cost.
 
-    Returns:
-        Verified plans of strictly falling saved bytes and strictly rising time, at least one. The
-        first plan saves every required value or recomputes it at no cost.
-
-    Raises:
-        ValueError: `max_points` is below 2.
-    """
-    curve = Curve(problem)
-    plans = map(curve.plan_at, choose_points(curve.points, max_points))
-    kept: list[Solution] = []
-    for plan in sorted(plans, key=lambda plan: (plan.saved_bytes, plan.time_ms)):
-        if not kept or plan.time_ms < kept[-1].time_ms:  # of equal floats, too, where ticks differ
-            kept.append(plan)
-    return tuple(reversed(kept))
+        Raises:
+            ValueError: `max_points` is below 2.
+        """
+        plans = map(self.plan_at, choose_points(self.points, max_points))
+        kept: list[Solution] = []
+        for plan in sorted(plans, key=lambda plan: (plan.saved_bytes, plan.time_ms)):
+            if not kept or plan.time_ms < kept[-1].time_ms:  # ticks may differ where floats do not
+                kept.append(plan)
+        return tuple(reversed(kept))
 
 
 def choose_points(points: Points, max_points: int | None) -> list[int]:

@@ -47,7 +47,7 @@ def forms_without_each(
     for source in mark_sources(form.graph)[:most]:
         step = form.step.without_marks(source)
         assert [op.name for op in step.graph.ops] == [op.name for op in form.graph.ops]
-        yield source, Form(step, form.costs, rule=StoppingRule(time_limit_s=time_limit_s))
+        yield source, Form(step, form.costs, StoppingRule(time_limit_s=time_limit_s))
 
 
 def price_within(

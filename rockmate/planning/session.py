@@ -33,7 +33,6 @@ from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
 from rockmate.fusion.report import FusionReport
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
-from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.checked_forms import (
     FurtherForms,
@@ -140,10 +139,9 @@ class PlanningSession:
         self._mark_advice: dict[str, str] = {}
         self._offload = options.moves
         costs_of = costs_from(machine, self._offload, progress=options.progress)
-        solved = SolvedBlocks()
 
         def form_of(step: CapturedStep) -> Form:
-            return Form(step, costs_of(step.graph), solved, self._rule)
+            return Form(step, costs_of(step.graph), self._rule)
 
         forms = checked_forms(capture, others, form_of, self.timings)
         steps = [each.step for each in forms]

@@ -40,7 +40,6 @@ from rockmate.bound.program_point import ProgramPoint, ProgramPoints
 from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.blocks import partition
 from rockmate.graph.ir import Op, Phase
-from rockmate.planning.block_options import Solving
 from rockmate.planning.starts import KnapsackFamily
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
@@ -210,7 +209,7 @@ def test_keeping_what_the_bound_keeps_takes_the_bounds_time_where_one_point_deci
     graph, costs = small(name)
     found, chain = certificate(name), partition(graph)
     baseline = simulate(graph, baseline_schedule(graph), costs)
-    one_level = KnapsackFamily(Solving(graph, chain, costs))
+    one_level = KnapsackFamily(graph, chain, costs)
     num_reached = 0
     for budget_bytes in budgets_between(found.peak_bound_bytes, baseline.peak_bytes, 12):
         kept = found.saved_values_within(budget_bytes)

@@ -1,7 +1,6 @@
-"""`checkmate.Curve` and `checkmate.convex_hull` against exhaustive search, and their speed."""
+"""`checkmate.Curve` against exhaustive search, and their speed."""
 
 import sys
-from functools import partial
 from itertools import pairwise
 from math import inf, nextafter
 
@@ -11,7 +10,7 @@ import pytest
 from checkmate_cases import exhaustive, first_ops, random_graph, transformer
 from stopwatch import least_seconds
 
-from checkmate import Curve, Knapsack, Op, Solution, convex_hull, verify
+from checkmate import Curve, Knapsack, Op, Solution, verify
 from checkmate.backend import run
 from rockmate.planning.curve_choice import lower_hull
 
@@ -94,7 +93,7 @@ def test_a_coarse_hull_is_that_near_with_fewer_points(
     monkeypatch.setattr(CURVE, "_TOLERANCE", tolerance)
     num_left_out = 0
     for problem in cases(200):
-        front, plans = exhaustive(problem), convex_hull(problem)
+        front, plans = exhaustive(problem), Curve(problem).plans()
         assert set(costs_of(plans)) <= set(front)
         assert {front[0], front[-1]} <= set(costs_of(plans))
         saved, times_ms = zip(*((one.saved_bytes, one.time_ms) for one in plans[::-1]), strict=True)
@@ -108,13 +107,13 @@ def test_a_coarse_hull_is_that_near_with_fewer_points(
 def test_the_hull_holds_every_vertex_and_only_pareto_points() -> None:
     for problem in cases(200):
         front = exhaustive(problem)
-        plans = convex_hull(problem)
+        plans = Curve(problem).plans()
         assert vertices_of(front) <= set(costs_of(plans)) <= set(front)
 
 
 def test_a_plan_is_the_fastest_of_the_hull_within_the_limit() -> None:
     for problem in cases(60):
-        curve, hull = Curve(problem), convex_hull(problem)
+        curve, hull = Curve(problem), Curve(problem).plans()
         for limit in limits_of(exhaustive(problem)):
             plan, within = curve.plan(limit), [one for one in hull if one.saved_bytes <= limit]
             assert (plan is None) == (not within), f"at {limit}"
@@ -126,9 +125,9 @@ def test_a_plan_is_the_fastest_of_the_hull_within_the_limit() -> None:
 
 def test_few_points_hold_both_ends() -> None:
     for problem in cases(60):
-        hull = costs_of(convex_hull(problem))
+        hull = costs_of(Curve(problem).plans())
         for max_points in (2, 3, 5, 8):
-            costs = costs_of(convex_hull(problem, max_points=max_points))
+            costs = costs_of(Curve(problem).plans(max_points))
             assert {costs[0], costs[-1]} <= {hull[0], hull[-1]}
             assert len(costs) == min(max_points, len(hull))
             assert set(costs) <= set(hull)
@@ -136,9 +135,9 @@ def test_few_points_hold_both_ends() -> None:
 
 def test_a_transformer_gets_well_spread_verified_points() -> None:
     problem = transformer(4, seed=2)
-    plans = convex_hull(problem, max_points=16)
+    plans = Curve(problem).plans(16)
     assert len(plans) == 16
-    assert plans == convex_hull(problem, max_points=16)
+    assert plans == Curve(problem).plans(16)
     assert plans[0].time_ms == 0
     for before, after in pairwise(plans):
         assert before.saved_bytes > after.saved_bytes
@@ -239,5 +238,9 @@ def test_a_deep_model_is_prepared_in_seconds_and_asked_in_milliseconds() -> None
 
 @pytest.mark.parametrize(("num_ops", "seconds"), [(25, 0.5), (80, 2.0)])
 def test_a_block_is_solved_fast(num_ops: int, seconds: float) -> None:
-    find = partial(convex_hull, first_ops(transformer(5, seed=7), num_ops), max_points=16)
+    problem = first_ops(transformer(5, seed=7), num_ops)
+
+    def find() -> None:
+        Curve(problem).plans(16)
+
     assert least_seconds(find, find, find) < seconds

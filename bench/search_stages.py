@@ -21,9 +21,9 @@ from bench import command, models
 from bench.machine import machine_record, machine_text
 from bench.pages import filled
 from rockmate._util import gc_paused
-from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import load_machine
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.search_trace import SearchTrace
 from rockmate.planning.strategies import Searches
 from rockmate.step import capture_step
@@ -51,7 +51,7 @@ def traced_plans(name: str, shares: Sequence[float], *, tiny: bool = False) -> l
     machine = load_machine(MACHINE)
     step = capture_step(workload.model, workload.sample, machine=machine)
     costs = estimate_costs(step.graph, machine)
-    form = Searches(step.graph, costs, SolverTime(SOLVER_LIMIT_S))
+    form = Searches(step.graph, costs, rule=StoppingRule(time_limit_s=SOLVER_LIMIT_S))
     search, baseline_bytes = form.local_search, form.baseline.peak_bytes
     minimum_bytes = search.minimum().peak_bytes
     budgets = [minimum_bytes, *(int(share * baseline_bytes) for share in shares)]

@@ -25,22 +25,18 @@ from torch.nn import functional
 
 from bench import command
 from bench import walkthrough_text as text
-from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.structure import flatten
-from rockmate.costs.cost import Costs
 from rockmate.costs.measure import measure_costs
-from rockmate.graph.blocks import BlockChain, partition
+from rockmate.graph.blocks import partition
 from rockmate.graph.build import build_graph
-from rockmate.graph.ir import Graph
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.passes import GRAPH_PASSES, REWRITES, PassOptions, run_passes
-from rockmate.planning.block_options import Solving
-from rockmate.planning.rotor_family import RotorFamily
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.strategies import Searches
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import baseline_schedule
-from rockmate.schedule.simulate import Simulation, simulate
+from rockmate.schedule.simulate import simulate
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "internals" / "walkthrough.md"
 BUDGET_FRACTION = 0.52
@@ -122,8 +118,8 @@ def sections() -> Iterator[Section]:
 
     baseline = simulate(graph, baseline_schedule(graph), costs)
     budget_bytes = int(BUDGET_FRACTION * baseline.peak_bytes)
-    yield from _planned_by_rotor(graph, chain, costs, baseline, budget_bytes)
-    searches = Searches(graph, costs, SolverTime(text.TIME_LIMIT_S))
+    yield _section("refinement", text.of_refinement(graph, chain, costs, budget_bytes))
+    searches = Searches(graph, costs, rule=StoppingRule(time_limit_s=text.TIME_LIMIT_S))
     bound, search = searches.lower_bound, searches.local_search
     chosen = search.best_within(max(budget_bytes, search.minimum().simulation.peak_bytes))
     assert chosen is not None
@@ -140,16 +136,6 @@ def sections() -> Iterator[Section]:
     yield _section("backward", backward, language="python")
     result = text.of_run(model, tensors, capture, program, chosen, budget_bytes)
     yield _section("run", result)
-
-
-def _planned_by_rotor(
-    graph: Graph, chain: BlockChain, costs: Costs, baseline: Simulation, budget_bytes: int
-) -> Iterator[Section]:
-    solving = Solving(graph, chain, costs, SolverTime(text.TIME_LIMIT_S))
-    rotor = RotorFamily(solving, max_bytes=baseline.peak_bytes)
-    yield _section("options", text.of_options(rotor))
-    yield _section("rotor", text.of_rotor(rotor))
-    yield _section("refinement", text.of_refinement(rotor, budget_bytes))
 
 
 def _section(name: str, content: str, *, language: str = "text", is_exact: bool = False) -> Section:

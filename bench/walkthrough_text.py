@@ -14,17 +14,14 @@ from bench.pages import filled
 from rockmate._torch.allocator import timeline
 from rockmate._torch.dispatch import is_op
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.roles import Capture
 from rockmate.costs.cost import Cost, Costs
-from rockmate.graph.blocks import storages_of
+from rockmate.graph.blocks import BlockChain
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.planning.baseline_search import Searcher
-from rockmate.planning.block_options import Solving
 from rockmate.planning.candidate import Candidate, frontier_at, linspace_int
 from rockmate.planning.forms import FRONTIER_POINTS
 from rockmate.planning.moves import remove_recomputations, spill_until_feasible
-from rockmate.planning.rotor_family import RotorFamily
 from rockmate.planning.starts import KnapsackFamily
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.program import Program
@@ -37,7 +34,6 @@ _BOUND_FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 _MAX_EXCESS = 1.25
 # Number of limits on saved bytes, each of which gives a knapsack schedule.
 _NUM_LIMITS = 32
-_SHOWN_BLOCK = 1
 _EXCERPT_LINES = 16
 _KIB = 1024
 
@@ -78,59 +74,31 @@ def of_costs(graph: Graph, costs: Costs) -> str:
     return _text("costs", num_ops=num_ops, num_distinct=num_distinct, firsts=firsts.items())
 
 
-def of_options(rotor: RotorFamily) -> str:
-    """The options of one block."""
-    block = rotor.chain.blocks[_SHOWN_BLOCK]
-    storages, options = storages_of(block), []
-    for option in rotor.options_of(_SHOWN_BLOCK, _SHOWN_BLOCK):
-        found = (storages[position] for position in option.saved)
-        options.append((option, " ".join(s.name for s in found if s is not block.output)))
-    return _text(
-        "options",
-        number=_SHOWN_BLOCK,
-        block=block,
-        options=tuple(options),
-        num_solved=len(rotor.solver.solved.by_key),
-        num_spans=len(rotor.rotor_chain.spans),
-    )
-
-
-def of_rotor(rotor: RotorFamily) -> str:
-    """Rotor's chain and three of its sequences."""
-    points, stages = rotor.table.breakpoints(), rotor.rotor_chain.stages
-    return _text("rotor", stages=stages, points=points, table=rotor.table)
-
-
-def of_refinement(rotor: RotorFamily, budget_bytes: int) -> str:
+def of_refinement(graph: Graph, chain: BlockChain, costs: Costs, budget_bytes: int) -> str:
     """Each start near the budget, after repair and after refinement, as the local search does."""
-    graph, costs = rotor.graph, rotor.solver.costs
     most_bytes = int(_MAX_EXCESS * budget_bytes)
-    one_level = KnapsackFamily(Solving(graph, rotor.chain, costs, SolverTime(TIME_LIMIT_S)))
-    solved = map(one_level.fastest_saving, linspace_int(0, most_bytes, _NUM_LIMITS))
-    schedules: dict[str, list[Schedule]] = {
-        "knapsack": [schedule for schedule in solved if schedule is not None],
-        "rotor": [maker() for maker in rotor.makers()],
-    }
-    rows: list[tuple[str, list[Simulation]]] = []
-    for family, proposals in schedules.items():
-        for candidate in _fastest_of_each_peak(rotor, proposals, most_bytes):
-            schedule, stages = candidate.schedule, [candidate.simulation]
-            fitting = spill_until_feasible(graph, costs, schedule, stages[0], budget_bytes)
-            if fitting is not None:
-                stages.append(simulate(graph, fitting, costs))
-                spent = remove_recomputations(graph, costs, fitting, stages[1], budget_bytes)
-                stages.append(simulate(graph, spent, costs))
-            rows.append((family, stages))
+    family = KnapsackFamily(graph, chain, costs)
+    solved = map(family.fastest_saving, linspace_int(0, most_bytes, _NUM_LIMITS))
+    proposals = [schedule for schedule in solved if schedule is not None]
+    rows: list[list[Simulation]] = []
+    for candidate in _fastest_of_each_peak(graph, costs, proposals, most_bytes):
+        schedule, stages = candidate.schedule, [candidate.simulation]
+        fitting = spill_until_feasible(graph, costs, schedule, stages[0], budget_bytes)
+        if fitting is not None:
+            stages.append(simulate(graph, fitting, costs))
+            spent = remove_recomputations(graph, costs, fitting, stages[1], budget_bytes)
+            stages.append(simulate(graph, spent, costs))
+        rows.append(stages)
     return _text("refinement", budget=budget_bytes, rows=tuple(rows))
 
 
 def _fastest_of_each_peak(
-    rotor: RotorFamily, schedules: Iterable[Schedule], max_bytes: int
+    graph: Graph, costs: Costs, schedules: Iterable[Schedule], max_bytes: int
 ) -> list[Candidate]:
     """One schedule for each peak in whole KiB, by growing peak."""
     fastest: dict[int, Candidate] = {}
     for schedule in schedules:
-        simulation = simulate(rotor.graph, schedule, rotor.solver.costs)
+        simulation = simulate(graph, schedule, costs)
         peak_kib = simulation.peak_bytes // _KIB
         known = fastest.get(peak_kib)
         if simulation.peak_bytes <= max_bytes and (

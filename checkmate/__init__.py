@@ -3,19 +3,20 @@
 Numbers in, plan out. This package knows ops (a time, inputs, outputs) and values (bytes), never
 tensors.
 
->>> from checkmate import Knapsack, Op, pareto, solve, verify
+>>> from checkmate import Curve, Knapsack, Op, verify
 >>> linear = Op(time_ms=10.0, inputs=(0,), outputs=(1,))  # value 0 is given: no op makes it
 >>> gelu = Op(time_ms=1.0, inputs=(1,), outputs=(2,))
 >>> dropout = Op(time_ms=1.5, inputs=(2,), outputs=(3, 4))  # the output and its mask
 >>> block = Knapsack(
 ...     ops=(linear, gelu, dropout), value_bytes=(4, 8, 8, 8, 2), required=frozenset({1, 2, 4})
 ... )
->>> plan = solve(block, 10)  # at most 10 bytes saved
+>>> curve = Curve(block)
+>>> plan = curve.plan(10)  # at most 10 bytes saved
 >>> sorted(plan.saved), plan.recomputed, plan.time_ms, plan.saved_bytes
 ([1, 4], (1,), 1.0, 10)
 >>> verify(block, plan)
->>> [(plan.saved_bytes, plan.time_ms) for plan in pareto(block)]
-[(18, 0.0), (10, 1.0), (8, 2.5), (2, 11.0), (0, 12.5)]
+>>> [(plan.saved_bytes, plan.time_ms) for plan in curve.plans()]
+[(18, 0.0), (10, 1.0), (8, 2.5), (0, 12.5)]
 
 The knapsack bounds the saved bytes. The staged form takes a whole step, forward and backward. It
 decides the order of the recomputation too, and bounds the peak:
@@ -36,22 +37,18 @@ decides the order of the recomputation too, and bounds the peak:
 ((0, 1, 2, 3, 0, 4), 18.0, 16, 18.0)
 >>> verify_staged(step, schedule, budget_bytes=20)
 
-* `solve`: the fastest plan within one limit on saved bytes.
-* `Curve`: plans and lower bounds for many limits, prepared once.
-* `pareto`: the useful limits, from the fastest plan to the one that saves the fewest bytes.
-* `convex_hull`: the plans on the lower convex hull, in polynomial time, for whole models.
+* `Curve`: plans and lower bounds for many limits on saved bytes, prepared once, in polynomial time.
 * `solve_staged`: the fastest staged schedule whose peak is within a budget, for blocks and small
   whole graphs.
 * `verify`, `verify_staged`: independent checks of a plan and of a schedule.
 
-Every answer is exact and proven unless its `Status` says otherwise. It is verified before it is
-returned, and equal for equal input. `checkmate.problem` and `checkmate.staged` state the problems
-and their sources. The heads of `reduction`, `frontier`, `hull` and `staged_model` state the
-methods.
+Every answer is verified before it is returned, and equal for equal input. A plan is the fastest for
+its own saved bytes. A staged schedule is the fastest within its budget unless its `Status` says
+otherwise. `checkmate.problem` and `checkmate.staged` state the problems and their sources. The
+methods stand at the heads of `reduction`, `hull`, `curve` and `staged_model`.
 """
 
-from checkmate.curve import Curve, pareto, solve
-from checkmate.hull import convex_hull
+from checkmate.curve import Curve
 from checkmate.problem import Knapsack, Op, Solution, Status
 from checkmate.staged import StagedOp, StagedProblem, StagedSolution
 from checkmate.staged_solve import solve_staged
@@ -66,9 +63,6 @@ __all__ = [
     "StagedProblem",
     "StagedSolution",
     "Status",
-    "convex_hull",
-    "pareto",
-    "solve",
     "solve_staged",
     "verify",
     "verify_staged",

@@ -1,277 +1,173 @@
-"""The fastest plan within a limit on saved bytes, for one limit, for many, or for all useful ones.
+"""The lower convex hull of (saved bytes, time) of a whole problem: its plans, and lower bounds.
 
-Times and plans are asked for apart: a time alone needs no plan to be assembled and checked. Every
-time is a lower bound. It is exact where the dynamic program (`frontier`) gets through. Else it
-comes from the lower convex hull of the sum of the parts' Pareto sets, or, where there are none,
-from the hull by minimum cuts (`hull`), which is known to `HULL_TOLERANCE`. A plan is the best where
-the dynamic program gets through, else one of the hull's.
+The hull of the whole is the Minkowski sum of the hulls of its parts (`hull.part_hull`): all their
+steps, the least time for each spared byte first. No plan lies below it, so it bounds the time of
+every plan within a limit. Each plan on it is the fastest for its own saved bytes.
+
+Plans above the hull are not looked for. Between two plans of the hull there may be one that is
+faster than the leaner of them; to find it is NP-hard.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property
+from fractions import Fraction
 from itertools import pairwise
 from math import inf
-from time import monotonic
 
 import numpy as np
 
-from checkmate.frontier import (
-    Front,
-    Hulls,
-    OutOfTimeError,
-    TooManyLabelsError,
-    Total,
-    best_within,
-    hull_positions,
-    merge_fronts,
-    part_fronts,
-    recomputed_ops,
-    sum_fronts,
-)
-from checkmate.hull import Hull, convex_hull, drop_dominated
-from checkmate.problem import Knapsack, Solution, Status, check_limit, check_time_limit, no_plan
+from checkmate.hull import part_hull
+from checkmate.problem import Knapsack, Solution, check_limit
 from checkmate.reduction import assemble, ms_of_ticks, reduce
 from checkmate.verify import verify
 
-# How far the hull by minimum cuts is known, as a share of the time between its two ends. A bound is
-# lower by it.
-HULL_TOLERANCE = 1e-3
+# Most ops of a part whose hull is found exactly. Hybrid models have parts of a thousand ops with a
+# thousand vertices, of which some tens give the hull to 1e-3 of its range.
+_MAX_EXACT_OPS = 200
+# How far the hull of a larger part is known, as a share of the time between its two ends.
+_TOLERANCE = 1e-3
 
-
-def solve(problem: Knapsack, max_saved_bytes: int, *, time_limit_s: float = 10.0) -> Solution:
-    """The fastest plan within a limit on saved bytes; the fewest saved bytes break ties.
-
-    Args:
-        problem: The values to save or recompute.
-        max_saved_bytes: Limit on the saved bytes, forced values not counted.
-        time_limit_s: Wall time after which the search stops, in seconds.
-
-    Returns:
-        A verified plan, or a solution without a plan whose status is `Status.INFEASIBLE`. Where the
-        problem is too wide for the dynamic program, or time runs out, it is the best plan of the
-        convex hull, as `Status.FEASIBLE`.
-
-    Raises:
-        ValueError: The limit is no whole number, or the time limit is not positive.
-    """
-    check_limit("max_saved_bytes", max_saved_bytes)
-    check_time_limit(time_limit_s)
-    begin = monotonic()
-    curve = Curve(problem, time_limit_s=time_limit_s)
-    plan = curve.plan(max_saved_bytes, time_limit_s=begin + time_limit_s - monotonic())
-    return plan or no_plan(Status.INFEASIBLE)
+Points = Sequence[tuple[int, int]]
 
 
 class Curve:
-    """Least recompute time, and the plan that takes it, for every limit on saved bytes.
+    """Plans and lower bounds for every limit on saved bytes, prepared once.
 
     Attributes:
-        is_cut_short: Whether a time limit, of the preparation or of an answer, left the answer to
-            the convex hull.
+        points: (saved bytes, ticks) of the plans on the lower convex hull, of strictly falling
+            bytes and strictly rising ticks. Every vertex is among them, but for vertices of large
+            parts that lie within a tolerance of others. Other points lie on the hull's edges:
+            there, several parts have equal price, and some of them have moved.
     """
 
-    def __init__(self, problem: Knapsack, *, time_limit_s: float = 10.0) -> None:
-        """Prepares the parts.
+    def __init__(self, problem: Knapsack) -> None:
+        """Finds the points; whole models of some thousands of ops are fine.
 
         Args:
             problem: The values to save or recompute.
-            time_limit_s: Wall time of the preparation, in seconds. After it, the convex hull
-                answers.
         """
-        self._problem = problem
-        self._reduced = reduce(problem)
-        self.is_cut_short = False
-        self._fronts: tuple[Front, ...] | None = None
-        self._hulls: Hulls | None = None
-        self._last: tuple[int, Total] | None = None
-        try:
-            fronts = part_fronts(self._reduced, deadline=monotonic() + time_limit_s)
-            self._reduced, self._fronts = merge_fronts(self._reduced, fronts)
-            self._hulls = Hulls.of(self._fronts)
-            self._hull_bytes, ticks = self._hulls.whole
-            self._hull_ms = ms_of_ticks(problem, ticks.tolist())
-        except (TooManyLabelsError, OutOfTimeError) as error:
-            self.is_cut_short = isinstance(error, OutOfTimeError)
-            points = self._hull.points[::-1]
-            self._hull_bytes = np.array([saved_bytes for saved_bytes, _ in points])
-            self._hull_ms = ms_of_ticks(problem, [ticks for _, ticks in points])
+        self._problem, self._reduced = problem, reduce(problem)
+        parts = [
+            (part, 0.0 if len(part.ops) <= _MAX_EXACT_OPS else _TOLERANCE)
+            for part in self._reduced.parts
+        ]
+        self._hulls = [part_hull(part.ops, tolerance) for part, tolerance in parts]
+        self._walk = _merge_steps(
+            [[(vertex.saved_bytes, vertex.ticks) for vertex in hull] for hull in self._hulls]
+        )
+        saved_bytes = sum(hull[0].saved_bytes for hull in self._hulls)
+        ticks = sum(hull[0].ticks for hull in self._hulls)
+        self.points = [(saved_bytes, ticks)]
+        for which, to in self._walk:
+            before, after = self._hulls[which][to - 1 : to + 1]
+            saved_bytes += after.saved_bytes - before.saved_bytes
+            ticks += after.ticks - before.ticks
+            self.points.append((saved_bytes, ticks))
+        self._saved_bytes, self._ticks = np.array(self.points[::-1], dtype=np.float64).T
+        self._unknown_ticks = sum(
+            tolerance * (hull[-1].ticks - hull[0].ticks)
+            for hull, (_, tolerance) in zip(self._hulls, parts, strict=True)
+        )
 
-    def bound_ms(self, max_saved_bytes: int, *, time_limit_s: float = 10.0) -> float:
+    def bound_ms(self, max_saved_bytes: int) -> float:
         """A lower bound on the time of plans within the limit, in milliseconds; infinite if none.
 
-        After `time_limit_s` seconds of wall time the convex hull answers.
-
         Raises:
             ValueError: The limit is no whole number.
         """
         check_limit("max_saved_bytes", max_saved_bytes)
-        if max_saved_bytes < self._hull_bytes[0]:
+        least_bytes, fastest_ticks = self.points[-1][0], self.points[0][1]
+        if max_saved_bytes < least_bytes:
             return inf
-        total = self._best_within(max_saved_bytes, time_limit_s)
-        if total is not None:
-            return ms_of_ticks(self._problem, [int(total.ticks[-1])])[0]
-        hull_ms = float(np.interp(max_saved_bytes, self._hull_bytes, self._hull_ms))
-        if self._fronts is not None:
-            return hull_ms
-        slowest_ms, fastest_ms = self._hull_ms[0], self._hull_ms[-1]
-        return max(fastest_ms, hull_ms - HULL_TOLERANCE * (slowest_ms - fastest_ms))
+        on_hull = float(np.interp(float(max_saved_bytes), self._saved_bytes, self._ticks))
+        return ms_of_ticks(self._problem, max(fastest_ticks, on_hull - self._unknown_ticks))
 
-    def hull_plan_ms(self, max_saved_bytes: int) -> float:
-        """The time of the convex hull's fastest plan within the limit, in milliseconds.
-
-        Infinite if there is no plan. The answer is immediate, and `bound_ms` is never above it.
-        """
-        within = int(np.searchsorted(self._hull_bytes, max_saved_bytes, side="right"))
-        return float(self._hull_ms[within - 1]) if within else inf
-
-    def plan(self, max_saved_bytes: int, *, time_limit_s: float = 10.0) -> Solution | None:
-        """The fastest plan within the limit; None if there is no plan.
-
-        After `time_limit_s` seconds of wall time, and where the problem is too wide, it is the
-        fastest plan of the convex hull, with `Status.FEASIBLE`.
+    def plan(self, max_saved_bytes: int) -> Solution | None:
+        """The fastest plan of the hull within the limit; None if no plan saves so few bytes.
 
         Raises:
             ValueError: The limit is no whole number.
         """
         check_limit("max_saved_bytes", max_saved_bytes)
-        if max_saved_bytes < self._hull_bytes[0]:
-            return None
-        total = self._best_within(max_saved_bytes, time_limit_s)
-        if total is None or self._fronts is None:
-            points = self._hull.points
-            first = next(i for i, (size, _) in enumerate(points) if size <= max_saved_bytes)
-            return replace(self._hull.plan(first), status=Status.FEASIBLE)
-        recomputed = recomputed_ops(self._reduced, self._fronts, total, len(total.ticks) - 1)
-        plan = assemble(self._problem, recomputed, Status.OPTIMAL)
-        verify(self._problem, plan, max_saved_bytes=max_saved_bytes)
+        position = bisect_left(self.points, -max_saved_bytes, key=lambda point: -point[0])
+        return self.plan_at(position) if position < len(self.points) else None
+
+    def plan_at(self, position: int) -> Solution:
+        """The verified plan of a point."""
+        reached = [0] * len(self._hulls)
+        for which, to in self._walk[:position]:
+            reached[which] = to
+        recomputed = set(self._reduced.free)
+        for part, hull, to in zip(self._reduced.parts, self._hulls, reached, strict=True):
+            recomputed.update(part.indices[i] for i in hull[to].recomputed)
+        plan = assemble(self._problem, recomputed)
+        verify(self._problem, plan)
         return plan
 
-    def _best_within(self, max_saved_bytes: int, time_limit_s: float) -> Total | None:
-        """The dynamic program's answer; None if it does not get through."""
-        if self._fronts is None:
-            return None
-        if self._last is None or self._last[0] != max_saved_bytes:
-            deadline = monotonic() + time_limit_s
-            try:
-                self._last = (
-                    max_saved_bytes,
-                    best_within(
-                        self._fronts, max_saved_bytes, deadline=deadline, hulls=self._hulls
-                    ),
-                )
-            except TooManyLabelsError:
-                return None
-            except OutOfTimeError:
-                self.is_cut_short = True
-                return None
-        return self._last[1]
+    def plans(self, max_points: int | None = None) -> tuple[Solution, ...]:
+        """Plans of the hull, from the fastest down to that of the fewest saved bytes.
 
-    @cached_property
-    def _hull(self) -> Hull:
-        """The convex hull by minimum cuts, to `HULL_TOLERANCE`."""
-        return Hull(self._problem, tolerance=HULL_TOLERANCE)
+        Args:
+            max_points: The most plans to return, at least 2: both ends, and points that split the
+                widest gaps, in saved bytes or in time, each against its whole range. None for all.
+
+        Returns:
+            Verified plans of strictly falling saved bytes and strictly rising time, at least one.
+            The first plan saves every required value or recomputes it at no cost.
+
+        Raises:
+            ValueError: `max_points` is below 2.
+        """
+        plans = map(self.plan_at, choose_points(self.points, max_points))
+        kept: list[Solution] = []
+        for plan in sorted(plans, key=lambda plan: (plan.saved_bytes, plan.time_ms)):
+            if not kept or plan.time_ms < kept[-1].time_ms:  # ticks may differ where floats do not
+                kept.append(plan)
+        return tuple(reversed(kept))
 
 
-Points = Sequence[tuple[float, float]]
-
-
-def pareto(
-    problem: Knapsack, *, max_points: int = 16, time_limit_s: float = 10.0
-) -> tuple[Solution, ...]:
-    """Plans from the fastest down to the one that saves the fewest bytes.
-
-    The dynamic program (`frontier`) gives the whole Pareto set, and the choice is made from it.
-    Where that is too wide or too large, the choice is made from the convex hull (`hull`), which
-    then has more points than are asked for, as a rule.
-
-    Args:
-        problem: The values to save or recompute.
-        max_points: The most plans to return, at least 2. The whole Pareto set, if it has no more.
-            Else both ends, the vertices of the lower convex hull as far as they fit, and points
-            that split the widest gaps, in saved bytes or in time, each against its whole range.
-            Where the problem is too wide for the dynamic program, points of the hull alone.
-        time_limit_s: Wall time of the whole call, in seconds. The convex hull is always found.
-
-    Returns:
-        Verified plans of strictly falling saved bytes and strictly rising time, at least one. The
-        first plan saves every required value or recomputes it at no cost. `Status.FEASIBLE` marks
-        all plans if the time limit kept others from being found.
+def choose_points(points: Points, max_points: int | None) -> list[int]:
+    """Rising positions of at most so many points: the ends, and those that split wide gaps.
 
     Raises:
-        ValueError: `max_points` is below 2, or the time limit is not positive.
+        ValueError: `max_points` is below 2.
     """
-    check_time_limit(time_limit_s)
-    if max_points < 2:
-        raise ValueError(f"max_points is {max_points}; the least is 2 (both ends of the frontier)")
-    deadline = monotonic() + time_limit_s
-    reduced = reduce(problem)
-    try:
-        fronts = part_fronts(reduced, deadline=deadline)
-        total = sum_fronts(fronts, deadline=deadline)
-    except (TooManyLabelsError, OutOfTimeError) as error:
-        hull = convex_hull(problem, choose=lambda points: choose_points(points, max_points))
-        if isinstance(error, TooManyLabelsError):
-            return hull
-        return tuple(replace(plan, status=Status.FEASIBLE) for plan in hull)
-    last = len(total.saved_bytes) - 1
-    points = list(zip(total.saved_bytes[::-1].tolist(), total.ticks[::-1].tolist(), strict=True))
-    plans = drop_dominated(
-        assemble(problem, recomputed_ops(reduced, fronts, total, last - position), Status.OPTIMAL)
-        for position in choose_points(points, max_points)
-    )
-    for plan in plans:
-        verify(problem, plan)
-    return tuple(plans)
-
-
-def choose_points(points: Points, max_points: int) -> list[int]:
-    """Choose points of a frontier: the ends, the hull as far as it fits, points in wide gaps.
-
-    Args:
-        points: (saved bytes, time) of strictly falling bytes and strictly rising time.
-        max_points: The most points to choose, at least 2.
-
-    Returns:
-        Rising positions in `points`.
-    """
-    if len(points) <= max_points:
+    if max_points is not None and max_points < 2:
+        raise ValueError(f"max_points is {max_points}; the least is 2 (both ends of the hull)")
+    if max_points is None or len(points) <= max_points:
         return list(range(len(points)))
     chosen = [0, len(points) - 1]
-    hull = hull_positions(points)
-    if len(hull) <= max_points:
-        chosen = hull
-    else:
-        _fill(points, chosen, hull, max_points)
-    _fill(points, chosen, range(len(points)), max_points)
+    (most_bytes, least_ticks), (least_bytes, most_ticks) = points[0], points[-1]
+
+    def gap(low: int, high: int) -> float:
+        """Distance of two points: the larger share of the range, in bytes or in time."""
+        return max(
+            (points[low][0] - points[high][0]) / (most_bytes - least_bytes),
+            (points[high][1] - points[low][1]) / (most_ticks - least_ticks),
+        )
+
+    while len(chosen) < max_points:
+        gaps = [(gap(*ends), ends) for ends in pairwise(chosen) if ends[1] - ends[0] > 1]
+        low, high = max(gaps, key=lambda each: each[0])[1]
+        middle = min(
+            range(low + 1, high), key=lambda middle: max(gap(low, middle), gap(middle, high))
+        )
+        chosen.insert(bisect_left(chosen, middle), middle)
     return chosen
 
 
-def _fill(points: Points, chosen: list[int], candidates: Sequence[int], max_points: int) -> None:
-    """Add rising candidates to `chosen`, each near the middle of the widest gap that has one."""
-    while len(chosen) < max_points:
-        gaps = [
-            (_gap(points, low, high), place)
-            for place, (low, high) in enumerate(pairwise(chosen), start=1)
-            if bisect_right(candidates, low) < bisect_left(candidates, high)
-        ]
-        if not gaps:
-            return
-        place = max(gaps, key=lambda gap: (gap[0], -gap[1]))[1]
-        low, high = chosen[place - 1], chosen[place]
-        inside = candidates[bisect_right(candidates, low) : bisect_left(candidates, high)]
-        split = min(
-            inside, key=lambda middle: max(_gap(points, low, middle), _gap(points, middle, high))
-        )
-        chosen.insert(place, split)
+def _merge_steps(hulls: Sequence[Points]) -> list[tuple[int, int]]:
+    """The steps of several hulls in one order: the least time for each spared byte first.
 
+    Args:
+        hulls: For each part, its (saved bytes, ticks), from the least time to the least bytes.
 
-def _gap(points: Points, low: int, high: int) -> float:
-    """Distance of two points: the larger share of the frontier's range, in bytes or in time."""
-    (first_bytes, first_time), (last_bytes, last_time) = points[0], points[-1]
-    (low_bytes, low_time), (high_bytes, high_time) = points[low], points[high]
-    return max(
-        (low_bytes - high_bytes) / (first_bytes - last_bytes),
-        (high_time - low_time) / (last_time - first_time),
-    )
+    Returns:
+        Pairs (part, index of the vertex that the step reaches). Ties go to the earlier part.
+    """
+    steps = [
+        (Fraction(after[1] - before[1], before[0] - after[0]), which, to)
+        for which, points in enumerate(hulls)
+        for to, (before, after) in enumerate(pairwise(points), start=1)
+    ]
+    return [(which, to) for _, which, to in sorted(steps)]

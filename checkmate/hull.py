@@ -1,4 +1,4 @@
-"""The lower convex hull of (saved bytes, time), exactly and in polynomial time, by minimum cuts.
+"""The lower convex hull of (saved bytes, time) of a part, in polynomial time, by minimum cuts.
 
 The Lagrangian relaxation  min time + lambda * saved bytes  is a minimum cut, like project selection
 (Picard, 1976): with `R_o` = op o is recomputed and `N_v` = value v is needed, a plan pays
@@ -11,8 +11,7 @@ and N_v = 1 for required v (edge source -> maker). The variables on the source s
 1. Walking from the two ends of the frontier, each cut either finds a new vertex strictly below the
 chord between two known ones, whose slope is its lambda, or proves the chord an edge of the hull
 (Eisner and Severance, 1976). Weights are integers (ticks * bytes), so nothing depends on rounding.
-Cuts are found by Dinic's algorithm (1970), part by part; the hull of the whole is the Minkowski sum
-of the parts' hulls: all their steps, cheapest time per byte first.
+Cuts are found by Dinic's algorithm (1970), part by part.
 
 Divided by lambda, only the capacities into the sink depend on it, and they fall as it grows. So the
 source sides of least cuts are nested: what is recomputed at one price of a byte is recomputed at
@@ -22,22 +21,15 @@ others are contracted into the source and the sink, and the networks of a walk s
 
 A cut that proves nothing more than that a chord lies within a tolerance of the hull may end the
 walk there as well: the cut is a supporting line below the chord, and the hull lies between the two
-(the sandwich algorithm: Burkard, Hamacher and Rote, 1991). Hybrid models have parts of a thousand
-ops with a thousand vertices, of which some tens give the hull to 1e-3 of its range.
-
-Each plan is the fastest for its own saved bytes. Pareto points above the hull are not found.
+(the sandwich algorithm: Burkard, Hamacher and Rote, 1991).
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from functools import lru_cache
-from itertools import pairwise
 
-from checkmate.problem import Knapsack, Solution, Status
-from checkmate.reduction import PartOp, assemble, reduce
-from checkmate.verify import verify
+from checkmate.reduction import PartOp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,106 +41,14 @@ class Vertex:
     recomputed: frozenset[int]
 
 
-class Hull:
-    """Points on the lower convex hull of a problem's frontier; plans are assembled on demand.
-
-    Attributes:
-        points: (saved bytes, ticks) of the plans, of strictly falling bytes and strictly rising
-            ticks.
-    """
-
-    def __init__(self, problem: Knapsack, *, tolerance: float = 0.0) -> None:
-        """Finds the points, by minimum cuts.
-
-        Args:
-            problem: The problem; whole models of some hundreds of ops are fine.
-            tolerance: How far the line through the points may lie above the hull, as a share of
-                the ticks between the fastest and the leanest plan. 0 finds every vertex.
-        """
-        self._problem = problem
-        self._reduced = reduce(problem)
-        hulls = [part_hull(part.ops, tolerance) for part in self._reduced.parts]
-        self._hulls = hulls
-        self._walk = merge_steps([[(v.saved_bytes, v.ticks) for v in one] for one in hulls])
-        saved_bytes = sum(vertices[0].saved_bytes for vertices in hulls)
-        ticks = sum(vertices[0].ticks for vertices in hulls)
-        self.points = [(saved_bytes, ticks)]
-        for which, to in self._walk:
-            before, after = hulls[which][to - 1], hulls[which][to]
-            saved_bytes += after.saved_bytes - before.saved_bytes
-            ticks += after.ticks - before.ticks
-            self.points.append((saved_bytes, ticks))
-
-    def plan(self, position: int) -> Solution:
-        """The verified plan of a point."""
-        reached = [0] * len(self._hulls)
-        for which, to in self._walk[:position]:
-            reached[which] = to
-        recomputed = set(self._reduced.free)
-        for part, vertices, to in zip(self._reduced.parts, self._hulls, reached, strict=True):
-            recomputed.update(part.indices[i] for i in vertices[to].recomputed)
-        plan = assemble(self._problem, recomputed, Status.OPTIMAL)
-        verify(self._problem, plan)
-        return plan
-
-
-def convex_hull(
-    problem: Knapsack, *, choose: Callable[[list[tuple[int, int]]], Collection[int]] | None = None
-) -> tuple[Solution, ...]:
-    """Plans on the lower convex hull of the frontier, by minimum cuts, without an ILP.
-
-    Args:
-        problem: The problem; whole models of some hundreds of ops are fine.
-        choose: Gets (saved bytes, ticks) of every plan in order and returns the positions of those
-            to assemble, since that takes longer than to find them. None assembles all.
-
-    Returns:
-        Verified plans of strictly falling saved bytes and strictly rising time. Every vertex of the
-        hull is among them. Others lie on its edges: there, several parts have equal price, and some
-        of them have moved.
-    """
-    hull = Hull(problem)
-    wanted = range(len(hull.points)) if choose is None else choose(hull.points)
-    return tuple(drop_dominated(hull.plan(position) for position in wanted))
-
-
-def merge_steps(hulls: Sequence[Sequence[tuple[int, int]]]) -> list[tuple[int, int]]:
-    """The steps of several hulls in one order: the least time for each spared byte first.
-
-    Args:
-        hulls: For each part, its (saved bytes, ticks), from the least time to the least bytes.
-
-    Returns:
-        Pairs (part, index of the vertex that the step reaches). Ties go to the earlier part.
-    """
-    steps: list[tuple[Fraction, int, int]] = []
-    for which, points in enumerate(hulls):
-        for to, ((bytes_before, ticks_before), (bytes_after, ticks_after)) in enumerate(
-            pairwise(points), start=1
-        ):
-            steps.append(
-                (Fraction(ticks_after - ticks_before, bytes_before - bytes_after), which, to)
-            )
-    return [(which, to) for _, which, to in sorted(steps)]
-
-
-def drop_dominated(plans: Iterable[Solution]) -> list[Solution]:
-    """Drop dominated plans, so that bytes strictly fall and times, as floats, strictly rise."""
-    kept: list[Solution] = []
-    for plan in sorted(plans, key=lambda plan: (plan.saved_bytes, plan.time_ms)):
-        if not kept or plan.time_ms < kept[-1].time_ms:
-            kept.append(plan)
-    kept.reverse()
-    return kept
-
-
 @lru_cache(maxsize=1024)
 def part_hull(ops: tuple[PartOp, ...], tolerance: float = 0.0) -> tuple[Vertex, ...]:
     """Vertices of one part's hull, from the least time to the least bytes.
 
     Args:
         ops: The part's ops. The answer is kept: equal layers, program points and budgets ask again.
-        tolerance: As for `Hull`.
+        tolerance: How far the line through the vertices may lie above the hull, as a share of the
+            ticks between the fastest and the leanest choice. 0 finds every vertex.
     """
     total_bytes = sum(op.kept_bytes + sum(op.link_bytes) for op in ops)
     fastest = _min_cut(ops, ticks_weight=total_bytes + 1, bytes_weight=1)

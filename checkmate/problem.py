@@ -24,7 +24,7 @@ Not done here: the order of the recomputation, and the peak while it runs.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from math import inf, isfinite
+from math import isfinite
 from numbers import Integral, Real
 
 
@@ -142,16 +142,16 @@ def check_time_limit(time_limit_s: float) -> None:
 
 
 class Status(Enum):
-    """How much is proven of an answer."""
+    """How much a solver has proven of its answer."""
 
     OPTIMAL = "optimal"
-    """Proven: no plan within the limit is faster, and none as fast saves fewer bytes."""
+    """Proven: no answer within the limit is faster."""
     FEASIBLE = "feasible"
-    """A plan within the limit; the solver stopped at its time limit before a proof."""
+    """An answer within the limit; the solver stopped at its time limit before a proof."""
     INFEASIBLE = "infeasible"
-    """Proven: no plan saves so few bytes."""
+    """Proven: none is within the limit."""
     NOT_FOUND = "not found"
-    """The solver stopped at its time limit without a plan; there may be one."""
+    """The solver stopped at its time limit without an answer; there may be one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,25 +159,13 @@ class Solution:
     """A plan: the values to save, the ops to recompute, and the cost.
 
     Attributes:
-        status: How much is proven.
         saved: The values saved from forward to backward, the forced ones included.
         recomputed: The recomputed ops, in topological order.
-        time_ms: Total time of the recomputed ops, in milliseconds; infinite where there is no plan.
+        time_ms: Total time of the recomputed ops, in milliseconds.
         saved_bytes: Total size of the saved values that are not forced. The limit bounds it.
     """
 
-    status: Status
     saved: frozenset[int]
     recomputed: tuple[int, ...]
     time_ms: float
     saved_bytes: int
-
-    @property
-    def found(self) -> bool:
-        """Whether there is a plan at all."""
-        return self.status in (Status.OPTIMAL, Status.FEASIBLE)
-
-
-def no_plan(status: Status) -> Solution:
-    """An answer without a plan, for `Status.INFEASIBLE` and `Status.NOT_FOUND`."""
-    return Solution(status=status, saved=frozenset(), recomputed=(), time_ms=inf, saved_bytes=0)

@@ -19,11 +19,11 @@ all ops together take at most 1e12 ticks. Equal times then compare equal, as 0.1
 times are exact to 1e-12 of their total.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from math import floor, fsum, log10
 
-from checkmate.problem import Knapsack, Solution, Status
+from checkmate.problem import Knapsack, Solution
 
 # Largest number of ticks of all ops together.
 _MAX_TICKS = 10**12
@@ -84,11 +84,11 @@ def ticks_of(problem: Knapsack) -> tuple[int, ...]:
     return tuple(round(op.time_ms / 10.0**-exponent) for op in problem.ops)
 
 
-def ms_of_ticks(problem: Knapsack, ticks: Sequence[int]) -> list[float]:
-    """Sums of ticks in milliseconds, rounded down by the largest rounding error of all ops."""
+def ms_of_ticks(problem: Knapsack, ticks: float) -> float:
+    """A sum of ticks in milliseconds, rounded down by the largest rounding error of all ops."""
     exponent = _exponent(problem)
-    least = [max(0.0, sum_of_ticks - len(problem.ops) / 2) for sum_of_ticks in ticks]
-    return [one / 10.0**exponent if exponent >= 0 else one * 10.0**-exponent for one in least]
+    least = max(0.0, ticks - len(problem.ops) / 2)
+    return least / 10.0**exponent if exponent >= 0 else least * 10.0**-exponent
 
 
 def _exponent(problem: Knapsack) -> int:
@@ -193,7 +193,7 @@ def _part(
     return Part(ops=tuple(part_ops), indices=indices)
 
 
-def assemble(problem: Knapsack, recomputed: Collection[int], status: Status) -> Solution:
+def assemble(problem: Knapsack, recomputed: Collection[int]) -> Solution:
     """The plan that recomputes some ops and saves the values that it then has to.
 
     Recomputations that spare no bytes are left out, so plans of equal cost have one form.
@@ -201,7 +201,6 @@ def assemble(problem: Knapsack, recomputed: Collection[int], status: Status) -> 
     Args:
         problem: The problem.
         recomputed: Indices of recomputable ops.
-        status: The status of the plan.
 
     Returns:
         The plan, not yet verified.
@@ -224,7 +223,6 @@ def assemble(problem: Knapsack, recomputed: Collection[int], status: Status) -> 
     kept.reverse()
     chosen = (needed & made) - rebuilt - problem.forced
     return Solution(
-        status=status,
         saved=problem.forced | chosen,
         recomputed=tuple(kept),
         time_ms=fsum(problem.ops[index].time_ms for index in kept),

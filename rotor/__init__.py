@@ -1,8 +1,7 @@
 """Optimal recomputation for a chain: numbers in, a sequence of forward and backward steps out.
 
-A chain of stages runs forward, then backward. Each stage has several options to run, which save
-more or fewer bytes from forward to backward and take less or more time. A boundary between stages
-can be kept, and the stages after it recomputed from it.
+A chain of stages runs forward, then backward. A stage either keeps all that its backward reads, or
+nothing. A boundary between stages can be kept, and the stages after it recomputed from it.
 
 * ``solve_table`` takes the bytes and times and finds the fastest way to run the whole chain within
   *every* memory budget at once.
@@ -12,32 +11,31 @@ can be kept, and the stages after it recomputed from it.
 
 The package needs numpy and knows no tensors.
 
-    >>> from rotor import Chain, Option, Stage, replay, solve_table
+    >>> from rotor import Chain, Stage, replay, solve_table
     >>> stage = Stage(
-    ...     input_bytes=10, output_gradient_bytes=10, forward_ms=1.0, forward_peak_bytes=10
-    ... )
-    >>> save = Option(
-    ...     saved_bytes=40,
-    ...     forward_peak_bytes=40,
-    ...     backward_peak_bytes=60,
+    ...     input_bytes=10,
+    ...     output_gradient_bytes=10,
     ...     forward_ms=1.0,
+    ...     forward_peak_bytes=10,
+    ...     saved_bytes=40,
+    ...     keep_peak_bytes=40,
     ...     backward_ms=2.0,
+    ...     backward_peak_bytes=60,
     ... )
-    >>> chain = Chain(stages=(stage,) * 4, spans={(s, s): (save,) for s in range(4)})
+    >>> chain = Chain(stages=(stage,) * 4)
     >>> table = solve_table(chain, max_budget_bytes=200)
     >>> table.breakpoints()
     ((70, 18.0), (80, 16.0), (90, 15.0), (110, 14.0), (150, 13.0), (180, 12.0))
     >>> print(table.sequence(budget_bytes=100))
-    F0 F1 F2 K3.0 B3.0 K2.0 B2.0 K1.0 B1.0 K0.0 B0.0
+    F0 F1 F2 K3 B3 K2 B2 K1 B1 K0 B0
     >>> replay(chain, table.sequence(100))
     Replay(peak_bytes=90, time_ms=15.0)
 
-``chain.py`` defines what is counted and what an option's numbers contain. ``solve.py`` states what
-is optimal, what is not, and what rounding can cost.
+``chain.py`` defines what is counted. ``solve.py`` states what is optimal, what is not, and what
+rounding can cost.
 """
 
-from rotor.chain import Chain, Option, Stage
-from rotor.sequence import Backward, ForwardKeep, ForwardOnly, Sequence, Step
+from rotor.chain import Backward, Chain, ForwardKeep, ForwardOnly, Sequence, Stage, Step
 from rotor.solve import InfeasibleBudgetError, Table, solve_table
 from rotor.verify import Replay, replay
 
@@ -47,7 +45,6 @@ __all__ = [
     "ForwardKeep",
     "ForwardOnly",
     "InfeasibleBudgetError",
-    "Option",
     "Replay",
     "Sequence",
     "Stage",

@@ -24,7 +24,6 @@ from checkmate.reduction import reduce
 from rockmate import STRATEGIES, InfeasibleBudgetError, Plan, Planner, SolverLimitError
 from rockmate.bound.knapsack import knapsack_of
 from rockmate.graph.blocks import partition
-from rockmate.planning.rotor_family import SPANS
 
 IN_TWICE = "in 2x"
 """In place of a share: the smallest budget whose predicted time is at most twice the baseline's."""
@@ -115,29 +114,15 @@ def _planner_record(planner: Planner) -> Record:
 
 
 def _extent(plan: Plan) -> Record:
-    """The size of the step and of its largest parts that a solver sees at once.
-
-    Those are the forward ops of a block, and the ops whose choices depend on each other.
-    """
+    """The size of the step, of its largest block and of its largest part of the knapsack."""
     graph, chain = plan.graph, partition(plan.graph)
-    spans = [
-        chain.span(first, first + length - 1)
-        for length in SPANS
-        for first in range(len(chain.blocks) - length + 1)
-    ]
-    spans_at_hand = chain.carried | {storage for storage in graph.storages if storage.is_output}
-    problems = [knapsack_of(graph.forward_ops, graph.backward_ops, plan.costs)[0]]
-    problems += [
-        knapsack_of(span.forward, span.backward, plan.costs, available=spans_at_hand)[0]
-        for span in spans
-    ]
-    parts = [part for problem in problems for part in reduce(problem).parts]
+    problem, _ = knapsack_of(graph.forward_ops, graph.backward_ops, plan.costs)
     return {
         "num_ops": len(graph.ops),
         "num_forward_ops": len(graph.forward_ops),
         "num_blocks": len(chain.blocks),
         "largest_block_ops": max(len(block.forward) for block in chain.blocks),
-        "largest_part_ops": max((len(part.ops) for part in parts), default=0),
+        "largest_part_ops": max((len(part.ops) for part in reduce(problem).parts), default=0),
     }
 
 

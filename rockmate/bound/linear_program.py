@@ -20,7 +20,7 @@ _TOLERANCE = 1e-6
 _SCALED_TOTAL = 1e4
 # Seconds for one program. This is several times what one takes, so that a busy machine seldom
 # changes the answer.
-TIME_LIMIT_S = 10.0
+_TIME_LIMIT_S = 10.0
 
 
 class LinearProgram:
@@ -48,12 +48,12 @@ class LinearProgram:
         scale = 1 / max(room_bytes, 1)
         self.rows += total * scale <= max(room_bytes, 0) * scale + _TOLERANCE
 
-    def least_ms(self, time_limit_s: float = TIME_LIMIT_S) -> float:
+    def least_ms(self) -> float:
         """The least time; infinite if nothing satisfies the rows.
 
         If the limit ends the solve, what the solver has proved counts, or 0.
         """
-        outcome = run(self.rows, time_limit_s)
+        outcome = run(self.rows, _TIME_LIMIT_S)
         if outcome.status is Status.INFEASIBLE:
             return inf
         return max(0.0, outcome.bound / self.scale - self._tolerance_ms)

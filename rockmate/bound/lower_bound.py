@@ -19,9 +19,9 @@ largest of these over all points.
 
 `tight_bound_ms` restores a second point with a linear program (`bound.pair_program`).
 
-**Complexity.** One knapsack for each of at most 15 points, solved for all budgets at once by
-`checkmate.Curve`: exactly where its sweep gets through, else by the lower convex hull, which is a
-bound as well. A budget then takes milliseconds. `tight_bound_ms` takes up to seconds for a budget.
+**Complexity.** One knapsack for each of at most 15 points, relaxed to its lower convex hull, which
+`checkmate.Curve` finds for all budgets at once in polynomial time. A budget then takes
+microseconds. `tight_bound_ms` takes up to seconds for a budget.
 
 **Not done.** More than two points together; memory while values are recomputed; the staged form's
 bound, which is tighter but holds only for staged schedules. A bound is for the schedules of one
@@ -33,26 +33,21 @@ The proofs are in docs/internals/algorithms.md.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from functools import cached_property
-from math import inf, isinf
+from math import isinf
 from typing import NamedTuple
 
 from checkmate import Curve
 from rockmate.bound.forward_point import forward_points
 from rockmate.bound.knapsack import in_flight_knapsack, knapsack_of
-from rockmate.bound.linear_program import TIME_LIMIT_S
 from rockmate.bound.pair_program import min_recompute_ms
 from rockmate.bound.program_point import ProgramPoint, ProgramPoints
-from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.graph.marking import forced_recomputations
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
-
-logger = logging.getLogger(__name__)
 
 # Largest number of forward ops for which two points are looked at together.
 _MAX_PAIR_OPS = 600
@@ -69,7 +64,7 @@ class _PointCurve(NamedTuple):
 
     Attributes:
         point: the program point.
-        curve: least recompute time by the bytes left beside the point's own.
+        curve: bounds the recompute time by the bytes left beside the point's own.
         values: the storage behind each value of the knapsack.
     """
 
@@ -101,19 +96,13 @@ class LowerBound:
         program_points: the points of the backward.
     """
 
-    def __init__(
-        self, graph: Graph, costs: Costs, baseline_ms: float, *, solver_time: SolverTime
-    ) -> None:
+    def __init__(self, graph: Graph, costs: Costs, baseline_ms: float) -> None:
         """Computes nothing yet.
 
         Args:
             graph: ops and storages.
             costs: costs of the ops.
             baseline_ms: time of every op's first run together.
-            solver_time: limit for the solves. The knapsacks are prepared within it, together with
-                whatever else shares it. Each question after that has the same limit anew, so that
-                an answer does not depend on the questions before it: one limit for the bound of a
-                budget, one for its saved values, one for each pair of points.
         """
         self.graph = graph
         self.costs = costs
@@ -122,11 +111,9 @@ class LowerBound:
         self.forced = frozenset(forced_recomputations(graph.forward_ops, self._backward))
         forced_ms = sum(costs.recompute[op.index].time_ms for op in self.forced)
         self.base_ms = baseline_ms + forced_ms
-        self._solver_time = solver_time
         self.program_points = ProgramPoints(graph, costs)
         self._binding_of: dict[int, _Binding] = {}
         self._tight_bound_of: dict[int, float] = {}
-        self._has_warned = False
 
     # --- bounds -------------------------------------------------------------------------------
 
@@ -147,15 +134,14 @@ class LowerBound:
     def saved_values_within(self, budget_bytes: int) -> frozenset[Storage] | None:
         """Values of the forward that are live at the binding point; None if no schedule can fit.
 
-        A schedule that saves them until then and recomputes the rest once takes the time of
+        A schedule that saves them until then and recomputes the rest once takes about the time of
         `bound_ms`, if it fits.
         """
         binding = self._binding_point(budget_bytes)
         if binding is None:
             return None
         point, curve, values = self._curves[binding.index]
-        with self._solver_time.restarted().for_one_solve() as time_limit_s:
-            plan = curve.plan(budget_bytes - point.min_bytes, time_limit_s=time_limit_s)
+        plan = curve.plan(budget_bytes - point.min_bytes)
         if plan is None:
             return None
         saved = {*point.live, *(values[value] for value in plan.saved if value < len(values))}
@@ -191,8 +177,7 @@ class LowerBound:
                 with_states=True,
                 free=self.forced,
             )
-            with self._solver_time.for_one_solve() as time_limit_s:
-                curves.append(_PointCurve(point, Curve(problem, time_limit_s=time_limit_s), values))
+            curves.append(_PointCurve(point, Curve(problem), values))
         return [*curves, *self._in_flight_curves()]
 
     @cached_property
@@ -230,8 +215,7 @@ class LowerBound:
             problem, values = in_flight_knapsack(
                 self.graph, self.costs, point, self._backward, self.forced
             )
-            with self._solver_time.for_one_solve() as time_limit_s:
-                yield _PointCurve(point, Curve(problem, time_limit_s=time_limit_s), values)
+            yield _PointCurve(point, Curve(problem), values)
 
     def _binding_point(self, budget_bytes: int) -> _Binding | None:
         """The point that gives the bound of a budget; None if the graph has no points."""
@@ -239,43 +223,20 @@ class LowerBound:
             return None
         if budget_bytes not in self._binding_of:
             self._binding_of[budget_bytes] = self._find_binding_point(budget_bytes)
-            self._warn_of_hulls()
         return self._binding_of[budget_bytes]
 
     def _find_binding_point(self, budget_bytes: int, num_points: int | None = None) -> _Binding:
-        """Solves points in descending order of their upper bounds, until no other can say more.
+        """The point that demands the most recompute time; of equal ones the first.
 
         Args:
             budget_bytes: the budget.
             num_points: looks at so many of the first points; None for all.
         """
-        solver_time = self._solver_time.restarted()
-        # The time of a plan on the convex hull is an upper bound on the point's least time.
-        curves = self._curves[:num_points]
-        upper_ms = [
-            curve.hull_plan_ms(budget_bytes - point.min_bytes) for point, curve, _ in curves
-        ]
-        best = _Binding(0, -inf)
-        for index in sorted(range(len(upper_ms)), key=upper_ms.__getitem__, reverse=True):
-            if upper_ms[index] < best.recompute_ms:
-                break
-            point, curve, _ = curves[index]
-            room_bytes = budget_bytes - point.min_bytes
-            with solver_time.for_one_solve() as time_limit_s:
-                recompute_ms = curve.bound_ms(room_bytes, time_limit_s=time_limit_s)
-            if (recompute_ms, -index) > (best.recompute_ms, -best.index):
-                best = _Binding(index, recompute_ms)
-        return best
-
-    def _warn_of_hulls(self) -> None:
-        num_cut_short = sum(curve.is_cut_short for _, curve, _ in self._curves)
-        if num_cut_short and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "the lower bound comes from convex hulls at %d program points; raise time_limit_s "
-                "for a tighter one",
-                num_cut_short,
-            )
+        bindings = (
+            _Binding(index, curve.bound_ms(budget_bytes - point.min_bytes))
+            for index, (point, curve, _) in enumerate(self._curves[:num_points])
+        )
+        return max(bindings, key=lambda binding: binding.recompute_ms)
 
     # --- two points ---------------------------------------------------------------------------
 
@@ -313,14 +274,12 @@ class LowerBound:
 
     def _pair_ms(self, first: ProgramPoint, second: ProgramPoint, budget_bytes: int) -> float:
         """Recompute time that two points demand together; the second runs after the first."""
-        with self._solver_time.restarted().for_one_solve() as time_limit_s:
-            return min_recompute_ms(
-                [op for op in self.graph.ops if op.phase is not Phase.BACKWARD],
-                self.costs,
-                first,
-                second,
-                budget_bytes=budget_bytes,
-                readers=self.graph.readers,
-                free=self.forced,
-                time_limit_s=min(time_limit_s, TIME_LIMIT_S),
-            )
+        return min_recompute_ms(
+            [op for op in self.graph.ops if op.phase is not Phase.BACKWARD],
+            self.costs,
+            first,
+            second,
+            budget_bytes=budget_bytes,
+            readers=self.graph.readers,
+            free=self.forced,
+        )

@@ -53,7 +53,6 @@ def min_recompute_ms(
     budget_bytes: int,
     readers: Mapping[Storage, Sequence[Op]],
     free: Collection[Op] = (),
-    time_limit_s: float,
 ) -> float:
     """Recompute time in milliseconds that two points demand; infinite if no schedule fits.
 
@@ -65,7 +64,6 @@ def min_recompute_ms(
         budget_bytes: limit on the bytes in memory at each point.
         readers: readers of each storage.
         free: ops whose recomputation is paid for elsewhere.
-        time_limit_s: seconds, after which the bound counts that the solver has proved so far, or 0.
     """
     times_ms = {
         op: costs.recompute[op.index].time_ms
@@ -74,7 +72,7 @@ def min_recompute_ms(
     }
     program = LinearProgram(2 * sum(times_ms.values()))
     _Pair(program, ops, (first, second), budget_bytes, readers).add_rows(times_ms)
-    return program.least_ms(time_limit_s)
+    return program.least_ms()
 
 
 class _Pair:

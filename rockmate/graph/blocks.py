@@ -67,14 +67,13 @@ class BlockChain:
     blocks: tuple[Block, ...]
     carried: frozenset[Storage]
 
-    def span(self, first: int, last: int) -> Block:
-        """Blocks `first` to `last`, both included, as one."""
-        part = self.blocks[first : last + 1]
+    def whole(self) -> Block:
+        """All blocks as one."""
         return Block(
-            tuple(op for block in part for op in block.forward),
-            tuple(op for block in reversed(part) for op in block.backward),
-            part[0].input,
-            part[-1].output,
+            tuple(op for block in self.blocks for op in block.forward),
+            tuple(op for block in reversed(self.blocks) for op in block.backward),
+            self.blocks[0].input,
+            self.blocks[-1].output,
         )
 
     def with_backward_as_in(self, order: Sequence[Op]) -> BlockChain:
@@ -283,8 +282,7 @@ def wiring_of(block: Block) -> tuple[int, ...]:
     """The numbers of the storages that its ops read and write, in order.
 
     Blocks with equal wiring and equal kinds of ops (`kind_of`) are equal. Storages are numbered in
-    order of appearance, so the n-th storage of one block corresponds to the n-th of an equal one;
-    see `storages_of`.
+    order of appearance, so the n-th storage of one block corresponds to the n-th of an equal one.
     """
     number: dict[Storage, int] = defaultdict(itertools.count().__next__)
     ops = (*block.forward, *block.backward)
@@ -294,16 +292,6 @@ def wiring_of(block: Block) -> tuple[int, ...]:
         for storage in (*op.reads, *op.writes)
     ]
     return *wiring, *(number.get(end, -1) if end else -1 for end in (block.input, block.output))
-
-
-def storages_of(block: Block) -> list[Storage]:
-    """The storages that a block reads or writes, except static ones, in order of appearance."""
-    found: dict[Storage, None] = {}
-    for op in (*block.forward, *block.backward):
-        found.update(
-            {storage: None for storage in (*op.reads, *op.writes) if not storage.is_static}
-        )
-    return list(found)
 
 
 def _common_path(paths: Sequence[str]) -> str:

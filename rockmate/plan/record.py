@@ -111,8 +111,8 @@ class PlanRecord:
             memory format.
         strategy: name of the strategy that made the plan.
         bounds: lower bounds on the time of schedules; see `lower_bound_ms`.
-        num_unproved_blocks: number of solves without a proof of optimality: stopped at their time
-            limit, or made for a smaller budget.
+        num_unproved_blocks: 1 for a plan of "checkmate" without a proof of optimality: stopped at
+            its time limit, or made for a smaller budget; else 0.
         gap_tolerance: distance to the lower bound, as a fraction of the baseline's time, at which
             the search stopped looking for faster schedules.
         is_cut_short: whether the search ran out of time; see `status`.

@@ -99,8 +99,7 @@ def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     if plan.num_unproved_blocks:
         yield (
             "solver",
-            f"{plan.num_unproved_blocks} answers without a proof of optimality; "
-            "a larger time_limit_s may help",
+            "not proved to be optimal; a larger time_limit_s may help",
         )
 
 

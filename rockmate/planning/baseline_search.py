@@ -1,4 +1,4 @@
-"""The search of the strategies to compare with: the fastest member of a family, as it is.
+"""The search of the strategies to compare with: the fastest schedule of a family, as it is.
 
 Solvers propose schedules, the simulator judges each by its peak. Nothing is repaired or refined.
 `Searcher` is the interface of all searches.
@@ -6,26 +6,17 @@ Solvers propose schedules, the simulator judges each by its peak. Nothing is rep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable
 from math import isqrt
 from typing import Protocol
 
 from rockmate.costs.cost import Costs
-from rockmate.graph.blocks import Block, BlockChain, storages_of
-from rockmate.graph.ir import Graph, Storage
-from rockmate.planning.candidate import (
-    Candidate,
-    Family,
-    ScheduleMaker,
-    by_peak,
-    evaluate,
-    feasible,
-)
+from rockmate.graph.blocks import BlockChain
+from rockmate.graph.ir import Graph
+from rockmate.planning.candidate import Candidate, by_peak, evaluate, feasible
 from rockmate.planning.lowering import lower_sequence
-from rockmate.schedule.schedule import baseline_schedule
-from rotor import Backward, ForwardKeep, ForwardOnly, Step
-from rotor import Sequence as RotorSequence
+from rockmate.schedule.schedule import Schedule, baseline_schedule
+from rotor import Backward, ForwardKeep, ForwardOnly, Sequence, Step
 
 
 class Searcher(Protocol):
@@ -44,42 +35,28 @@ class Searcher(Protocol):
 
 
 class FamilySearch:
-    """The choice among the members of families, none of them changed.
+    """The choice among the baseline and the schedules of a family, none of them changed.
 
     Args:
         graph: ops and storages.
         costs: of its ops.
-        families: schedules, each family in order of growing solver budget.
+        family: schedules.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        costs: Costs,
-        families: Sequence[Sequence[ScheduleMaker]],
-    ) -> None:
-        simulated = partial(evaluate, graph, costs=costs)
-        self._families = [Family(makers, simulated) for makers in families]
-        self._grid = [
-            simulated(baseline_schedule(graph)),
-            *(candidate for family in self._families for candidate in family.grid()),
-        ]
+    def __init__(self, graph: Graph, costs: Costs, family: Iterable[Schedule]) -> None:
+        schedules = (baseline_schedule(graph), *family)
+        self._candidates = [evaluate(graph, schedule, costs) for schedule in schedules]
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """See `Searcher`."""
-        if budget_bytes < self.minimum().peak_bytes:
-            return None
-        near_budget = [
-            candidate for family in self._families for candidate in family.near_budget(budget_bytes)
-        ]
-        return feasible([*self._grid, *near_budget], budget_bytes)[0]
+        return next(iter(feasible(self._candidates, budget_bytes)), None)
 
     def minimum(self) -> Candidate:
         """See `Searcher`."""
-        return min(self._grid, key=by_peak)
+        return min(self._candidates, key=by_peak)
 
 
-def chen_family(graph: Graph, chain: BlockChain) -> ScheduleMaker:
+def chen_schedule(graph: Graph, chain: BlockChain) -> Schedule:
     """The schedule of Chen et al.: saves one boundary in every sqrt(n) blocks, recomputes the rest.
 
     "Training Deep Nets with Sublinear Memory Cost", 2016. It has no budget, and equal segments
@@ -91,18 +68,6 @@ def chen_family(graph: Graph, chain: BlockChain) -> ScheduleMaker:
     steps: list[Step] = [ForwardOnly(stage) for stage in range(firsts[-1])]
     for first in reversed(firsts):
         segment = range(first, min(first + length, num_blocks))
-        steps += [ForwardKeep(block, block, 0) for block in segment]
-        steps += [Backward(block, block, 0) for block in reversed(segment)]
-    return partial(
-        lower_sequence,
-        graph,
-        chain,
-        RotorSequence(tuple(steps)),
-        lambda first, last, _: _all_of(chain.span(first, last)),
-    )
-
-
-def _all_of(block: Block) -> set[Storage]:
-    """All values that a block's forward could save for its backward."""
-    made = {storage for op in block.forward for storage in op.writes}
-    return made.intersection(storages_of(block))
+        steps += map(ForwardKeep, segment)
+        steps += map(Backward, reversed(segment))
+    return lower_sequence(graph, chain, Sequence(tuple(steps)))

@@ -45,11 +45,6 @@ def evaluate(graph: Graph, schedule: Schedule, costs: Costs) -> Candidate:
     return Candidate(schedule=schedule, simulation=simulate(graph, schedule, costs))
 
 
-def is_worth_refining(start: Candidate, budget_bytes: int, incumbent_ms: float) -> bool:
-    """Whether a start fits, or is faster than the incumbent; repair takes time and adds time."""
-    return start.peak_bytes <= budget_bytes or start.time_ms < incumbent_ms
-
-
 def fastest(one: Candidate, other: Candidate | None) -> Candidate:
     """The faster of two candidates; the smaller peak breaks ties."""
     return one if other is None else min(one, other, key=by_time)
@@ -68,11 +63,6 @@ def by_peak(candidate: Candidate) -> tuple[int, float]:
 def feasible(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
     """The candidates within the budget, the fastest first."""
     return sorted((c for c in candidates if c.peak_bytes <= budget_bytes), key=by_time)
-
-
-def repairable(candidates: Sequence[Candidate], budget_bytes: int) -> list[Candidate]:
-    """The candidates above the budget, the smallest peak first."""
-    return sorted((c for c in candidates if c.peak_bytes > budget_bytes), key=by_peak)
 
 
 def frontier_at(
@@ -95,13 +85,6 @@ def frontier_at(
 def linspace_int(low: int, high: int, num_points: int) -> list[int]:
     """Whole numbers at equal distances from `low` to `high`, both included."""
     return [low + (high - low) * step // (num_points - 1) for step in range(num_points)]
-
-
-def subsample_indices(length: int, num_points: int) -> list[int]:
-    """At most `num_points` indices below `length` at equal distances, both ends included."""
-    if length <= num_points:
-        return list(range(length))
-    return [round(point * (length - 1) / (num_points - 1)) for point in range(num_points)]
 
 
 def with_marks_kept(graph: Graph, schedule: Schedule) -> Schedule:
@@ -175,72 +158,3 @@ class _Backward:
             return True
         place = bisect_left(events, (position, False))
         return place < len(events) and events[place][1]
-
-
-# Number of members at equal distances that every budget may choose from.
-_GRID_POINTS = 12
-# Number of members at the tight end that join the grid. There, the simulated peaks do not follow
-# the solver's budgets closely.
-_TIGHT_GRID_POINTS = 4
-# Number of members that are tried above the largest one that fits.
-_NUM_ABOVE = 1
-
-ScheduleMaker = Callable[[], Schedule]
-
-
-class Family:
-    """The proposals of one solver, from its smallest budget to its largest.
-
-    A member is made and simulated when it is first asked for.
-
-    Args:
-        makers: of the schedules, in order of growing solver budget.
-        evaluate: simulates a schedule.
-    """
-
-    def __init__(
-        self, makers: Sequence[ScheduleMaker], evaluate: Callable[[Schedule], Candidate]
-    ) -> None:
-        self._makers = makers
-        self._evaluate = evaluate
-        self._evaluated: dict[int, Candidate] = {}
-        self._grid = sorted(
-            {
-                *subsample_indices(len(makers), _GRID_POINTS),
-                *range(min(_TIGHT_GRID_POINTS, len(makers))),
-            }
-        )
-
-    def __getitem__(self, index: int) -> Candidate:
-        if index not in self._evaluated:
-            self._evaluated[index] = self._evaluate(self._makers[index]())
-        return self._evaluated[index]
-
-    def grid(self) -> list[Candidate]:
-        """The members that every budget may choose from."""
-        return [self[index] for index in self._grid]
-
-    def near_budget(self, budget_bytes: int) -> list[Candidate]:
-        """Members between the last grid member that fits and the next one, found by bisection.
-
-        Bisection assumes that the simulated peak grows with the solver's budget. This holds but for
-        small deviations.
-        """
-        fits = [
-            place
-            for place, index in enumerate(self._grid)
-            if self[index].peak_bytes <= budget_bytes
-        ]
-        if not fits or fits[-1] + 1 == len(self._grid):
-            return []
-        low, high = self._grid[fits[-1]], self._grid[fits[-1] + 1]
-        visited = []
-        while high - low > 1:
-            middle = (low + high) // 2
-            visited.append(self[middle])
-            if visited[-1].peak_bytes <= budget_bytes:
-                low = middle
-            else:
-                high = middle
-        above = range(low + 1, min(low + 1 + _NUM_ABOVE, len(self._makers)))
-        return [*visited, *(self[index] for index in above)]

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from checkmate.frontier import hull_positions
-
 Point = tuple[float, float]
 
 SLOWDOWN = 1.05
@@ -52,10 +50,16 @@ def recommended(points: Sequence[Point]) -> int | None:
 
 
 def lower_hull(points: Sequence[Point]) -> list[int]:
-    """Indices of the lower convex hull from the least memory to the least time."""
-    front: list[int] = []
-    for index in sorted(range(len(points)), key=lambda i: points[i]):
-        if not front or points[index][1] < points[front[-1]][1]:
-            front.append(index)
-    falling = front[::-1]
-    return [falling[place] for place in hull_positions([points[i] for i in falling])][::-1]
+    """Indices of the lower convex hull from the least memory to the least time (monotone chain)."""
+    hull: list[int] = []
+    for index in sorted(range(len(points)), key=points.__getitem__):
+        memory, time = points[index]
+        if hull and time >= points[hull[-1]][1]:
+            continue
+        while len(hull) >= 2:
+            (left, above), (right, below) = (points[each] for each in hull[-2:])
+            if (above - below) * (memory - right) > (below - time) * (right - left):
+                break
+            hull.pop()
+        hull.append(index)
+    return hull

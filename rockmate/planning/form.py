@@ -6,11 +6,9 @@ from functools import cached_property
 from math import inf
 from typing import NamedTuple
 
-from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
 from rockmate.graph.snapshot_capture import snapshot_chain
-from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.strategies import Searches
@@ -23,8 +21,6 @@ class Form(Searches):
     Args:
         step: as captured, with fused kernels, with other layouts, or in chunks.
         costs: of its ops.
-        solver_time: the time that all solves share.
-        solved: block options that forms share.
         rule: when the search of the default strategy ends; None for no limit.
     """
 
@@ -32,16 +28,14 @@ class Form(Searches):
         self,
         step: CapturedStep,
         costs: Costs,
-        solver_time: SolverTime,
-        solved: SolvedBlocks | None = None,
         rule: StoppingRule | None = None,
     ) -> None:
-        super().__init__(step.graph, costs, solver_time, solved, rule)
+        super().__init__(step.graph, costs, rule)
         self.step = step
 
     def with_costs(self, costs: Costs) -> Form:
         """The same step with other costs."""
-        return Form(self.step, costs, self._solver_time, self._solved, self._rule)
+        return Form(self.step, costs, self._rule)
 
     @property
     def snapshot(self) -> StepSnapshot:

@@ -1,7 +1,7 @@
 """Iterated local search: the fastest schedule within one budget, or within each of many.
 
-1. **Starts.** The relaxation of the lower bound, the knapsack, and rotor's table propose schedules.
-   Each is repaired and refined (`refine`).
+1. **Starts.** The relaxation of the lower bound and the knapsack propose schedules. Each is
+   repaired and refined (`refine`).
 2. **Rounds.** The incumbent is perturbed, repaired and refined again (`perturbation`); the result
    is the incumbent if it is faster.
 
@@ -22,22 +22,14 @@ References: iterated local search (Lourenco, Martin and Stützle 2003).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import accumulate
 
 from tqdm import tqdm
 
 from rockmate.costs.cost import unit_times
-from rockmate.planning.candidate import (
-    Candidate,
-    Family,
-    by_peak,
-    fastest,
-    feasible,
-    is_worth_refining,
-    repairable,
-)
+from rockmate.planning.candidate import Candidate, by_peak, fastest, feasible
 from rockmate.planning.perturbation import Perturbation
 from rockmate.planning.search_problem import SearchProblem
 from rockmate.planning.search_trace import SearchTrace
@@ -163,8 +155,7 @@ class LocalSearch:
         best = self.initial_within(budget_bytes)
         assert best is not None
         if neighbour is not None:
-            best = self._from_starts(best, [("neighbour", [neighbour])], budget_bytes)
-        best = self._from_starts(best, self._rotor_starts(budget_bytes), budget_bytes)
+            best = self._from_starts(best, [("neighbour", neighbour)], budget_bytes)
         return self._from_rounds(best, budget_bytes, share)
 
     def _note(self, source: str, candidate: Candidate, budget_bytes: int) -> None:
@@ -180,46 +171,32 @@ class LocalSearch:
     # --- starts ---
 
     def _from_starts(
-        self,
-        best: Candidate,
-        groups: Iterable[tuple[str, Sequence[Candidate]]],
-        budget_bytes: int,
+        self, best: Candidate, starts: Iterable[tuple[str, Candidate]], budget_bytes: int
     ) -> Candidate:
-        """The fastest of an incumbent and of what becomes of the starts.
+        """The fastest of an incumbent and of the starts, each made to fit and refined.
 
         Args:
             best: the incumbent.
-            groups: starts with the name of their source. Of each group the first is refined that
-                can be made feasible.
+            starts: with the name of their source.
             budget_bytes: the budget.
         """
-        for source, starts in groups:
+        for source, start in starts:
             if self.problem.is_solved(best, budget_bytes):
                 break
-            best = fastest(best, self._first_refined(starts, budget_bytes, best.time_ms))
+            # Repair takes time, and adds time to a schedule.
+            if start.peak_bytes <= budget_bytes or start.time_ms < best.time_ms:
+                refined = self.problem.refiner.repair_and_refine(start, budget_bytes)
+                best = fastest(best, refined)
             self._note(source, best, budget_bytes)
         return best
 
-    def _first_refined(
-        self, starts: Sequence[Candidate], budget_bytes: int, incumbent_ms: float
-    ) -> Candidate | None:
-        """The refined form of the first start that can be made feasible; None if there is none."""
-        for start in starts:
-            if self.problem.rule.is_late:
-                return None
-            if is_worth_refining(start, budget_bytes, incumbent_ms):
-                refined = self.problem.refiner.repair_and_refine(start, budget_bytes)
-                if refined is not None:
-                    return refined
-        return None
-
-    def _quick_starts(self, budget_bytes: int) -> Iterator[tuple[str, list[Candidate]]]:
+    def _quick_starts(self, budget_bytes: int) -> Iterator[tuple[str, Candidate]]:
         """The relaxation's schedule, and the knapsack's for a limit corrected by its excess."""
         starts, refiner = self.problem.starts, self.problem.refiner
         relaxed = self.relaxed(budget_bytes)
         if relaxed is None:
             return
-        yield "relaxation", [relaxed]
+        yield "relaxation", relaxed
         # As a rule, the peak falls by a byte with each byte that is not saved, for each forward in
         # flight.
         excess_bytes = relaxed.peak_bytes - budget_bytes
@@ -227,17 +204,7 @@ class LocalSearch:
             relaxed.simulation.saved_bytes - excess_bytes // self.problem.graph.num_in_flight
         )
         if limit_bytes > 0 and (schedule := starts.from_knapsack(limit_bytes)) is not None:
-            yield "knapsack", [refiner.evaluate(schedule)]
-
-    @cached_property
-    def _rotor_family(self) -> Family:
-        return Family(self.problem.starts.from_rotor(), self.problem.refiner.evaluate)
-
-    def _rotor_starts(self, budget_bytes: int) -> Iterator[tuple[str, list[Candidate]]]:
-        """Schedules of rotor's table, for budgets where a value is recomputed more than once."""
-        grid = self._rotor_family.grid()
-        yield "rotor, above", repairable(grid, budget_bytes)
-        yield "rotor, within", feasible([*self.min_peak.candidates, *grid], budget_bytes)[:1]
+            yield "knapsack", refiner.evaluate(schedule)
 
     # --- rounds ---
 
@@ -246,9 +213,7 @@ class LocalSearch:
         problem = self.problem
         if problem.is_solved(best, budget_bytes):
             return best
-        others = [problem.baseline, *self._rotor_family.grid()]
-        above = [other for other in others if other.peak_bytes > budget_bytes]
-        perturbation = Perturbation(problem, above, budget_bytes)
+        perturbation = Perturbation(problem, budget_bytes)
         max_idle = share * min(_STALL_ROUNDS, _STALL_OPS // len(problem.graph.ops))
         num_idle = 0
         while not problem.is_solved(best, budget_bytes):
@@ -266,8 +231,7 @@ class LocalSearch:
         return best
 
 
-# Limit on the runs, in all starts together, that are shrunk by eviction. The smallest start always
-# is.
+# Limit on the runs, in all starts together, that are shrunk by eviction. The smallest always is.
 _MAX_SHRUNK_RUNS = 10_000
 # Share of its peak by which a schedule is first shrunk in one step.
 _MAX_SHRINK_STEP = 0.06
@@ -298,15 +262,10 @@ class MinPeakPool:
         return feasible(self.candidates, budget_bytes)[0]
 
     @cached_property
-    def starts(self) -> list[Candidate]:
-        """The warm starts of small peaks."""
-        problem = self._problem
-        return [problem.refiner.evaluate(maker()) for maker in problem.starts.min_peak()]
-
-    @cached_property
     def candidates(self) -> list[Candidate]:
-        """The baseline, the starts, and the schedules that they shrink to."""
-        found = [self._problem.baseline, *self.starts]
+        """The baseline, the warm starts, and the schedules that all of these shrink to."""
+        problem = self._problem
+        found = [problem.baseline, *map(problem.refiner.evaluate, problem.starts.small())]
         in_order = sorted(
             found, key=lambda candidate: (candidate.peak_bytes, len(candidate.schedule.steps))
         )

@@ -6,12 +6,13 @@ result. So does a late op, which only the backward needs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 from rockmate.graph.blocks import Block, BlockChain
 from rockmate.graph.ir import Graph, Op, Phase, Storage
+from rockmate.graph.marking import forced_recomputations
 from rockmate.schedule.schedule import Schedule, finish
-from rotor import Backward, ForwardOnly
+from rotor import Backward
 from rotor import Sequence as RotorSequence
 
 
@@ -63,42 +64,37 @@ def lower_saved(graph: Graph, chain: BlockChain, saved: Collection[Storage]) -> 
 
     Values whose op must not run twice are saved in any case.
     """
-    whole = chain.span(0, len(chain.blocks) - 1)
+    whole = chain.whole()
     once = {s for op in whole.forward if op.recompute_target is None for s in op.writes}
     available = {*saved, *once, *_outputs(graph.ops)}
     return finish(graph, [op.index for op in whole.forward], backward_steps(whole, available))
 
 
-def lower_sequence(
-    graph: Graph,
-    chain: BlockChain,
-    sequence: RotorSequence,
-    saved_of: Callable[[int, int, int], Collection[Storage]],
-) -> Schedule:
-    """The schedule of a sequence of rotor.
+def saved_by(block: Block) -> set[Storage]:
+    """The values of a block's forward that its backward reads, without those that marks recompute.
 
-    Args:
-        graph: ops and storages.
-        chain: the blocks; each is a stage of the sequence.
-        sequence: the steps on blocks and spans.
-        saved_of: (first, last, option) -> the storages of that span that the option saves.
+    What these are recomputed from is among them.
     """
+    made = {storage for op in block.forward for storage in op.writes}
+    forced = forced_recomputations(block.forward, block.backward)
+    read = {storage for op in (*block.backward, *forced) for storage in op.reads}
+    return {storage for storage in made & read if not storage.must_recompute}
+
+
+def lower_sequence(graph: Graph, chain: BlockChain, sequence: RotorSequence) -> Schedule:
+    """The schedule of a sequence of rotor; each block of the chain is a stage of it."""
     steps: list[int] = []
     num_forward: int | None = None
     ran: set[Op] = set()
     uncounted = {*chain.carried, *_outputs(graph.ops)}
     for step in sequence.steps:
+        block = chain.blocks[step.stage]
         if isinstance(step, Backward):
             num_forward = len(steps) if num_forward is None else num_forward
-            block = chain.span(step.first, step.last)
-            available = {*uncounted, *saved_of(step.first, step.last, step.option)}
-            steps += backward_steps(block, available | ({block.input} if block.input else set()))
+            boundaries = {each for each in (block.input, block.output) if each}
+            steps += backward_steps(block, uncounted | saved_by(block) | boundaries)
             continue
-        if isinstance(step, ForwardOnly):
-            first = last = step.stage
-        else:
-            first, last = step.first, step.last
-        for op in chain.span(first, last).forward:
+        for op in block.forward:
             if op not in ran or not all(storage in uncounted for storage in op.writes):
                 steps.append(op.index)
                 ran.add(op)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf, nan
 
-from rockmate.bound.solver_time import SolverTime
 from rockmate.graph.ir import Graph
 from rockmate.planning.form import Form, time_of
+from rockmate.planning.search_problem import StoppingRule
 
 # Number of marks for which an infeasible budget is explained, the first ones.
 MAX_EXPLAINED = 8
@@ -47,7 +47,7 @@ def forms_without_each(
     for source in mark_sources(form.graph)[:most]:
         step = form.step.without_marks(source)
         assert [op.name for op in step.graph.ops] == [op.name for op in form.graph.ops]
-        yield source, Form(step, form.costs, SolverTime(time_limit_s))
+        yield source, Form(step, form.costs, StoppingRule(time_limit_s=time_limit_s))
 
 
 def price_within(

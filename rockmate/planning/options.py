@@ -55,8 +55,7 @@ class PlanOptions(CaptureOptions):
             `torch.autograd.grad` needs. They are then all in memory together.
         time_limit_s: seconds after which a search stops looking for faster schedules; `Plan.status`
             is then "time_limit". A feasible budget has a plan however short the limit. It bounds
-            all solves together, too, and the lower bound and "checkmate" of each budget:
-            docs/guide/lower_bound.md.
+            "checkmate" for each budget, too.
         gap_tolerance: distance to the lower bound, as a fraction of the time without recomputation,
             at which a search ends. A larger one plans faster, a smaller one searches longer.
         progress: shows a progress bar while ops are measured, and while a plan takes long to find:

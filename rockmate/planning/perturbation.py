@@ -7,7 +7,7 @@ at random:
   recomputations are removed whether they fit or not, and other values are evicted instead.
 * **Oscillation** (strategic oscillation: Glover 1977). The incumbent is refined for a larger
   budget, so that values stay live again. It is then tightened budget by budget.
-* **Tightening**. The same from another schedule above the budget.
+* **Tightening**. The same from the baseline.
 
 In all, the recompute times that rank evictions are multiplied by random factors (noising: Charon
 and Hudry 1993), so that other values are evicted first. Refinement and the judgement of the result
@@ -48,17 +48,14 @@ class Perturbation:
 
     Args:
         problem: the graph and the refiner of its schedules.
-        others: schedules above the budget, from which some of the rounds begin.
-        budget_bytes: the budget of the incumbents.
+        budget_bytes: the budget of the incumbents, below the baseline's peak.
     """
 
-    def __init__(
-        self, problem: SearchProblem, others: Sequence[Candidate], budget_bytes: int
-    ) -> None:
+    def __init__(self, problem: SearchProblem, budget_bytes: int) -> None:
         self._graph = problem.graph
         self._refiner = problem.refiner
         self._costs = problem.costs
-        self._others = others
+        self._baseline = problem.baseline
         self._budget_bytes = budget_bytes
         self._random = np.random.default_rng(0)
 
@@ -67,14 +64,14 @@ class Perturbation:
 
         None if the perturbed schedule cannot be made to fit.
         """
-        kind = int(self._random.integers(3 if self._others else 2))
+        kind = int(self._random.integers(3))
         if kind == 0:
             name, found = "swap", self._swap(incumbent)
         elif kind == 1:
             name, found = "oscillation", self._oscillate(*self._relaxed(incumbent))
         else:
-            other = self._others[int(self._random.integers(len(self._others)))]
-            name, found = "tightening", self._oscillate(other, other.peak_bytes)
+            top = self._baseline
+            name, found = "tightening", self._oscillate(top, top.peak_bytes)
         if found is not None:
             found = self._refiner.defer_weight_gradients(found, self._budget_bytes)
         return name, found

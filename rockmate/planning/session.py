@@ -16,7 +16,6 @@ from torch import nn
 
 from rockmate._util import gc_paused
 from rockmate.bound.protocol import MinBound
-from rockmate.bound.solver_time import SolverTime
 from rockmate.budget import (
     Budget,
     OnInfeasible,
@@ -34,7 +33,6 @@ from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
 from rockmate.fusion.report import FusionReport
 from rockmate.plan.mark_check import broken_mark
 from rockmate.plan.plan import Plan
-from rockmate.planning.block_options import SolvedBlocks
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.checked_forms import (
     FurtherForms,
@@ -141,10 +139,9 @@ class PlanningSession:
         self._mark_advice: dict[str, str] = {}
         self._offload = options.moves
         costs_of = costs_from(machine, self._offload, progress=options.progress)
-        solver_time, solved = SolverTime(options.time_limit_s), SolvedBlocks()
 
         def form_of(step: CapturedStep) -> Form:
-            return Form(step, costs_of(step.graph), solver_time, solved, self._rule)
+            return Form(step, costs_of(step.graph), self._rule)
 
         forms = checked_forms(capture, others, form_of, self.timings)
         steps = [each.step for each in forms]
@@ -417,7 +414,7 @@ class PlanningSession:
             gap_tolerance=self._rule.gap_tolerance,
             is_cut_short=self._rule.is_late,
             bounds=self._forms.bounds_within(budget_bytes),
-            num_unproved_blocks=form.num_unproved + (not candidate.is_proved),
+            num_unproved_blocks=int(not candidate.is_proved),
         )
 
 

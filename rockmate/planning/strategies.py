@@ -5,13 +5,11 @@ from __future__ import annotations
 from functools import cached_property
 
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.errors import check_choice
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph
-from rockmate.planning.baseline_search import FamilySearch, Searcher, chen_family
-from rockmate.planning.block_options import SolvedBlocks, Solving
+from rockmate.planning.baseline_search import FamilySearch, Searcher, chen_schedule
 from rockmate.planning.branch_order import memory_minimizing_order
 from rockmate.planning.checkmate_strategy import CheckmateSearch
 from rockmate.planning.local_search import LocalSearch
@@ -35,33 +33,29 @@ class Searches:
     * "none" recomputes nothing; "chen" saves one boundary in every sqrt(n) blocks.
     * "rotor" saves or recomputes each block as a whole, by a dynamic program.
     * "checkmate" solves the whole graph as one program; for small models.
-    * "rockmate", the default, is the local search, from the knapsack of the whole graph and from
-      rotor with several options for blocks and spans; "recompute" and "bitwise" are it, too.
+    * "rockmate", the default, is the local search, from the knapsack of the whole graph;
+      "recompute" and "bitwise" are it, too.
 
     Args:
         graph: ops and storages.
         costs: of its ops.
-        solver_time: the time that all solves share. "checkmate" may take all of it for each budget.
-        solved: block options of other graphs of the same step; those solved here are added.
-        rule: when the local search ends; None for the default tolerance and no limit.
+        rule: when the local search ends, and how long "checkmate" may take for each budget; None
+            for the default tolerance and no limit.
     """
 
     def __init__(
         self,
         graph: Graph,
         costs: Costs,
-        solver_time: SolverTime,
-        solved: SolvedBlocks | None = None,
         rule: StoppingRule | None = None,
     ) -> None:
         self.graph, self.costs = graph, costs
-        self._solver_time, self._rule = solver_time, rule
-        self._solved = SolvedBlocks() if solved is None else solved
+        self._rule = rule or StoppingRule()
         self._made: dict[str, Searcher] = {}
 
     def with_graph(self, graph: Graph) -> Searches:
         """The searches of another graph of the same ops."""
-        return Searches(graph, self.costs, self._solver_time, rule=self._rule)
+        return Searches(graph, self.costs, self._rule)
 
     @cached_property
     def blocks(self) -> BlockChain:
@@ -76,28 +70,17 @@ class Searches:
     @cached_property
     def lower_bound(self) -> LowerBound:
         """The lower bound on the time of its schedules."""
-        return LowerBound(
-            self.graph, self.costs, self.baseline.time_ms, solver_time=self._solver_time
-        )
+        return LowerBound(self.graph, self.costs, self.baseline.time_ms)
 
     @cached_property
     def local_search(self) -> LocalSearch:
         """The search of the default strategy."""
         backward = memory_minimizing_order(self.graph, self.costs)
         chain = self.blocks if backward is None else self.blocks.with_backward_as_in(backward)
-        max_bytes = self.baseline.peak_bytes
-        starts = WarmStarts(self._solving(chain), self.lower_bound, max_bytes=max_bytes)
+        starts = WarmStarts(self.graph, chain, self.costs, self.lower_bound)
         return LocalSearch(
             SearchProblem(self.graph, self.costs, starts, self._rule, backward=backward)
         )
-
-    def _solving(self, chain: BlockChain) -> Solving:
-        return Solving(self.graph, chain, self.costs, self._solver_time, self._solved)
-
-    @property
-    def num_unproved(self) -> int:
-        """The number of solves, of all graphs of the step, that were out of time so far."""
-        return len(self._solver_time.cut_short)
 
     def search(self, strategy: str) -> Searcher:
         """The search of a strategy.
@@ -115,11 +98,10 @@ class Searches:
 
     def _new_search(self, strategy: str) -> Searcher:
         if strategy == "checkmate":
-            return CheckmateSearch(self.graph, self.costs, time_limit_s=self._solver_time.limit_s)
+            return CheckmateSearch(self.graph, self.costs, time_limit_s=self._rule.time_limit_s)
         if strategy != "rotor":
-            families = [[chen_family(self.graph, self.blocks)]] if strategy == "chen" else []
-            return FamilySearch(self.graph, self.costs, families)
-        rotor = RotorFamily(
-            self._solving(self.blocks), max_bytes=self.baseline.peak_bytes, is_all_or_nothing=True
-        )
-        return FamilySearch(self.graph, self.costs, [rotor.makers()])
+            family = [chen_schedule(self.graph, self.blocks)] if strategy == "chen" else []
+            return FamilySearch(self.graph, self.costs, family)
+        max_bytes = self.baseline.peak_bytes
+        rotor = RotorFamily(self.graph, self.blocks, self.costs, max_bytes=max_bytes)
+        return FamilySearch(self.graph, self.costs, rotor.schedules())

@@ -18,7 +18,6 @@ from rockmate import Planner
 from rockmate.bound.forward_point import forward_points
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.program_point import ProgramPoint, ProgramPoints
-from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.ir import Graph
@@ -64,7 +63,7 @@ def bound_of(name: str, points: list[ProgramPoint]) -> LowerBound:
     """The bound of these points of the forward alone."""
     graph, costs = graph_of(name)
     least_ms = simulate(graph, baseline_schedule(graph), costs).time_ms
-    bound = LowerBound(graph, costs, least_ms, solver_time=SolverTime(10.0))
+    bound = LowerBound(graph, costs, least_ms)
     bound.program_points.__dict__["rising"] = ()
     bound.__dict__["_forward_points"] = points
     return bound
@@ -125,8 +124,8 @@ def test_a_bound_that_takes_the_whole_forward_for_earlier_is_found_out(
 def test_chunks_at_once_need_their_memory_in_the_forward() -> None:
     graph, costs = graph_of(AT_ONCE)
     baseline = simulate(graph, baseline_schedule(graph), costs)
-    both = LowerBound(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0))
-    alone = LowerBound(graph, costs, baseline.time_ms, solver_time=SolverTime(10.0))
+    both = LowerBound(graph, costs, baseline.time_ms)
+    alone = LowerBound(graph, costs, baseline.time_ms)
     alone.__dict__["_forward_points"] = []
     lifts = []
     for share in (0.3, 0.4, 0.5, 0.6, 0.7):

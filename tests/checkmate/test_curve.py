@@ -1,23 +1,20 @@
-"""`checkmate.Curve` against exhaustive search.
-
-Exact where the sweep gets through, a lower bound where it does not.
-"""
+"""`checkmate.Curve` against exhaustive search, and their speed."""
 
 import sys
 from itertools import pairwise
 from math import inf, nextafter
 
+import numpy as np
 import pulp
 import pytest
-from checkmate_cases import exhaustive, random_graph, transformer
+from checkmate_cases import exhaustive, first_ops, random_graph, transformer
 from stopwatch import least_seconds
 
-from checkmate import Curve, Knapsack, Op, Status, convex_hull, solve, verify
+from checkmate import Curve, Knapsack, Op, Solution, verify
 from checkmate.backend import run
-from checkmate.reduction import assemble, ms_of_ticks, reduce
+from rockmate.planning.curve_choice import lower_hull
 
 CURVE = sys.modules["checkmate.curve"]
-FRONTIER = sys.modules["checkmate.frontier"]
 TICK = 1e-12
 """Of the time of all ops: times are rounded to that, half of it an op.
 
@@ -30,6 +27,15 @@ def cases(number: int) -> list[Knapsack]:
         random_graph(seed, num_ops=3 + seed % 6, dense=seed % 2 == 0, coarse=seed % 3 != 0)
         for seed in range(number)
     ]
+
+
+def costs_of(plans: tuple[Solution, ...]) -> list[tuple[int, float]]:
+    return [(plan.saved_bytes, round(plan.time_ms, 9)) for plan in plans]
+
+
+def vertices_of(front: list[tuple[int, float]]) -> set[tuple[int, float]]:
+    exact = [(saved, round(time_ms * 10**9)) for saved, time_ms in front]
+    return {front[i] for i in lower_hull(exact)}
 
 
 def limits_of(front: list[tuple[int, float]]) -> list[int]:
@@ -52,41 +58,93 @@ def rounding(problem: Knapsack) -> float:
 def check_bound(problem: Knapsack, curve: Curve) -> list[float]:
     """Asserts that the curve is a lower bound that falls.
 
-    Gives its distance from the optimum at each limit.
+    Gives its distance from the optimum at each vertex of the convex hull.
     """
-    front = exhaustive(problem)
-    gaps, last = [], inf
+    front, last = exhaustive(problem), inf
     for limit in limits_of(front):
         bound_ms, best_ms = curve.bound_ms(limit), least_ms(front, limit)
-        assert (bound_ms == inf) == (best_ms == inf) == (curve.hull_plan_ms(limit) == inf), (
-            f"at {limit}"
-        )
+        assert (bound_ms == inf) == (best_ms == inf), f"at {limit}"
         if best_ms < inf:
             assert 0 <= bound_ms <= best_ms + rounding(problem), (
                 f"{bound_ms} at {limit}, where {best_ms} is reached"
             )
-            assert max(best_ms - rounding(problem), bound_ms) <= curve.hull_plan_ms(limit) < inf
-            gaps.append(best_ms - bound_ms)
         assert bound_ms <= last
         last = bound_ms
-    return gaps
+    return [time_ms - curve.bound_ms(size) for size, time_ms in vertices_of(front)]
 
 
-def test_equals_exhaustive_search_at_every_limit() -> None:
+def test_the_bound_meets_exhaustive_search_at_every_vertex() -> None:
     for problem in cases(120):
-        assert max(check_bound(problem, Curve(problem))) <= rounding(problem)
+        gaps = check_bound(problem, Curve(problem))
+        assert max(map(abs, gaps)) <= rounding(problem)
 
 
-def test_the_plan_takes_the_time_that_exhaustive_search_finds() -> None:
+def test_a_coarse_hull_is_still_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CURVE, "_MAX_EXACT_OPS", 0)
+    monkeypatch.setattr(CURVE, "_TOLERANCE", 0.3)
+    assert max(max(check_bound(problem, Curve(problem))) for problem in cases(120)) > 0.01
+
+
+@pytest.mark.parametrize("tolerance", [0.3, 0.6])
+def test_a_coarse_hull_is_that_near_with_fewer_points(
+    tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CURVE, "_MAX_EXACT_OPS", 0)
+    monkeypatch.setattr(CURVE, "_TOLERANCE", tolerance)
+    num_left_out = 0
+    for problem in cases(200):
+        front, plans = exhaustive(problem), Curve(problem).plans()
+        assert set(costs_of(plans)) <= set(front)
+        assert {front[0], front[-1]} <= set(costs_of(plans))
+        saved, times_ms = zip(*((one.saved_bytes, one.time_ms) for one in plans[::-1]), strict=True)
+        tolerated_ms = tolerance * (front[-1][1] - front[0][1])
+        for saved_bytes, time_ms in vertices_of(front):
+            assert np.interp(saved_bytes, saved, times_ms) <= time_ms + tolerated_ms + 1e-9
+            num_left_out += saved_bytes not in saved
+    assert num_left_out > 0
+
+
+def test_the_hull_holds_every_vertex_and_only_pareto_points() -> None:
+    for problem in cases(200):
+        front = exhaustive(problem)
+        plans = Curve(problem).plans()
+        assert vertices_of(front) <= set(costs_of(plans)) <= set(front)
+
+
+def test_a_plan_is_the_fastest_of_the_hull_within_the_limit() -> None:
     for problem in cases(60):
-        curve, front = Curve(problem), exhaustive(problem)
-        for limit in limits_of(front):
-            plan, best_ms = curve.plan(limit), least_ms(front, limit)
-            assert (plan is None) == (best_ms == inf), f"at {limit}"
+        curve, hull = Curve(problem), Curve(problem).plans()
+        for limit in limits_of(exhaustive(problem)):
+            plan, within = curve.plan(limit), [one for one in hull if one.saved_bytes <= limit]
+            assert (plan is None) == (not within), f"at {limit}"
             if plan is not None:
-                verify(problem, plan, max_saved_bytes=limit)
-                assert abs(plan.time_ms - best_ms) <= rounding(problem)
-                assert plan.status is Status.OPTIMAL
+                verify(problem, plan)
+                assert plan.saved_bytes <= limit
+                assert plan.time_ms == pytest.approx(min(one.time_ms for one in within))
+
+
+def test_few_points_hold_both_ends() -> None:
+    for problem in cases(60):
+        hull = costs_of(Curve(problem).plans())
+        for max_points in (2, 3, 5, 8):
+            costs = costs_of(Curve(problem).plans(max_points))
+            assert {costs[0], costs[-1]} <= {hull[0], hull[-1]}
+            assert len(costs) == min(max_points, len(hull))
+            assert set(costs) <= set(hull)
+
+
+def test_a_transformer_gets_well_spread_verified_points() -> None:
+    problem = transformer(4, seed=2)
+    plans = Curve(problem).plans(16)
+    assert len(plans) == 16
+    assert plans == Curve(problem).plans(16)
+    assert plans[0].time_ms == 0
+    for before, after in pairwise(plans):
+        assert before.saved_bytes > after.saved_bytes
+        assert before.time_ms < after.time_ms
+        assert before.saved_bytes - after.saved_bytes < 0.2 * plans[0].saved_bytes
+    for plan in plans:
+        verify(problem, plan)
 
 
 @pytest.mark.parametrize("time_unit", [1e-9, 1 / 3, 1e9])
@@ -94,12 +152,9 @@ def test_times_of_any_size(time_unit: float) -> None:
     for seed in range(12):
         problem = random_graph(seed, num_ops=6, time_unit=time_unit)
         curve, total_ms = Curve(problem), sum(op.time_ms for op in problem.ops)
-        for limit in limits_of(exhaustive(problem)):
-            plan = solve(problem, limit)
-            if plan.found:
-                assert plan.time_ms - 1e-9 * total_ms <= curve.bound_ms(limit) <= plan.time_ms
-            else:
-                assert curve.bound_ms(limit) == inf
+        for saved_bytes, time_ms in vertices_of(exhaustive(problem)):
+            assert time_ms - 1e-9 * total_ms <= curve.bound_ms(saved_bytes) + 1e-9
+            assert curve.bound_ms(saved_bytes) <= time_ms + 1e-9
 
 
 def test_rounding_never_lifts_the_bound_above_the_least_sum_of_times() -> None:
@@ -116,78 +171,12 @@ def test_rounding_never_lifts_the_bound_above_the_least_sum_of_times() -> None:
             assert curve.bound_ms(8 * kept + 3) <= sum(slowest[kept:])
 
 
-def test_a_part_that_is_too_wide_leaves_the_convex_hull(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FRONTIER, "_MAX_PART_LABELS", 1)
-    gaps = [gap for problem in cases(60) for gap in check_bound(problem, Curve(problem))]
-    assert max(gaps) > 0.01  # it is the hull that has answered
-    assert min(abs(gap) for gap in gaps) < 1e-9  # which meets the optimum at its vertices
-
-
-def test_a_coarse_hull_is_still_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FRONTIER, "_MAX_PART_LABELS", 1)
-    monkeypatch.setattr(CURVE, "HULL_TOLERANCE", 0.3)
-    for problem in cases(120):
-        check_bound(problem, Curve(problem))
-
-
-def test_too_many_sums_leave_the_convex_hull_of_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    problems = cases(60)
-    curves = [Curve(problem) for problem in problems]
-    monkeypatch.setattr(FRONTIER, "_MAX_SUM_LABELS", 0)
-    gaps = [
-        gap
-        for problem, curve in zip(problems, curves, strict=True)
-        for gap in check_bound(problem, curve)
-    ]
-    assert max(gaps) > 0.01
-    assert min(abs(gap) for gap in gaps) < 1e-9
-
-
-def test_out_of_time_leaves_the_convex_hull() -> None:
-    for problem in cases(30):
-        check_bound(problem, Curve(problem, time_limit_s=1e-9))
-    whole, hurried = Curve(transformer(2, seed=4)), Curve(transformer(2, seed=4), time_limit_s=1e-9)
-    assert (whole.is_cut_short, hurried.is_cut_short) == (False, True)
-    total = sum(transformer(2, seed=4).value_bytes)
-    below = [
-        hurried.bound_ms(limit) / whole.bound_ms(limit)
-        for limit in range(0, total // 2, total // 40)
-    ]
-    assert max(below) <= 1 + 1e-9
-    assert min(below) < 1 - 1e-3
-
-
-def test_out_of_time_at_one_limit_leaves_the_convex_hull(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = transformer(2, seed=4)
-    whole, curve, limit = Curve(problem), Curve(problem), sum(problem.value_bytes) // 5
-    exact, best = whole.bound_ms(limit), whole.plan(limit)
-
-    def late(*args: object, **kwargs: object) -> None:
-        raise FRONTIER.OutOfTimeError
-
-    monkeypatch.setattr(CURVE, "best_within", late)
-    assert not curve.is_cut_short
-    assert 0.9 * exact < curve.bound_ms(limit) < exact
-    assert curve.is_cut_short
-    plan = curve.plan(limit)
-    assert plan is not None
-    assert best is not None
-    assert (plan.status, best.status) == (Status.FEASIBLE, Status.OPTIMAL)
-    assert plan.saved_bytes <= limit
-    assert (
-        best.time_ms
-        < plan.time_ms
-        == min(one.time_ms for one in convex_hull(problem) if one.saved_bytes <= limit)
-    )
-    assert curve.plan(-1) is None
-
-
-def least_ms_by_integers(problem: Knapsack, limit: int) -> float:
-    """The least recompute time, as a 0/1 program that knows nothing of parts."""
+def least_ms_by_relaxation(problem: Knapsack, limit: int) -> float:
+    """The least recompute time, as a linear program that knows nothing of parts."""
     program = pulp.LpProblem("knapsack", pulp.LpMinimize)
-    runs = [program.add_variable(f"R{i}", cat=pulp.LpBinary) for i in range(len(problem.ops))]
+    runs = [program.add_variable(f"R{i}", 0, 1) for i in range(len(problem.ops))]
     maker = {value: index for index, op in enumerate(problem.ops) for value in op.outputs}
-    saved = {value: program.add_variable(f"S{value}", cat=pulp.LpBinary) for value in maker}
+    saved = {value: program.add_variable(f"S{value}", 0, 1) for value in maker}
     program.setObjective(
         pulp.lpSum(op.time_ms * run for op, run in zip(problem.ops, runs, strict=True))
     )
@@ -199,16 +188,16 @@ def least_ms_by_integers(problem: Knapsack, limit: int) -> float:
     sizes = problem.value_bytes
     program += pulp.lpSum(sizes[value] / limit * each for value, each in saved.items()) <= 1
     run(program, 60.0)
-    return sum(op.time_ms for op, each in zip(problem.ops, runs, strict=True) if each.value())
+    return sum(op.time_ms * (r.value() or 0) for op, r in zip(problem.ops, runs, strict=True))
 
 
-def test_whole_models_agree_with_a_program_of_integers() -> None:
+def test_whole_models_agree_with_a_linear_program() -> None:
     problem = transformer(1, seed=2)
     curve = Curve(problem)
     total = sum(problem.value_bytes[value] for value in problem.required)
     for limit in (total // 4, total // 2):
         assert curve.bound_ms(limit) == pytest.approx(
-            least_ms_by_integers(problem, limit), rel=1e-9
+            least_ms_by_relaxation(problem, limit), rel=1e-6
         )
 
 
@@ -216,6 +205,7 @@ def test_nothing_to_save() -> None:
     curve = Curve(Knapsack(ops=(), value_bytes=(), required=frozenset()))
     assert curve.bound_ms(0) == curve.bound_ms(1 << 62) == 0
     assert curve.bound_ms(-1) == inf
+    assert curve.plan(-1) is None
 
 
 def test_what_cannot_run_again_sets_the_least_limit() -> None:
@@ -238,34 +228,19 @@ def test_the_check_of_this_file_finds_a_bound_that_is_too_high(
 
 
 def test_a_deep_model_is_prepared_in_seconds_and_asked_in_milliseconds() -> None:
-    problem = transformer(24)
+    problem = transformer(33, seed=7)
     curves: list[Curve] = []
     assert least_seconds(lambda: curves.append(Curve(problem))) < 5.0
+    assert len(curves[0].points) > 100
     total = sum(problem.value_bytes[value] for value in problem.required)
-    assert least_seconds(*[lambda: curves[0].bound_ms(total // 3)] * 2) < 2.0
+    assert least_seconds(*[lambda: curves[0].bound_ms(total // 3)] * 2) < 0.01
 
 
-def test_parts_put_together_have_the_pareto_set_of_all_the_parts() -> None:
-    num_fewer = 0
-    for problem in [*cases(40), transformer(2, seed=4)]:
-        reduced = reduce(problem)
-        fronts = FRONTIER.part_fronts(reduced, deadline=inf)
-        fewer, together = FRONTIER.merge_fronts(reduced, fronts)
-        num_fewer += len(fewer.parts) < len(reduced.parts)
-        assert sorted(index for part in fewer.parts for index in part.indices) == sorted(
-            i for part in reduced.parts for i in part.indices
-        )
-        apart, joined = (FRONTIER.sum_fronts(each, deadline=inf) for each in (fronts, together))
-        assert (apart.saved_bytes.tolist(), apart.ticks.tolist()) == (
-            joined.saved_bytes.tolist(),
-            joined.ticks.tolist(),
-        )
-        for label in range(len(joined.ticks)):
-            plan = assemble(
-                problem, FRONTIER.recomputed_ops(fewer, together, joined, label), Status.OPTIMAL
-            )
-            assert plan.saved_bytes <= joined.saved_bytes[label]
-            assert plan.time_ms <= ms_of_ticks(problem, [int(joined.ticks[label])])[0] + rounding(
-                problem
-            )
-    assert num_fewer > 10
+@pytest.mark.parametrize(("num_ops", "seconds"), [(25, 0.5), (80, 2.0)])
+def test_a_block_is_solved_fast(num_ops: int, seconds: float) -> None:
+    problem = first_ops(transformer(5, seed=7), num_ops)
+
+    def find() -> None:
+        Curve(problem).plans(16)
+
+    assert least_seconds(find, find, find) < seconds

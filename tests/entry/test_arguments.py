@@ -22,7 +22,6 @@ X = torch.zeros(4, 8)
 INTERNAL = {
     "__init__.py",  # AttributeError of a module
     "_torch/version.py",  # ImportError of a module
-    "bound/solver_time.py",
     "capture/opaque_ops.py",
     "graph/chunking/chunks.py",
     "offload/disk_tier.py",

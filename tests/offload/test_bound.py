@@ -15,7 +15,6 @@ from random_networks import RandomNetwork
 from rockmate import InfeasibleBudgetError, Planner
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.moved import MovedBound
-from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Link
 from rockmate.schedule.schedule import with_moves
 from rockmate.schedule.simulate import simulate
@@ -39,7 +38,7 @@ def test_no_random_schedule_with_moves_beats_the_bound(seed: int, link: Link) ->
         except InfeasibleBudgetError:
             continue
         costs = replace(plan.costs, link=link)
-        unmoved = LowerBound(plan.graph, costs, planner.baseline_ms, solver_time=SolverTime(30.0))
+        unmoved = LowerBound(plan.graph, costs, planner.baseline_ms)
         bound = MovedBound(unmoved, "cpu", None)
         for share in (0.2, 0.7, 1.0):
             found = moves.random_moves(plan.graph, plan.schedule, draw, share)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 
 import pytest
 import torch
@@ -28,7 +27,6 @@ from bench.unet import UNet
 from rockmate import Planner, RockmateModule
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
-from rockmate.planning.candidate import ScheduleMaker
 from rockmate.planning.live_ranges import LiveRanges
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.moves import remove_recomputations, spill_until_feasible
@@ -160,11 +158,8 @@ class Given:
     def from_knapsack(self, max_saved_bytes: int) -> Schedule | None:
         return self.schedules[1]
 
-    def from_rotor(self) -> list[ScheduleMaker]:
-        return [partial(replace, schedule) for schedule in self.schedules[2:7]]
-
-    def min_peak(self) -> list[ScheduleMaker]:
-        return [partial(replace, schedule) for schedule in self.schedules[7:]]
+    def small(self) -> list[Schedule]:
+        return self.schedules[2:]
 
 
 def test_a_search_gives_nothing_that_does_not_fit_and_nothing_slower_than_it_was_given() -> None:

@@ -29,12 +29,11 @@ from small_graphs import (
 import rockmate.planning.checked_forms
 from bench.unet import UNet
 from rockmate import STRATEGIES, InfeasibleBudgetError, Planner, RockmateModule
-from rockmate.bound.solver_time import SolverTime
 from rockmate.costs.cost import Costs
 from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph, Phase
-from rockmate.planning.block_options import Solving
 from rockmate.planning.rotor_family import RotorFamily
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.starts import KnapsackFamily
 from rockmate.planning.strategies import Searches
 from rockmate.schedule.schedule import baseline_schedule
@@ -42,7 +41,7 @@ from rockmate.schedule.simulate import simulate
 
 
 def search_of(strategy: str, graph: Graph, costs: Costs) -> Any:
-    return Searches(graph, costs, SolverTime(30.0)).search(strategy)
+    return Searches(graph, costs, rule=StoppingRule(time_limit_s=30.0)).search(strategy)
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
@@ -133,18 +132,19 @@ def test_the_answer_depends_on_the_budget_alone(name: str, strategy: str) -> Non
 def test_a_plan_is_never_slower_than_a_plain_member_of_the_families(name: str) -> None:
     graph, costs = graph_and_costs(fixed(name).planner)
     baseline = simulate(graph, baseline_schedule(graph), costs)
-    solving = Solving(graph, partition(graph), costs, SolverTime(30.0))
-    several = RotorFamily(solving, max_bytes=baseline.peak_bytes).makers()
-    one = KnapsackFamily(solving)
+    chain = partition(graph)
+    several = [*RotorFamily(graph, chain, costs, max_bytes=baseline.peak_bytes).schedules()]
+    one = KnapsackFamily(graph, chain, costs)
     saving = [
         one.fastest_saving(baseline.saved_bytes * percent // 100) for percent in range(0, 101, 2)
     ]
     members = [
-        *(maker() for maker in several),
+        *several,
         *(schedule for schedule in saving if schedule is not None),
     ]
     plain = [simulate(graph, schedule, costs) for schedule in members]
-    assert min(len(several), len(members) - len(several)) > 5
+    assert len(several) > 1
+    assert len(members) - len(several) > 5
     search = search_of("rockmate", graph, costs)
     for budget_bytes in budgets_between(search.minimum().peak_bytes, baseline.peak_bytes, 9):
         least_ms = min(

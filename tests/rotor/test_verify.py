@@ -17,56 +17,39 @@ from rotor import (
     ForwardKeep,
     ForwardOnly,
     InfeasibleBudgetError,
-    Option,
     Sequence,
     Stage,
     replay,
 )
 
-OPTION = Option(
-    saved_bytes=5, forward_peak_bytes=6, backward_peak_bytes=9, forward_ms=1.0, backward_ms=2.0
-)
 STAGE = Stage(
     input_bytes=3,
     output_gradient_bytes=2,
     forward_ms=1.0,
     forward_peak_bytes=4,
-    parameter_gradient_bytes=1,
+    saved_bytes=5,
+    keep_peak_bytes=6,
+    backward_ms=2.0,
+    backward_peak_bytes=9,
 )
-CHAIN = Chain(
-    stages=(STAGE,) * 3,
-    spans={(0, 0): (OPTION,), (1, 1): (OPTION,), (2, 2): (OPTION,), (0, 1): (OPTION,)},
-)
+CHAIN = Chain(stages=(STAGE,) * 3)
 
 
 def sequence(text: str) -> Sequence:
     """Read the text form back."""
-    steps: list[ForwardOnly | ForwardKeep | Backward] = []
-    for word in text.split():
-        if word[0] == "F":
-            steps.append(ForwardOnly(int(word[1:])))
-            continue
-        span, option = word[1:].split(".")
-        first, _, last = span.partition("-")
-        steps.append(
-            (ForwardKeep if word[0] == "K" else Backward)(
-                int(first), int(last or first), int(option)
-            )
-        )
-    return Sequence(tuple(steps))
+    kinds = {"F": ForwardOnly, "K": ForwardKeep, "B": Backward}
+    return Sequence(tuple(kinds[word[0]](int(word[1:])) for word in text.split()))
 
 
 @pytest.mark.parametrize(
     ("text", "peak_bytes", "time_ms"),
     [
-        # Held by the backward of stage 2: two options' saved bytes, and its own peak.
-        ("K0.0 K1.0 K2.0 B2.0 B1.0 B0.0", 5 + 5 + 9, 9.0),
+        # Held by the backward of stage 2: what two stages saved, and its own peak.
+        ("K0 K1 K2 B2 B1 B0", 5 + 5 + 9, 9.0),
         # The backward of stage 2 beside x_2.
-        ("F0 F1 K2.0 B2.0 F0 K1.0 B1.0 K0.0 B0.0", 3 + 9 + 1, 12.0),
+        ("F0 F1 K2 B2 F0 K1 B1 K0 B0", 3 + 9, 12.0),
         # x_1 is held from the first forward to the backward of stage 1, so x_2 comes on top of it.
-        ("F0 F1 K2.0 B2.0 K1.0 B1.0 K0.0 B0.0", 3 + 3 + 9, 11.0),
-        # The backward of stage 2 beside the kept span, which is more than the span's own.
-        ("K0-1.0 K2.0 B2.0 B0-1.0", 5 + 9, 6.0),
+        ("F0 F1 K2 B2 K1 B1 K0 B0", 3 + 3 + 9, 11.0),
     ],
 )
 def test_replay_counts_by_hand(text: str, peak_bytes: int, time_ms: float) -> None:
@@ -80,18 +63,17 @@ def test_replay_counts_by_hand(text: str, peak_bytes: int, time_ms: float) -> No
     ("text", "message"),
     [
         ("", "before the backward of stage 2"),
-        ("K0.0 K1.0 K2.0 B2.0 B1.0", "before the backward of stage 0"),
-        ("K1.0", "step 0, K1.0: boundary 1 is not there"),
-        ("F0 K1.0 K2.0 B1.0", "gradient in hand is that of stage 2"),
-        ("K0.0 B1.0", "boundary 1|nothing is kept"),
-        ("B0.0", "nothing is kept"),
-        ("K0.0 F0", "boundary 1 is already there"),
+        ("K0 K1 K2 B2 B1", "before the backward of stage 0"),
+        ("K1", "step 0, K1: boundary 1 is not there"),
+        ("F0 K1 K2 B1", "gradient in hand is that of stage 2"),
+        ("K0 B1", "boundary 1|nothing is kept"),
+        ("B0", "nothing is kept"),
+        ("K0 F0", "boundary 1 is already there"),
         ("F0 F1 F2", "stage must be 0 to 1"),
-        ("K0.0 K0-1.0", "already kept"),
-        ("K0.1", "has 1 options"),
-        ("K0-2.0", "has 0 options"),
-        ("F0 F1 K2.0 B2.0 K2.0", "boundary 2 is not there|the gradient|ends before"),
-        ("K0.0 K1.0 K2.0 B2.0 B1.0 B0.0 K0.0", "still kept"),
+        ("K0 K0", "already kept"),
+        ("K3", "the chain has 3 stages"),
+        ("F0 F1 K2 B2 K2", "boundary 2 is not there|the gradient|ends before"),
+        ("K0 K1 K2 B2 B1 B0 K0", "still kept"),
     ],
 )
 def test_replay_refuses(text: str, message: str) -> None:
@@ -111,15 +93,9 @@ def test_replay_refuses(text: str, message: str) -> None:
         ("backward_ms", None),
         ("saved_bytes", "5"),
         ("backward_peak_bytes", 2**62 + 1),
+        ("input_bytes", 2**63),
+        ("input_bytes", None),
     ],
-)
-def test_option_refuses(field: str, value: Any) -> None:
-    with pytest.raises(ValueError, match=f"{field} is {value!r}; it must be "):
-        replace(OPTION, **{field: value})
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("forward_ms", "1"), ("input_bytes", 2**63), ("input_bytes", None)]
 )
 def test_stage_refuses(field: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value!r}; it must be "):
@@ -127,36 +103,24 @@ def test_stage_refuses(field: str, value: Any) -> None:
 
 
 def test_chain_whose_sizes_add_up_to_more_than_the_limit_refuses() -> None:
-    stage = replace(STAGE, parameter_gradient_bytes=2**61)
-    spans = dict(CHAIN.spans)
-    Chain(stages=(stage, STAGE, STAGE), spans=spans)
+    stage = replace(STAGE, saved_bytes=2**60, keep_peak_bytes=2**61)
+    Chain(stages=(stage, STAGE, STAGE))
     with pytest.raises(
         ValueError,
         match=r"the sum of the chain's sizes is \d+; it must be at most 2\*\*62, .* larger unit",
     ):
-        Chain(stages=(stage, stage, STAGE), spans=spans)
+        Chain(stages=(stage, stage, stage))
 
 
 def test_chain_refuses() -> None:
-    spans = dict(CHAIN.spans)
-    with pytest.raises(
-        ValueError, match="saved_bytes is 7; it must be at most forward_peak_bytes, 6"
-    ):
-        replace(OPTION, saved_bytes=7)
+    with pytest.raises(ValueError, match="saved_bytes is 7; it must be at most keep_peak_bytes, 6"):
+        replace(STAGE, saved_bytes=7)
     with pytest.raises(ValueError, match="0 stages"):
-        Chain(stages=(), spans={})
-    with pytest.raises(ValueError, match="stage 1 has no options"):
-        Chain(stages=CHAIN.stages, spans={(0, 0): (OPTION,), (2, 2): (OPTION,)})
-    with pytest.raises(ValueError, match=r"span \(1, 3\) is no span of the stages 0 to 2"):
-        Chain(stages=CHAIN.stages, spans=spans | {(1, 3): (OPTION,)})
-    with pytest.raises(ValueError, match=r"span \(1, 2\) has 0 options"):
-        Chain(stages=CHAIN.stages, spans=spans | {(1, 2): ()})
-    with pytest.raises(
-        ValueError, match=r"saved_bytes of option 0 of span \(1, 1\) is 2; .* output, 3"
-    ):
-        Chain(stages=CHAIN.stages, spans=spans | {(1, 1): (replace(OPTION, saved_bytes=2),)})
+        Chain(stages=())
+    with pytest.raises(ValueError, match=r"saved_bytes of stage 1 is 2; .* output, 3"):
+        Chain(stages=(STAGE, replace(STAGE, saved_bytes=2), STAGE))
     with pytest.raises(ValueError, match=r"forward_peak_bytes of stage 0 is 2; .* output, 3"):
-        Chain(stages=(replace(STAGE, forward_peak_bytes=2), STAGE, STAGE), spans=spans)
+        Chain(stages=(replace(STAGE, forward_peak_bytes=2), STAGE, STAGE))
 
 
 def test_infeasible_error_survives_pickling() -> None:

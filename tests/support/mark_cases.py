@@ -13,13 +13,13 @@ from small_graphs import SMALL, synthetic_costs
 from torch import fx
 
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.roles import copied_capture
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Phase
 from rockmate.graph.mark_request import Mark
 from rockmate.graph.node_marks import MARKS
 from rockmate.planning.baseline_search import Searcher
+from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.strategies import Searches
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
@@ -93,7 +93,7 @@ def broken(graph: Graph, schedule: Schedule) -> list[str]:
 
 def search_of(strategy: str, graph: Graph, costs: Costs) -> tuple[Searcher, LowerBound]:
     """The search of a strategy and the lower bound, both for one graph."""
-    searches = Searches(graph, costs, SolverTime(10.0))
+    searches = Searches(graph, costs, rule=StoppingRule(time_limit_s=10.0))
     return searches.search(strategy), searches.lower_bound
 
 

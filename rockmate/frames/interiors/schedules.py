@@ -13,17 +13,15 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from rockmate.bound.solver_time import SolverTime
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
 from rockmate.frames.interiors.gradients import casts_of
 from rockmate.frames.needs import ScheduleCost
 from rockmate.graph.blocks import Block, kind_of, wiring_of
 from rockmate.graph.ir import Graph
-from rockmate.planning.block_options import OptionSolver, SolvedBlocks, Solving, storages_at
 from rockmate.planning.form import Form
-from rockmate.planning.lowering import lower_saved
 from rockmate.planning.search_problem import StoppingRule
+from rockmate.planning.starts import KnapsackFamily
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import CapturedStep
@@ -33,7 +31,7 @@ _MOST_SAVED_SETS = 24
 _NUM_BUDGETS = 6
 """How many peaks, from the least to the largest, are searched for."""
 _SECONDS = 5.0
-"""Limit of solvers and of the search."""
+"""Limit of the search."""
 _GAP = 0.01
 """To the bound, at which the search ends."""
 
@@ -86,15 +84,9 @@ def structure_of(graph: Graph) -> Hashable:
 
 
 def _schedules(step: CapturedStep, costs: Costs) -> Iterator[Schedule]:
-    graph, solved, solver_time = step.graph, SolvedBlocks(), SolverTime(_SECONDS)
-    form = Form(step, costs, solver_time, solved, StoppingRule(_GAP, _SECONDS))
+    graph, form = step.graph, Form(step, costs, StoppingRule(_GAP, _SECONDS))
     yield baseline_schedule(graph)
-    chain = form.blocks
-    whole = chain.span(0, len(chain.blocks) - 1)
-    solving = Solving(graph, chain, costs, solver_time, solved)
-    solver = OptionSolver(solving, max_options=_MOST_SAVED_SETS)
-    for option in solver.options(whole):
-        yield lower_saved(graph, chain, storages_at(whole, option.saved))
+    yield from KnapsackFamily(graph, form.blocks, costs).spread(_MOST_SAVED_SETS)
     search = form.local_search
     least, most = search.minimum().peak_bytes, form.baseline.peak_bytes
     budgets = {least + (most - least) * each // _NUM_BUDGETS for each in range(_NUM_BUDGETS)}

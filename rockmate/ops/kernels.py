@@ -372,6 +372,21 @@ def cross_entropy_backward(
     return result
 
 
+def scatter_slice(
+    base: torch.Tensor, part: torch.Tensor, *cut: int | None, out: torch.Tensor
+) -> torch.Tensor:
+    """`slice_scatter(base, part, *cut)` in the memory of `base`: writes the slice alone.
+
+    Args:
+        base: receives the part.
+        part: the values of the slice.
+        cut: dim, start, stop and step, as of `slice_scatter`.
+        out: `base` itself.
+    """
+    _aten.slice.Tensor(out, *cut).copy_(part)
+    return out
+
+
 def chunk_rows(scores: torch.Tensor) -> int:
     """Number of rows that `cross_entropy_backward` computes at a time.
 

@@ -61,8 +61,14 @@ class ChunkableBlocks:
 
     @property
     def loss(self) -> Region | Refusal:
-        """The loss block, or why it cannot run in chunks."""
+        """The largest loss block, or why none can run in chunks."""
         return self._separable.loss
+
+    @property
+    def loss_modules(self) -> str:
+        """Paths of the submodules of all loss blocks, or of the one that cannot run in chunks."""
+        block = self.loss
+        return block.block if isinstance(block, Refusal) else ", ".join(self._separable.names)
 
     @property
     def feed_forward(self) -> tuple[Region | Refusal, ...]:
@@ -162,8 +168,7 @@ class FormNotes:
     @property
     def loss_block(self) -> ChunkingNote:
         """Whether the loss block runs in chunks, and why."""
-        block = self.blocks.loss
-        module = block.block if isinstance(block, Refusal) else block.name
+        module = self.blocks.loss_modules
         if self.chunks:
             return ChunkingNote(module=module, text=self.chunks.describe())
         reason = self.blocks.loss_refusal or _UNUSED_HINT

@@ -13,12 +13,8 @@ from rockmate.capture.roles import Capture, copied_capture
 from rockmate.graph.chunking.calls import sum_losses
 from rockmate.graph.chunking.feed_forward import find_feed_forward
 from rockmate.graph.chunking.forms import InseparableError
-from rockmate.graph.chunking.region import (
-    Refusal,
-    Region,
-    find_loss_block,
-    region_of,
-)
+from rockmate.graph.chunking.loss_blocks import find_loss_blocks
+from rockmate.graph.chunking.region import Refusal, Region, region_of
 from rockmate.graph.chunking.unroll import Unroller
 
 
@@ -84,7 +80,7 @@ def chunk_loss_block(
     if chunks.number > 1:
         sum_losses(copied.joint.graph)
     if chunks.layers > 1:
-        for product, block in find_feed_forward(copied, find_loss_block(copied)).items():
+        for product, block in find_feed_forward(copied, find_loss_blocks(copied)).items():
             if isinstance(block, Refusal):
                 continue
             done = _in_chunks(
@@ -95,8 +91,18 @@ def chunk_loss_block(
             copied = done
     if chunks.number == 1:
         return copied
-    region = find_loss_block(copied, at_once=chunks.form == "at_once")
-    return _in_chunks(copied, region, chunks.number, chunks.form, returned_gradients)
+    at_once = chunks.form == "at_once"
+    blocks = find_loss_blocks(copied, at_once=at_once)
+    if isinstance(blocks.largest, Refusal):
+        return blocks.largest
+    for product, block in blocks.regions.items():
+        number = chunks.number if block is blocks.largest else min(chunks.number, block.num_rows)
+        region = region_of(copied, product, at_once=at_once)
+        done = _in_chunks(copied, region, number, chunks.form, returned_gradients)
+        if isinstance(done, Refusal):
+            return done
+        copied = done
+    return copied
 
 
 def _in_chunks(
@@ -120,11 +126,13 @@ class SeparableBlocks:
     """The blocks that `chunk_loss_block` can run in chunks; a refusal for each other block.
 
     Attributes:
-        loss: the loss block.
+        loss: the largest loss block.
+        names: of all loss blocks.
         feed_forward: the feed-forward blocks, in graph order.
     """
 
     loss: Region | Refusal
+    names: tuple[str, ...]
     feed_forward: tuple[Region | Refusal, ...]
 
 
@@ -137,7 +145,10 @@ def separable_blocks(capture: Capture, *, least_bytes: int = 0) -> SeparableBloc
     """
     copied = copied_capture(capture)
     sum_losses(copied.joint.graph)
-    loss = find_loss_block(copied)
+    blocks = find_loss_blocks(copied)
+    names = dict.fromkeys(block.name for block in blocks.regions.values())
     return SeparableBlocks(
-        loss, tuple(find_feed_forward(copied, loss, least_bytes=least_bytes).values())
+        blocks.largest,
+        tuple(names),
+        tuple(find_feed_forward(copied, blocks, least_bytes=least_bytes).values()),
     )

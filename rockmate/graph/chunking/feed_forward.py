@@ -6,20 +6,13 @@ from torch import fx
 
 from rockmate.capture.roles import Capture
 from rockmate.graph.chunking.forms import InseparableError, Rows, shape_of
-from rockmate.graph.chunking.region import (
-    EMPTY_REGION,
-    PRODUCTS,
-    Halves,
-    Refusal,
-    Region,
-    module_of,
-    numel,
-    region_of,
-)
+from rockmate.graph.chunking.loss_blocks import LossBlocks
+from rockmate.graph.chunking.region import EMPTY_REGION, Refusal, Region, module_of, region_of
+from rockmate.graph.chunking.row_spaces import PRODUCTS, Halves, is_widened, numel
 
 
 def find_feed_forward(
-    capture: Capture, loss_block: Region | Refusal, *, least_bytes: int = 0
+    capture: Capture, loss_blocks: LossBlocks, *, least_bytes: int = 0
 ) -> dict[fx.Node, Region | Refusal]:
     """Maps the first matrix product of each feed-forward block to the block.
 
@@ -27,20 +20,17 @@ def find_feed_forward(
 
     Args:
         capture: the joint graph and its roles.
-        loss_block: the result of `find_loss_block`. Its products are left out.
+        loss_blocks: the result of `find_loss_blocks`. Their products are left out.
         least_bytes: blocks are left out if the result of their first product has fewer bytes.
     """
     found: dict[fx.Node, Region | Refusal] = {}
-    taken = set(loss_block.chunked_calls) if isinstance(loss_block, Region) else set[fx.Node]()
+    taken = {call for block in loss_blocks.regions.values() for call in block.chunked_calls}
+    refused = loss_blocks.largest
     halves = Halves(capture)
     for node in capture.joint.graph.nodes:
         if node in taken or not _widens(node) or node.meta["val"].nbytes < least_bytes:
             continue
-        if (
-            isinstance(loss_block, Refusal)
-            and loss_block.block
-            and module_of(node) == loss_block.block
-        ):
+        if isinstance(refused, Refusal) and refused.block and module_of(node) == refused.block:
             continue
         block = (
             region_of(capture, node, halves=halves)
@@ -62,8 +52,7 @@ def _widens(node: fx.Node) -> bool:
     For a call outside `PRODUCTS`, the shapes decide whether it is a product.
     """
     if node.target in PRODUCTS:
-        operand = node.args[PRODUCTS[node.target]]
-        return isinstance(operand, fx.Node) and 2 * numel(node) >= 3 * numel(operand)
+        return is_widened(node)
     tensors = [
         value for value in (node, *node.args[:2]) if isinstance(value, fx.Node) and numel(value)
     ]

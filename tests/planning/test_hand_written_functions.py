@@ -1,0 +1,158 @@
+"""Autograd functions that libraries write by hand to save memory are planned op by op.
+
+They write into slices of buffers. A plan does the same, and needs no more memory than eager.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rockmate import Planner, timeline
+from rockmate.graph.in_place import operands_in_place
+from rockmate.step import capture_step
+
+_WIDTH, _WORDS, _TILE = 32, 2048, 256
+_aten = torch.ops.aten
+
+
+class TiledLogProbabilities(torch.autograd.Function):
+    """As TRL's: tiles of the vocabulary in one buffer, sums into slices, tiles recomputed."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        number = len(hidden)
+        largest = torch.full((number,), float("-inf"))
+        total, chosen = torch.zeros(number), torch.zeros(number)
+        buffer = torch.empty(number, _TILE)
+        for start in range(0, len(weight), _TILE):
+            tile = buffer[:, : min(_TILE, len(weight) - start)]
+            torch.mm(hidden, weight[start : start + _TILE].t(), out=tile)
+            before = largest.clone()
+            torch.maximum(largest, tile.amax(-1), out=largest)
+            total.mul_((before - largest).exp()).add_((tile - largest[:, None]).exp().sum(-1))
+            local = labels - start
+            inside = (local >= 0) & (local < tile.shape[1])
+            found = tile.gather(1, local.clamp(0, tile.shape[1] - 1)[:, None]).squeeze(1)
+            chosen[:] = torch.where(inside, found, chosen)
+        normalizer = largest + total.log()
+        ctx.save_for_backward(hidden, weight, labels, normalizer)
+        return chosen - normalizer
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore
+        hidden, weight, labels, normalizer = ctx.saved_tensors
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        buffer = torch.empty(len(hidden), _TILE)
+        for start in range(0, len(weight), _TILE):
+            part = weight[start : start + _TILE]
+            tile = buffer[:, : len(part)]
+            torch.mm(hidden, part.t(), out=tile)
+            chosen = torch.arange(start, start + len(part)) == labels[:, None]
+            tile.copy_((chosen.float() - (tile - normalizer[:, None]).exp()) * gradient[:, None])
+            of_hidden.addmm_(tile, part)
+            of_weight[start : start + _TILE].addmm_(tile.t(), hidden)
+        return of_hidden, of_weight, None
+
+
+class GradientsInForward(torch.autograd.Function):
+    """As Liger's: the forward computes the gradients of a chunk right after its loss."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros_like(weight)
+        losses = torch.zeros(len(hidden))
+        size = len(hidden) // 8
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
+            logits = hidden[rows] @ weight.t()
+            scores = logits.log_softmax(-1)
+            losses[rows] = -scores.gather(1, labels[rows, None]).squeeze(1)
+            slope = scores.exp_()
+            slope[torch.arange(size), labels[rows]] -= 1
+            of_hidden[rows] = slope @ weight
+            of_weight += slope.t() @ hidden[rows]
+        ctx.save_for_backward(of_hidden, of_weight)
+        return losses.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden * gradient, of_weight * gradient, None
+
+
+class GatedInPlace(torch.autograd.Function):
+    """As Unsloth's MLP: the backward overwrites what it has saved no longer than it is read."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        gate, up = (hidden @ weight.t()).chunk(2, dim=-1)
+        ctx.save_for_backward(hidden, weight, gate, up)
+        return (torch.sigmoid(gate) * up).square().sum() + 0 * labels.sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore
+        hidden, weight, gate, up = ctx.saved_tensors
+        slope = torch.sigmoid(gate)
+        of_product = (slope * up).mul_(2 * gradient)
+        both = torch.empty(len(hidden), len(weight))
+        both[:, : gate.shape[1]] = of_product * up * slope * (1 - slope)
+        both[:, gate.shape[1] :] = of_product.mul_(slope)
+        of_hidden = torch.empty_like(hidden)
+        torch.mm(both, weight, out=of_hidden)
+        return of_hidden, both.t() @ hidden, None
+
+
+class Net(nn.Module):
+    """A word model whose head is a hand-written function."""
+
+    def __init__(self, function: type[torch.autograd.Function]) -> None:
+        super().__init__()
+        self.words = nn.Embedding(_WORDS, _WIDTH)
+        self.hidden = nn.Linear(_WIDTH, _WIDTH)
+        self.head = nn.Linear(_WIDTH, _WORDS, bias=False)
+        self.apply_function = function.apply
+
+    def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.hidden(self.words(words)))
+        found = self.apply_function(hidden, self.head.weight, labels)
+        return {"loss": -nn.functional.logsigmoid(found).mean()}  # pyright: ignore
+
+
+def batch() -> dict[str, Tensor]:
+    return {"words": torch.randint(0, _WORDS, (256,)), "labels": torch.randint(0, _WORDS, (256,))}
+
+
+@pytest.mark.parametrize("function", [TiledLogProbabilities, GradientsInForward, GatedInPlace])
+def test_no_more_memory_than_eager_and_its_bits(function: type[torch.autograd.Function]) -> None:
+    torch.manual_seed(0)
+    model, sample = Net(function), batch()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+    def step() -> None:
+        model(**sample)["loss"].backward()
+
+    step()
+    eager_bytes = timeline(step).peak_bytes
+    model.zero_grad()
+    step()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]  # pyright: ignore
+    planner = Planner(model, sample, outputs="loss", numerics="bitwise")
+    assert planner.minimum_peak_bytes <= eager_bytes
+    module = planner.module(planner.minimum_peak_bytes)
+    model.zero_grad()
+    module(**sample)["loss"].backward()
+    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))  # pyright: ignore
+
+
+def test_a_write_into_a_slice_copies_the_slice_alone() -> None:
+    torch.manual_seed(0)
+    step = capture_step(Net(TiledLogProbabilities), batch())
+    taken = operands_in_place(step.graph)
+    writes = [op for op in step.graph.ops if op.node.target is _aten.slice_scatter.default]
+    assert len(writes) == _WORDS // _TILE
+    assert all(taken[op.index, 0] >= 0 for op in writes)

@@ -170,7 +170,6 @@ REWRITES: tuple[Pass[Capture], ...] = (
     ),
     _rewrite("drop running statistics", _SAME_BITS, rewrite.drop_running_statistics),
     _rewrite("fuse cross entropy backwards", _SAME_BITS, rewrite.fuse_cross_entropy_backwards),
-    _rewrite("drop whole scatters", _SAME_BITS, rewrite.drop_whole_scatters),
     _rewrite("split convolution backwards", _SAME_BITS, rewrite.split_convolution_backwards),
     _rewrite(
         "merge equal values",

@@ -145,13 +145,8 @@ def _fuse_gather_backward(
 ) -> None:
     """Writes the backward of a `gather` of one score a row as that of `nll_loss`.
 
-    `scatter_add` adds the gradients to zero, so zero is added here: the sign of a zero is the same.
-
-    Args:
-        graph: the graph.
-        node: the backward of `log_softmax`.
-        gradient: its first operand, the `scatter_add`.
-        scores: its second operand.
+    `node` is the backward of `log_softmax` with respect to `scores`, `gradient` the `scatter_add`.
+    That adds to zero, so zero is added here: the sign of a zero is the same.
     """
     base, dim, index, source = gradient.args
     fake = scores.meta["val"]
@@ -181,18 +176,6 @@ def _fuse_gather_backward(
     refresh_views(result, storage_ids(node))
     graph.erase_node(node)
     graph.erase_node(gradient)
-
-
-def drop_whole_scatters(graph: fx.Graph) -> None:
-    """Takes the values themselves where `slice_scatter` overwrites all of a tensor."""
-    for node in _calls(graph, _aten.slice_scatter.default):
-        part = node.args[1]
-        assert isinstance(part, fx.Node)
-        old, new = node.meta["val"], part.meta["val"]
-        if (old.shape, old.stride(), old.dtype) == (new.shape, new.stride(), new.dtype):
-            node.replace_all_uses_with(part)
-            refresh_views(part, storage_ids(node))
-            graph.erase_node(node)
 
 
 def split_convolution_backwards(graph: fx.Graph) -> None:

@@ -375,14 +375,7 @@ def cross_entropy_backward(
 def scatter_slice(
     base: torch.Tensor, part: torch.Tensor, *cut: int | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """`slice_scatter(base, part, *cut)` in the memory of `base`: writes the slice alone.
-
-    Args:
-        base: receives the part.
-        part: the values of the slice.
-        cut: dim, start, stop and step, as of `slice_scatter`.
-        out: `base` itself.
-    """
+    """`slice_scatter(base, part, *cut)` in the memory of `out`, which is `base`."""
     _aten.slice.Tensor(out, *cut).copy_(part)
     return out
 

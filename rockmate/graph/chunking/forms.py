@@ -43,9 +43,8 @@ Form = Rows | Whole | Partial
 class RowSpace:
     """The rows of a region, as dims of values run over them.
 
-    Tokens may be the rows of values of batch x tokens: dims of a value then run over tokens alone,
-    or over batch x tokens, so over copies of each row. The region may have some of the tokens
-    alone: those that a slice takes.
+    Where tokens are the rows of values of batch x tokens, dims of a value run over tokens, or over
+    batch x tokens: copies of each row. The region may have only the tokens that a slice takes.
 
     Attributes:
         num_rows: number of rows of the region.
@@ -61,14 +60,8 @@ class RowSpace:
 
     def copies(self, count: int) -> int:
         """Returns how often dims of `count` elements have each row. 0 if they run over no rows."""
-        for number in (1, self.num_copies):
-            if count in (number * self.num_rows, number * self.size):
-                return number
-        return 0
-
-    def offset(self, count: int) -> int:
-        """Returns the place of the region's first row in dims of `count` elements."""
-        return self.start if self.has_more(count) else 0
+        numbers = (1, self.num_copies)
+        return next((n for n in numbers if count in (n * self.num_rows, n * self.size)), 0)
 
     def has_more(self, count: int) -> bool:
         """Whether dims of `count` elements also have rows outside the region."""
@@ -76,9 +69,8 @@ class RowSpace:
 
     def is_cut(self, size: int, start: Any, stop: Any, step: int) -> bool:
         """Whether a slice of `size` rows takes those of the region."""
-        begin, end, _ = slice(start, stop).indices(size)
-        rows = self.start, self.start + self.num_rows
-        return (size, begin, end, step) == (self.size, *rows, 1)
+        taken = range(size)[slice(start, stop, step)]
+        return size == self.size and taken == range(self.start, self.start + self.num_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ from torch import fx
 
 from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, RoleKind
+from rockmate.graph.chunking.calls import is_fill
 from rockmate.graph.chunking.forms import (
     ChunkedCall,
     Form,
@@ -44,6 +45,8 @@ from rockmate.graph.chunking.row_spaces import (
 from rockmate.graph.chunking.separate import add_chunked_call, is_elementwise, separate
 
 _aten = torch.ops.aten
+_SCATTERS = {_aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default}
+
 EMPTY_REGION = "begins no region with calls in both the forward and the backward"
 
 
@@ -145,17 +148,17 @@ def _region(
     parts = [halves.forward | halves.backward] if at_once else [halves.forward, halves.backward]
     sum_readers = frozenset() if at_once else halves.backward
     input_rows = {operand: rows}
-    large = Large.of(product, operand, space)
+    large = Large(product, operand, space)
     if space.num_rows < 2:
         raise InseparableError(product, "has a single row")
     starts = [product]
     while True:
         nodes = _calls_of_region(capture, parts, input_rows, starts, space, large, sum_readers)
         chunked_calls = separate(nodes, input_rows, space, sum_readers=sum_readers)
-        further = _further_elementwise(chunked_calls, space, large) or {
-            found: operand
-            for found, operand in _further_products(chunked_calls, space, large, halves).items()
-            if not at_once or found in halves.forward
+        further = {
+            call: operand
+            for call, operand in _further_starts(chunked_calls, space, large, halves).items()
+            if not at_once or call in halves.forward or call.target not in PRODUCTS
         }
         if not further:
             break
@@ -189,75 +192,42 @@ def _region(
     )
 
 
-def _further_products(
-    chunked_calls: Mapping[fx.Node, ChunkedCall],
-    space: RowSpace,
-    large: Large,
-    halves: Halves,
+def _further_starts(
+    chunked_calls: Mapping[fx.Node, ChunkedCall], space: RowSpace, large: Large, halves: Halves
 ) -> dict[fx.Node, tuple[fx.Node, Rows]]:
-    """Maps further products of the region to their operand and its rows.
+    """Maps further calls that the region can run in its chunks to their operand and its rows.
 
-    The region reads their large results by rows, or what is computed from these, so they can run
-    in its chunks.
+    They are products, and elementwise calls and scatters of small operands, such as class weights
+    times a gradient of tokens. The region reads their large results by rows, or what is computed
+    from these.
     """
-    found = {}
-    pending = list(_large_from_outside(chunked_calls, large))
+    products, elementwise = {}, {}
+    seen = set[fx.Node]()
+    pending = [pair for call in chunked_calls.values() for pair in call.slices.items()]
     while pending:
-        producer = pending.pop()
-        if producer in chunked_calls or producer in found:
+        call, rows = pending.pop()
+        if call in seen or call in chunked_calls or call not in large:
             continue
-        if producer.target not in PRODUCTS:
-            if producer.target in VIEWS or producer in halves.forward:
-                inputs = producer.all_input_nodes
-                pending += [node for node in inputs if node in large]
-            continue
-        operand = producer.args[PRODUCTS[producer.target]]
-        if not isinstance(operand, fx.Node) or operand in chunked_calls:
-            continue
-        for rows in rows_of_operand(producer, operand):
-            if space.copies(prod(shape_of(operand)[rows.start : rows.stop])):
-                found.setdefault(producer, (operand, rows))
-    return found
-
-
-def _further_elementwise(
-    chunked_calls: Mapping[fx.Node, ChunkedCall], space: RowSpace, large: Large
-) -> dict[fx.Node, tuple[fx.Node, Rows]]:
-    """Maps further elementwise calls of the region to an operand and its rows.
-
-    They broadcast small operands to a large value, and the region reads it by rows. An example is
-    the product of class weights along the vocabulary and a gradient along the tokens.
-    """
-    found = {}
-    for producer, rows in _large_from_outside(chunked_calls, large).items():
-        if (
-            producer in chunked_calls
-            or not is_elementwise(producer)
-            or any(
-                _num_stored_elements(operand) >= large.min_elements
-                for operand in producer.all_input_nodes
-            )
+        seen.add(call)
+        operands = [each for each in call.all_input_nodes if each not in chunked_calls]
+        if call.target in PRODUCTS:
+            operand = call.args[PRODUCTS[call.target]]
+            for own in rows_of_operand(call, operand) if operand in operands else ():
+                if space.copies(prod(shape_of(operand)[own.start : own.stop])):
+                    products.setdefault(call, (operand, own))
+        elif (is_elementwise(call) or call.target in _SCATTERS) and all(
+            is_fill(each) or _num_stored_elements(each) < large.min_elements
+            for each in call.all_input_nodes
         ):
-            continue
-        for operand in producer.all_input_nodes:
-            shift = len(shape_of(producer)) - len(shape_of(operand))
-            start, stop = max(0, rows.start - shift), max(0, rows.stop - shift)
-            across = prod(shape_of(operand)[start:stop])
-            if operand not in chunked_calls and across > 1 and space.copies(across):
-                found[producer] = operand, rows_within(shape_of(operand), start, stop)
-    return found
-
-
-def _large_from_outside(
-    chunked_calls: Mapping[fx.Node, ChunkedCall], large: Large
-) -> dict[fx.Node, Rows]:
-    """Maps large values from outside that the region slices to their rows."""
-    return {
-        value: rows
-        for chunked_call in chunked_calls.values()
-        for value, rows in chunked_call.slices.items()
-        if value in large
-    }
+            for operand in operands:
+                shift = len(shape_of(call)) - len(shape_of(operand))
+                start, stop = max(0, rows.start - shift), max(0, rows.stop - shift)
+                across = prod(shape_of(operand)[start:stop])
+                if across > 1 and space.copies(across) and not is_fill(operand):
+                    elementwise[call] = operand, rows_within(shape_of(operand), start, stop)
+        elif call.target in VIEWS or call in halves.forward:
+            pending += [(each, Rows(0, 0)) for each in operands]
+    return elementwise or products
 
 
 def _calls_of_region(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from fractions import Fraction
 from math import prod
 from typing import Any
 
@@ -51,46 +49,28 @@ class Halves:
         self.backward = frozenset(node for node in calls if node not in forward)
 
 
-def is_widened(product: fx.Node) -> bool:
-    """Whether a product has at least 1.5 times its operand's elements."""
-    operand = product.args[PRODUCTS[product.target]]
-    return isinstance(operand, fx.Node) and 2 * numel(product) >= 3 * numel(operand)
-
-
 def numel(node: fx.Node) -> int:
     """Returns the number of elements of a value. 0 if it is no tensor."""
     value = node.meta.get("val")
     return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
-@dataclass(frozen=True, slots=True)
 class Large:
     """The large values of a region.
 
     They have at least half as many elements as its first product, and more than its operand. Of a
     batch that is taken apart, so have the samples: their rows are as wide as the product's.
-
-    Attributes:
-        min_elements: number of elements of a large value.
-        width: elements of a row of the product. 0 where a batch is not taken apart.
     """
 
-    min_elements: int
-    width: int
-
-    @classmethod
-    def of(cls, product: fx.Node, operand: fx.Node, space: RowSpace) -> Large:
-        """The large values of a region with these rows."""
-        share = Fraction(space.num_rows, space.size or space.num_rows)
-        least = int(numel(product) * share / 2)
-        if numel(product) > numel(operand):
-            least = max(least, int(numel(operand) * share) + 1)
-        return cls(least, shape_of(product)[-1] if space.num_copies > 1 else 0)
+    def __init__(self, product: fx.Node, operand: fx.Node, space: RowSpace) -> None:
+        of_product, of_operand = numel(product), numel(operand)
+        least = max(of_product / 2, of_operand + 1 if of_product > of_operand else 0)
+        self.min_elements = int(least * space.num_rows / (space.size or space.num_rows))
+        self._width = shape_of(product)[-1] if space.num_copies > 1 else 0
 
     def __contains__(self, node: fx.Node) -> bool:
-        if numel(node) >= self.min_elements:
-            return True
-        return numel(node) > self.width > 0 and shape_of(node)[-1] == self.width
+        is_sample = numel(node) > self._width > 0 and shape_of(node)[-1] == self._width
+        return is_sample or numel(node) >= self.min_elements
 
 
 def rows_of_product(
@@ -161,22 +141,11 @@ def check_cut(chunked_calls: Mapping[fx.Node, ChunkedCall], space: RowSpace) -> 
             zero_elsewhere.add(node)
             continue
         read = operands if PARTIAL in call.forms else []
-        if any(user not in chunked_calls for user in node.users):
-            read = [*read, node]
-        if any(_has_more(value, call, chunked_calls, space) for value in read):
-            raise InseparableError(node, "reads rows that a slice leaves out")
-
-
-def _has_more(
-    value: fx.Node,
-    reader: ChunkedCall,
-    chunked_calls: Mapping[fx.Node, ChunkedCall],
-    space: RowSpace,
-) -> bool:
-    """Whether a value, as a call reads it, has rows outside the region."""
-    known = chunked_calls[value].forms[0] if value in chunked_calls else reader.slices.get(value)
-    return (
-        isinstance(known, Rows)
-        and numel(value) > 0
-        and space.has_more(prod(shape_of(value)[known.start : known.stop]))
-    )
+        is_exit = any(user not in chunked_calls for user in node.users)
+        for value in [*read, node] if is_exit else read:
+            known = (
+                chunked_calls[value].forms[0] if value in chunked_calls else call.slices.get(value)
+            )
+            shape = shape_of(value) if numel(value) and isinstance(known, Rows) else ()
+            if isinstance(known, Rows) and space.has_more(prod(shape[known.start : known.stop])):
+                raise InseparableError(node, "reads rows that a slice leaves out")

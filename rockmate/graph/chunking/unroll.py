@@ -29,11 +29,12 @@ from torch import fx
 from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.graph.chunking.calls import (
-    FILLS,
     HALF_PRECISION,
+    NEW_FILLS,
     VIEWS,
     chunk_bounds,
     insert_call,
+    is_fill,
     producer_of,
     sort_topologically,
 )
@@ -223,11 +224,13 @@ class Unroller:
         """Inserts a chunk of a value from outside: a view, or a smaller constant."""
         shape, space = shape_of(value), self.region.space
         count = prod(shape[rows.start : rows.stop])
-        copies, offset = space.copies(count), space.offset(count)
+        copies, offset = space.copies(count), space.start if space.has_more(count) else 0
         part = chunk_shape(shape, rows, copies * (stop - start))
         cut = offset + start, offset + stop
-        if value.target in FILLS:
-            return self._insert(value.target, (part, *value.args[1:]), value.kwargs, like=value)
+        if is_fill(value):
+            of_shape = int(value.target in NEW_FILLS)
+            args = *value.args[:of_shape], part, *value.args[of_shape + 1 :]
+            return self._insert(value.target, args, value.kwargs, like=value)
         if rows.stop - rows.start == copies == 1:
             return self._insert(_aten.slice.Tensor, (value, rows.start, *cut), like=value)
         flat = self._with_copies(value, rows, count // copies)

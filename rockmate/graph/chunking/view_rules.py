@@ -14,6 +14,31 @@ from rockmate.graph.chunking.rules import rule
 _aten = torch.ops.aten
 
 
+def _moved(call: RegionCall, source: fx.Node, kept: Sequence[int | None]) -> Rows:
+    """Returns the rows after dims are moved, removed and added.
+
+    Args:
+        call: the call.
+        source: the operand.
+        kept: for each dim of the result, the operand's dim; None for an added one.
+
+    Raises:
+        InseparableError: dims of the rows are removed, or no longer side by side and in order.
+    """
+    rows = call.known_rows(source)
+    call.require_other_dims(rows, {*range(len(shape_of(source)))} - {*kept}, len(shape_of(source)))
+    places = [kept.index(dim) for dim in range(rows.start, rows.stop)]
+    if places != list(range(places[0], places[0] + len(places))):
+        raise call.refuse("takes the dims of the rows apart")
+    return Rows(places[0], places[-1] + 1)
+
+
+def _others(call: RegionCall, *dims: int) -> list[int]:
+    """Returns all dims of the first operand but some."""
+    num_dims = len(shape_of(call.args[0]))
+    return [dim for dim in range(num_dims) if dim not in {each % num_dims for each in dims}]
+
+
 @rule(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
 def view_rule(call: RegionCall) -> ChunkedCall:
     """`view`, `reshape`: by rows, if adjacent dims of the result run over exactly the rows."""
@@ -32,32 +57,16 @@ def view_rule(call: RegionCall) -> ChunkedCall:
     raise call.refuse("merges the rows with another dim")
 
 
-def _permuted(call: RegionCall, order: Sequence[int]) -> ChunkedCall:
-    """A permutation: by rows, if their dims stay adjacent and in order.
-
-    Dim `order[i]` of the operand becomes dim i.
-    """
-    rows = call.known_rows(call.args[0])
-    places = [order.index(dim) for dim in range(rows.start, rows.stop)]
-    if places != list(range(places[0], places[0] + len(places))):
-        raise call.refuse("takes the dims of the rows apart")
-    return call.result(Rows(places[0], places[-1] + 1))
-
-
-@rule(_aten.t.default, _aten.transpose.int)
-def transpose_rule(call: RegionCall) -> ChunkedCall:
-    """`t`, `transpose`: by rows, if their dims stay adjacent and in order."""
-    order = list(range(len(call.shape)))
-    first, second = (call.args[1], call.args[2]) if len(call.args) > 1 else (0, -1)
-    if order:
-        order[first], order[second] = order[second], order[first]
-    return _permuted(call, order)
-
-
-@rule(_aten.permute.default)
+@rule(_aten.t.default, _aten.transpose.int, _aten.permute.default)
 def permute_rule(call: RegionCall) -> ChunkedCall:
-    """`permute`: by rows, if their dims stay adjacent and in order."""
-    return _permuted(call, [dim % len(call.shape) for dim in call.args[1]])
+    """`t`, `transpose`, `permute`: by rows, if their dims stay adjacent and in order."""
+    order = list(range(len(call.shape)))
+    if call.node.target is _aten.permute.default:
+        order = [order[dim] for dim in call.args[1]]
+    elif order:
+        first, second = call.args[1:] or (0, -1)
+        order[first], order[second] = order[second], order[first]
+    return call.result(_moved(call, call.args[0], order))
 
 
 @rule(_aten.expand.default)
@@ -69,14 +78,17 @@ def expand_rule(call: RegionCall) -> ChunkedCall:
     return call.result(moved, args=(source, call.chunk_shape(shape, moved), *call.args[2:]))
 
 
-@rule(_aten.unsqueeze.default)
-def unsqueeze_rule(call: RegionCall) -> ChunkedCall:
-    """`unsqueeze`: by rows, if the added dim is not between dims of the rows."""
-    rows, dim = call.known_rows(call.args[0]), call.args[1] % len(call.shape)
-    if rows.start < dim < rows.stop:
-        raise call.refuse("takes the dims of the rows apart")
-    shift = int(dim <= rows.start)
-    return call.result(Rows(rows.start + shift, rows.stop + shift))
+@rule(_aten.unsqueeze.default, _aten.stack.default)
+def added_dim_rule(call: RegionCall) -> ChunkedCall:
+    """`unsqueeze`, `stack`: by rows, if the added dim is not between dims of the rows."""
+    operands = call.args[0] if isinstance(call.args[0], tuple | list) else [call.args[0]]
+    known = next((each for each in operands if call.rows(each) is not None), operands[0])
+    kept: list[int | None] = [*range(len(call.shape) - 1)]
+    kept.insert(call.option(1, 0) % len(call.shape), None)
+    slices: dict[fx.Node, Rows] = {}
+    for operand in operands:
+        call.require_rows(operand, call.known_rows(known), slices)
+    return call.result(_moved(call, known, kept), slices=slices)
 
 
 @rule(_aten.squeeze.dim, _aten.squeeze.dims)
@@ -85,65 +97,38 @@ def squeeze_rule(call: RegionCall) -> ChunkedCall:
 
     The call on a chunk names the removed dims, because a chunk may have a single row.
     """
-    source = call.args[0]
-    rows, shape = call.known_rows(source), shape_of(source)
+    source, shape = call.args[0], shape_of(call.args[0])
     dims = call.args[1] if isinstance(call.args[1], tuple | list) else [call.args[1]]
-    gone = {dim % len(shape) for dim in dims if shape[dim] == 1}
-    call.require_other_dims(rows, gone, len(shape))
-    shift = sum(dim < rows.start for dim in gone)
-    return call.result(
-        Rows(rows.start - shift, rows.stop - shift),
-        args=(source, sorted(gone)),
-        target=_aten.squeeze.dims,
-    )
+    gone = sorted({dim % len(shape) for dim in dims if shape[dim] == 1})
+    rows = _moved(call, source, _others(call, *gone))
+    return call.result(rows, args=(source, gone), target=_aten.squeeze.dims)
 
 
-@rule(_aten.slice.Tensor)
+@rule(_aten.select.int, _aten.unbind.int)
+def removed_dim_rule(call: RegionCall) -> ChunkedCall:
+    """`select`, `unbind`: every result by rows, if it removes another dim."""
+    rows = _moved(call, call.args[0], _others(call, call.option(1, 0)))
+    results = call.node.meta["val"]
+    return ChunkedCall(forms=(rows,) * (len(results) if isinstance(results, tuple | list) else 1))
+
+
+@rule(_aten.slice.Tensor, _aten.slice_backward.default)
 def slice_rule(call: RegionCall) -> ChunkedCall:
-    """`slice`: by rows, if it runs along another dim, or takes the rows of the region."""
-    source, dim = call.args[0], call.option(1, 0) % len(call.shape)
-    rows = call.known_rows(source)
-    cut = call.option(2, None), call.option(3, None), call.option(4, 1)
-    if rows == Rows(dim, dim + 1) and call.space.is_cut(shape_of(source)[dim], *cut):
-        return call.result(rows, target=_aten.alias.default, args=(source,))
-    call.require_other_dims(rows, [dim], len(call.shape))
-    return call.result(rows)
+    """`slice` and its gradient: by rows, along another dim or if it takes the region's rows.
 
-
-@rule(_aten.slice_backward.default)
-def slice_backward_rule(call: RegionCall) -> ChunkedCall:
-    """`slice_backward`: as `slice_rule`. Rows outside the region have gradients of zero."""
-    source, sizes, dim, *cut = call.args
+    Rows outside the region then have gradients of zero.
+    """
+    source, *cut = call.args
+    is_gradient = call.node.target is _aten.slice_backward.default
+    sizes = cut.pop(0) if is_gradient else shape_of(source)
+    dim, *cut = (*cut, *(0, None, None, 1)[len(cut) :])
     rows, dim = call.known_rows(source), dim % len(sizes)
     if rows == Rows(dim, dim + 1) and call.space.is_cut(sizes[dim], *cut):
         return call.result(rows, target=_aten.alias.default, args=(source,))
     call.require_other_dims(rows, [dim], len(sizes))
+    if not is_gradient:
+        return call.result(rows)
     return call.result(rows, args=(source, call.chunk_shape(sizes, rows), dim, *cut))
-
-
-@rule(_aten.unbind.int)
-def unbind_rule(call: RegionCall) -> ChunkedCall:
-    """`unbind`: every result by rows, if it removes another dim."""
-    rows, num_dims = call.known_rows(call.args[0]), len(shape_of(call.args[0]))
-    dim = call.option(1, 0) % num_dims
-    call.require_other_dims(rows, [dim], num_dims)
-    shift = int(dim < rows.start)
-    moved = Rows(rows.start - shift, rows.stop - shift)
-    return ChunkedCall(forms=(moved,) * len(call.node.meta["val"]))
-
-
-@rule(_aten.stack.default)
-def stack_rule(call: RegionCall) -> ChunkedCall:
-    """`stack`: by rows, if all operands have the same rows and none is between their dims."""
-    operands, dim = call.args[0], call.option(1, 0) % len(call.shape)
-    rows = call.rows_of_any(operands)
-    if rows.start < dim < rows.stop:
-        raise call.refuse("takes the dims of the rows apart")
-    slices: dict[fx.Node, Rows] = {}
-    for operand in operands:
-        call.require_rows(operand, rows, slices)
-    shift = int(dim <= rows.start)
-    return call.result(Rows(rows.start + shift, rows.stop + shift), slices=slices)
 
 
 @rule(_aten.split.Tensor, _aten.split_with_sizes.default)
@@ -154,23 +139,12 @@ def split_rule(call: RegionCall) -> ChunkedCall:
     return ChunkedCall(forms=(rows,) * len(call.node.meta["val"]))
 
 
-@rule(_aten.select.int)
-def select_rule(call: RegionCall) -> ChunkedCall:
-    """`select`: by rows, if it removes another dim."""
-    rows, dim = call.known_rows(call.args[0]), call.args[1] % len(shape_of(call.args[0]))
-    call.require_other_dims(rows, [dim], len(shape_of(call.args[0])))
-    shift = int(dim < rows.start)
-    return call.result(Rows(rows.start - shift, rows.stop - shift))
-
-
 @rule(_aten.constant_pad_nd.default)
 def pad_rule(call: RegionCall) -> ChunkedCall:
     """`constant_pad_nd`: by rows, if it pads other dims only."""
-    source, padding = call.args[0], call.args[1]
-    rows, num_dims = call.known_rows(source), len(call.shape)
-    call.require_other_dims(
-        rows, [num_dims - 1 - place // 2 for place, width in enumerate(padding) if width], num_dims
-    )
+    padding, num_dims = call.args[1], len(call.shape)
+    rows, padded = call.known_rows(call.args[0]), [i // 2 for i, n in enumerate(padding) if n]
+    call.require_other_dims(rows, [num_dims - 1 - place for place in padded], num_dims)
     return call.result(rows)
 
 

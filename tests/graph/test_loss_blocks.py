@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,40 +63,43 @@ class TwoModels(nn.Module):
 
     def __init__(self, loss: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.policy, self.reference = make(selected), make(selected)
-        self.reference.requires_grad_(False)
+        self.policy, self.reference = make(selected), make(selected).requires_grad_(False)
         self.loss = loss
 
     def forward(self, words: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         def scores(model: Any, rows: slice) -> Tensor:
             return model.head(torch.tanh(model.hidden(model.words(words[rows]))))
 
-        return {"loss": self.loss(self.policy, self.reference, scores, labels)}
+        def of_reference(rows: slice) -> Tensor:
+            with torch.no_grad():
+                return scores(self.reference, rows)
+
+        return {"loss": self.loss(partial(scores, self.policy), of_reference, labels)}
 
 
-def preference(policy: nn.Module, reference: nn.Module, scores: Any, labels: Tensor) -> Tensor:
+_ALL, _FIRST, _SECOND = slice(None), slice(0, 1), slice(1, 2)
+
+
+def preference(policy: Any, reference: Any, labels: Tensor) -> Tensor:
     """DPO: four calls of two models."""
-    with torch.no_grad():
-        of_reference = [
-            log_probabilities(scores(reference, rows), labels[rows]).sum()
-            for rows in (slice(0, 1), slice(1, 2))
-        ]
-    chosen, rejected = (
-        log_probabilities(scores(policy, rows), labels[rows]).sum()
-        for rows in (slice(0, 1), slice(1, 2))
-    )
-    return -functional.logsigmoid(chosen - rejected - of_reference[0] + of_reference[1])
+    ratios = [
+        (
+            log_probabilities(policy(rows), labels[rows])
+            - log_probabilities(reference(rows), labels[rows])
+        ).sum()
+        for rows in (_FIRST, _SECOND)
+    ]
+    return -functional.logsigmoid(ratios[0] - ratios[1])
 
 
-def divergence(policy: nn.Module, reference: nn.Module, scores: Any, labels: Tensor) -> Tensor:
-    with torch.no_grad():
-        teacher = (scores(reference, slice(None)) / 2).log_softmax(-1)
-    student = scores(policy, slice(None)).log_softmax(-1)
+def divergence(policy: Any, reference: Any, labels: Tensor) -> Tensor:
+    """Distillation: the chunks of both heads together."""
+    teacher, student = (reference(_ALL) / 2).log_softmax(-1), policy(_ALL).log_softmax(-1)
     return functional.kl_div(student, teacher, log_target=True, reduction="batchmean")
 
 
-@pytest.mark.parametrize(("loss", "number"), [(preference, 4), (divergence, 2)])
-def test_all_heads_run_in_chunks(loss: Callable[..., Tensor], number: int) -> None:
+@pytest.mark.parametrize(("loss", "number", "rows"), [(preference, 4, 3), (divergence, 2, 5)])
+def test_all_heads_run_in_chunks(loss: Callable[..., Tensor], number: int, rows: int) -> None:
     step = capture_step(TwoModels(loss), sample())
     check_as_eager(step, sample(), scale=3.0, forms=FORMS[:1])
     softmaxes = [
@@ -103,32 +107,16 @@ def test_all_heads_run_in_chunks(loss: Callable[..., Tensor], number: int) -> No
         for op in chunked(step, FORMS[0]).graph.ops
         if op.node.target is torch.ops.aten._log_softmax.default
     ]
-    assert len(softmaxes) == 5 * number
-    assert max(softmaxes) == (3 if number == 4 else 5) * CLASSES
+    assert (len(softmaxes), max(softmaxes)) == (5 * number, rows * CLASSES)
 
 
 def test_log_probabilities_as_outputs() -> None:
     """The loss is outside of the step: chunks of the forward and of the backward."""
-
-    class Scored(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = make(selected)
-
-        def forward(self, words: Tensor, labels: Tensor) -> Tensor:
-            model = self.inner
-            scores = model.head(torch.tanh(model.hidden(model.words(words))))
-            return log_probabilities(scores, labels)
-
-    model = Scored()
+    model = TwoModels(lambda policy, _, labels: log_probabilities(policy(_ALL), labels))
     step = chunked(capture_step(model, sample()), FORMS[0])
     program = emit(step.graph, baseline_schedule(step.graph), owner_names(model))
-    batch = sample()
-    found = []
-    for run in (
-        lambda: Runner(program, model).run([batch["labels"], batch["words"]], hooks_last=False)[0],
-        lambda: model(**batch),
-    ):
-        of_sequences(run()).backward()
-        found.append(gradients(model))
-    assert max(distances(*found).values()) <= 1e-6
+    inputs = [sample()[name] for name in ("labels", "words")]
+    of_sequences(Runner(program, model).run(inputs, hooks_last=False)[0]).backward()
+    found = gradients(model)
+    of_sequences(model(**sample())["loss"]).backward()
+    assert max(distances(found, gradients(model)).values()) <= 1e-6

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from rockmate import Planner, timeline
 from rockmate.graph.in_place import operands_in_place
-from rockmate.step import capture_step
 
 _WIDTH, _WORDS, _TILE = 32, 2048, 256
 _aten = torch.ops.aten
@@ -84,75 +83,40 @@ class GradientsInForward(torch.autograd.Function):
         return of_hidden * gradient, of_weight * gradient, None
 
 
-class GatedInPlace(torch.autograd.Function):
-    """As Unsloth's MLP: the backward overwrites what it has saved no longer than it is read."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        gate, up = (hidden @ weight.t()).chunk(2, dim=-1)
-        ctx.save_for_backward(hidden, weight, gate, up)
-        return (torch.sigmoid(gate) * up).square().sum() + 0 * labels.sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore
-        hidden, weight, gate, up = ctx.saved_tensors
-        slope = torch.sigmoid(gate)
-        of_product = (slope * up).mul_(2 * gradient)
-        both = torch.empty(len(hidden), len(weight))
-        both[:, : gate.shape[1]] = of_product * up * slope * (1 - slope)
-        both[:, gate.shape[1] :] = of_product.mul_(slope)
-        of_hidden = torch.empty_like(hidden)
-        torch.mm(both, weight, out=of_hidden)
-        return of_hidden, both.t() @ hidden, None
-
-
 class Net(nn.Module):
     """A word model whose head is a hand-written function."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
         super().__init__()
         self.words = nn.Embedding(_WORDS, _WIDTH)
-        self.hidden = nn.Linear(_WIDTH, _WIDTH)
         self.head = nn.Linear(_WIDTH, _WORDS, bias=False)
         self.apply_function = function.apply
 
     def forward(self, words: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        hidden = torch.tanh(self.hidden(self.words(words)))
-        found = self.apply_function(hidden, self.head.weight, labels)
-        return {"loss": -nn.functional.logsigmoid(found).mean()}  # pyright: ignore
+        found: Any = self.apply_function(self.words(words).tanh(), self.head.weight, labels)
+        return {"loss": -nn.functional.logsigmoid(found).mean()}
 
 
-def batch() -> dict[str, Tensor]:
-    return {"words": torch.randint(0, _WORDS, (256,)), "labels": torch.randint(0, _WORDS, (256,))}
-
-
-@pytest.mark.parametrize("function", [TiledLogProbabilities, GradientsInForward, GatedInPlace])
+@pytest.mark.parametrize("function", [TiledLogProbabilities, GradientsInForward])
 def test_no_more_memory_than_eager_and_its_bits(function: type[torch.autograd.Function]) -> None:
     torch.manual_seed(0)
-    model, sample = Net(function), batch()
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    model, words = Net(function), torch.randint(0, _WORDS, (256,))
+    sample = {"words": words, "labels": words.flip(0)}
 
-    def step() -> None:
-        model(**sample)["loss"].backward()
+    def gradients(module: nn.Module) -> list[Tensor]:
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        module(**sample)["loss"].backward()
+        return [parameter.grad for parameter in model.parameters()]  # pyright: ignore
 
-    step()
-    eager_bytes = timeline(step).peak_bytes
-    model.zero_grad()
-    step()
-    expected = [parameter.grad.clone() for parameter in model.parameters()]  # pyright: ignore
+    expected = gradients(model)
+    eager_bytes = timeline(lambda: model(**sample)["loss"].backward()).peak_bytes
     planner = Planner(model, sample, outputs="loss", numerics="bitwise")
     assert planner.minimum_peak_bytes <= eager_bytes
     module = planner.module(planner.minimum_peak_bytes)
-    model.zero_grad()
-    module(**sample)["loss"].backward()
-    assert all(torch.equal(p.grad, e) for p, e in zip(model.parameters(), expected, strict=True))  # pyright: ignore
-
-
-def test_a_write_into_a_slice_copies_the_slice_alone() -> None:
-    torch.manual_seed(0)
-    step = capture_step(Net(TiledLogProbabilities), batch())
-    taken = operands_in_place(step.graph)
-    writes = [op for op in step.graph.ops if op.node.target is _aten.slice_scatter.default]
-    assert len(writes) == _WORDS // _TILE
+    assert all(map(torch.equal, gradients(module), expected))
+    graph = planner.plan(1.0).captured
+    taken = operands_in_place(graph)
+    writes = [op for op in graph.ops if op.node.target is _aten.slice_scatter.default]
+    assert len(writes) >= 8
     assert all(taken[op.index, 0] >= 0 for op in writes)

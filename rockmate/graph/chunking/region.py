@@ -6,10 +6,7 @@ than the product's operand. The region has the calls that read or write large va
 between two of them in the same half of the step.
 
 A further product joins the region if the region reads its large result. One can stand beside the
-first product, and others at the start of the backward.
-
-`loss_blocks` finds loss blocks: they begin with logits, of tokens x vocabulary, and end with the
-gradients of that product's operands. `feed_forward` finds feed-forward blocks.
+first product, and others at the start of the backward. `blocks` finds the first products.
 """
 
 from __future__ import annotations
@@ -115,7 +112,7 @@ def region_of(
     Args:
         capture: the joint graph and its roles.
         product: the first call of the region.
-        at_once: as for `find_loss_blocks`.
+        at_once: as for `find_blocks`.
         halves: forward and backward of the capture. None computes them.
     """
     module = module_of(product)

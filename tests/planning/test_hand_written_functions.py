@@ -116,6 +116,7 @@ def test_no_more_memory_than_eager_and_its_bits(function: type[torch.autograd.Fu
     module = planner.module(planner.minimum_peak_bytes)
     assert all(map(torch.equal, gradients(module), expected))
     graph = planner.plan(1.0).captured
+    assert graph is not None
     taken = operands_in_place(graph)
     writes = [op for op in graph.ops if op.node.target is _aten.slice_scatter.default]
     assert len(writes) >= 8

@@ -204,12 +204,15 @@ class RegionCall:
         copies = self.space.copies(prod(shape[rows.start : rows.stop]))
         return chunk_shape(shape, rows, ChunkRows(copies))
 
-    def rows_of_any(self, operands: Iterable[Any]) -> Rows:
-        """Returns the rows of the first operand that has some; `InseparableError` if none has."""
+    def rows_of_all(self, operands: Iterable[fx.Node]) -> tuple[Rows, dict[fx.Node, Rows]]:
+        """Returns the rows that all operands have, and those of operands that are sliced."""
+        operands, slices = list(operands), dict[fx.Node, Rows]()
+        rows = next(filter(None, map(self.rows, operands)), None)
+        if rows is None:
+            raise self.refuse("reads no operand by rows")
         for operand in operands:
-            if (rows := self.rows(operand)) is not None:
-                return rows
-        raise self.refuse("reads no operand by rows")
+            self.require_rows(operand, rows, slices)
+        return rows, slices
 
     def known_rows(self, operand: Any) -> Rows:
         """Returns the rows of an operand. Raises `InseparableError` if it has none."""

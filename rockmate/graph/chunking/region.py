@@ -209,6 +209,7 @@ def _further_starts(
         operands = [each for each in call.all_input_nodes if each not in chunked_calls]
         if call.target in PRODUCTS:
             operand = call.args[PRODUCTS[call.target]]
+            assert isinstance(operand, fx.Node)
             for own in rows_of_operand(call, operand) if operand in operands else ():
                 if space.copies(prod(shape_of(operand)[own.start : own.stop])):
                     products.setdefault(call, (operand, own))

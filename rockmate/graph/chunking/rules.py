@@ -199,10 +199,7 @@ def along_another_dim_rule(call: RegionCall) -> ChunkedCall:
 def softmax_backward_rule(call: RegionCall) -> ChunkedCall:
     """Gradients of softmax: by rows, if gradient and output have the same rows."""
     gradient, output, dim, _ = call.args
-    rows = call.rows_of_any((gradient, output))
-    slices: dict[fx.Node, Rows] = {}
-    call.require_rows(gradient, rows, slices)
-    call.require_rows(output, rows, slices)
+    rows, slices = call.rows_of_all((gradient, output))
     call.require_other_dims(rows, [dim], len(call.shape))
     return call.result(rows, slices=slices)
 
@@ -210,12 +207,7 @@ def softmax_backward_rule(call: RegionCall) -> ChunkedCall:
 @rule(_aten.gather.default, _aten.scatter.value, _aten.scatter.src, _aten.scatter_add.default)
 def indexed_rule(call: RegionCall) -> ChunkedCall:
     """`gather`, `scatter`, `scatter_add`: by rows shared by all tensors, along another dim."""
-    operands = tensors_in(call.args)
-    rows = call.rows_of_any(operands)
-    slices: dict[fx.Node, Rows] = {}
-    for operand in operands:
-        if shape_of(operand) or call.rows(operand):
-            call.require_rows(operand, rows, slices)
+    rows, slices = call.rows_of_all(filter(shape_of, tensors_in(call.args)))
     call.require_other_dims(rows, [call.args[1]], len(call.shape))
     return call.result(rows, slices=slices)
 
@@ -236,10 +228,7 @@ def layer_norm_rule(call: RegionCall) -> ChunkedCall:
 def layer_norm_backward_rule(call: RegionCall) -> ChunkedCall:
     """`native_layer_norm_backward`: input gradient by rows, weight and bias gradients partial."""
     gradient, source, normalized, mean, deviation, weight, bias, _ = call.args
-    rows = call.rows_of_any((gradient, source))
-    slices: dict[fx.Node, Rows] = {}
-    for operand in (gradient, source, mean, deviation):
-        call.require_rows(operand, rows, slices)
+    rows, slices = call.rows_of_all((gradient, source, mean, deviation))
     num_dims = len(shape_of(source))
     call.require_other_dims(rows, range(num_dims - len(normalized), num_dims), num_dims)
     call.require_whole(weight, bias)
@@ -271,12 +260,9 @@ def _product_form(
         call.require_rows(left, column, slices)
         call.require_rows(right, row, slices)
         return PARTIAL, slices
-    batch = call.rows_of_any((left, right))
-    if batch.stop > num_dims - 2:
+    if any(rows and rows.stop > num_dims - 2 for rows in (of_left, of_right)):
         raise call.refuse("has the rows in a batch dim and a matrix dim")
-    call.require_rows(left, batch, slices)
-    call.require_rows(right, batch, slices)
-    return batch, slices
+    return call.rows_of_all((left, right))
 
 
 @rule(_aten.mm.default, _aten.bmm.default)

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
 
-from rockmate.graph.chunking.forms import ChunkedCall, RegionCall, Rows, rows_within, shape_of
+from rockmate.graph.chunking.forms import (
+    ChunkedCall,
+    RegionCall,
+    Rows,
+    rows_within,
+    shape_of,
+    tensors_in,
+)
 from rockmate.graph.chunking.rules import rule
 
 _aten = torch.ops.aten
 
 
-def _moved(call: RegionCall, source: fx.Node, kept: Sequence[int | None]) -> Rows:
-    """Returns the rows after dims are moved, removed and added.
+def _moved(call: RegionCall, operand: fx.Node, kept: Sequence[int | None]) -> Rows:
+    """Returns the rows of the result, from the operand's dim of each of its dims.
 
-    Args:
-        call: the call.
-        source: the operand.
-        kept: for each dim of the result, the operand's dim; None for an added one.
-
-    Raises:
-        InseparableError: dims of the rows are removed, or no longer side by side and in order.
+    None is an added dim. Rows whose dims are removed or taken apart are refused.
     """
-    rows = call.known_rows(source)
-    call.require_other_dims(rows, {*range(len(shape_of(source)))} - {*kept}, len(shape_of(source)))
+    rows, num_dims = call.known_rows(operand), len(shape_of(operand))
+    call.require_other_dims(rows, {*range(num_dims)} - {*kept}, num_dims)
     places = [kept.index(dim) for dim in range(rows.start, rows.stop)]
     if places != list(range(places[0], places[0] + len(places))):
         raise call.refuse("takes the dims of the rows apart")
@@ -81,13 +83,11 @@ def expand_rule(call: RegionCall) -> ChunkedCall:
 @rule(_aten.unsqueeze.default, _aten.stack.default)
 def added_dim_rule(call: RegionCall) -> ChunkedCall:
     """`unsqueeze`, `stack`: by rows, if the added dim is not between dims of the rows."""
-    operands = call.args[0] if isinstance(call.args[0], tuple | list) else [call.args[0]]
-    known = next((each for each in operands if call.rows(each) is not None), operands[0])
+    operands = tensors_in(call.args[:1])
     kept: list[int | None] = [*range(len(call.shape) - 1)]
     kept.insert(call.option(1, 0) % len(call.shape), None)
-    slices: dict[fx.Node, Rows] = {}
-    for operand in operands:
-        call.require_rows(operand, call.known_rows(known), slices)
+    _, slices = call.rows_of_all(operands)
+    known = next(operand for operand in operands if call.rows(operand))
     return call.result(_moved(call, known, kept), slices=slices)
 
 
@@ -118,17 +118,17 @@ def slice_rule(call: RegionCall) -> ChunkedCall:
 
     Rows outside the region then have gradients of zero.
     """
-    source, *cut = call.args
+    source, *given = call.args
     is_gradient = call.node.target is _aten.slice_backward.default
-    sizes = cut.pop(0) if is_gradient else shape_of(source)
-    dim, *cut = (*cut, *(0, None, None, 1)[len(cut) :])
+    sizes = given.pop(0) if is_gradient else shape_of(source)
+    defaults: list[Any] = [0, None, None, 1]
+    dim, *cut = given + defaults[len(given) :]
     rows, dim = call.known_rows(source), dim % len(sizes)
     if rows == Rows(dim, dim + 1) and call.space.is_cut(sizes[dim], *cut):
         return call.result(rows, target=_aten.alias.default, args=(source,))
     call.require_other_dims(rows, [dim], len(sizes))
-    if not is_gradient:
-        return call.result(rows)
-    return call.result(rows, args=(source, call.chunk_shape(sizes, rows), dim, *cut))
+    sized = (source, call.chunk_shape(sizes, rows), dim, *cut)
+    return call.result(rows, args=sized if is_gradient else None)
 
 
 @rule(_aten.split.Tensor, _aten.split_with_sizes.default)
@@ -151,10 +151,6 @@ def pad_rule(call: RegionCall) -> ChunkedCall:
 @rule(_aten.cat.default)
 def cat_rule(call: RegionCall) -> ChunkedCall:
     """`cat`: by rows, if all operands have the same rows and it joins them along another dim."""
-    operands, dim = call.args[0], call.option(1, 0)
-    rows = call.rows_of_any(operands)
-    call.require_other_dims(rows, [dim], len(call.shape))
-    slices: dict[fx.Node, Rows] = {}
-    for operand in operands:
-        call.require_rows(operand, rows, slices)
+    rows, slices = call.rows_of_all(call.args[0])
+    call.require_other_dims(rows, [call.option(1, 0)], len(call.shape))
     return call.result(rows, slices=slices)

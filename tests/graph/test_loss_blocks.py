@@ -15,7 +15,6 @@ from chunk_cases import (
     check_as_eager,
     chunked,
     distances,
-    entropies,
     gradients,
     log_probabilities,
     make,
@@ -42,12 +41,10 @@ def of_sequences(values: Tensor) -> Tensor:
 
 # Losses that are no sums over rows: they have no chunks at once.
 PREFERENCES: Mapping[str, Loss] = {
-    "log probabilities": lambda *args: of_sequences(log_probabilities(*args)),
     "shifted": lambda scores, labels: of_sequences(
         log_probabilities(scores[:, :-1] / 0.7, labels[:, 1:])
     ),
     "selected": lambda *args: of_sequences(selected(*args)),
-    "entropy": lambda scores, _: of_sequences(entropies(scores)),
 }
 
 

@@ -22,12 +22,8 @@ from rockmate.errors import PlanMismatchError
 from rockmate.fusion.report import COMPILE_LIMIT_S
 from rockmate.fusion.rewrite import Fusion
 from rockmate.graph.build import build_graph
-from rockmate.graph.chunking.chunks import (
-    Chunks,
-    SeparableBlocks,
-    chunk_loss_block,
-    separable_blocks,
-)
+from rockmate.graph.chunking.blocks import Blocks
+from rockmate.graph.chunking.chunks import Chunks, chunk_loss_block, separable_blocks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.hooked_gradients import shared_names
 from rockmate.graph.ir import Graph
@@ -89,7 +85,7 @@ class CapturedStep:
         """The step as plain values."""
         return snapshot_of(self.graph, self.call)
 
-    def separable_blocks(self, *, least_bytes: int = 0) -> SeparableBlocks:
+    def separable_blocks(self, *, least_bytes: int = 0) -> Blocks:
         """Blocks that can run in chunks, and reasons for those that cannot.
 
         See `rockmate.graph.chunking.chunks.separable_blocks`.

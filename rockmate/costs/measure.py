@@ -38,7 +38,7 @@ from rockmate.costs.synthetic_inputs import InputPool, Layout, synthetic_value
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 from rockmate.graph.ir import Graph, Op, SlicedMatmul
 from rockmate.ops.collectives import is_communication
-from rockmate.ops.kernels import cross_entropy_backward
+from rockmate.ops.kernels import cross_entropy_backward, scatter_slice
 from rockmate.ops.observed_layouts import call_key, observe
 
 _ADD = torch.ops.aten.add_.Tensor
@@ -135,6 +135,10 @@ def _parameters(graph: Graph) -> dict[str, fx.Node]:
 
 
 def _own_call(op: Op) -> _Call:
+    """The call of an op; a write into a slice is measured in the memory of what it writes into."""
+    if op.node.target is torch.ops.aten.slice_scatter.default:
+        into = {"out": op.node.args[0]}
+        return _Call(op, scatter_slice, op.node.args, into, key=op.call_key)
     return _Call(op, op.node.target, op.node.args, op.node.kwargs, key=op.call_key)
 
 

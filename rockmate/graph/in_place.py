@@ -20,7 +20,7 @@ from rockmate._util import Ints
 from rockmate.capture.opaque_call import OpaqueForward
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.ops.fused import FusedOp
-from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
+from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, scatter_slice
 
 _aten = torch.ops.aten
 _HALF = {torch.float16, torch.bfloat16}
@@ -113,6 +113,11 @@ _FORMS: dict[Any, InPlaceForm] = {
         _aten._log_softmax_backward_data.out, (0,), "out"
     ),
     _aten.addmm.default: InPlaceForm(_aten.addmm.out, (0,), "out"),
+    # As eager writes into a slice or at indices. The functional forms copy the whole first.
+    _aten.slice_scatter.default: InPlaceForm(scatter_slice, (0,), "out"),
+    _aten.scatter_add.default: InPlaceForm(_aten.scatter_add.out, (0,), "out"),
+    _aten.scatter.src: InPlaceForm(_aten.scatter.src_out, (0,), "out"),
+    _aten.scatter.value: InPlaceForm(_aten.scatter.value_out, (0,), "out"),
     dropout_apply: InPlaceForm(dropout_apply, (0,), "out"),
     cross_entropy_backward: InPlaceForm(cross_entropy_backward, (1,), "out"),
 }

@@ -114,21 +114,24 @@ def drop_running_statistics(graph: fx.Graph) -> None:
 
 
 def fuse_cross_entropy_backwards(graph: fx.Graph) -> None:
-    """Makes one call of the backwards of `nll_loss` and `log_softmax`.
+    """Makes one call of the backwards of `log_softmax` and of what takes one score of each row.
 
-    The gradient between them, of the logits' size, then never exists as a whole. It must have no
-    other reader.
+    That is `nll_loss`, or `gather` of one index along the last dim. The gradient between them, of
+    the logits' size, then never exists as a whole. It must have no other reader.
     """
     for node in _calls(graph, _aten._log_softmax_backward_data.default):
         gradient, scores, dim, dtype = node.args
         assert isinstance(gradient, fx.Node)
         assert isinstance(scores, fx.Node)
         fake = scores.meta["val"]
-        is_plain = fake.ndim == 2 and dim in (1, -1) and dtype == fake.dtype
+        if len(gradient.users) != 1 or dim not in (fake.ndim - 1, -1) or dtype != fake.dtype:
+            continue
+        if gradient.target is _aten.scatter_add.default and fake.is_contiguous():
+            _fuse_gather_backward(graph, node, gradient, scores)
+            continue
         if (
             gradient.target is not _aten.nll_loss_backward.default
-            or len(gradient.users) != 1
-            or not is_plain
+            or fake.ndim != 2
             or _viewed(gradient.args[1]) is not _viewed(scores)
         ):
             continue
@@ -137,6 +140,44 @@ def fuse_cross_entropy_backwards(graph: fx.Graph) -> None:
             fused = graph.call_function(cross_entropy_backward, (loss_gradient, scores, *rest))
         _replace(node, fused)
         graph.erase_node(gradient)
+
+
+def _fuse_gather_backward(
+    graph: fx.Graph, node: fx.Node, gradient: fx.Node, scores: fx.Node
+) -> None:
+    """Writes the backward of a `gather` of one score a row as that of `nll_loss`.
+
+    `node` is the backward of `log_softmax` with respect to `scores`, `gradient` the `scatter_add`.
+    That adds to zero, so zero is added here: the sign of a zero is the same.
+    """
+    base, dim, index, source = gradient.args
+    fake = scores.meta["val"]
+    shape = tuple(fake.shape)
+    assert isinstance(base, fx.Node)
+    if (
+        base.target is not _aten.new_zeros.default
+        or dim not in (fake.ndim - 1, -1)
+        or any(tuple(each.meta["val"].shape) != (*shape[:-1], 1) for each in (index, source))  # pyright: ignore
+    ):
+        return
+
+    def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = graph.call_function(target, args, kwargs)
+        made.meta = {**node.meta, "val": fake_result(target, args, kwargs, like=node)}
+        return made
+
+    with graph.inserting_before(node):
+        added = call(_aten.add.Tensor, call(_aten.reshape.default, source, [-1]), 0.0)
+        losses = call(_aten.neg.default, added)
+        rows = call(_aten.view.default, scores, [-1, shape[-1]])
+        target = call(_aten.reshape.default, index, [-1])
+        total = call(_aten.ones.default, [], dtype=fake.dtype, device=fake.device)
+        fused = call(cross_entropy_backward, losses, rows, target, None, 0, -100, total)
+        result = call(_aten.view.default, fused, list(shape))
+    node.replace_all_uses_with(result)
+    refresh_views(result, storage_ids(node))
+    graph.erase_node(node)
+    graph.erase_node(gradient)
 
 
 def split_convolution_backwards(graph: fx.Graph) -> None:

@@ -258,7 +258,12 @@ def _copied(node: fx.Node) -> fx.Node | None:
             and first.meta["val"].shape == value.shape
         )
     )
-    source = second if target is _aten.copy.default else first if is_copy else None
+    is_overwritten = target is _aten.copy.default or (
+        target is _aten.slice_scatter.default
+        and isinstance(second, fx.Node)
+        and second.meta["val"].shape == value.shape
+    )
+    source = second if is_overwritten else first if is_copy else None
     return source if isinstance(source, fx.Node) else None
 
 

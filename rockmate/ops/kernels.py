@@ -372,6 +372,14 @@ def cross_entropy_backward(
     return result
 
 
+def scatter_slice(
+    base: torch.Tensor, part: torch.Tensor, *cut: int | None, out: torch.Tensor
+) -> torch.Tensor:
+    """`slice_scatter(base, part, *cut)` in the memory of `out`, which is `base`."""
+    _aten.slice.Tensor(out, *cut).copy_(part)
+    return out
+
+
 def chunk_rows(scores: torch.Tensor) -> int:
     """Number of rows that `cross_entropy_backward` computes at a time.
 

@@ -146,7 +146,9 @@ def explain(plan: PlanRecord, name: str) -> Explanation:
     return Explanation(
         name=name,
         storages=storages,
-        loss_block=plan.loss_block.text if plan.loss_block.module in modules else "",
+        loss_block=""
+        if modules.isdisjoint(plan.loss_block.module.split(", "))
+        else plan.loss_block.text,
         feed_forward=tuple(
             f"{note.module}: {note.text}" for note in plan.feed_forward if note.module in modules
         ),

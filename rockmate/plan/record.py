@@ -40,7 +40,8 @@ class ChunkingNote:
     """How one block runs that may run in chunks.
 
     Attributes:
-        module: path of the submodule with which the block begins, empty if unknown.
+        module: path of the submodule with which the block begins, empty if unknown. Of several
+            loss blocks, the paths with commas between them.
         text: the number of chunks and their form, or the reason for none.
     """
 
@@ -53,7 +54,7 @@ class ChunkingNotes(Protocol):
 
     @property
     def loss_block(self) -> ChunkingNote:
-        """The note of the loss block."""
+        """The note of the loss blocks."""
         ...
 
     @property

@@ -12,7 +12,8 @@ from functools import cached_property
 from math import ceil, inf
 
 from rockmate.capture.options import Numerics
-from rockmate.graph.chunking.chunks import Chunks, SeparableBlocks
+from rockmate.graph.chunking.blocks import Blocks
+from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.plan.record import ChunkingNote
 from rockmate.planning.candidate import Candidate
@@ -56,18 +57,25 @@ class ChunkableBlocks:
         return self._numerics != "bitwise" and not self._step.options.loss_chunks
 
     @cached_property
-    def _separable(self) -> SeparableBlocks:
+    def _separable(self) -> Blocks:
         return self._step.separable_blocks(least_bytes=ceil(self._min_bytes))
 
     @property
     def loss(self) -> Region | Refusal:
-        """The loss block, or why it cannot run in chunks."""
+        """The largest loss block, or why none can run in chunks."""
         return self._separable.loss
+
+    @property
+    def loss_modules(self) -> str:
+        """Paths of the submodules of all loss blocks, or of the one that cannot run in chunks."""
+        block = self.loss
+        names = dict.fromkeys(block.name for block in self._separable.losses.values())
+        return block.block if isinstance(block, Refusal) else ", ".join(names)
 
     @property
     def feed_forward(self) -> tuple[Region | Refusal, ...]:
         """The large feed-forward blocks, or why they cannot run in chunks."""
-        return self._separable.feed_forward
+        return tuple(self._separable.feed_forward.values())
 
     @cached_property
     def loss_refusal(self) -> str:
@@ -162,8 +170,7 @@ class FormNotes:
     @property
     def loss_block(self) -> ChunkingNote:
         """Whether the loss block runs in chunks, and why."""
-        block = self.blocks.loss
-        module = block.block if isinstance(block, Refusal) else block.name
+        module = self.blocks.loss_modules
         if self.chunks:
             return ChunkingNote(module=module, text=self.chunks.describe())
         reason = self.blocks.loss_refusal or _UNUSED_HINT

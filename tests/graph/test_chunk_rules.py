@@ -17,11 +17,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
 from rockmate.graph.chunking.forms import (
-    CHUNK_ROWS,
     PARTIAL,
     ChunkedCall,
+    ChunkRows,
     InseparableError,
     Rows,
+    RowSpace,
     rows_within,
 )
 from rockmate.graph.chunking.linearity import check_linear, value_dependents
@@ -58,7 +59,11 @@ def separated(
         for node in graph.nodes
         if node.op == "call_function" and (node in reached or first in node.all_input_nodes)
     ]
-    return graph, separate(nodes, {first: rows_within(inputs[0].shape, start, stop)}, _ROWS), first
+    return (
+        graph,
+        separate(nodes, {first: rows_within(inputs[0].shape, start, stop)}, RowSpace(_ROWS)),
+        first,
+    )
 
 
 def part(value: Tensor, rows: Rows, begin: int, end: int) -> Tensor:
@@ -80,8 +85,8 @@ def of_chunk(
     values: dict[fx.Node, Any] = {}
 
     def argument(value: Any, slices: Mapping[fx.Node, Rows]) -> Any:
-        if value is CHUNK_ROWS:
-            return end - begin
+        if isinstance(value, ChunkRows):
+            return (end - begin) * value.num_copies
         if isinstance(value, list | tuple):
             return [argument(item, slices) for item in value]
         if not isinstance(value, fx.Node) or value in values:

@@ -37,7 +37,7 @@ def test_feed_forward_blocks(name: str) -> None:
     """Dropout and all: the masks are drawn as a whole, in eager's order."""
     model, batch = architectures.make(name), architectures.ARCHITECTURES[name].make_batch(0)
     step = capture_step(model, batch, StepOptions(outputs="loss"))
-    blocks = step.separable_blocks().feed_forward
+    blocks = step.separable_blocks().feed_forward.values()
     names = [block.name for block in blocks if isinstance(block, Region)]
     assert len(names) == 2
     assert all(re.search(r"mlp|intermediate", name) for name in names)
@@ -116,7 +116,11 @@ def test_dense_experts_run_in_chunks_of_tokens() -> None:
     torch.manual_seed(0)
     model, batch = Mixture().train(), {"tokens": torch.randn(20, 8)}
     step = capture_step(model, batch)
-    blocks = [block for block in step.separable_blocks().feed_forward if isinstance(block, Region)]
+    blocks = [
+        block
+        for block in step.separable_blocks().feed_forward.values()
+        if isinstance(block, Region)
+    ]
     assert [(block.name, block.num_rows) for block in blocks] == [
         ("layers.0", 20),
         ("layers.1", 20),
@@ -143,7 +147,7 @@ def test_grouped_experts_stay_whole(name: str) -> None:
         architectures.ARCHITECTURES[name].make_batch(0),
         StepOptions(outputs="loss"),
     )
-    blocks = step.separable_blocks().feed_forward
+    blocks = step.separable_blocks().feed_forward.values()
     assert all(isinstance(block, Refusal) for block in blocks)
     assert {block.block for block in blocks if isinstance(block, Refusal)} == {
         f"model.layers.{i}.mlp.experts" for i in range(2)

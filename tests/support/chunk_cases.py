@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
@@ -15,6 +16,7 @@ from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.step import CapturedStep
 
+FORMS = ("5 recompute", "3 at_once")
 _WIDTH, CLASSES, _BATCH, _TOKENS = 16, 61, 2, 11
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -105,3 +107,50 @@ def distances(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> di
 
 def sorted_scores(scores: Tensor, labels: Tensor) -> Tensor:
     return (scores.sort(dim=-1).values * values_in_01(scores)).mean()
+
+
+def check_as_eager(
+    step: CapturedStep,
+    batch: Mapping[str, Tensor],
+    scale: float = 1.0,
+    forms: Sequence[str] = FORMS,
+) -> None:
+    """In chunks: the loss and the gradients of eager's own step."""
+    expected, reference = eager(step.model, batch, scale)
+    for chunks in forms:
+        assert distance(train(chunked(step, chunks), batch, scale), expected) <= 1e-6, chunks
+        assert max(distances(gradients(step.model), reference).values()) <= 1e-6, chunks
+
+
+# --- losses ---
+
+
+def shifted(scores: Tensor, labels: Tensor) -> Tensor:
+    """The last token's logits are left out: tokens of two samples are not side by side."""
+    return functional.cross_entropy(
+        scores[:, :-1].reshape(-1, scores.shape[-1]), labels[:, 1:].reshape(-1)
+    )
+
+
+def log_probabilities(scores: Tensor, labels: Tensor) -> Tensor:
+    chosen = labels.clamp(min=0).unsqueeze(-1)
+    return scores.log_softmax(-1).gather(-1, chosen).squeeze(-1) * (labels >= 0)
+
+
+def selected(scores: Tensor, labels: Tensor) -> Tensor:
+    """As TRL's `selective_log_softmax`: the normalisers sample by sample."""
+    chosen = scores.gather(-1, labels.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return chosen - torch.stack([sample.logsumexp(-1) for sample in scores])
+
+
+def entropies(scores: Tensor) -> Tensor:
+    logarithms = scores.log_softmax(-1)
+    return -(logarithms.exp() * logarithms).sum(-1)
+
+
+def clipped_ratio(scores: Tensor, labels: Tensor) -> Tensor:
+    """As in GRPO, of completions: the tokens behind a prompt."""
+    found = log_probabilities(scores[:, 3:-1].float(), labels[:, 4:])
+    ratio, advantage = (found - found.detach()).exp(), torch.tensor([[0.5], [-1.0]])
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return (loss - 0.1 * entropies(scores[:, 3:-1])).mean()

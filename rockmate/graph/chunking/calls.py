@@ -18,6 +18,8 @@ _aten = torch.ops.aten
 HALF_PRECISION = {torch.float16, torch.bfloat16}
 # Calls that create a constant tensor from a shape.
 FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.empty.memory_format}
+# The same from a tensor of that dtype and device, and a shape.
+NEW_FILLS = {_aten.new_full.default, _aten.new_zeros.default, _aten.new_ones.default}
 # The values of ATen's argument `reduction`.
 MEAN, SUM = 1, 2
 VIEWS = {
@@ -27,6 +29,11 @@ VIEWS = {
     _aten._unsafe_view.default,
     _aten.detach.default,
 }
+
+
+def is_fill(node: fx.Node) -> bool:
+    """Whether a value is a constant of a shape."""
+    return node.target in FILLS or node.target in NEW_FILLS
 
 
 def sum_losses(graph: fx.Graph) -> None:

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from rockmate.capture.roles import Capture, copied_capture
+from rockmate.graph.chunking.blocks import Blocks, find_blocks
 from rockmate.graph.chunking.calls import sum_losses
-from rockmate.graph.chunking.feed_forward import find_feed_forward
 from rockmate.graph.chunking.forms import InseparableError
-from rockmate.graph.chunking.region import (
-    Refusal,
-    Region,
-    find_loss_block,
-    region_of,
-)
+from rockmate.graph.chunking.region import Refusal, module_of, region_of
 from rockmate.graph.chunking.unroll import Unroller
 
 
@@ -83,61 +79,40 @@ def chunk_loss_block(
     copied = copied_capture(capture)
     if chunks.number > 1:
         sum_losses(copied.joint.graph)
-    if chunks.layers > 1:
-        for product, block in find_feed_forward(copied, find_loss_block(copied)).items():
-            if isinstance(block, Refusal):
-                continue
-            done = _in_chunks(
-                copied, region_of(copied, product), chunks.layers, "recompute", returned_gradients
-            )
-            if isinstance(done, Refusal):
-                return done
-            copied = done
-    if chunks.number == 1:
-        return copied
-    region = find_loss_block(copied, at_once=chunks.form == "at_once")
-    return _in_chunks(copied, region, chunks.number, chunks.form, returned_gradients)
+    at_once = chunks.form == "at_once"
+    found = find_blocks(copied, at_once=at_once, least_bytes=0 if chunks.layers > 1 else inf)
+    losses = found.losses if chunks.number > 1 else {}
+    if chunks.number > 1 and isinstance(found.loss, Refusal):
+        return found.loss
+    for product, block in (*found.feed_forward.items(), *losses.items()):
+        if isinstance(block, Refusal):
+            continue
+        number, form = chunks.layers, "recompute"
+        if product in losses:
+            fitting = chunks.number if block is found.loss else min(chunks.number, block.num_rows)
+            number, form = fitting, chunks.form
+        region = region_of(copied, product, at_once=form == "at_once")
+        if isinstance(region, Refusal):
+            return region
+        if number > region.num_rows:
+            reason = f"{region.num_rows} rows cannot be split into {number} chunks"
+            return Refusal(call="", module=region.name, reason=reason, block=region.name)
+        unroller = Unroller(copied, region, number, returned_gradients=returned_gradients)
+        try:
+            copied = unroller.run(form)
+        except InseparableError as error:
+            module = module_of(error.node)
+            return Refusal(call=error.call, module=module, reason=error.reason, block=region.name)
+    return copied
 
 
-def _in_chunks(
-    capture: Capture, region: Region | Refusal, number: int, form: str, returned_gradients: bool
-) -> Capture | Refusal:
-    """Rewrites one region in chunks, in place."""
-    if isinstance(region, Refusal):
-        return region
-    if number > region.num_rows:
-        reason = f"{region.num_rows} rows cannot be split into {number} chunks"
-        return Refusal(call="", module=region.name, reason=reason, block=region.name)
-    try:
-        return Unroller(capture, region, number, returned_gradients=returned_gradients).run(form)
-    except InseparableError as error:
-        module = error.node.meta.get("module", "")
-        return Refusal(call=error.call, module=module, reason=error.reason, block=region.name)
-
-
-@dataclass(frozen=True, slots=True)
-class SeparableBlocks:
-    """The blocks that `chunk_loss_block` can run in chunks; a refusal for each other block.
-
-    Attributes:
-        loss: the loss block.
-        feed_forward: the feed-forward blocks, in graph order.
-    """
-
-    loss: Region | Refusal
-    feed_forward: tuple[Region | Refusal, ...]
-
-
-def separable_blocks(capture: Capture, *, least_bytes: int = 0) -> SeparableBlocks:
-    """Finds the separable blocks of a captured step.
+def separable_blocks(capture: Capture, *, least_bytes: int = 0) -> Blocks:
+    """Finds the blocks that `chunk_loss_block` can run in chunks.
 
     Args:
         capture: the step. It is not changed.
-        least_bytes: feed-forward blocks are left out if their widened value has fewer bytes.
+        least_bytes: as for `find_blocks`.
     """
     copied = copied_capture(capture)
     sum_losses(copied.joint.graph)
-    loss = find_loss_block(copied)
-    return SeparableBlocks(
-        loss, tuple(find_feed_forward(copied, loss, least_bytes=least_bytes).values())
-    )
+    return find_blocks(copied, least_bytes=least_bytes)

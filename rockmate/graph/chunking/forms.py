@@ -28,12 +28,49 @@ class Partial:
     """The value is a sum over the rows. It is the sum of the chunks' results."""
 
 
+@dataclass(frozen=True, slots=True)
 class ChunkRows:
-    """Stands in a call's arguments for the number of rows of the chunk."""
+    """Stands in a call's arguments for the number of rows of the chunk, times `num_copies`."""
+
+    num_copies: int = 1
 
 
-WHOLE, PARTIAL, CHUNK_ROWS = Whole(), Partial(), ChunkRows()
+WHOLE, PARTIAL = Whole(), Partial()
 Form = Rows | Whole | Partial
+
+
+@dataclass(frozen=True, slots=True)
+class RowSpace:
+    """The rows of a region, as dims of values run over them.
+
+    Where tokens are the rows of values of batch x tokens, dims of a value run over tokens, or over
+    batch x tokens: copies of each row. The region may have only the tokens that a slice takes.
+
+    Attributes:
+        num_rows: number of rows of the region.
+        num_copies: number of copies in values that have copies.
+        size: number of rows of values that also have rows outside the region. 0: there are none.
+        start: the first row of the region among `size` rows.
+    """
+
+    num_rows: int
+    num_copies: int = 1
+    size: int = 0
+    start: int = 0
+
+    def copies(self, count: int) -> int:
+        """Returns how often dims of `count` elements have each row. 0 if they run over no rows."""
+        numbers = (1, self.num_copies)
+        return next((n for n in numbers if count in (n * self.num_rows, n * self.size)), 0)
+
+    def has_more(self, count: int) -> bool:
+        """Whether dims of `count` elements also have rows outside the region."""
+        return bool(self.size) and count == self.copies(count) * self.size
+
+    def is_cut(self, size: int, start: Any, stop: Any, step: int) -> bool:
+        """Whether a slice of `size` rows takes those of the region."""
+        taken = range(size)[slice(start, stop, step)]
+        return size == self.size and taken == range(self.start, self.start + self.num_rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +82,7 @@ class ChunkedCall:
         slices: operands from outside the region that are sliced -> their rows. Other operands from
             outside are whole.
         target: replaces the call's target. None keeps it.
-        args: replace the call's arguments, with `CHUNK_ROWS` for the number of rows of the chunk.
+        args: replace the call's arguments, with `ChunkRows` for the number of rows of the chunk.
             None keeps them.
         divisor: the sum of the chunks' results is divided by it.
     """
@@ -89,14 +126,14 @@ class RegionCall:
         node: the call.
         forms: forms of the values before the call.
         region: the calls of the region.
-        num_rows: number of rows.
+        space: the rows.
         sum_readers: see `separate`.
     """
 
     node: fx.Node
     forms: Mapping[fx.Node, Form]
     region: Collection[fx.Node]
-    num_rows: int
+    space: RowSpace
     sum_readers: Collection[fx.Node]
 
     @property
@@ -154,7 +191,7 @@ class RegionCall:
         if (
             known is None
             and rows.stop <= len(shape)
-            and prod(shape[rows.start : rows.stop]) == self.num_rows
+            and self.space.copies(prod(shape[rows.start : rows.stop]))
         ):
             wanted = rows_within(shape, rows.start, rows.stop)
             if slices.setdefault(operand, wanted) == wanted:
@@ -162,12 +199,20 @@ class RegionCall:
         if known != rows:
             raise self.refuse(f"reads the rows of {operand.name} along other dims")
 
-    def rows_of_any(self, operands: Iterable[Any]) -> Rows:
-        """Returns the rows of the first operand that has some; `InseparableError` if none has."""
+    def chunk_shape(self, shape: Sequence[int], rows: Rows) -> list[Any]:
+        """Returns the shape of a chunk of a value, with `ChunkRows` for its rows."""
+        copies = self.space.copies(prod(shape[rows.start : rows.stop]))
+        return chunk_shape(shape, rows, ChunkRows(copies))
+
+    def rows_of_all(self, operands: Iterable[fx.Node]) -> tuple[Rows, dict[fx.Node, Rows]]:
+        """Returns the rows that all operands have, and those of operands that are sliced."""
+        operands, slices = list(operands), dict[fx.Node, Rows]()
+        rows = next(filter(None, map(self.rows, operands)), None)
+        if rows is None:
+            raise self.refuse("reads no operand by rows")
         for operand in operands:
-            if (rows := self.rows(operand)) is not None:
-                return rows
-        raise self.refuse("reads no operand by rows")
+            self.require_rows(operand, rows, slices)
+        return rows, slices
 
     def known_rows(self, operand: Any) -> Rows:
         """Returns the rows of an operand. Raises `InseparableError` if it has none."""

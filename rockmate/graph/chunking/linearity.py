@@ -32,7 +32,8 @@ _LINEAR_IN_FIRST = {
     *(_aten.t.default, _aten.transpose.int, _aten.permute.default),
     *(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default),
     *(_aten.expand.default, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.squeeze.dims),
-    *(_aten.slice.Tensor, _aten.slice_backward.default, _aten.select.int, operator.getitem),
+    *(_aten.slice.Tensor, _aten.slice_backward.default, _aten.select.int, _aten.unbind.int),
+    operator.getitem,
     *(_aten.detach.default, _aten.alias.default, _aten.clone.default, _aten._to_copy.default),
     *(_aten.sum.dim_IntList, _aten.sum.default, _aten.mean.dim, _aten.mean.default),
     *(_aten.neg.default, _aten.mul.Scalar, _aten.div.Scalar, _aten.div.Tensor),
@@ -79,7 +80,7 @@ def check_linear(nodes: Iterable[fx.Node], dependent: Collection[fx.Node]) -> No
         InseparableError: a call is not known to be linear, or its result is in float16.
     """
     for node in nodes:
-        if not _is_linear(node, dependent):
+        if not is_linear(node, dependent):
             raise InseparableError(node, "is not known to be linear in the gradient of the loss")
         value = node.meta["val"]
         if isinstance(value, torch.Tensor) and value.dtype is torch.float16:
@@ -89,7 +90,8 @@ def check_linear(nodes: Iterable[fx.Node], dependent: Collection[fx.Node]) -> No
             )
 
 
-def _is_linear(node: fx.Node, dependent: Collection[fx.Node]) -> bool:
+def is_linear(node: fx.Node, dependent: Collection[fx.Node]) -> bool:
+    """Whether a call is known to be linear in its operands in `dependent`, all else fixed."""
     target, operands = node.target, [value for value in node.args if isinstance(value, fx.Node)]
     inside = [operand for operand in operands if operand in dependent]
     if target in _LINEAR_IN_FIRST:
@@ -104,7 +106,7 @@ def _is_linear(node: fx.Node, dependent: Collection[fx.Node]) -> bool:
         )
     if target in (_aten.masked_fill.Scalar, _aten.masked_fill.Tensor):
         return inside == [node.args[0]] and _is_zero(node.args[2])
-    if target is _aten.cat.default:
+    if target in (_aten.cat.default, _aten.stack.default):
         return isinstance(node.args[0], tuple | list) and all(
             value in dependent for value in node.args[0]
         )

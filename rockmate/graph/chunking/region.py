@@ -6,11 +6,7 @@ than the product's operand. The region has the calls that read or write large va
 between two of them in the same half of the step.
 
 A further product joins the region if the region reads its large result. One can stand beside the
-first product, and others at the start of the backward.
-
-The *loss block* begins with the last matrix product before the loss, the logits of tokens x
-vocabulary. It ends with the gradients of that product's operands. `feed_forward` finds feed-forward
-blocks.
+first product, and others at the start of the backward. `blocks` finds the first products.
 """
 
 from __future__ import annotations
@@ -18,37 +14,37 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
 
-from rockmate.capture.nodes import ancestors, storage_ids
+from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, RoleKind
+from rockmate.graph.chunking.calls import is_fill
 from rockmate.graph.chunking.forms import (
     ChunkedCall,
     Form,
     InseparableError,
     Rows,
+    RowSpace,
     rows_within,
     shape_of,
 )
+from rockmate.graph.chunking.row_spaces import (
+    PRODUCTS,
+    VIEWS,
+    Halves,
+    Large,
+    check_cut,
+    rows_of_operand,
+    rows_of_product,
+)
 from rockmate.graph.chunking.separate import add_chunked_call, is_elementwise, separate
-from rockmate.graph.ir import FORWARD_ENDS
-from rockmate.ops.rng import is_random
 
 _aten = torch.ops.aten
-# Matrix products -> the position of the left operand. The result has its rows.
-PRODUCTS: dict[Any, int] = {
-    _aten.mm.default: 0,
-    _aten.addmm.default: 1,
-    _aten.bmm.default: 0,
-    _aten.baddbmm.default: 1,
-}
-_BATCHED = {_aten.bmm.default, _aten.baddbmm.default}
+_SCATTERS = {_aten.scatter.src, _aten.scatter.value, _aten.scatter_add.default}
 
 EMPTY_REGION = "begins no region with calls in both the forward and the backward"
-_VIEWS = {_aten.view.default, _aten._unsafe_view.default, _aten.t.default}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +53,7 @@ class Region:
 
     Attributes:
         name: path of the submodule of the first product.
-        num_rows: number of rows.
+        space: the rows.
         forward: calls in the forward, in graph order.
         backward: calls in the backward, in graph order.
         input_rows: values from outside -> the dims that run over the rows.
@@ -66,12 +62,17 @@ class Region:
     """
 
     name: str
-    num_rows: int
+    space: RowSpace
     forward: tuple[fx.Node, ...]
     backward: tuple[fx.Node, ...]
     input_rows: Mapping[fx.Node, Rows]
     chunked_calls: Mapping[fx.Node, ChunkedCall]
     num_bytes: int
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.space.num_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,32 +99,6 @@ class Refusal:
         )
 
 
-def find_loss_block(capture: Capture, *, at_once: bool = False) -> Region | Refusal:
-    """Returns the loss block of a captured step, or the reason why it cannot run in chunks.
-
-    Args:
-        capture: the joint graph and its roles.
-        at_once: whether the backward of each chunk directly follows its forward. Sums over all
-            rows are then not complete.
-    """
-    losses = _losses(capture)
-    if len(losses) != 1:
-        reason = f"the step has {len(losses)} differentiable outputs, and a loss block needs one"
-        return Refusal(call="", module="", reason=reason)
-    if numel(losses[0]) != 1:
-        reason = "the step's output is no scalar, so the loss is computed outside the step"
-        return Refusal(call="", module="", reason=reason)
-    before_loss = ancestors(losses)
-    products = [
-        node
-        for node in capture.joint.graph.nodes
-        if node.target in PRODUCTS and node in before_loss
-    ]
-    if not products:
-        return Refusal(call="", module="", reason="no matrix product comes before the loss")
-    return region_of(capture, products[-1], at_once=at_once)
-
-
 def module_of(node: fx.Node) -> str:
     """Returns the path of a call's submodule. Empty if unknown."""
     return node.meta.get("module", "")
@@ -137,7 +112,7 @@ def region_of(
     Args:
         capture: the joint graph and its roles.
         product: the first call of the region.
-        at_once: as for `find_loss_block`.
+        at_once: as for `find_blocks`.
         halves: forward and backward of the capture. None computes them.
     """
     module = module_of(product)
@@ -145,9 +120,9 @@ def region_of(
     operand = product.args[PRODUCTS[product.target]]
     assert isinstance(operand, fx.Node)
     refusals: list[Refusal] = []
-    for rows in _rows_of_operand(product, operand):
+    for rows, space in rows_of_product(product, operand, halves):
         try:
-            return _region(capture, product, operand, rows, module, halves, at_once=at_once)
+            return _region(capture, product, operand, rows, space, halves, at_once=at_once)
         except InseparableError as error:
             refusals.append(
                 Refusal(
@@ -157,24 +132,12 @@ def region_of(
     return refusals[0]
 
 
-def _rows_of_operand(product: fx.Node, operand: fx.Node) -> list[Rows]:
-    """Returns the possible rows of a product's operand: all dims but the last.
-
-    The rows of a batched product may also be the middle dim alone, for example in experts.
-    """
-    shape = shape_of(operand)
-    found = [rows_within(shape, 0, len(shape) - 1)]
-    if product.target in _BATCHED and Rows(1, 2) not in found:
-        found.append(Rows(1, 2))
-    return found
-
-
 def _region(
     capture: Capture,
     product: fx.Node,
     operand: fx.Node,
     rows: Rows,
-    module: str,
+    space: RowSpace,
     halves: Halves,
     *,
     at_once: bool,
@@ -182,28 +145,25 @@ def _region(
     parts = [halves.forward | halves.backward] if at_once else [halves.forward, halves.backward]
     sum_readers = frozenset() if at_once else halves.backward
     input_rows = {operand: rows}
-    num_rows, min_elements = prod(shape_of(operand)[rows.start : rows.stop]), numel(product) // 2
-    if numel(product) > numel(operand):
-        # A value as narrow as the operand is not large.
-        min_elements = max(min_elements, numel(operand) + 1)
-    if not num_rows or num_rows < 2:
+    large = Large(product, operand, space)
+    if space.num_rows < 2:
         raise InseparableError(product, "has a single row")
     starts = [product]
     while True:
-        nodes = _calls_of_region(capture, parts, input_rows, starts, min_elements, sum_readers)
-        chunked_calls = separate(nodes, input_rows, num_rows, sum_readers=sum_readers)
-        further = _further_elementwise(chunked_calls, num_rows, min_elements) or (
-            {} if at_once else _further_products(chunked_calls, num_rows, min_elements)
-        )
+        nodes = _calls_of_region(capture, parts, input_rows, starts, space, large, sum_readers)
+        chunked_calls = separate(nodes, input_rows, space, sum_readers=sum_readers)
+        further = {
+            call: operand
+            for call, operand in _further_starts(chunked_calls, space, large, halves).items()
+            if not at_once or call in halves.forward or call.target not in PRODUCTS
+        }
         if not further:
             break
         starts += further
         input_rows |= dict(further.values())
     returned = _returned_storages(capture)
     outputs = [
-        node
-        for node in nodes
-        if not returned.isdisjoint(storage_ids(node)) and numel(node) >= min_elements
+        node for node in nodes if not returned.isdisjoint(storage_ids(node)) and node in large
     ]
     if outputs:
         # Returned logits are whole in memory. The calls after them can still run in chunks.
@@ -211,15 +171,16 @@ def _region(
             node: form for node in outputs if isinstance(form := chunked_calls[node].forms[0], Rows)
         }
         readers = [user for node in input_rows for user in node.users if user not in input_rows]
-        nodes = _calls_of_region(capture, parts, input_rows, readers, min_elements, sum_readers)
-        chunked_calls = separate(nodes, input_rows, num_rows, sum_readers=sum_readers)
+        nodes = _calls_of_region(capture, parts, input_rows, readers, space, large, sum_readers)
+        chunked_calls = separate(nodes, input_rows, space, sum_readers=sum_readers)
     forward = tuple(node for node in nodes if node in halves.forward)
     backward = tuple(node for node in nodes if node in halves.backward)
-    if not forward or not backward:
+    if not forward:
         raise InseparableError(product, EMPTY_REGION)
+    check_cut(chunked_calls, space)
     return Region(
-        name=module,
-        num_rows=num_rows,
+        name=module_of(product),
+        space=space,
         forward=forward,
         backward=backward,
         input_rows=input_rows,
@@ -228,91 +189,43 @@ def _region(
     )
 
 
-def _further_products(
-    chunked_calls: Mapping[fx.Node, ChunkedCall], num_rows: int, min_elements: int
+def _further_starts(
+    chunked_calls: Mapping[fx.Node, ChunkedCall], space: RowSpace, large: Large, halves: Halves
 ) -> dict[fx.Node, tuple[fx.Node, Rows]]:
-    """Maps further products of the region to their operand and its rows.
+    """Maps further calls that the region can run in its chunks to their operand and its rows.
 
-    The region reads their large results by rows, so they can run in its chunks.
+    They are products, and elementwise calls and scatters of small operands, such as class weights
+    times a gradient of tokens. The region reads their large results by rows, or what is computed
+    from these.
     """
-    found = {}
-    for value in _large_from_outside(chunked_calls, min_elements):
-        producer = value
-        while producer.target in _VIEWS:
-            producer = producer.all_input_nodes[0]
-        operand = producer.args[PRODUCTS[producer.target]] if producer.target in PRODUCTS else None
-        if (
-            not isinstance(operand, fx.Node)
-            or operand in chunked_calls
-            or producer in chunked_calls
-        ):
+    products, elementwise = {}, {}
+    seen = set[fx.Node]()
+    pending = [pair for call in chunked_calls.values() for pair in call.slices.items()]
+    while pending:
+        call, rows = pending.pop()
+        if call in seen or call in chunked_calls or call not in large:
             continue
-        for rows in _rows_of_operand(producer, operand):
-            if prod(shape_of(operand)[rows.start : rows.stop]) == num_rows:
-                found.setdefault(producer, (operand, rows))
-    return found
-
-
-def _further_elementwise(
-    chunked_calls: Mapping[fx.Node, ChunkedCall], num_rows: int, min_elements: int
-) -> dict[fx.Node, tuple[fx.Node, Rows]]:
-    """Maps further elementwise calls of the region to an operand and its rows.
-
-    They broadcast small operands to a large value, and the region reads it by rows. An example is
-    the product of class weights along the vocabulary and a gradient along the tokens.
-    """
-    found = {}
-    for producer, rows in _large_from_outside(chunked_calls, min_elements).items():
-        if (
-            producer in chunked_calls
-            or not is_elementwise(producer)
-            or any(
-                _num_stored_elements(operand) >= min_elements
-                for operand in producer.all_input_nodes
-            )
+        seen.add(call)
+        operands = [each for each in call.all_input_nodes if each not in chunked_calls]
+        if call.target in PRODUCTS:
+            operand = call.args[PRODUCTS[call.target]]
+            assert isinstance(operand, fx.Node)
+            for own in rows_of_operand(call, operand) if operand in operands else ():
+                if space.copies(prod(shape_of(operand)[own.start : own.stop])):
+                    products.setdefault(call, (operand, own))
+        elif (is_elementwise(call) or call.target in _SCATTERS) and all(
+            is_fill(each) or _num_stored_elements(each) < large.min_elements
+            for each in call.all_input_nodes
         ):
-            continue
-        for operand in producer.all_input_nodes:
-            shift = len(shape_of(producer)) - len(shape_of(operand))
-            start, stop = max(0, rows.start - shift), max(0, rows.stop - shift)
-            if operand not in chunked_calls and prod(shape_of(operand)[start:stop]) == num_rows:
-                found[producer] = operand, rows_within(shape_of(operand), start, stop)
-    return found
-
-
-def _large_from_outside(
-    chunked_calls: Mapping[fx.Node, ChunkedCall], min_elements: int
-) -> dict[fx.Node, Rows]:
-    """Maps large values from outside that the region slices to their rows."""
-    return {
-        value: rows
-        for chunked_call in chunked_calls.values()
-        for value, rows in chunked_call.slices.items()
-        if numel(value) >= min_elements
-    }
-
-
-class Halves:
-    """The calls of a joint graph, partitioned into forward and backward."""
-
-    def __init__(self, capture: Capture) -> None:
-        nodes = list(capture.joint.graph.nodes)
-        ends = [node for node, role in capture.outputs if role.kind in FORWARD_ENDS]
-        ends += [node for node in nodes if is_random(node.target)]
-        forward = ancestors(ends)
-        calls = [node for node in nodes if node.op == "call_function"]
-        self.forward = frozenset(node for node in calls if node in forward)
-        self.backward = frozenset(node for node in calls if node not in forward)
-
-
-def _losses(capture: Capture) -> list[fx.Node]:
-    """Returns the differentiable outputs of the step."""
-    differentiable = {role.index for _, role in capture.inputs if role.kind is RoleKind.TANGENT}
-    return [
-        node
-        for node, role in capture.outputs
-        if role.kind is RoleKind.OUTPUT and role.index in differentiable
-    ]
+            for operand in operands:
+                shift = len(shape_of(call)) - len(shape_of(operand))
+                start, stop = max(0, rows.start - shift), max(0, rows.stop - shift)
+                across = prod(shape_of(operand)[start:stop])
+                if across > 1 and space.copies(across) and not is_fill(operand):
+                    elementwise[call] = operand, rows_within(shape_of(operand), start, stop)
+        elif call.target in VIEWS or call in halves.forward:
+            pending += [(each, Rows(0, 0)) for each in operands]
+    return elementwise or products
 
 
 def _calls_of_region(
@@ -320,7 +233,8 @@ def _calls_of_region(
     parts: Sequence[Collection[fx.Node]],
     input_rows: Mapping[fx.Node, Rows],
     starts: Sequence[fx.Node],
-    min_elements: int,
+    space: RowSpace,
+    large: Large,
     sum_readers: Collection[fx.Node],
 ) -> list[fx.Node]:
     """Returns the calls of the region of `starts`, in graph order.
@@ -332,21 +246,16 @@ def _calls_of_region(
         for node in capture.joint.graph.nodes
         if node.op == "call_function" and node not in input_rows
     ]
-    num_rows = next(
-        prod(node.meta["val"].shape[rows.start : rows.stop]) for node, rows in input_rows.items()
-    )
     members: set[fx.Node] = set(starts)
-    large: set[fx.Node] = set()
+    found: set[fx.Node] = set()
     chunked_calls: dict[fx.Node, ChunkedCall] = {}
     forms: dict[fx.Node, Form] = dict(input_rows)
     for node in calls:
-        if node in members or not large.isdisjoint(node.all_input_nodes):
+        if node in members or not found.isdisjoint(node.all_input_nodes):
             members.add(node)
-            add_chunked_call(node, chunked_calls, forms, members, num_rows, sum_readers)
-            if _has_several_results(node) or (
-                numel(node) >= min_elements and isinstance(forms.get(node), Rows)
-            ):
-                large.add(node)
+            add_chunked_call(node, chunked_calls, forms, members, space, sum_readers)
+            if has_several_results(node) or (node in large and isinstance(forms.get(node), Rows)):
+                found.add(node)
     for part in parts:
         inside = members.intersection(part)
         members |= _reached(inside, part, lambda node: node.users) & _reached(
@@ -371,14 +280,9 @@ def _reached(
     return found
 
 
-def _has_several_results(node: fx.Node) -> bool:
+def has_several_results(node: fx.Node) -> bool:
+    """Whether a call returns a tuple."""
     return isinstance(node.meta.get("val"), tuple | list)
-
-
-def numel(node: fx.Node) -> int:
-    """Returns the number of elements of a value. 0 if it is no tensor."""
-    value = node.meta.get("val")
-    return value.numel() if isinstance(value, torch.Tensor) else 0
 
 
 def _num_stored_elements(node: fx.Node) -> int:

@@ -27,14 +27,12 @@ import torch
 from torch import fx
 
 from rockmate.graph.chunking.forms import (
-    CHUNK_ROWS,
     PARTIAL,
     ChunkedCall,
     Form,
     RegionCall,
     Rows,
     Rule,
-    chunk_shape,
     rows_within,
     shape_of,
     tensors_in,
@@ -88,143 +86,11 @@ def broadcast_rows(call: RegionCall, shape: Sequence[int]) -> tuple[Rows, dict[f
         if call.rows(operand) is None:
             start, stop = max(0, rows.start - shifts[operand]), max(0, rows.stop - shifts[operand])
             across = prod(shape_of(operand)[start:stop])
-            if across == call.num_rows and call.is_outside(operand):
+            if across > 1 and call.space.copies(across) and call.is_outside(operand):
                 slices[operand] = rows_within(shape_of(operand), start, stop)
             elif across != 1:
                 raise call.refuse(f"broadcasts {operand.name} along a part of the rows")
     return rows, slices
-
-
-# --- views ----------------------------------------------------------------------------------------
-
-
-@rule(_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default)
-def view_rule(call: RegionCall) -> ChunkedCall:
-    """`view`, `reshape`: by rows, if adjacent dims of the result run over exactly the rows."""
-    source, rows = call.args[0], call.known_rows(call.args[0])
-    before, shape = prod(shape_of(source)[: rows.start]), call.shape
-    for start in range(len(shape)):
-        if prod(shape[:start]) != before:
-            continue
-        for stop in range(start + 1, len(shape) + 1):
-            if prod(shape[start:stop]) == call.num_rows:
-                found = rows_within(shape, start, stop)
-                return call.result(found, args=(source, chunk_shape(shape, found, CHUNK_ROWS)))
-    raise call.refuse("merges the rows with another dim")
-
-
-def _permuted(call: RegionCall, order: Sequence[int]) -> ChunkedCall:
-    """A permutation: by rows, if their dims stay adjacent and in order.
-
-    Dim `order[i]` of the operand becomes dim i.
-    """
-    rows = call.known_rows(call.args[0])
-    places = [order.index(dim) for dim in range(rows.start, rows.stop)]
-    if places != list(range(places[0], places[0] + len(places))):
-        raise call.refuse("takes the dims of the rows apart")
-    return call.result(Rows(places[0], places[-1] + 1))
-
-
-@rule(_aten.t.default, _aten.transpose.int)
-def transpose_rule(call: RegionCall) -> ChunkedCall:
-    """`t`, `transpose`: by rows, if their dims stay adjacent and in order."""
-    order = list(range(len(call.shape)))
-    first, second = (call.args[1], call.args[2]) if len(call.args) > 1 else (0, -1)
-    if order:
-        order[first], order[second] = order[second], order[first]
-    return _permuted(call, order)
-
-
-@rule(_aten.permute.default)
-def permute_rule(call: RegionCall) -> ChunkedCall:
-    """`permute`: by rows, if their dims stay adjacent and in order."""
-    return _permuted(call, [dim % len(call.shape) for dim in call.args[1]])
-
-
-@rule(_aten.expand.default)
-def expand_rule(call: RegionCall) -> ChunkedCall:
-    """`expand`: by rows, shifted by the leading dims that it adds."""
-    source, shape = call.args[0], call.shape
-    rows, shift = call.known_rows(source), len(shape) - len(shape_of(source))
-    moved = Rows(rows.start + shift, rows.stop + shift)
-    return call.result(moved, args=(source, chunk_shape(shape, moved, CHUNK_ROWS), *call.args[2:]))
-
-
-@rule(_aten.unsqueeze.default)
-def unsqueeze_rule(call: RegionCall) -> ChunkedCall:
-    """`unsqueeze`: by rows, if the added dim is not between dims of the rows."""
-    rows, dim = call.known_rows(call.args[0]), call.args[1] % len(call.shape)
-    if rows.start < dim < rows.stop:
-        raise call.refuse("takes the dims of the rows apart")
-    shift = int(dim <= rows.start)
-    return call.result(Rows(rows.start + shift, rows.stop + shift))
-
-
-@rule(_aten.squeeze.dim, _aten.squeeze.dims)
-def squeeze_rule(call: RegionCall) -> ChunkedCall:
-    """`squeeze`: by rows, if it removes other dims.
-
-    The call on a chunk names the removed dims, because a chunk may have a single row.
-    """
-    source = call.args[0]
-    rows, shape = call.known_rows(source), shape_of(source)
-    dims = call.args[1] if isinstance(call.args[1], tuple | list) else [call.args[1]]
-    gone = {dim % len(shape) for dim in dims if shape[dim] == 1}
-    call.require_other_dims(rows, gone, len(shape))
-    shift = sum(dim < rows.start for dim in gone)
-    return call.result(
-        Rows(rows.start - shift, rows.stop - shift),
-        args=(source, sorted(gone)),
-        target=_aten.squeeze.dims,
-    )
-
-
-@rule(_aten.slice.Tensor, _aten._softmax.default, _aten._log_softmax.default)
-def along_another_dim_rule(call: RegionCall) -> ChunkedCall:
-    """Ops (operand, dim, ...) that keep all dims: by rows, if they run along another dim."""
-    rows = call.known_rows(call.args[0])
-    call.require_other_dims(rows, [call.option(1, 0)], len(shape_of(call.args[0])))
-    return call.result(rows)
-
-
-@rule(_aten.split.Tensor, _aten.split_with_sizes.default)
-def split_rule(call: RegionCall) -> ChunkedCall:
-    """`split`: every result by rows, if it splits another dim."""
-    rows = call.known_rows(call.args[0])
-    call.require_other_dims(rows, [call.option(2, 0)], len(shape_of(call.args[0])))
-    return ChunkedCall(forms=(rows,) * len(call.node.meta["val"]))
-
-
-@rule(_aten.select.int)
-def select_rule(call: RegionCall) -> ChunkedCall:
-    """`select`: by rows, if it removes another dim."""
-    rows, dim = call.known_rows(call.args[0]), call.args[1] % len(shape_of(call.args[0]))
-    call.require_other_dims(rows, [dim], len(shape_of(call.args[0])))
-    shift = int(dim < rows.start)
-    return call.result(Rows(rows.start - shift, rows.stop - shift))
-
-
-@rule(_aten.constant_pad_nd.default)
-def pad_rule(call: RegionCall) -> ChunkedCall:
-    """`constant_pad_nd`: by rows, if it pads other dims only."""
-    source, padding = call.args[0], call.args[1]
-    rows, num_dims = call.known_rows(source), len(call.shape)
-    call.require_other_dims(
-        rows, [num_dims - 1 - place // 2 for place, width in enumerate(padding) if width], num_dims
-    )
-    return call.result(rows)
-
-
-@rule(_aten.cat.default)
-def cat_rule(call: RegionCall) -> ChunkedCall:
-    """`cat`: by rows, if all operands have the same rows and it joins them along another dim."""
-    operands, dim = call.args[0], call.option(1, 0)
-    rows = call.rows_of_any(operands)
-    call.require_other_dims(rows, [dim], len(call.shape))
-    slices: dict[fx.Node, Rows] = {}
-    for operand in operands:
-        call.require_rows(operand, rows, slices)
-    return call.result(rows, slices=slices)
 
 
 # --- constants of a value's shape -----------------------------------------------------------------
@@ -248,9 +114,7 @@ def new_rule(call: RegionCall) -> ChunkedCall:
     source, rows = call.args[0], call.known_rows(call.args[0])
     if shape_of(source) != call.shape:
         raise call.refuse("creates a tensor of another shape")
-    return call.result(
-        rows, args=(source, chunk_shape(call.shape, rows, CHUNK_ROWS), *call.args[2:])
-    )
+    return call.result(rows, args=(source, call.chunk_shape(call.shape, rows), *call.args[2:]))
 
 
 # --- reductions, softmax --------------------------------------------------------------------------
@@ -280,7 +144,9 @@ def sum_rule(call: RegionCall) -> ChunkedCall:
     across = [dim for dim in dims if rows.start <= dim < rows.stop]
     if not across:
         return call.result(_reduced(call, dims, _keeps_dims(call)))
-    if prod(shape_of(source)[dim] for dim in across) != call.num_rows:
+    if prod(shape_of(source)[dim] for dim in across) != prod(
+        shape_of(source)[rows.start : rows.stop]
+    ):
         raise call.refuse("adds up some of the rows' dims only")
     return call.result(PARTIAL)
 
@@ -321,14 +187,19 @@ def reduction_with_indices_rule(call: RegionCall) -> ChunkedCall:
     return ChunkedCall(forms=(rows, rows))
 
 
+@rule(_aten._softmax.default, _aten._log_softmax.default)
+def along_another_dim_rule(call: RegionCall) -> ChunkedCall:
+    """Ops (operand, dim, ...) that keep all dims: by rows, if they run along another dim."""
+    rows = call.known_rows(call.args[0])
+    call.require_other_dims(rows, [call.option(1, 0)], len(shape_of(call.args[0])))
+    return call.result(rows)
+
+
 @rule(_aten._softmax_backward_data.default, _aten._log_softmax_backward_data.default)
 def softmax_backward_rule(call: RegionCall) -> ChunkedCall:
     """Gradients of softmax: by rows, if gradient and output have the same rows."""
     gradient, output, dim, _ = call.args
-    rows = call.rows_of_any((gradient, output))
-    slices: dict[fx.Node, Rows] = {}
-    call.require_rows(gradient, rows, slices)
-    call.require_rows(output, rows, slices)
+    rows, slices = call.rows_of_all((gradient, output))
     call.require_other_dims(rows, [dim], len(call.shape))
     return call.result(rows, slices=slices)
 
@@ -336,12 +207,7 @@ def softmax_backward_rule(call: RegionCall) -> ChunkedCall:
 @rule(_aten.gather.default, _aten.scatter.value, _aten.scatter.src, _aten.scatter_add.default)
 def indexed_rule(call: RegionCall) -> ChunkedCall:
     """`gather`, `scatter`, `scatter_add`: by rows shared by all tensors, along another dim."""
-    operands = tensors_in(call.args)
-    rows = call.rows_of_any(operands)
-    slices: dict[fx.Node, Rows] = {}
-    for operand in operands:
-        if shape_of(operand) or call.rows(operand):
-            call.require_rows(operand, rows, slices)
+    rows, slices = call.rows_of_all(filter(shape_of, tensors_in(call.args)))
     call.require_other_dims(rows, [call.args[1]], len(call.shape))
     return call.result(rows, slices=slices)
 
@@ -362,10 +228,7 @@ def layer_norm_rule(call: RegionCall) -> ChunkedCall:
 def layer_norm_backward_rule(call: RegionCall) -> ChunkedCall:
     """`native_layer_norm_backward`: input gradient by rows, weight and bias gradients partial."""
     gradient, source, normalized, mean, deviation, weight, bias, _ = call.args
-    rows = call.rows_of_any((gradient, source))
-    slices: dict[fx.Node, Rows] = {}
-    for operand in (gradient, source, mean, deviation):
-        call.require_rows(operand, rows, slices)
+    rows, slices = call.rows_of_all((gradient, source, mean, deviation))
     num_dims = len(shape_of(source))
     call.require_other_dims(rows, range(num_dims - len(normalized), num_dims), num_dims)
     call.require_whole(weight, bias)
@@ -397,12 +260,9 @@ def _product_form(
         call.require_rows(left, column, slices)
         call.require_rows(right, row, slices)
         return PARTIAL, slices
-    batch = call.rows_of_any((left, right))
-    if batch.stop > num_dims - 2:
+    if any(rows and rows.stop > num_dims - 2 for rows in (of_left, of_right)):
         raise call.refuse("has the rows in a batch dim and a matrix dim")
-    call.require_rows(left, batch, slices)
-    call.require_rows(right, batch, slices)
-    return batch, slices
+    return call.rows_of_all((left, right))
 
 
 @rule(_aten.mm.default, _aten.bmm.default)
@@ -422,7 +282,7 @@ def product_and_sum_rule(call: RegionCall) -> ChunkedCall:
     shift = len(call.shape) - len(shape_of(value))
     start, stop = max(0, form.start - shift), max(0, form.stop - shift)
     across = prod(shape_of(value)[start:stop])
-    if across == call.num_rows:
+    if across > 1 and call.space.copies(across):
         call.require_rows(value, Rows(start, stop), slices)
     elif across != 1 or call.rows(value):
         raise call.refuse(f"broadcasts {value.name} along a part of the rows")

@@ -8,7 +8,8 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import fx
 
-import rockmate.graph.chunking.loss_rules  # noqa: F401, which adds rules
+import rockmate.graph.chunking.loss_rules
+import rockmate.graph.chunking.view_rules  # noqa: F401, which adds rules
 from rockmate._torch.dispatch import is_op, schema_of
 from rockmate.graph.chunking.forms import (
     ChunkedCall,
@@ -16,6 +17,7 @@ from rockmate.graph.chunking.forms import (
     InseparableError,
     RegionCall,
     Rows,
+    RowSpace,
     Rule,
 )
 from rockmate.graph.chunking.rules import RULES, elementwise_rule
@@ -25,7 +27,7 @@ from rockmate.ops.rng import is_random
 def separate(
     nodes: Sequence[fx.Node],
     input_rows: Mapping[fx.Node, Rows],
-    num_rows: int,
+    space: RowSpace,
     *,
     sum_readers: Collection[fx.Node] = (),
 ) -> dict[fx.Node, ChunkedCall]:
@@ -34,7 +36,7 @@ def separate(
     Args:
         nodes: the calls of the region, in graph order.
         input_rows: values from outside -> their rows.
-        num_rows: number of rows.
+        space: the rows.
         sum_readers: calls of the region that may read sums of other calls over all rows. These are
             the calls of the backward if they run after all chunks of the forward.
 
@@ -45,7 +47,7 @@ def separate(
     chunked_calls: dict[fx.Node, ChunkedCall] = {}
     region = set(nodes)
     for node in nodes:
-        add_chunked_call(node, chunked_calls, forms, region, num_rows, sum_readers)
+        add_chunked_call(node, chunked_calls, forms, region, space, sum_readers)
     return chunked_calls
 
 
@@ -54,11 +56,11 @@ def add_chunked_call(
     chunked_calls: dict[fx.Node, ChunkedCall],
     forms: dict[fx.Node, Form],
     region: Collection[fx.Node],
-    num_rows: int,
+    space: RowSpace,
     sum_readers: Collection[fx.Node],
 ) -> None:
     """Adds to `chunked_calls` and `forms` what the rule of one call gives."""
-    call = RegionCall(node, forms, region, num_rows, sum_readers)
+    call = RegionCall(node, forms, region, space, sum_readers)
     chunked_call = chunked_calls[node] = (
         call.getitem(chunked_calls) if node.target is operator.getitem else rule_of(node)(call)
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 import torch
@@ -28,15 +29,23 @@ from torch import fx
 from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.graph.chunking.calls import (
-    FILLS,
     HALF_PRECISION,
+    NEW_FILLS,
     VIEWS,
     chunk_bounds,
     insert_call,
+    is_fill,
     producer_of,
     sort_topologically,
 )
-from rockmate.graph.chunking.forms import CHUNK_ROWS, PARTIAL, InseparableError, Rows, chunk_shape
+from rockmate.graph.chunking.forms import (
+    PARTIAL,
+    ChunkRows,
+    InseparableError,
+    Rows,
+    chunk_shape,
+    shape_of,
+)
 from rockmate.graph.chunking.linearity import all_dependents, check_linear, value_dependents
 from rockmate.graph.chunking.region import Region
 from rockmate.graph.fake_values import refresh_views
@@ -89,7 +98,7 @@ class Unroller:
         Raises:
             InseparableError: the form is "at_once", and a call cannot run for a gradient of one.
         """
-        if form == "at_once":
+        if form == "at_once" and self.region.backward:
             self._run_at_once()
         else:
             for calls in (self.region.forward, self.region.backward):
@@ -186,9 +195,9 @@ class Unroller:
 
     def _chunk_argument(self, node: fx.Node, value: Any, chunk: int) -> Any:
         """Returns an argument of a call, for one chunk."""
-        if value is CHUNK_ROWS:
+        if isinstance(value, ChunkRows):
             start, stop = self.bounds[chunk]
-            return stop - start
+            return (stop - start) * value.num_copies
         if isinstance(value, dict):
             return {name: self._chunk_argument(node, item, chunk) for name, item in value.items()}
         if isinstance(value, tuple | list):
@@ -213,19 +222,29 @@ class Unroller:
 
     def _insert_slice(self, value: fx.Node, rows: Rows, start: int, stop: int) -> fx.Node:
         """Inserts a chunk of a value from outside: a view, or a smaller constant."""
-        shape = tuple(value.meta["val"].shape)
-        part = chunk_shape(shape, rows, stop - start)
-        if value.target in FILLS:
-            return self._insert(value.target, (part, *value.args[1:]), value.kwargs, like=value)
-        if rows.stop - rows.start == 1:
-            return self._insert(_aten.slice.Tensor, (value, rows.start, start, stop), like=value)
-        flat = self._insert(
-            _aten.reshape.default,
-            (value, [*shape[: rows.start], self.region.num_rows, *shape[rows.stop :]]),
-            like=value,
-        )
-        cut = self._insert(_aten.slice.Tensor, (flat, rows.start, start, stop), like=value)
-        return self._insert(_aten.view.default, (cut, part), like=value)
+        shape, space = shape_of(value), self.region.space
+        count = prod(shape[rows.start : rows.stop])
+        copies, offset = space.copies(count), space.start if space.has_more(count) else 0
+        part = chunk_shape(shape, rows, copies * (stop - start))
+        cut = offset + start, offset + stop
+        if is_fill(value):
+            of_shape = int(value.target in NEW_FILLS)
+            args = *value.args[:of_shape], part, *value.args[of_shape + 1 :]
+            return self._insert(value.target, args, value.kwargs, like=value)
+        if rows.stop - rows.start == copies == 1:
+            return self._insert(_aten.slice.Tensor, (value, rows.start, *cut), like=value)
+        flat = self._with_copies(value, rows, count // copies)
+        dim = rows.start + (copies > 1)
+        taken = self._insert(_aten.slice.Tensor, (flat, dim, *cut), like=value)
+        return self._insert(_aten.reshape.default, (taken, part), like=value)
+
+    def _with_copies(self, value: fx.Node, rows: Rows, num_rows: int) -> fx.Node:
+        """Inserts a view of a value that has its rows in one dim, after one of copies if any."""
+        shape = shape_of(value)
+        copies = prod(shape[rows.start : rows.stop]) // num_rows
+        dims = [copies, num_rows] if copies > 1 else [num_rows]
+        flat = [*shape[: rows.start], *dims, *shape[rows.stop :]]
+        return self._insert(_aten.reshape.default, (value, flat), like=value)
 
     def _join(self, calls: Iterable[fx.Node]) -> None:
         """Completes sums, and concatenates the chunks of values that leave the region."""
@@ -245,14 +264,28 @@ class Unroller:
             elif any(user not in self.calls for user in node.users):
                 rows = self.region.chunked_calls[node].forms[0]
                 assert isinstance(rows, Rows), f"{node} is read outside the region and has no rows"
-                whole = self._insert(
-                    _aten.cat.default, (self.chunk_values[node], rows.stop - 1), like=node
-                )
-                if rows.stop - rows.start > 1:
-                    whole = self._insert(
-                        _aten.view.default, (whole, list(node.meta["val"].shape)), like=node
-                    )
-                self.wholes[node] = whole
+                self.wholes[node] = self._concatenation(node, rows)
+
+    def _concatenation(self, node: fx.Node, rows: Rows) -> fx.Node:
+        """Inserts the concatenation of a value's chunks, with zeros in rows outside the region."""
+        shape, space = shape_of(node), self.region.space
+        count = prod(shape[rows.start : rows.stop])
+        copies, dim, parts = space.copies(count), rows.stop - 1, self.chunk_values[node]
+        if copies > 1:
+            dim = rows.start + 1
+            parts = [
+                self._with_copies(part, rows, stop - start)
+                for part, (start, stop) in zip(parts, self.bounds, strict=True)
+            ]
+        whole = self._insert(_aten.cat.default, (parts, dim), like=node)
+        if space.has_more(count):
+            sizes = list(shape_of(whole))
+            sizes[dim] = space.size
+            cut = dim, space.start, space.start + space.num_rows, 1
+            whole = self._insert(_aten.slice_backward.default, (whole, sizes, *cut), like=node)
+        if shape_of(whole) != shape:
+            whole = self._insert(_aten.view.default, (whole, list(shape)), like=node)
+        return whole
 
     def _replace_region(self) -> None:
         """Connects readers outside the region to the chunks, and erases the region's calls."""

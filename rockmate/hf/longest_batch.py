@@ -27,7 +27,8 @@ def largest_call(trainer: Trainer, call: CallSignature) -> CallSignature:
     That batch has the longest rows among at most 1,024 of the training set, evenly spaced. It is
     the call itself if the rows cannot be told: a stream, or an input that is no column of a batch.
     """
-    named = call.structure.rebuild(list(call.tensors))[1]
+    args, named = call.structure.rebuild(list(call.tensors))
+    named = {**named, **next((each for each in args if isinstance(each, Mapping)), {})}
     if not all(any(each is value for value in named.values()) for each in call.tensors):
         return call
     name_of = {id(value): name for name, value in named.items()}

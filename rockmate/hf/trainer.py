@@ -8,19 +8,27 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import nn
+
 from rockmate._torch.members import forward_hooks
 from rockmate.budget import Budget
-from rockmate.errors import InvalidArgumentError, UnsupportedModelError
+from rockmate.errors import (
+    InvalidArgumentError,
+    InvalidSampleError,
+    TrialError,
+    UnsupportedModelError,
+)
 from rockmate.hf.buckets import PadToBuckets
 from rockmate.hf.longest_batch import largest_call
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.module import RockmateModule
 from rockmate.runtime.ddp import REPLICATED
+from rockmate.step_function import PlannedStep
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import Trainer
 
 
@@ -33,8 +41,8 @@ def wrap_trainer(
     buckets: int | Sequence[int] | None = None,
     fit: Literal["batch"] | None = None,
     **options: Any,
-) -> RockmateModule:
-    """Wraps the model of a trainer that has not started.
+) -> RockmateModule | PlannedStep:
+    """Plans the training step of a trainer that has not started.
 
     The plan is made at the first batch, for the longest of 1,024 rows of the training set.
     `RockmateModule(model, budget=budget)` as the trainer's `model` does nearly the same. Here the
@@ -42,7 +50,10 @@ def wrap_trainer(
 
     - With `memory_limit`, the optimizer is that of the trainer's arguments.
     - If the trainer reads only the loss in training, the planned forward returns the loss alone.
-    - If the trainer computes its loss from other outputs, as TRL's do, all are differentiable.
+    - If the trainer computes its loss from other outputs, that is planned, too: with all modules
+      that are attributes of the trainer, as teachers. What it logs is logged as without a plan.
+    - If TRL has given the model a head that computes log-probabilities, or in a process group, the
+      model alone is planned, and all of its outputs are differentiable.
     - Where no schedule fits, the smallest peak is taken. Without a graph, frames keep the budget.
 
     A trainer that replaces the model's `forward` (TRL's do) must do so first.
@@ -60,7 +71,8 @@ def wrap_trainer(
         **options: as for `RockmateModule`, as `outputs="all"`, `on_infeasible="error"`, `mode`.
 
     Returns:
-        The module, which now is `trainer.model`.
+        The module, which now is `trainer.model`; or the planned step, where the trainer computes
+        the loss, which has a `plan`, too.
 
     Raises:
         InvalidArgumentError: the trainer has no model; or `buckets` are given for one that takes no
@@ -81,8 +93,59 @@ def wrap_trainer(
     if fit is not None:
         _fit(trainer, fit, memory_limit, options)
     module.plan_first_at(partial(largest_call, trainer))
+    result: RockmateModule | PlannedStep = module
+    if _plans_loss(trainer, options):
+        bound = {"budget": budget, "memory_limit": memory_limit}
+        result = _planned_loss(trainer, module, {**options, **bound})
     trainer.model = trainer.model_wrapped = module
-    return module
+    return result
+
+
+def _plans_loss(trainer: Trainer, options: Mapping[str, Any]) -> bool:
+    """Whether the loss is computed of the outputs by what the trainer does, and can be planned."""
+    from transformers import Trainer
+
+    return (
+        options.get("mode") != "frames"
+        and trainer.args.world_size == 1
+        and "fused_lm_head" not in inspect.signature(trainer.model.forward).parameters
+        and (
+            trainer.compute_loss_func is not None
+            or trainer.label_smoother is not None
+            or getattr(trainer.compute_loss, "__func__", None) is not Trainer.compute_loss
+        )
+    )
+
+
+def _planned_loss(trainer: Trainer, module: RockmateModule, options: dict[str, Any]) -> PlannedStep:
+    """Has `compute_loss` of a trainer planned in training; where it cannot be, the model alone."""
+    compute_loss, model = trainer.compute_loss, module.original
+    attributes = {**vars(trainer), "model": model, "model_wrapped": None}
+    modules = {name: each for name, each in attributes.items() if isinstance(each, nn.Module)}
+    options = {**options, "mode": "plan", "differentiable": "loss"}
+    step = PlannedStep(partial(_loss, compute_loss, model), modules, None, options)
+    step.plan_first_at(partial(largest_call, trainer))
+    is_planned = True
+
+    def planned(given: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        nonlocal is_planned
+        if return_outputs or not (model.training and torch.is_grad_enabled()):
+            return compute_loss(given, inputs, return_outputs, **keywords)
+        if is_planned:
+            try:
+                return step(inputs, **keywords)
+            except (UnsupportedModelError, InvalidSampleError, TrialError) as error:
+                is_planned = False
+                logger.warning("the model alone is planned, not what computes the loss: %s", error)
+        return compute_loss(module, inputs, **keywords)
+
+    trainer.compute_loss = planned
+    return step
+
+
+def _loss(compute_loss: Any, model: nn.Module, inputs: Any, **keywords: Any) -> Any:
+    """The loss of a batch, of which a trainer may take keys out."""
+    return compute_loss(model, dict(inputs), **keywords)
 
 
 def _model_of(trainer: Trainer) -> nn.Module:

@@ -301,6 +301,10 @@ class RockmateModule(Wrapper):
         """Without a sample: plans first for what `largest` makes of the first call's sizes."""
         self._plans.largest = largest
 
+    def refuse_many_plans(self) -> None:
+        """Has calls end in an error that would each need a plan of its own."""
+        self._plans.new_plans.hands_over = True
+
     @ForwardOfModel
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The wrapped module's forward: planned in training, unchanged otherwise.

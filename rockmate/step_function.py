@@ -10,15 +10,13 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
-from rockmate.errors import InvalidArgumentError, UnsupportedModelError
+from rockmate.capture.compiled_model import require_module
+from rockmate.errors import InvalidArgumentError
 from rockmate.module import RockmateModule
 
 if TYPE_CHECKING:
@@ -68,7 +66,8 @@ def plan_step(
     if loss_fn is None:
         return lambda function: plan_step(function, modules, sample, budget, **options)
     options["budget"] = budget
-    if isinstance(loss_fn, types.FunctionType) and _is_of_object(modules):
+    is_named = any(isinstance(each, str) for each in _listed(modules))
+    if isinstance(loss_fn, types.FunctionType) and (modules is None or is_named):
         return PlannedMethod(loss_fn, modules, options)
     return PlannedStep(loss_fn, modules, sample, options)
 
@@ -121,146 +120,68 @@ class PlannedMethod:
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Raises `InvalidArgumentError`: no module is known."""
-        msg = (
-            f"no modules are given for {self._function.__name__}: write "
-            "rockmate.plan_step(modules=[...], budget=...), with all that it calls."
-        )
-        raise InvalidArgumentError(msg)
+        step_module(self._function, None)
 
 
 class StepFunction(nn.Module):
-    """The modules of a step; its forward is the function. A mode of its own means nothing to them.
-
-    Attributes:
-        function: the function.
-    """
+    """The modules of a step; its forward is the function. Its mode is not that of the modules."""
 
     def __init__(self, function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> None:
         """Takes the modules by name."""
         super().__init__()
-        self.function = function
+        self.forward = function
         for name, module in modules.items():
-            self.add_module(name, module)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The function's result."""
-        with self._others_refused():
-            return self.function(*args, **kwargs)
+            name = name.replace(".", "_")
+            self.add_module(f"{name}_" if hasattr(self, name) else name, module)
 
     def train(self, mode: bool = True) -> StepFunction:
         """Sets whether calls are planned; the modules keep their modes."""
         self.training = mode
         return self
 
-    @contextmanager
-    def _others_refused(self) -> Iterator[None]:
-        """Raises in a capture for a module that is not among those of the step."""
-        if not torch.compiler.is_compiling():
-            yield
-            return
-        own = set(map(id, self.modules()))
-
-        def check(module: nn.Module, _: Any) -> None:
-            if id(module) not in own:
-                name = _names_in_scope(self.function).get(id(module), "")
-                what = f"{name}, a {type(module).__name__}" if name else type(module).__name__
-                msg = (
-                    f"{type(self).__name__} calls {what}, which is not among its modules: add it "
-                    "to the list, modules=[...], with all else that it calls."
-                )
-                raise UnsupportedModelError(msg)
-
-        handle = register_module_forward_pre_hook(check)
-        try:
-            yield
-        finally:
-            handle.remove()
-
 
 def step_module(function: Callable[..., Any], modules: Modules) -> StepFunction:
     """The module of a step; arguments and errors are those of `plan_step`."""
-    is_module = isinstance(function, nn.Module)
-    owner = function if is_module else getattr(function, "__self__", None)
+    if isinstance(function, nn.Module):
+        function = function.__call__
+    plain: Any = function.func if isinstance(function, functools.partial) else function
+    name = getattr(plain, "__name__", type(plain).__name__)
+    owner = getattr(function, "__self__", None)
     if modules is None and not isinstance(owner, nn.Module):
-        name = getattr(function, "__name__", type(function).__name__)
         msg = f"no modules are given for {name}: write modules=[...], with all that it calls."
         raise InvalidArgumentError(msg)
-    scope = _names_in_scope(function)
-    if isinstance(modules, Mapping):
-        named = list(modules.items())
-    else:
-        if modules is None or isinstance(modules, nn.Module | str):
-            modules = [owner if modules is None else modules]
-        named = [
-            (each, getattr(owner, each, None)) if isinstance(each, str) else ("", each)
-            for each in modules
-        ]
-    found: dict[str, nn.Module] = {}
-    for index, (given, module) in enumerate(named):
-        name = given or scope.get(id(module)) or f"module_{index}"
-        _check(given or name, module)
-        name = name.replace(".", "_")
-        found[f"{name}_" if hasattr(nn.Module, name) or name in found else name] = module
-    known = {id(each) for module in found.values() for each in module.modules()}
-    for name, module in _scope(function).items():
-        is_other = isinstance(module, nn.Module) and id(module) not in known
-        if is_other and not module.state_dict():
-            found.setdefault(name, module)
-    return _class_of(function)(function, found)
+    scope = _scope(function)
+    names = {id(value): name for name, value in scope.items()}
+    given = [scope.get(each, each) if isinstance(each, str) else each for each in _listed(modules)]
+    found: dict[str, Any] = {
+        names.get(id(each), f"module_{at}"): each for at, each in enumerate(given)
+    }
+    found = dict(modules) if isinstance(modules, Mapping) else found or {"module": owner}
+    for path, module in found.items():
+        require_module(module)
+        if any("_wrapped" in vars(each) for each in module.modules()):
+            msg = f"{path} is planned already. Give the plain one, modules=[{path}.original]."
+            raise InvalidArgumentError(msg)
+    own = {name: each for name, each in scope.items() if isinstance(each, nn.Module)}
+    stateless = {name: each for name, each in own.items() if not each.state_dict()}
+    # A class by the name of the function, in its file: errors name it, and its globals count.
+    cls: Any = type(name, (StepFunction,), {"__module__": plain.__module__})
+    return cls(function, {**stateless, **found})
 
 
-def _class_of(function: Callable[..., Any]) -> type[StepFunction]:
-    """A class by the name of the function, in its file: errors name it, and its globals count."""
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return StepFunction.forward(self, *args, **kwargs)
-
-    bound = inspect.signature(function.forward if isinstance(function, nn.Module) else function)
-    this = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    rest = [
-        each.replace(kind=inspect.Parameter.KEYWORD_ONLY) if each.name == "self" else each
-        for each in bound.parameters.values()
-    ]
-    forward.__signature__ = bound.replace(parameters=[this, *rest])  # pyright: ignore[reportFunctionMemberAccess]
-    named: Any = function.func if isinstance(function, functools.partial) else function
-    name = getattr(named, "__name__", type(function).__name__)
-    members = {"forward": forward, "__module__": named.__module__, "__doc__": named.__doc__}
-    return type(name, (StepFunction,), members)
-
-
-def _is_of_object(modules: Modules) -> bool:
-    """Whether modules are given by names of attributes, or as the object that a method is of."""
-    is_listed = isinstance(modules, list | tuple)
-    return (
-        modules is None
-        or isinstance(modules, str)
-        or (is_listed and any(isinstance(each, str) for each in modules))
-    )
-
-
-def _check(name: str, module: Any) -> None:
-    if not isinstance(module, nn.Module):
-        msg = (
-            f"modules has {name}, a {type(module).__name__}, and no nn.Module. A parameter stands "
-            "in a module, by which the function reads it."
-        )
-        raise InvalidArgumentError(msg)
-    if any("_wrapped" in vars(each) for each in module.modules()):
-        msg = f"modules has {name}, which is planned already. Give the plain one, {name}.original."
-        raise InvalidArgumentError(msg)
+def _listed(modules: Modules) -> list[Any]:
+    if isinstance(modules, nn.Module | str):
+        return [modules]
+    return [] if modules is None or isinstance(modules, Mapping) else list(modules)
 
 
 def _scope(function: Callable[..., Any]) -> dict[str, Any]:
     """What a function finds by a name: closures, globals, attributes of its object."""
     owner = getattr(function, "__self__", None)
-    own = dict(owner.named_children()) if isinstance(owner, nn.Module) else {}
-    own |= {name: each for name, each in getattr(owner, "__dict__", {}).items() if name[:1] != "_"}
+    own = dict(getattr(owner, "__dict__", {}))
+    own |= owner.named_children() if isinstance(owner, nn.Module) else {}
     try:
         found = inspect.getclosurevars(function)
     except (TypeError, ValueError):  # no function, or a cell without a value
         return own
     return {**found.globals, **found.nonlocals, **own}
-
-
-def _names_in_scope(function: Callable[..., Any]) -> dict[int, str]:
-    return {id(value): name for name, value in _scope(function).items()}

@@ -29,15 +29,17 @@ class Deferred:
         read: the method of the tensor.
         tensor: of the trace.
         number_of: gives the number; raises if it is not known.
+        is_delivered: whether it is among what each step leaves behind.
     """
 
-    __slots__ = ("__weakref__", "number_of", "read", "tensor")
+    __slots__ = ("__weakref__", "is_delivered", "number_of", "read", "tensor")
 
     def __init__(
         self, read: Callable[..., Any], tensor: torch.Tensor, number_of: Callable[..., Any]
     ) -> None:
         """Takes the attributes."""
         self.read, self.tensor, self.number_of = read, tensor, number_of
+        self.is_delivered = False
 
 
 def _set_methods() -> None:

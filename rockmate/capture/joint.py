@@ -180,8 +180,10 @@ def _captured_with_values(
                 raise UnknownValueError(msg) from error
             made = partial(make, sample=values)
             rest = tensors, untraced, keeps_checkpoints
-            with contextlib.suppress(InvalidSampleError, UnsupportedModelError):
+            try:
                 return _captured(model, partial(made, defers=True), *rest)
+            except (InvalidSampleError, UnsupportedModelError) as error:
+                logger.debug("no number is deferred: %s", error)
             return _captured(model, made, *rest)
 
 
@@ -231,7 +233,8 @@ def _captured(
             '%s; pass differentiable="all" if they are part of your loss', forward.notice
         )
     attributes, joint, forward = attributes_left(model, joint, forward, trace)
-    forward.reader.refuse_escaped()
+    if forward.has_escaped or forward.reader.has_escaped(also_delivered=True):
+        raise UnknownValueError("a number that is read goes where no plan brings it")
     outer = values_read_by(model, functions.met) if functions.met else outside
     attributes = attributes.also_reading(outer) if outer else attributes
     return replace(_with_roles(joint, forward, wrappings), attributes=attributes)

@@ -165,12 +165,15 @@ class ValueReader:
         self._deferred.append(weakref.ref(result))
         return result
 
-    def refuse_escaped(self) -> None:
-        """Raises if a number is held where no plan brings it, as in a queue."""
-        if any(each() is not None for each in self._deferred):
-            gc.collect()
-        if any(each() is not None for each in self._deferred):
-            raise UnknownValueError("a number goes to other code")
+    def has_escaped(self, *, also_delivered: bool) -> bool:
+        """Whether a number is held where no plan brings it, as in a queue."""
+
+        def is_held() -> bool:
+            found = [each() for each in self._deferred]
+            held = [each for each in found if each is not None]
+            return any(also_delivered or not each.is_delivered for each in held)
+
+        return is_held() and gc.collect() >= 0 and is_held()
 
     def _number_of(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
         self._defers, defers = False, self._defers

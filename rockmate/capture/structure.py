@@ -208,6 +208,7 @@ class _Flattening:
         if isinstance(leaf, Deferred):
             if self._within:
                 raise self._refusal(leaf)
+            leaf.is_delivered = True
             return replace(self._slot(leaf.tensor), read=leaf.read)
         constant = constant_of(leaf)
         if constant is not None and (self._takes_objects or is_plain(leaf)):

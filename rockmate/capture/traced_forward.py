@@ -5,6 +5,7 @@ It leaves the model's attributes as they were, and tells what it did to them.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -109,6 +110,7 @@ class TracedForward(nn.Module):
         non_differentiable_outputs: indices of those with a gradient in eager and none in the graph.
         carried_outputs: for the index of a carried tensor its attribute.
         reader: reads values of tensors.
+        has_escaped: whether a number is held where no plan brings it.
         read_values: those that it has read.
         held: tensors in attributes of the model's tensors, which are inputs of the trace.
         log: what it does with containers at the places of `logs`.
@@ -152,7 +154,7 @@ class TracedForward(nn.Module):
         self._sample, self._defers, self._outside, self._logs = sample, defers, outside, logs
         self.log, self.writes = WriteLog(), list[Write]()
         self.changed_outside: list[Place] = []
-        self.reader = ValueReader(defers=defers)
+        self.reader, self.has_escaped = ValueReader(defers=defers), False
         self.notice = ""
         self.held = HeldTensors(model)
         for name, tensor in self.held.tensors.items():
@@ -164,6 +166,9 @@ class TracedForward(nn.Module):
         self.held.put(dict(self.named_buffers(recurse=False)))
         buffers = _buffers_by_place(self.model)
         before = AttributeState(self.model)
+        for place in self._logs:
+            if not isinstance(place.owner, types.ModuleType):
+                before.save(place.owner)  # as it is without what stands in its place
         outside = [snapshot(place.value()) for place in self._outside]
         self.reader, self.log = ValueReader(defers=self._defers), WriteLog()
         try:
@@ -190,6 +195,7 @@ class TracedForward(nn.Module):
                 )
                 raise NothingToTrainError(msg)
             self._add_attributes(flat, {id(tensor) for tensor in tensors})
+            self.has_escaped = self.reader.has_escaped(also_delivered=False)
             if self.memory_format == "channels_last":
                 flat = list(map(contiguous, flat))
         finally:

@@ -100,7 +100,7 @@ def _writing(base: type, name: str) -> Callable[..., Any]:
         is_deferred = name in _OF_MANY and isinstance(args[0], Deferred)
         if name in _OF_MANY and not is_deferred:
             args = (list(args[0]),)  # an iterator can be read once
-        elif kwargs:
+        elif name in ("update", "__ior__"):
             args = (dict(*args, **kwargs),)
         log.writes.append((Write(place, path, name), args))
         if any(type(each) in _CLASSES.values() for each in args):
@@ -108,7 +108,11 @@ def _writing(base: type, name: str) -> Callable[..., Any]:
         if name == "setdefault":
             own(self, *args)
             return _item(base, self, args[0])
-        self.inner.clear()
+        if name == "__setitem__":
+            self.inner.pop(args[0], None)
+        elif name in ("update", "__ior__"):
+            for key in args[0]:
+                self.inner.pop(key, None)
         result = None if is_deferred else own(self, *args)
         return self if name in ("__iadd__", "__ior__") else result
 

@@ -108,13 +108,22 @@ def _plans_loss(trainer: Trainer, options: Mapping[str, Any]) -> bool:
     return (
         options.get("mode") != "frames"
         and trainer.args.world_size == 1
-        and "fused_lm_head" not in inspect.signature(trainer.model.forward).parameters
+        and not _has_fused_head(trainer)
         and (
             trainer.compute_loss_func is not None
             or trainer.label_smoother is not None
             or getattr(trainer.compute_loss, "__func__", None) is not Trainer.compute_loss
         )
     )
+
+
+def _has_fused_head(trainer: Trainer) -> bool:
+    """Whether the loss is of log-probabilities, which TRL has the model's forward compute."""
+    cls = next(each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
+    try:
+        return "fused_lm_head" in inspect.getsource(cls)
+    except OSError:  # a class without a file
+        return False
 
 
 def _planned_loss(trainer: Trainer, module: RockmateModule, options: dict[str, Any]) -> PlannedStep:
@@ -125,6 +134,9 @@ def _planned_loss(trainer: Trainer, module: RockmateModule, options: dict[str, A
     options = {**options, "mode": "plan", "differentiable": "loss"}
     step = PlannedStep(partial(_loss, compute_loss, model), modules, None, options)
     step.plan_first_at(partial(largest_call, trainer))
+    step.refuse_many_plans()
+    for name in modules.keys() & {"teacher_model", "ref_model"}:
+        modules[name].eval()  # as their first step does
     is_planned = True
 
     def planned(given: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:

@@ -165,7 +165,7 @@ def step_module(function: Callable[..., Any], modules: Modules) -> StepFunction:
     own = {name: each for name, each in scope.items() if isinstance(each, nn.Module)}
     stateless = {name: each for name, each in own.items() if not each.state_dict()}
     # A class by the name of the function, in its file: errors name it, and its globals count.
-    cls: Any = type(name, (StepFunction,), {"__module__": plain.__module__})
+    cls: Any = type(name, (StepFunction,), {"__module__": plain.__module__ or __name__})
     return cls(function, {**stateless, **found})
 
 

@@ -7,19 +7,20 @@ nothing asks for it, it is put where the forward puts it, after each planned for
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-_OF_TWO = (
-    "add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lt", "le", "gt", "ge", "eq", "ne",
-)  # fmt: skip
-_OF_NUMBER = (
-    "neg", "pos", "abs", "bool", "float", "int", "index", "str", "repr", "format", "hash", "round",
-    "complex", "trunc", "floor", "ceil", "len", "iter", "getitem", "contains", "reduce_ex",
-)  # fmt: skip
+_OF_ALL = frozenset((
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__", "__str__",
+    "__format__", "__reduce_ex__",
+))  # fmt: skip
+
+
+def methods_of(*kinds: type) -> set[str]:
+    """Names of the methods of classes that tell something of an object's value."""
+    return {*_OF_ALL, *(name for kind in kinds for name in dir(kind) if not hasattr(object, name))}
 
 
 class Deferred:
@@ -42,20 +43,9 @@ class Deferred:
         self.is_delivered = False
 
 
-def _set_methods() -> None:
-    def number(deferred: Deferred) -> Any:
-        return deferred.number_of(deferred.read, deferred.tensor)
-
-    def set_method(name: str, method: Callable[..., Any]) -> None:
-        setattr(Deferred, f"__{name}__", method)
-
-    for name in _OF_TWO:
-        function = getattr(operator, name)
-        set_method(name, lambda one, two, function=function: function(number(one), two))
-        set_method(f"r{name}", lambda one, two, function=function: function(two, number(one)))
-    for name in _OF_NUMBER:
-        name = f"__{name}__"
-        set_method(name[2:-2], lambda one, *args, name=name: getattr(number(one), name)(*args))
+def _needing(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.number_of(self.read, self.tensor), name)(*args)
 
 
-_set_methods()
+for _name in methods_of(bool, int, float, list):
+    setattr(Deferred, _name, _needing(_name))

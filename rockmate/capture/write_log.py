@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rockmate.capture.attribute_access import Place
-from rockmate.capture.deferred_values import Deferred
+from rockmate.capture.deferred_values import Deferred, methods_of
 
 _OF_MANY = ("extend", "extendleft", "__iadd__")
 _WRITES = {
@@ -22,10 +22,6 @@ _WRITES = {
     deque: ("append", "appendleft", *_OF_MANY),
     dict: ("__setitem__", "update", "setdefault", "__ior__"),
 }
-_OF_OBJECTS = frozenset((
-    "__class__", "__new__", "__init__", "__getattribute__", "__setattr__", "__delattr__", "__dir__",
-    "__doc__", "__init_subclass__", "__subclasshook__", "__class_getitem__", "__missing__",
-))  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +147,9 @@ def _missing(container: Any, key: Any) -> Any:
 def _class(base: type) -> Any:
     """A subclass whose methods note what they do."""
     writes = next(_WRITES[each] for each in _WRITES if issubclass(base, each))
-    names = [name for name in dir(base) if name not in _OF_OBJECTS]
     members = {
         name: _writing(base, name) if name in writes else _reading(getattr(base, name))
-        for name in names
+        for name in methods_of(base)
         if callable(getattr(base, name))
     }
     members["__getitem__"] = lambda self, key: _item(base, self, key)

@@ -144,8 +144,9 @@ def _planned_loss(trainer: Trainer, module: RockmateModule, options: dict[str, A
         if return_outputs or not (model.training and torch.is_grad_enabled()):
             return compute_loss(given, inputs, return_outputs, **keywords)
         if is_planned:
+            read = {key: each for key, each in inputs.items() if not _is_text(each)}
             try:
-                return step(inputs, **keywords)
+                return step(read, **keywords)
             except (UnsupportedModelError, InvalidSampleError, TrialError) as error:
                 is_planned = False
                 logger.warning("the model alone is planned, not what computes the loss: %s", error)
@@ -153,6 +154,11 @@ def _planned_loss(trainer: Trainer, module: RockmateModule, options: dict[str, A
 
     trainer.compute_loss = planned
     return step
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a part of a batch is text, for each of which there would be a plan."""
+    return isinstance(value, list) and any(isinstance(each, str) for each in value)
 
 
 def _loss(compute_loss: Any, model: nn.Module, inputs: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The page of steps that are functions."""
+"""The page of steps that are functions: each, tiny, has eager's bits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from argparse import Namespace
 import pytest
 
 from bench.machine import machine_record
-from bench.steps import measured, page
+from bench.steps import CASES, measured, page
 
 
-@pytest.mark.parametrize("name", ["wgan_gp", "forces"])
+@pytest.mark.parametrize("name", CASES)
 def test_a_tiny_step(name: str) -> None:
     (found,) = measured(name, Namespace(tiny=True, rounds=1))
     assert found["is_same"]

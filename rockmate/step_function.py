@@ -104,7 +104,7 @@ class PlannedMethod:
         self, function: types.FunctionType, modules: Modules, options: dict[str, Any]
     ) -> None:
         """Plans nothing yet; arguments are those of `plan_step`."""
-        self._function, self._modules, self._options = function, modules, options
+        self._function, self._given, self._options = function, modules, options
         self._name = function.__name__
         functools.update_wrapper(self, function)
 
@@ -115,7 +115,7 @@ class PlannedMethod:
         """The planned step of an object, which the object holds."""
         if instance is None:
             return self
-        step = PlannedStep(self._function.__get__(instance), self._modules, None, self._options)
+        step = PlannedStep(self._function.__get__(instance), self._given, None, self._options)
         return vars(instance).setdefault(self._name, step)
 
     def __call__(self, *_: Any, **__: Any) -> Any:

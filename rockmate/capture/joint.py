@@ -178,12 +178,9 @@ def _captured_with_values(
             if any(each.is_meta for each in values.inputs):
                 msg = f"{error} The sample is on the meta device: one on the CPU has the values."
                 raise UnknownValueError(msg) from error
-            made = partial(make, sample=values)
-            rest = tensors, untraced, keeps_checkpoints
-            try:
+            made, rest = partial(make, sample=values), (tensors, untraced, keeps_checkpoints)
+            with contextlib.suppress(InvalidSampleError, UnsupportedModelError):
                 return _captured(model, partial(made, defers=True), *rest)
-            except (InvalidSampleError, UnsupportedModelError) as error:
-                logger.debug("no number is deferred: %s", error)
             return _captured(model, made, *rest)
 
 

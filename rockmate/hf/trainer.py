@@ -50,10 +50,8 @@ def wrap_trainer(
 
     - With `memory_limit`, the optimizer is that of the trainer's arguments.
     - If the trainer reads only the loss in training, the planned forward returns the loss alone.
-    - If the trainer computes its loss from other outputs, that is planned, too: with all modules
-      that are attributes of the trainer, as teachers. What it logs is logged as without a plan.
-    - If TRL has given the model a head that computes log-probabilities, or in a process group, the
-      model alone is planned, and all of its outputs are differentiable.
+    - If the trainer computes its loss from other outputs, that is planned, too, with teachers; or,
+      in a process group or where the model computes log-probabilities for TRL, the model alone.
     - Where no schedule fits, the smallest peak is taken. Without a graph, frames keep the budget.
 
     A trainer that replaces the model's `forward` (TRL's do) must do so first.
@@ -71,8 +69,7 @@ def wrap_trainer(
         **options: as for `RockmateModule`, as `outputs="all"`, `on_infeasible="error"`, `mode`.
 
     Returns:
-        The module, which now is `trainer.model`; or the planned step, where the trainer computes
-        the loss, which has a `plan`, too.
+        The module, which now is `trainer.model`; or the step, where the loss is planned.
 
     Raises:
         InvalidArgumentError: the trainer has no model; or `buckets` are given for one that takes no
@@ -93,12 +90,11 @@ def wrap_trainer(
     if fit is not None:
         _fit(trainer, fit, memory_limit, options)
     module.plan_first_at(partial(largest_call, trainer))
-    result: RockmateModule | PlannedStep = module
-    if _plans_loss(trainer, options):
-        bound = {"budget": budget, "memory_limit": memory_limit}
-        result = _planned_loss(trainer, module, {**options, **bound})
+    bound = {"budget": budget, "memory_limit": memory_limit}
+    plans_loss = _plans_loss(trainer, options)
+    step = _planned_loss(trainer, module, {**options, **bound}) if plans_loss else module
     trainer.model = trainer.model_wrapped = module
-    return result
+    return step
 
 
 def _plans_loss(trainer: Trainer, options: Mapping[str, Any]) -> bool:

@@ -44,7 +44,7 @@ def text(first: int, number: int) -> str:
 def rows_for(kind: str) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for at in range(NUM_ROWS):
-        prompt, good, bad = text(at, 3), " " + text(at + 5, 4 + at % 2), " " + text(at + 7, 5)
+        prompt, good, bad = text(at, 3), " " + text(at + 5, 5), " " + text(at + 7, 5)
         match kind:
             case "SFT":
                 rows.append({"text": prompt + good})

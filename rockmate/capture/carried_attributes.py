@@ -40,7 +40,11 @@ def attributes_left(
             joint, forward, trace = joint_of_logged, logging, logged
             break
         places = [place for place in places if place.key not in logging.log.read]
-    return _forward_attributes(model, joint, forward, trace), joint, forward
+    attributes = _forward_attributes(model, joint, forward, trace)
+    if forward.has_escaped or forward.reader.has_escaped(also_delivered=True):
+        msg = "a number that the forward reads goes where no plan brings it"
+        raise UnsupportedModelError(msg)
+    return attributes, joint, forward
 
 
 def _forward_attributes(

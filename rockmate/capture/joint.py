@@ -62,7 +62,6 @@ from rockmate.capture.trace_state import (
 )
 from rockmate.capture.traced_forward import RUNS_FIRST, ModuleReplacedError, TracedForward
 from rockmate.capture.wrapping import Wrapping
-from rockmate.capture.write_log import can_watch
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
@@ -196,7 +195,7 @@ def _captured(
     is_elsewhere = any(map(is_fake, (*tensors, *model.parameters())))  # it cannot run
     functions = ForeignFunctions(are_recorded=is_elsewhere)
     outside = values_read_by(model, ())
-    make = partial(make, outside=[place for place in outside if can_watch(place.value())])
+    make = partial(make, outside=outside)
 
     def trace(logs: Sequence[Place] = ()) -> tuple[fx.GraphModule, TracedForward]:
         # Hooks put tensors into dictionaries of the script, where those of a trace are no use.
@@ -230,8 +229,6 @@ def _captured(
             '%s; pass differentiable="all" if they are part of your loss', forward.notice
         )
     attributes, joint, forward = attributes_left(model, joint, forward, trace)
-    if forward.has_escaped or forward.reader.has_escaped(also_delivered=True):
-        raise UnknownValueError("a number that is read goes where no plan brings it")
     outer = values_read_by(model, functions.met) if functions.met else outside
     attributes = attributes.also_reading(outer) if outer else attributes
     return replace(_with_roles(joint, forward, wrappings), attributes=attributes)

@@ -24,7 +24,7 @@ from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
 from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
 from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import no_gradient_retained, no_random_state_set
-from rockmate.capture.write_log import Write, WriteLog
+from rockmate.capture.write_log import Write, WriteLog, can_watch
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
 from rockmate.state.objects import ABSENT
 
@@ -151,7 +151,8 @@ class TracedForward(nn.Module):
         self.non_differentiable_outputs: tuple[int, ...] = ()
         self.carried_outputs: dict[int, Place] = {}
         self.read_values = NO_VALUES
-        self._sample, self._defers, self._outside, self._logs = sample, defers, outside, logs
+        self._sample, self._defers, self._logs = sample, defers, logs
+        self._outside = [place for place in outside if can_watch(place.value())]
         self.log, self.writes = WriteLog(), list[Write]()
         self.changed_outside: list[Place] = []
         self.reader, self.has_escaped = ValueReader(defers=defers), False

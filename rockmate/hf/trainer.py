@@ -45,8 +45,7 @@ def wrap_trainer(
     """Plans the training step of a trainer that has not started.
 
     The plan is made at the first batch, for the longest of 1,024 rows of the training set.
-    `RockmateModule(model, budget=budget)` as the trainer's `model` does nearly the same. Here the
-    options follow the trainer:
+    `RockmateModule` as the trainer's `model` does nearly the same. Options follow the trainer:
 
     - With `memory_limit`, the optimizer is that of the trainer's arguments.
     - If the trainer reads only the loss in training, the planned forward returns the loss alone.
@@ -90,11 +89,9 @@ def wrap_trainer(
     if fit is not None:
         _fit(trainer, fit, memory_limit, options)
     module.plan_first_at(partial(largest_call, trainer))
-    bound = {"budget": budget, "memory_limit": memory_limit}
-    plans_loss = _plans_loss(trainer, options)
-    step = _planned_loss(trainer, module, {**options, **bound}) if plans_loss else module
+    options |= {"budget": budget, "memory_limit": memory_limit}
     trainer.model = trainer.model_wrapped = module
-    return step
+    return _planned_loss(trainer, module, options)
 
 
 def _plans_loss(trainer: Trainer, options: Mapping[str, Any]) -> bool:
@@ -122,8 +119,12 @@ def _has_fused_head(trainer: Trainer) -> bool:
         return False
 
 
-def _planned_loss(trainer: Trainer, module: RockmateModule, options: dict[str, Any]) -> PlannedStep:
+def _planned_loss(
+    trainer: Trainer, module: RockmateModule, options: dict[str, Any]
+) -> PlannedStep | RockmateModule:
     """Has `compute_loss` of a trainer planned in training; where it cannot be, the model alone."""
+    if not _plans_loss(trainer, options):
+        return module
     compute_loss, model = trainer.compute_loss, module.original
     attributes = {**vars(trainer), "model": model, "model_wrapped": None}
     modules = {name: each for name, each in attributes.items() if isinstance(each, nn.Module)}

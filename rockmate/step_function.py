@@ -153,9 +153,7 @@ def step_module(function: Callable[..., Any], modules: Modules) -> StepFunction:
     scope = _scope(function)
     names = {id(value): name for name, value in scope.items()}
     given = [scope.get(each, each) if isinstance(each, str) else each for each in _listed(modules)]
-    found: dict[str, Any] = {
-        names.get(id(each), f"module_{at}"): each for at, each in enumerate(given)
-    }
+    found: Any = {names.get(id(each), f"module_{at}"): each for at, each in enumerate(given)}
     found = dict(modules) if isinstance(modules, Mapping) else found or {"module": owner}
     for path, module in found.items():
         require_module(module)

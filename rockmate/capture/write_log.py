@@ -91,7 +91,8 @@ def _note_read(container: Any) -> None:
 def _writing(base: type, name: str) -> Callable[..., Any]:
     own = getattr(base, name)
 
-    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def write(self: Any, *given: Any, **kwargs: Any) -> Any:
+        args: Any = given
         place, path, log = self.noted
         is_deferred = name in _OF_MANY and isinstance(args[0], Deferred)
         if name in _OF_MANY and not is_deferred:

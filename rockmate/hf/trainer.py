@@ -149,7 +149,7 @@ def _planned_loss(
                 logger.warning("the model alone is planned, not what computes the loss: %s", error)
         return compute_loss(module, inputs, **keywords)
 
-    trainer.compute_loss = planned
+    trainer.compute_loss = planned  # pyright: ignore[reportAttributeAccessIssue]
     return step
 
 

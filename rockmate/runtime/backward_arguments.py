@@ -122,7 +122,7 @@ def refuse_unsupported(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Non
             f"have. Use the plain model for it{ctx.runner.way_out}, or plan the step as a function "
             "that takes the derivative itself, of the plain model:\n"
             "  def loss_fn(x): return grad(model(x).sum(), x, create_graph=True)[0].norm()\n"
-            "  step = rockmate.plan_step(loss_fn, [model], budget=0.6)\n"
+            "  step = rockmate.plan_step(loss_fn, [model], budget=0.8)\n"
             "  step(x).backward()"
         )
         raise BackwardError(msg)

@@ -94,19 +94,14 @@ def wrap_trainer(
     return _planned_loss(trainer, module, options)
 
 
-def _plans_loss(trainer: Trainer, options: Mapping[str, Any]) -> bool:
-    """Whether the loss is computed of the outputs by what the trainer does, and can be planned."""
+def _computes_loss(trainer: Trainer) -> bool:
+    """Whether the loss is computed of outputs by what the trainer does, and not by the model."""
     from transformers import Trainer
 
     return (
-        options.get("mode") != "frames"
-        and trainer.args.world_size == 1
-        and not _has_fused_head(trainer)
-        and (
-            trainer.compute_loss_func is not None
-            or trainer.label_smoother is not None
-            or getattr(trainer.compute_loss, "__func__", None) is not Trainer.compute_loss
-        )
+        trainer.compute_loss_func is not None
+        or trainer.label_smoother is not None
+        or getattr(trainer.compute_loss, "__func__", None) is not Trainer.compute_loss
     )
 
 
@@ -123,7 +118,8 @@ def _planned_loss(
     trainer: Trainer, module: RockmateModule, options: dict[str, Any]
 ) -> PlannedStep | RockmateModule:
     """Has `compute_loss` of a trainer planned in training; where it cannot be, the model alone."""
-    if not _plans_loss(trainer, options):
+    is_alone = trainer.args.world_size > 1 or options.get("mode") == "frames"
+    if is_alone or not _computes_loss(trainer) or _has_fused_head(trainer):
         return module
     compute_loss, model = trainer.compute_loss, module.original
     attributes = {**vars(trainer), "model": model, "model_wrapped": None}
@@ -245,11 +241,7 @@ def _reads_outputs(trainer: Trainer) -> bool:
 
     model = trainer.model
     return (
-        trainer.compute_loss_func is not None
-        or trainer.label_smoother is not None
-        or any(
-            getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name)
-            for name in ("compute_loss", "training_step")
-        )
+        _computes_loss(trainer)
+        or getattr(trainer.training_step, "__func__", None) is not Trainer.training_step
         or (model is not None and bool(forward_hooks(model)))
     )

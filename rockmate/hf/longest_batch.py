@@ -66,7 +66,8 @@ def _longest_batch(trainer: Trainer, named: Mapping[str, Any]) -> Mapping[str, A
         if not rows:
             return {}
         batch_size = loader.batch_size or trainer.args.train_batch_size
-        return loader.collate_fn(rows[:batch_size])
+        batch = loader.collate_fn(rows[:batch_size])
+        return batch if isinstance(batch, Mapping) else {}  # rows as they are, in GRPO's
 
 
 def longest_rows(dataset: Any, named: Container[str] | None = None) -> list[Any]:

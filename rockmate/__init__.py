@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from rockmate.planning.strategies import STRATEGIES
     from rockmate.sharding.fully_shard import fully_shard
     from rockmate.sharding.simulated import simulated_ranks
+    from rockmate.step_function import PlannedStep, plan_step
 
 __version__ = "0.1.0"
 
@@ -93,6 +94,7 @@ __all__ = [
     "PlanFileError",
     "PlanMismatchError",
     "PlanOptions",
+    "PlannedStep",
     "Planner",
     "RockmateError",
     "RockmateModule",
@@ -109,6 +111,7 @@ __all__ = [
     "fit",
     "fully_shard",
     "name",
+    "plan_step",
     "planned_graphs",
     "recompute",
     "register_opaque",
@@ -149,6 +152,8 @@ _LAZY_NAMES = {
     "wrap_trainer": "rockmate.hf.trainer",
     "fully_shard": "rockmate.sharding.fully_shard",
     "simulated_ranks": "rockmate.sharding.simulated",
+    "PlannedStep": "rockmate.step_function",
+    "plan_step": "rockmate.step_function",
     "sweep": "rockmate.curves.sweep_run",
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -50,10 +50,9 @@ from rockmate.runtime.wrapper import (
 from rockmate.trial.steps import TrialOption
 
 if TYPE_CHECKING:
-    from rockmate.capture.signature import CallSignature
     from rockmate.frames.runner import FrameRunner
     from rockmate.plan.plan import Plan
-    from rockmate.plan_cache import Beyond, PlanCache
+    from rockmate.plan_cache import PlanCache
     from rockmate.runtime.program import PlannedCall
 
 logger = logging.getLogger(__name__)
@@ -299,13 +298,10 @@ class RockmateModule(Wrapper):
         """Whether there is a plan. Without a sample, the first training call makes it."""
         return bool(self._plans.runnables)
 
-    def plan_first_at(self, largest: Callable[[CallSignature], CallSignature]) -> None:
-        """Without a sample: plans first for what `largest` makes of the first call's sizes."""
-        self._plans.largest = largest
-
-    def let_in_flight(self, beyond: Beyond) -> None:
-        """What becomes of forwards that pass the budget with those in flight."""
-        self._plans.beyond_in_flight = beyond
+    @property
+    def plan_cache(self) -> PlanCache:
+        """The plans of all calls, and what becomes of a call that none of them serves."""
+        return self._plans
 
     @ForwardOfModel
     def forward(self, *args: Any, **kwargs: Any) -> Any:

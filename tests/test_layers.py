@@ -37,6 +37,7 @@ ORDER = (
     "plan_cache",
     "frames",
     "module",
+    "step_function",
     "planner",
     "dynamo",
     "curves",

@@ -13,6 +13,7 @@ way to see a read.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import threading
@@ -70,7 +71,9 @@ class Place:
 
     def put(self, value: Any) -> None:
         """Has `value` stand there."""
-        if value is ABSENT:
+        if isinstance(self.owner, types.CellType):
+            self.owner.cell_contents = value
+        elif value is ABSENT:
             vars(self.owner).pop(self.name, None)
         else:
             vars(self.owner)[self.name] = value
@@ -239,6 +242,9 @@ class _Recorder:
 
     def _reach(self, value: Any) -> None:
         """Has the attributes of an object recorded that the forward has read, and of its items."""
+        if isinstance(value, functools.partial):
+            value = (value.func, *value.args)
+        value = getattr(value, "__self__", value) if callable(value) else value  # of a method
         if id(value) in self._accesses.owners:
             return
         if is_container(value) or isinstance(value, tuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,17 +11,43 @@ from torch import fx, nn
 
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.attribute_values import is_container, snapshot, traced_in
+from rockmate.capture.deferred_values import Deferred
 from rockmate.capture.diagnose import advice_to_leave
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.huggingface import is_switched_off
 from rockmate.capture.traced_forward import TracedForward
+from rockmate.capture.write_log import can_watch
 from rockmate.errors import UnsupportedModelError
 from rockmate.state.objects import ABSENT
 
-_Trace = Callable[[], tuple[fx.GraphModule, TracedForward]]
+_Trace = Callable[..., tuple[fx.GraphModule, TracedForward]]
 
 
-def forward_attributes(
+def attributes_left(
+    model: nn.Module, joint: fx.GraphModule, forward: TracedForward, trace: _Trace
+) -> tuple[ForwardAttributes, fx.GraphModule, TracedForward]:
+    """What a forward has to do with attributes, and the trace that shows it.
+
+    Containers that it changes may be ones that it only writes to: a further trace tells. Args and
+    errors are those of `_forward_attributes`.
+    """
+    places = [*(place for place, _ in forward.left.carried), *forward.changed_outside]
+    places = [place for place in places if can_watch(place.value())]
+    while places:
+        logged = partial(trace, places)
+        joint_of_logged, logging = logged()
+        if not logging.log.read:
+            joint, forward, trace = joint_of_logged, logging, logged
+            break
+        places = [place for place in places if place.key not in logging.log.read]
+    attributes = _forward_attributes(model, joint, forward, trace)
+    if forward.has_escaped or forward.reader.has_escaped(also_delivered=True):
+        msg = "a number that the forward reads goes where no plan brings it"
+        raise UnsupportedModelError(msg)
+    return attributes, joint, forward
+
+
+def _forward_attributes(
     model: nn.Module,
     joint: fx.GraphModule,
     forward: TracedForward,
@@ -43,12 +70,13 @@ def forward_attributes(
     """
     _refuse_carried_tensors(model, joint, forward)
     of_tensors = {place.key for place in forward.carried_outputs.values()}
+    written = {write.place.key for write in forward.writes}
     settled = [pair for pair in forward.left.carried if pair[0].key not in of_tensors]
     is_same = _is_same_later(model, joint, forward, settled, trace) if settled else True
     read = [
         place
         for key, place in forward.left.accesses.reads.items()
-        if key not in of_tensors and not is_switched_off(place.owner, place.name)
+        if key not in of_tensors | written and not is_switched_off(place.owner, place.name)
     ]
     accepted: dict[Any, tuple[Any, ...]] = {place.key: (snapshot(place.value()),) for place in read}
     for place, value in settled if is_same else ():
@@ -60,6 +88,7 @@ def forward_attributes(
         accepted=tuple(accepted[place.key] for place in read),
         assigned=tuple(forward.assigned),
         tables=tuple(place for place, _ in forward.left.carried if place.key in of_tensors),
+        writes=tuple(forward.writes),
         values=forward.assigned_structure,
         fixed=(*forward.fixed, *settled),
     )
@@ -79,7 +108,7 @@ def _is_same_later(
         joint: its joint graph in the first call.
         forward: the forward that the graph was traced from.
         settled: attributes that the first call reads and changes, with the values that it leaves.
-        trace: see `forward_attributes`.
+        trace: see `_forward_attributes`.
 
     Raises:
         UnsupportedModelError: the second call changes such an attribute again.
@@ -151,6 +180,8 @@ def _carried_error(model: nn.Module, place: Place, after: Any) -> UnsupportedMod
 
 
 def _short(value: Any) -> str:
+    if isinstance(value, Deferred):
+        return "a number that it computes"
     if isinstance(value, torch.Tensor):
         return "a tensor"
     return f"a {type(value).__name__} with tensors" if traced_in(value) else f"{value!r:.60}"

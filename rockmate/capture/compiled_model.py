@@ -43,8 +43,8 @@ def require_module(model: Any) -> None:
     elif not callable(model):
         advice = "give one."
     else:
-        advice = "a function can be the forward of one, or be compiled: "
-        advice += 'torch.compile(function, backend="rockmate", options={"budget": 0.7}).'
+        advice = "a function is planned by "
+        advice += "rockmate.plan_step(function, modules=[...], budget=0.7)."
     kind = f"{reprlib.repr(model)}, a {type(model).__name__}"
     raise InvalidArgumentError(f"the model is {kind}, and no nn.Module; {advice}")
 

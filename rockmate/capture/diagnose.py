@@ -48,7 +48,8 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
         msg = (
             f"{type(model).__name__} cannot be captured as one graph: its forward reads the value "
             f"of a tensor{where}. Control flow or shapes that depend on data have no single "
-            "schedule; replace it by a tensor operation, "
+            "schedule; replace it by a tensor operation (or return, assign or append what is only "
+            "logged, by `.item()`), "
             f"or{advice_to_leave(model, path)}.{_layerdrop_advice(model, path)} ({text})"
         )
         return UnknownValueError(msg)
@@ -56,7 +57,8 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
         msg = (
             f"{type(model).__name__} uses a tensor that is neither parameter, buffer nor "
             f"input{where}, typically an attribute. Register it with "
-            "register_buffer(name, tensor, persistent=False)."
+            "register_buffer(name, tensor, persistent=False); or, if it is of a module that a step "
+            "calls, give rockmate.plan_step that in the list of modules."
         )
         return UnsupportedModelError(msg)
     what = f"{type(error).__name__}: {text}"

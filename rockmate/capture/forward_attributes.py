@@ -19,6 +19,7 @@ from rockmate.capture.attribute_values import (
     text_of,
 )
 from rockmate.capture.structure import Structure, flatten
+from rockmate.capture.write_log import Write
 from rockmate.state.objects import ABSENT
 
 # An attribute and the snapshots of the values that a plan accepts.
@@ -34,8 +35,9 @@ class ForwardAttributes:
         accepted: for each of them, snapshots of the values that give this graph.
         assigned: attributes that the forward assigns, whatever stood there before.
         tables: attributes that its first call gives tensors which are the same in all calls.
-        values: rebuilds the values that it assigns, then the tables, from the step's output
-            tensors.
+        writes: what it does to containers that it only writes to.
+        values: rebuilds the values that it assigns, the tables, and the arguments of writes, from
+            the step's output tensors.
         fixed: attributes that it gives an object without tensors, and that object.
     """
 
@@ -43,6 +45,7 @@ class ForwardAttributes:
     accepted: tuple[tuple[Any, ...], ...] = ()
     assigned: tuple[Place, ...] = ()
     tables: tuple[Place, ...] = ()
+    writes: tuple[Write, ...] = ()
     values: Structure
     fixed: tuple[tuple[Place, Any], ...] = ()
 
@@ -56,13 +59,15 @@ class ForwardAttributes:
 
     def also_reading(self, places: Sequence[Place]) -> ForwardAttributes:
         """The same, of a graph that depends on the present values of further attributes."""
+        written = {write.place.key for write in self.writes}
+        places = [place for place in places if place.key not in written]
         accepted = tuple((snapshot(place.value()),) for place in places)
         return replace(self, read=(*self.read, *places), accepted=(*self.accepted, *accepted))
 
     @property
     def leaves_any(self) -> bool:
         """Whether the forward leaves anything behind."""
-        return bool(self.assigned or self.tables or self.fixed)
+        return bool(self.assigned or self.tables or self.fixed or self.writes)
 
     def release(self) -> None:
         """Drops values of the last call, so that they take no memory beside those of this one."""
@@ -78,7 +83,7 @@ class ForwardAttributes:
         values = self.values.rebuild(outputs)
         for place, value in zip(self.assigned, values, strict=False):
             place.put(value)
-        tables = zip(self.tables, values[len(self.assigned) :], strict=True)
+        tables = zip(self.tables, values[len(self.assigned) :], strict=False)
         for place, value in (*tables, *self.fixed):
             present = place.value()
             if isinstance(present, dict) and isinstance(value, dict):
@@ -87,6 +92,9 @@ class ForwardAttributes:
                 refill(present, value)
             else:
                 place.put(value)
+        if self.writes:
+            for write, args in zip(self.writes, values[-len(self.writes) :], strict=True):
+                write.repeat(args)
 
     def of_copy(self, memo: dict[int, Any]) -> ForwardAttributes:
         """The same attributes of a copy of the model, which `copy.deepcopy` has made."""
@@ -97,6 +105,7 @@ class ForwardAttributes:
             accepted=tuple((snapshot(place.value()),) for place in read),
             assigned=tuple(place.of_copy(memo) for place in self.assigned),
             tables=tuple(place.of_copy(memo) for place in self.tables),
+            writes=tuple(replace(write, place=write.place.of_copy(memo)) for write in self.writes),
             fixed=tuple(
                 (place.of_copy(memo), memo.get(id(value), value)) for place, value in self.fixed
             ),

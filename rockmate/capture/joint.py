@@ -33,8 +33,9 @@ from rockmate._torch.aot import (
     value_checks_as_ops,
 )
 from rockmate._torch.fake import errors_unlogged, is_fake, results_corrected
+from rockmate.capture.attribute_access import Place
 from rockmate.capture.behaviour import check_behaviour
-from rockmate.capture.carried_attributes import forward_attributes
+from rockmate.capture.carried_attributes import attributes_left
 from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoints
 from rockmate.capture.collectives import wait_for_collectives
 from rockmate.capture.compiled_model import uncompiled
@@ -176,13 +177,15 @@ def _captured_with_values(
             if any(each.is_meta for each in values.inputs):
                 msg = f"{error} The sample is on the meta device: one on the CPU has the values."
                 raise UnknownValueError(msg) from error
-            make = partial(make, sample=values)
-            return _captured(model, make, tensors, untraced, keeps_checkpoints)
+            made, rest = partial(make, sample=values), (tensors, untraced, keeps_checkpoints)
+            with contextlib.suppress(InvalidSampleError, UnsupportedModelError):
+                return _captured(model, partial(made, defers=True), *rest)
+            return _captured(model, made, *rest)
 
 
 def _captured(
     model: nn.Module,
-    make: Callable[[], TracedForward],
+    make: Callable[..., TracedForward],
     tensors: list[torch.Tensor],
     untraced: Sequence[str],
     keeps_checkpoints: bool,
@@ -191,8 +194,10 @@ def _captured(
     wrapped: list[tuple[Any, torch.Tensor]] = []
     is_elsewhere = any(map(is_fake, (*tensors, *model.parameters())))  # it cannot run
     functions = ForeignFunctions(are_recorded=is_elsewhere)
+    outside = values_read_by(model, ())
+    make = partial(make, outside=outside)
 
-    def trace() -> tuple[fx.GraphModule, TracedForward]:
+    def trace(logs: Sequence[Place] = ()) -> tuple[fx.GraphModule, TracedForward]:
         # Hooks put tensors into dictionaries of the script, where those of a trace are no use.
         with undone(model, Writes()):
             # A checkpoint would run what is opaque without gradients, unlike the trace.
@@ -204,7 +209,7 @@ def _captured(
                     untraced,
                     with_functions=functions.are_recorded and not is_elsewhere,
                 )
-            forward = make()
+            forward = make(logs=logs)
             with functions.traced():
                 joint, wrapped[:] = _traced(model, forward, tensors, calls, keeps_checkpoints)
         return joint, forward
@@ -223,8 +228,8 @@ def _captured(
         logger.warning(
             '%s; pass differentiable="all" if they are part of your loss', forward.notice
         )
-    attributes = forward_attributes(model, joint, forward, trace)
-    outer = values_read_by(model, functions.met)
+    attributes, joint, forward = attributes_left(model, joint, forward, trace)
+    outer = values_read_by(model, functions.met) if functions.met else outside
     attributes = attributes.also_reading(outer) if outer else attributes
     return replace(_with_roles(joint, forward, wrappings), attributes=attributes)
 

@@ -12,6 +12,8 @@ then have fixed shapes, and where the elements are is computed in each step.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from rockmate._torch.dispatch import OpOverload, ops_observed, outside_of_modes, schema_of
 from rockmate._torch.fake import functional_part, is_plain
 from rockmate._torch.storage import storage_id
+from rockmate.capture.deferred_values import Deferred
 from rockmate.errors import UnsupportedModelError
 
 _ITEM, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
@@ -39,6 +42,7 @@ _SIZED_BY_VALUES = {
     torch.ops.aten.unique_dim.default,
     torch.ops.aten.bincount.default,
 }
+_READS = (torch.Tensor.item, torch.Tensor.tolist)  # whose results may be deferred
 _NAMESPACES = ("aten", "prims")  # of ops that run on any values
 
 
@@ -110,8 +114,10 @@ class _Known:
 class ValueReader:
     """Answers the reads of one run of a forward, and keeps the ops that lead to them."""
 
-    def __init__(self) -> None:
-        """Begins with nothing known."""
+    def __init__(self, *, defers: bool = False) -> None:
+        """Begins with nothing known; may defer reads until their number is needed."""
+        self._defers = defers
+        self._deferred: list[weakref.ref[Deferred]] = []
         self._graph = fx.Graph()
         self._root = nn.Module()  # holds constants
         self._known: dict[int, _Known] = {}
@@ -160,6 +166,32 @@ class ValueReader:
         node = self._graph.call_function(torch.ops.aten.count_nonzero.default, (known.node,))
         self._expect(self._graph.call_function(_ITEM, (node,)), count)
         return torch.nonzero_static(mask, size=count).unbind(1)
+
+    def read(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
+        """What `func` reads of a tensor; deferred if it may be."""
+        if not self._defers or is_plain(tensor):
+            return func(tensor)
+        # As it is now: it may be changed in place.
+        result = Deferred(func, tensor.detach().clone(), self._number_of)
+        self._deferred.append(weakref.ref(result))
+        return result
+
+    def has_escaped(self, *, also_delivered: bool) -> bool:
+        """Whether a number is held where no plan brings it, as in a queue."""
+
+        def is_held() -> bool:
+            found = [each() for each in self._deferred]
+            held = [each for each in found if each is not None]
+            return any(also_delivered or not each.is_delivered for each in held)
+
+        return is_held() and gc.collect() >= 0 and is_held()
+
+    def _number_of(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
+        self._defers, defers = False, self._defers
+        try:
+            return func(tensor)
+        finally:
+            self._defers = defers
 
     def _expect(self, node: fx.Node, value: complex) -> None:
         self._reads += 1
@@ -280,7 +312,7 @@ class ValueReader:
 class _CountedMasks(TorchFunctionMode):
     """Has what depends on the number of a mask's true elements work with their indices.
 
-    It stands above autograd, so that backwards work with them, too.
+    Reads may be deferred. It stands above autograd, so that backwards work with them, too.
     """
 
     def __init__(self, reader: ValueReader) -> None:
@@ -291,6 +323,8 @@ class _CountedMasks(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _READS:
+            return self._reader.read(func, *args, **kwargs)
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             tensor, index, *value = args
             return func(tensor, self._without_masks(index), *value, **kwargs)

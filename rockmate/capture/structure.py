@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rockmate._torch import pytree
+from rockmate.capture.deferred_values import Deferred
 from rockmate.errors import UnsupportedModelError
 from rockmate.state.opened_object import (
     Constant,
@@ -32,9 +33,10 @@ _SAME = "the same tensor"
 
 @dataclass(frozen=True, slots=True)
 class _TensorSlot:
-    """Stands where tensor number `index` stood."""
+    """Stands where tensor number `index` stood, or what `read` gives of it."""
 
     index: int
+    read: Callable[[torch.Tensor], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +148,7 @@ class Structure:
         def renumbered(leaf: Any) -> Any:
             if not isinstance(leaf, _TensorSlot):
                 return leaf
-            return _TensorSlot(order.get(leaf.index, -1))
+            return replace(leaf, index=order.get(leaf.index, -1))
 
         return self._changed(renumbered)
 
@@ -203,6 +205,11 @@ class _Flattening:
     def _open(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return self._slot(leaf)
+        if isinstance(leaf, Deferred):
+            if self._within:
+                raise self._refusal(leaf)
+            leaf.is_delivered = True
+            return replace(self._slot(leaf.tensor), read=leaf.read)
         constant = constant_of(leaf)
         if constant is not None and (self._takes_objects or is_plain(leaf)):
             return constant
@@ -243,7 +250,8 @@ class _Flattening:
 
 def _restore(leaf: Any, tensors: list[Any]) -> Any:
     if isinstance(leaf, _TensorSlot):
-        return tensors[leaf.index] if leaf.index >= 0 else None
+        tensor = tensors[leaf.index] if leaf.index >= 0 else None
+        return tensor if leaf.read is None or tensor is None else leaf.read(tensor)
     if isinstance(leaf, _Opened):
         return leaf.rebuild(tensors)
     return leaf.held if isinstance(leaf, Constant) else leaf

@@ -5,6 +5,7 @@ It leaves the model's attributes as they were, and tells what it did to them.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -16,13 +17,14 @@ from torch import nn
 
 from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
-from rockmate.capture.attribute_values import copied, traced_in
+from rockmate.capture.attribute_values import copied, snapshot, traced_in
 from rockmate.capture.memory_format import contiguous, convolutions_read_channels_last
 from rockmate.capture.options import MemoryFormat
 from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
 from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
 from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import no_gradient_retained, no_random_state_set
+from rockmate.capture.write_log import Write, WriteLog, can_watch
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
 from rockmate.state.objects import ABSENT
 
@@ -107,8 +109,12 @@ class TracedForward(nn.Module):
         differentiable_outputs: indices of the outputs with a gradient.
         non_differentiable_outputs: indices of those with a gradient in eager and none in the graph.
         carried_outputs: for the index of a carried tensor its attribute.
-        read_values: values of tensors that it reads.
+        reader: reads values of tensors.
+        has_escaped: whether a number is held where no plan brings it.
+        read_values: those that it has read.
         held: tensors in attributes of the model's tensors, which are inputs of the trace.
+        log: what it does with containers at the places of `logs`.
+        changed_outside: places outside of the model with other contents behind the run.
         notice: what the user should know of the outputs.
     """
 
@@ -121,10 +127,14 @@ class TracedForward(nn.Module):
         outputs: str,
         memory_format: MemoryFormat = "as_given",
         sample: SampleValues | None = None,
+        defers: bool = False,
+        outside: Sequence[Place] = (),
+        logs: Sequence[Place] = (),
     ) -> None:
         """Takes the model and how it is called.
 
-        With a `sample`, reads of values that follow from its values are answered.
+        With a `sample`, reads of values that follow from its values are answered, or deferred.
+        Containers at the places of `logs` are only written to. What stands `outside` is looked at.
         """
         super().__init__()
         self.model = model
@@ -141,7 +151,11 @@ class TracedForward(nn.Module):
         self.non_differentiable_outputs: tuple[int, ...] = ()
         self.carried_outputs: dict[int, Place] = {}
         self.read_values = NO_VALUES
-        self._sample = sample
+        self._sample, self._defers, self._logs = sample, defers, logs
+        self._outside = [place for place in outside if can_watch(place.value())]
+        self.log, self.writes = WriteLog(), list[Write]()
+        self.changed_outside: list[Place] = []
+        self.reader, self.has_escaped = ValueReader(defers=defers), False
         self.notice = ""
         self.held = HeldTensors(model)
         for name, tensor in self.held.tensors.items():
@@ -153,6 +167,11 @@ class TracedForward(nn.Module):
         self.held.put(dict(self.named_buffers(recurse=False)))
         buffers = _buffers_by_place(self.model)
         before = AttributeState(self.model)
+        for place in self._logs:
+            if not isinstance(place.owner, types.ModuleType):
+                before.save(place.owner)  # as it is without what stands in its place
+        outside = [snapshot(place.value()) for place in self._outside]
+        self.reader, self.log = ValueReader(defers=self._defers), WriteLog()
         try:
             with (
                 self._reads_answered(tensors),
@@ -160,8 +179,11 @@ class TracedForward(nn.Module):
                 no_random_state_set(),
                 no_gradient_retained(),
                 self._channels_last(tensors),
+                self.log.noting(self._logs),
             ):
                 output = self.model(*args, **kwargs)
+            pairs = zip(self._outside, outside, strict=True)
+            self.changed_outside = [each for each, one in pairs if snapshot(each.value()) != one]
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())
             _refuse_reassigned(buffers, _buffers_by_place(self.model))
@@ -174,6 +196,7 @@ class TracedForward(nn.Module):
                 )
                 raise NothingToTrainError(msg)
             self._add_attributes(flat, {id(tensor) for tensor in tensors})
+            self.has_escaped = self.reader.has_escaped(also_delivered=False)
             if self.memory_format == "channels_last":
                 flat = list(map(contiguous, flat))
         finally:
@@ -193,7 +216,7 @@ class TracedForward(nn.Module):
         if self._sample is None:
             yield
             return
-        reader = ValueReader()
+        reader = self.reader
         reader.know_inputs(tensors, self._sample.inputs)
         reader.know_buffers(dict(self.model.named_buffers()), self._sample.buffers)
         with reader.answering():
@@ -252,9 +275,13 @@ class TracedForward(nn.Module):
         for place, value in tables:
             if not all(isinstance(each, torch.Tensor) for each in traced_in(value)):
                 raise _attribute_error(place, value)
+        written = [args for _, args in self.log.writes]
+        self.writes = [write for write, _ in self.log.writes]
         self.assigned_structure = flatten_further(
-            tuple(value for _, value in (*values, *tables)), flat, what="an attribute"
+            (*(value for _, value in (*values, *tables)), *written), flat, what="an attribute"
         )
+        self.log.writes.clear()
+        self.left.assigned.clear()
         places = {id(tensor): index for index, tensor in enumerate(flat)}
         self.carried_outputs = {
             places[id(tensor)]: place for place, value in tables for tensor in traced_in(value)

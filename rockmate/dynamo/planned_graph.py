@@ -49,7 +49,7 @@ class _Part:
         self.module = self.planner.module(
             budget_bytes, strategy=strategy, on_infeasible=on_infeasible, trial="never"
         )
-        self.module.let_in_flight("allow")  # shares count each call
+        self.module.plan_cache.beyond_in_flight = "allow"  # shares count each call
         self._budget_bytes = budget_bytes
 
     def run(self, tensors: Sequence[Tensor]) -> Any:

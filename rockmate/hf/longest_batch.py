@@ -27,7 +27,8 @@ def largest_call(trainer: Trainer, call: CallSignature) -> CallSignature:
     That batch has the longest rows among at most 1,024 of the training set, evenly spaced. It is
     the call itself if the rows cannot be told: a stream, or an input that is no column of a batch.
     """
-    named = call.structure.rebuild(list(call.tensors))[1]
+    args, named = call.structure.rebuild(list(call.tensors))
+    named = {**named, **next((each for each in args if isinstance(each, Mapping)), {})}
     if not all(any(each is value for value in named.values()) for each in call.tensors):
         return call
     name_of = {id(value): name for name, value in named.items()}
@@ -65,7 +66,8 @@ def _longest_batch(trainer: Trainer, named: Mapping[str, Any]) -> Mapping[str, A
         if not rows:
             return {}
         batch_size = loader.batch_size or trainer.args.train_batch_size
-        return loader.collate_fn(rows[:batch_size])
+        batch = loader.collate_fn(rows[:batch_size])
+        return batch if isinstance(batch, Mapping) else {}  # rows as they are, in GRPO's
 
 
 def longest_rows(dataset: Any, named: Container[str] | None = None) -> list[Any]:

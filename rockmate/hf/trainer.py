@@ -8,19 +8,27 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import nn
+
 from rockmate._torch.members import forward_hooks
 from rockmate.budget import Budget
-from rockmate.errors import InvalidArgumentError, UnsupportedModelError
+from rockmate.errors import (
+    InvalidArgumentError,
+    InvalidSampleError,
+    TrialError,
+    UnsupportedModelError,
+)
 from rockmate.hf.buckets import PadToBuckets
 from rockmate.hf.longest_batch import largest_call
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.module import RockmateModule
 from rockmate.runtime.ddp import REPLICATED
+from rockmate.step_function import PlannedStep
 
 logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    from torch import nn
     from transformers import Trainer
 
 
@@ -33,16 +41,16 @@ def wrap_trainer(
     buckets: int | Sequence[int] | None = None,
     fit: Literal["batch"] | None = None,
     **options: Any,
-) -> RockmateModule:
-    """Wraps the model of a trainer that has not started.
+) -> RockmateModule | PlannedStep:
+    """Plans the training step of a trainer that has not started.
 
     The plan is made at the first batch, for the longest of 1,024 rows of the training set.
-    `RockmateModule(model, budget=budget)` as the trainer's `model` does nearly the same. Here the
-    options follow the trainer:
+    `RockmateModule` as the trainer's `model` does nearly the same. Options follow the trainer:
 
     - With `memory_limit`, the optimizer is that of the trainer's arguments.
     - If the trainer reads only the loss in training, the planned forward returns the loss alone.
-    - If the trainer computes its loss from other outputs, as TRL's do, all are differentiable.
+    - If the trainer computes its loss from other outputs, that is planned, too, with teachers; or,
+      in a process group or where the model computes log-probabilities for TRL, the model alone.
     - Where no schedule fits, the smallest peak is taken. Without a graph, frames keep the budget.
 
     A trainer that replaces the model's `forward` (TRL's do) must do so first.
@@ -60,7 +68,7 @@ def wrap_trainer(
         **options: as for `RockmateModule`, as `outputs="all"`, `on_infeasible="error"`, `mode`.
 
     Returns:
-        The module, which now is `trainer.model`.
+        The module, which now is `trainer.model`; or the step, where the loss is planned.
 
     Raises:
         InvalidArgumentError: the trainer has no model; or `buckets` are given for one that takes no
@@ -80,9 +88,75 @@ def wrap_trainer(
     module = RockmateModule(model, budget=budget, memory_limit=memory_limit, **options)
     if fit is not None:
         _fit(trainer, fit, memory_limit, options)
-    module.plan_first_at(partial(largest_call, trainer))
+    module.plan_cache.largest = partial(largest_call, trainer)
+    options |= {"budget": budget, "memory_limit": memory_limit}
     trainer.model = trainer.model_wrapped = module
-    return module
+    return _planned_loss(trainer, module, options)
+
+
+def _computes_loss(trainer: Trainer) -> bool:
+    """Whether the loss is computed of outputs by what the trainer does, and not by the model."""
+    from transformers import Trainer
+
+    return (
+        trainer.compute_loss_func is not None
+        or trainer.label_smoother is not None
+        or getattr(trainer.compute_loss, "__func__", None) is not Trainer.compute_loss
+    )
+
+
+def _has_fused_head(trainer: Trainer) -> bool:
+    """Whether the loss is of log-probabilities, which TRL has the model's forward compute."""
+    cls = next(each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
+    try:
+        return "fused_lm_head" in inspect.getsource(cls)
+    except OSError:  # a class without a file
+        return False
+
+
+def _planned_loss(
+    trainer: Trainer, module: RockmateModule, options: dict[str, Any]
+) -> PlannedStep | RockmateModule:
+    """Has `compute_loss` of a trainer planned in training; where it cannot be, the model alone."""
+    is_alone = trainer.args.world_size > 1 or options.get("mode") == "frames"
+    if is_alone or not _computes_loss(trainer) or _has_fused_head(trainer):
+        return module
+    compute_loss, model = trainer.compute_loss, module.original
+    attributes = {**vars(trainer), "model": model, "model_wrapped": None}
+    modules = {name: each for name, each in attributes.items() if isinstance(each, nn.Module)}
+    options = {**options, "mode": "plan", "differentiable": "loss"}
+    step = PlannedStep(partial(_loss, compute_loss, model), modules, None, options)
+    step.plan_cache.largest = partial(largest_call, trainer)
+    step.plan_cache.new_plans.hands_over = True  # it ends in an error, and the model is planned
+    for name in modules.keys() & {"teacher_model", "ref_model"}:
+        modules[name].eval()  # as their first step does
+    is_planned = True
+
+    def planned(given: Any, inputs: Any, return_outputs: bool = False, **keywords: Any) -> Any:
+        nonlocal is_planned
+        if return_outputs or not (model.training and torch.is_grad_enabled()):
+            return compute_loss(given, inputs, return_outputs, **keywords)
+        if is_planned:
+            read = {key: each for key, each in inputs.items() if not _is_text(each)}
+            try:
+                return step(read, **keywords)
+            except (UnsupportedModelError, InvalidSampleError, TrialError) as error:
+                is_planned = False
+                logger.warning("the model alone is planned, not what computes the loss: %s", error)
+        return compute_loss(module, inputs, **keywords)
+
+    trainer.compute_loss = planned  # pyright: ignore[reportAttributeAccessIssue]
+    return step
+
+
+def _is_text(value: Any) -> bool:
+    """Whether a part of a batch is text, for each of which there would be a plan."""
+    return isinstance(value, list) and any(isinstance(each, str) for each in value)
+
+
+def _loss(compute_loss: Any, model: nn.Module, inputs: Any, **keywords: Any) -> Any:
+    """The loss of a batch, of which a trainer may take keys out."""
+    return compute_loss(model, dict(inputs), **keywords)
 
 
 def _model_of(trainer: Trainer) -> nn.Module:
@@ -167,11 +241,7 @@ def _reads_outputs(trainer: Trainer) -> bool:
 
     model = trainer.model
     return (
-        trainer.compute_loss_func is not None
-        or trainer.label_smoother is not None
-        or any(
-            getattr(getattr(trainer, name), "__func__", None) is not getattr(Trainer, name)
-            for name in ("compute_loss", "training_step")
-        )
+        _computes_loss(trainer)
+        or getattr(trainer.training_step, "__func__", None) is not Trainer.training_step
         or (model is not None and bool(forward_hooks(model)))
     )

@@ -63,6 +63,7 @@ from rockmate.runtime.backward_arguments import (
     DroppingSink,
     addresses_of,
     refuse_parameters,
+    refuse_unsupported,
     take_arguments,
 )
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
@@ -317,7 +318,7 @@ class PlannedStep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:  # noqa: D102
         runner = ctx.runner
-        _refuse_unsupported_backward(ctx, tangents)
+        refuse_unsupported(ctx, tangents)
         runner.check_tangents(tangents)
         sink = _sink(ctx)
         backward = runner.backward_for(tangents)
@@ -425,25 +426,3 @@ def _sink(ctx: Any) -> GradientSink:
     if ctx.visited:
         return LastHooksSink(ctx.owners, wrappings, held)
     return GradientSink(ctx.owners, partial, fires_hooks=is_last, wrappings=wrappings, held=held)
-
-
-def _refuse_unsupported_backward(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> None:
-    if ctx.saved is None:
-        msg = (
-            "backward ran a second time through the same forward, whose values have been freed. "
-            "Call the module again, or pass retain_graph=True to the first backward, which then "
-            "keeps them beyond the budget."
-        )
-        raise BackwardError(msg)
-    if torch.is_grad_enabled():
-        msg = (
-            "create_graph=True asks for a second derivative, which a planned backward does not "
-            f'have. Use mode="frames", or the plain model for it{ctx.runner.way_out}.'
-        )
-        raise BackwardError(msg)
-    if any(each is not None and engine.is_batched(each) for each in tangents):
-        msg = (
-            "is_grads_batched=True asks for several gradients at once. Run one backward for each, "
-            "or use the plain model."
-        )
-        raise BackwardError(msg)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from rockmate._torch.engine import is_asked_for, keeps_graph
+from rockmate._torch.engine import is_asked_for, is_batched, keeps_graph
 from rockmate.errors import BackwardError
 from rockmate.runtime.gradient_sink import GradientSink
 
@@ -103,5 +103,32 @@ def refuse_parameters(visited: Iterable[torch.Tensor], *, has_others: bool) -> N
             "torch.autograd.grad and backward(inputs=...) want gradients of parameters returned, "
             "or the model has hooks or is in a process group, and this module adds gradients to "
             '.grad as they are computed. Make it with gradients="returned".'
+        )
+        raise BackwardError(msg)
+
+
+def refuse_unsupported(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> None:
+    """Raises `BackwardError` for a second backward, a second derivative, or several at once."""
+    if ctx.saved is None:
+        msg = (
+            "backward ran a second time through the same forward, whose values have been freed. "
+            "Call the module again, or pass retain_graph=True to the first backward, which then "
+            "keeps them beyond the budget."
+        )
+        raise BackwardError(msg)
+    if torch.is_grad_enabled():
+        msg = (
+            "create_graph=True asks for a second derivative, which a planned backward does not "
+            f"have. Use the plain model for it{ctx.runner.way_out}, or plan the step as a function "
+            "that takes the derivative itself, of the plain model:\n"
+            "  def loss_fn(x): return grad(model(x).sum(), x, create_graph=True)[0].norm()\n"
+            "  step = rockmate.plan_step(loss_fn, [model], budget=0.8)\n"
+            "  step(x).backward()"
+        )
+        raise BackwardError(msg)
+    if any(each is not None and is_batched(each) for each in tangents):
+        msg = (
+            "is_grads_batched=True asks for several gradients at once. Run one backward for each, "
+            "or use the plain model."
         )
         raise BackwardError(msg)

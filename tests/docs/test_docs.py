@@ -151,6 +151,7 @@ def test_snippet_runs(snippet: Snippet, tmp_path: Path, monkeypatch: pytest.Monk
 
 def run(snippet: Snippet, names: dict[str, Any]) -> None:
     lines = "\n" * (snippet.line - 1)  # a traceback then names the page's own line
+    names.setdefault("__name__", "snippet")  # classes of no module are taken for Python's own
     exec(compile(lines + snippet.code, str(snippet.page), "exec"), names)
 
 

@@ -21,7 +21,13 @@ from fine_tuning import BATCH, Sentences, batch, gpt2, llama, trained, trainer
 from helpers import differing, gradients_of, relative_error
 from torch import Tensor, nn
 
-from rockmate import InfeasibleBudgetError, RockmateError, RockmateModule, wrap_trainer
+from rockmate import (
+    InfeasibleBudgetError,
+    PlannedStep,
+    RockmateError,
+    RockmateModule,
+    wrap_trainer,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer and of accelerate
 
@@ -227,9 +233,9 @@ def test_wrap_trainer_keeps_outputs_that_are_read(tmp_path: Path) -> None:
             made, record = trainer(llama(attention_dropout=0.0), tmp_path, max_steps=2, **arguments)
             if prepare is not None:
                 prepare(made)
-            if budget is not None:
-                assert wrap_trainer(made, budget) is made.model
+            step = None if budget is None else wrap_trainer(made, budget)
             made.train()
+            assert step is None or step.is_planned
             found.append([step for step in record.logs if "loss" in step])
         assert found[0] == found[1]
     assert len(seen) >= 4
@@ -320,10 +326,11 @@ def test_wrap_trainer_of_a_trainer_that_computes_its_loss_itself(tmp_path: Path)
         worker = OwnLoss(
             model, plain_worker.args, train_dataset=plain_worker.train_dataset, callbacks=[record]
         )
-        wrap(worker)
+        step = wrap(worker)
         worker.train()
         found.append((record.logs, model.state_dict()))
-    assert worker.model.is_planned
+    assert isinstance(step, PlannedStep)
+    assert step.is_planned
     assert len(found[0][0]) > 1
     assert found[0][0] == found[1][0]
     assert not differing(found[0][1], found[1][1])

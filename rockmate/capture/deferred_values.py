@@ -1,0 +1,51 @@
+"""Numbers that a forward reads of tensors and only hands on, as to a log.
+
+While the forward is traced, a `Deferred` stands for such a number. All that needs the number itself
+(arithmetic, a branch, a text) asks the trace, which knows what follows from the call alone. If
+nothing asks for it, it is put where the forward puts it, after each planned forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_OF_ALL = frozenset((
+    "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__", "__repr__", "__str__",
+    "__format__", "__reduce_ex__",
+))  # fmt: skip
+
+
+def methods_of(*kinds: type) -> set[str]:
+    """Names of the methods of classes that tell something of an object's value."""
+    return {*_OF_ALL, *(name for kind in kinds for name in dir(kind) if not hasattr(object, name))}
+
+
+class Deferred:
+    """Stands for the number, or the list of numbers, that `read` gives of a tensor.
+
+    Attributes:
+        read: the method of the tensor.
+        tensor: of the trace.
+        number_of: gives the number; raises if it is not known.
+        is_delivered: whether it is among what each step leaves behind.
+    """
+
+    __slots__ = ("__weakref__", "is_delivered", "number_of", "read", "tensor")
+
+    def __init__(
+        self, read: Callable[..., Any], tensor: torch.Tensor, number_of: Callable[..., Any]
+    ) -> None:
+        """Takes the attributes."""
+        self.read, self.tensor, self.number_of = read, tensor, number_of
+        self.is_delivered = False
+
+
+def _needing(name: str) -> Callable[..., Any]:
+    return lambda self, *args: getattr(self.number_of(self.read, self.tensor), name)(*args)
+
+
+for _name in methods_of(bool, int, float, list):
+    setattr(Deferred, _name, _needing(_name))

@@ -1,0 +1,162 @@
+"""Containers that a forward only writes to, as lists and dicts of metrics.
+
+For the duration of a trace, a copy whose methods note what they do stands in the place of each. If
+nothing is read of it, each planned forward repeats the writes with the values of its step, and what
+the container holds does not matter to the plan.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from rockmate.capture.attribute_access import Place
+from rockmate.capture.deferred_values import Deferred, methods_of
+
+_OF_MANY = ("extend", "extendleft", "__iadd__")
+_WRITES = {
+    list: ("append", *_OF_MANY),
+    deque: ("append", "appendleft", *_OF_MANY),
+    dict: ("__setitem__", "update", "setdefault", "__ior__"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One call of a method of a container.
+
+    Attributes:
+        place: where the outermost container stands.
+        path: keys that lead from that to the one that is written to.
+        method: its name.
+    """
+
+    place: Place
+    path: tuple[Any, ...]
+    method: str
+
+    def repeat(self, args: tuple[Any, ...]) -> None:
+        """Does the same with the values of a step."""
+        container = self.place.value()
+        for key in self.path:
+            container = container[key]
+        getattr(container, self.method)(*args)
+
+
+@dataclass(slots=True)
+class WriteLog:
+    """What one run of a forward does with containers at some places.
+
+    Attributes:
+        writes: in order, with the arguments.
+        read: places of containers of which something is read.
+    """
+
+    writes: list[tuple[Write, tuple[Any, ...]]] = field(default_factory=list)
+    read: set[tuple[int, str]] = field(default_factory=set)
+
+    @contextmanager
+    def noting(self, places: Sequence[Place]) -> Iterator[None]:
+        """Notes what runs within."""
+        before = [(place, place.value()) for place in places]
+        try:
+            for place, value in before:
+                place.put(_watched(value, place, (), self))
+            yield
+        finally:
+            for place, value in before:
+                place.put(value)
+
+
+def can_watch(value: Any) -> bool:
+    """Whether writes to a container can be told from reads."""
+    return type(value) in _CLASSES
+
+
+def _watched(value: Any, place: Place, path: tuple[Any, ...], log: WriteLog) -> Any:
+    args = (value.default_factory, value) if type(value) is defaultdict else (value,)
+    result = _CLASSES[type(value)](*args)
+    result.noted, result.inner = (place, path, log), {}
+    return result
+
+
+def _note_read(container: Any) -> None:
+    place, _, log = container.noted
+    log.read.add(place.key)
+
+
+def _writing(base: type, name: str) -> Callable[..., Any]:
+    own = getattr(base, name)
+
+    def write(self: Any, *given: Any, **kwargs: Any) -> Any:
+        args: Any = given
+        place, path, log = self.noted
+        is_deferred = name in _OF_MANY and isinstance(args[0], Deferred)
+        if name in _OF_MANY and not is_deferred:
+            args = (list(args[0]),)  # an iterator can be read once
+        elif name in ("update", "__ior__"):
+            args = (dict(*args, **kwargs),)
+        log.writes.append((Write(place, path, name), args))
+        if any(type(each) in _CLASSES.values() for each in args):
+            _note_read(self)
+        if name == "setdefault":
+            own(self, *args)
+            return _item(base, self, args[0])
+        if name == "__setitem__":
+            self.inner.pop(args[0], None)
+        elif name in ("update", "__ior__"):
+            for key in args[0]:
+                self.inner.pop(key, None)
+        result = None if is_deferred else own(self, *args)
+        return self if name in ("__iadd__", "__ior__") else result
+
+    return write
+
+
+def _reading(own: Callable[..., Any]) -> Callable[..., Any]:
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _note_read(self)
+        return own(self, *args, **kwargs)
+
+    return read
+
+
+def _item(base: Any, container: Any, key: Any) -> Any:
+    value = base.__getitem__(container, key)
+    place, path, log = container.noted
+    if type(value) in _CLASSES:
+        if key not in container.inner:
+            container.inner[key] = _watched(value, place, (*path, key), log)
+        return container.inner[key]
+    if not isinstance(value, Deferred):
+        _note_read(container)
+    return value
+
+
+def _missing(container: Any, key: Any) -> Any:
+    """As `defaultdict` does it: this is no write, since each step does it when it reads."""
+    if container.default_factory is None:
+        raise KeyError(key)
+    value = container.default_factory()
+    dict.__setitem__(container, key, value)
+    return value
+
+
+def _class(base: type) -> Any:
+    """A subclass whose methods note what they do."""
+    writes = next(_WRITES[each] for each in _WRITES if issubclass(base, each))
+    members = {
+        name: _writing(base, name) if name in writes else _reading(getattr(base, name))
+        for name in methods_of(base)
+        if callable(getattr(base, name))
+    }
+    members["__getitem__"] = lambda self, key: _item(base, self, key)
+    if base is defaultdict:
+        members["__missing__"] = _missing
+    return type(f"Watched{base.__name__}", (base,), members)
+
+
+_CLASSES = {each: _class(each) for each in (list, deque, dict, defaultdict)}

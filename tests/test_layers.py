@@ -42,6 +42,7 @@ ORDER = (
     "curves",
     "checks",
     "hf",
+    "adoption",
     "cli",
 )
 SOLVERS = ("pulp", "highspy", "rotor", "checkmate")

@@ -1,0 +1,94 @@
+"""The scripts: where they are, and the arguments that make them short."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Script:
+    """A script.
+
+    Attributes:
+        name: in the table.
+        path: `{FOLDER}` is that of the checkouts, `{HERE}` this one.
+        arguments: of the script.
+        data: what it needs; see `data.make_data`.
+        cwd: where it runs, in a folder of its own.
+    """
+
+    name: str
+    path: str
+    arguments: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
+    cwd: str = "."
+
+
+def _of(name: str, path: str, arguments: str, *data: str, cwd: str = ".") -> Script:
+    return Script(name, f"{{FOLDER}}/{path}", tuple(arguments.split()), data, cwd)
+
+
+_EXAMPLES = "pytorch+examples"
+_NANO = (
+    "--dataset=tiny --device=cpu --compile=False --eval_iters=2 --eval_interval=4 --log_interval=1 "
+    "--block_size=64 --batch_size=8 --n_layer=4 --n_head=4 --n_embd=64 --max_iters=8 "
+    "--lr_decay_iters=8 --dropout=0.1 --gradient_accumulation_steps=2 --wandb_log=False"
+)
+SCRIPTS = (
+    _of("nanoGPT train.py", "karpathy+nanoGPT/train.py", _NANO, "characters"),
+    _of(
+        "minGPT chargpt.py", "karpathy+minGPT/projects/chargpt/chargpt.py",
+        "--trainer.max_iters=8 --trainer.batch_size=8 --trainer.num_workers=0 --model.model_type=gpt-nano",
+        "text",
+    ),
+    _of("examples mnist", f"{_EXAMPLES}/mnist/main.py", "--epochs 1 --no-accel", "mnist", cwd="run"),
+    _of("examples vae", f"{_EXAMPLES}/vae/main.py", "--epochs 2 --no-accel", "mnist", cwd="run"),
+    _of(
+        "examples dcgan", f"{_EXAMPLES}/dcgan/main.py",
+        "--dataset folder --dataroot ../images --workers 0 --batchSize 8 --ngf 16 --ndf 16 --niter 1 --manualSeed 1",
+        "images", cwd="run",
+    ),
+    _of(
+        "examples word_language_model (transformer)", f"{_EXAMPLES}/word_language_model/main.py",
+        "--data ../data/wikitext-2 --model Transformer --emsize 64 --nhead 4 --nhid 128 --nlayers 3 "
+        "--batch_size 8 --bptt 20 --epochs 1 --lr 1",
+        "wikitext", cwd="run",
+    ),
+    _of(
+        "examples word_language_model (LSTM)", f"{_EXAMPLES}/word_language_model/main.py",
+        "--data ../data/wikitext-2 --model LSTM --emsize 64 --nhid 64 --nlayers 2 --batch_size 8 "
+        "--bptt 20 --epochs 1 --lr 1",
+        "wikitext", cwd="run",
+    ),
+    _of(
+        "examples imagenet", f"{_EXAMPLES}/imagenet/main.py",
+        "-a resnet18 -j 0 --epochs 1 -b 8 --seed 1 --no-accel ../images", "images", cwd="run",
+    ),
+    _of("accelerate nlp_example", "huggingface+accelerate/examples/nlp_example.py", "--cpu", "bert", "glue"),
+    _of(
+        "accelerate cv_example", "huggingface+accelerate/examples/cv_example.py",
+        "--cpu --data_dir pets", "images",
+    ),
+    _of(
+        "TRL sft.py", "huggingface+trl/trl/scripts/sft.py",
+        "--model_name_or_path gpt2-tiny --dataset_name sft --output_dir out --max_steps 6 "
+        "--per_device_train_batch_size 2 --report_to none --use_cpu --save_strategy no",
+        "gpt2", "preferences",
+    ),
+    _of(
+        "TRL dpo.py", "huggingface+trl/trl/scripts/dpo.py",
+        "--model_name_or_path gpt2-tiny --dataset_name dpo --output_dir out --max_steps 6 "
+        "--per_device_train_batch_size 2 --report_to none --use_cpu --save_strategy no",
+        "gpt2", "preferences",
+    ),
+    _of(
+        "Lightning transformer", "Lightning-AI+pytorch-lightning/examples/pytorch/basics/transformer.py",
+        "", "lightning",
+    ),
+    _of(
+        "timm train.py", "huggingface+pytorch-image-models/train.py",
+        "--data-dir images --model vit_tiny_patch16_224 --img-size 64 --num-classes 2 -b 8 "
+        "--epochs 1 --workers 0 --device cpu --warmup-epochs 0 --no-prefetcher --output out",
+        "images",
+    ),
+)  # fmt: skip

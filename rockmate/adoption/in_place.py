@@ -1,0 +1,168 @@
+"""Plans the calls of a module where it stands.
+
+`nn.Module.compile` leaves a function in the module that its calls run in the place of its forward.
+It shows in no `state_dict`, pickle or copy. `plan_in_place` leaves one that asks a
+`RockmateModule` beside. While that one runs, the module is as it was, so whatever it captures,
+holds against eager, or gives back to the plain model, is the user's.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate._torch.members import compiled_call, set_compiled_call
+from rockmate.budget import Budget
+from rockmate.errors import InvalidArgumentError
+from rockmate.module import RockmateModule
+
+logger = logging.getLogger(__name__)
+
+
+def plan_in_place(
+    model: nn.Module, sample_input: Any = None, budget: Budget | None = None, **options: Any
+) -> RockmateModule:
+    """Has a model train inside a memory budget, and leaves the object what it is.
+
+    Type, identity, `state_dict`, `modules()`, pickle and `copy.deepcopy` stay the model's own; a
+    copy has no plan. `model.compile()` belongs before this call: eval calls then run compiled.
+    Calls of a planned model equal those of `RockmateModule(model, sample_input, budget, ...)`.
+
+    >>> rockmate.plan_in_place(model, budget=0.6)                # doctest: +SKIP
+    >>> model(batch).loss.backward()                             # doctest: +SKIP
+    >>> rockmate.release(model)                                  # doctest: +SKIP
+
+    Args:
+        model: a module in training mode.
+        sample_input: as for `RockmateModule`; with None, the first training call is the sample.
+        budget: as for `RockmateModule`.
+        **options: as for `RockmateModule`, without `methods`, which calls of the module are not.
+
+    Returns:
+        What plans and runs the calls: it has the `plan`, or `frames`, to read.
+
+    Raises:
+        InvalidArgumentError: the model, or a submodule, is planned already; or `methods` are given.
+        RockmateError: as for `RockmateModule`.
+    """
+    if options.get("methods"):
+        msg = (
+            f"methods={options['methods']!r} are called beside the model's __call__, where nothing "
+            "can be planned in place. Write RockmateModule(model, ..., methods=[...])."
+        )
+        raise InvalidArgumentError(msg)
+    make = partial(RockmateModule, model, budget=budget, **options)
+    call = InPlace(model, make(sample_input=sample_input), make)
+    call.install()
+    return call.module
+
+
+def release(model: nn.Module) -> None:
+    """Undoes `plan_in_place`: calls of the model run as before.
+
+    Raises:
+        InvalidArgumentError: the model is not planned in place.
+    """
+    call = compiled_call(model)
+    if not isinstance(call, InPlace):
+        msg = f"the {type(model).__name__} is not planned in place, so there is nothing to release."
+        raise InvalidArgumentError(msg)
+    call.release()
+
+
+class InPlace:
+    """What the calls of a module run.
+
+    Attributes:
+        module: plans and runs them.
+        is_plan: marks it among compiled calls.
+        on_error: of a call -> whether the call runs anew, the model released or renewed; else it is
+            raised.
+        on_call: runs after each training call.
+    """
+
+    is_plan = True
+
+    def __init__(
+        self, model: nn.Module, module: RockmateModule, make: Callable[[], RockmateModule]
+    ) -> None:
+        self.module = module
+        self.on_error: Callable[[Exception], bool] | None = None
+        self.on_call: Callable[[], None] | None = None
+        self._model, self._make = weakref.ref(model), make
+        self._before = compiled_call(model)  # by `model.compile()`
+        self._forward = vars(model).get("forward")
+        self._is_released = False
+
+    def install(self) -> None:
+        """Has the model's calls run this."""
+        set_compiled_call(self._of(), self)
+
+    def release(self) -> None:
+        """Has the model's calls run what they ran before."""
+        self._is_released = True
+        set_compiled_call(self._of(), self._before)
+
+    def renew(self, **changed: Any) -> None:
+        """Plans anew at the next training call, with other options."""
+        self._make = partial(self._make, **changed)
+        self.module = self._make()
+
+    def _of(self) -> nn.Module:
+        model = self._model()
+        assert model is not None, "the model is gone, and has been called"
+        return model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's output for a call; errors as for `RockmateModule.forward`."""
+        if torch.compiler.is_dynamo_compiling():
+            from rockmate.runtime.uncompiled import run_uncompiled
+
+            return run_uncompiled(self, args, kwargs)
+        return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        model = self._of()
+        set_compiled_call(model, self._before)
+        try:
+            if vars(model).get("forward") is not self._forward:
+                self._take_forward(model)
+            output = self.module._run(args, kwargs)
+            if self.on_call is not None and model.training and torch.is_grad_enabled():
+                self.on_call()
+            return output
+        except Exception as error:
+            if self.on_error is None or not self.on_error(error):
+                raise
+        finally:
+            if not self._is_released:
+                set_compiled_call(model, self)
+        return model(*args, **kwargs)
+
+    def _take_forward(self, model: nn.Module) -> None:
+        if self.module.is_planned:
+            logger.warning(
+                "forward was replaced since the model was planned, so it is planned anew"
+            )
+            self.renew()
+        self._forward = vars(model).get("forward")
+
+    def __del__(self) -> None:
+        """Says that another compiled call has taken the place."""
+        model = self._model()
+        if model is not None and not self._is_released and compiled_call(model) is not None:
+            logger.warning(
+                "the %s has been compiled after it was planned in place, so nothing bounds its "
+                "memory. Compile it first, then call rockmate.plan_in_place.",
+                type(model).__name__,
+            )
+
+    def __reduce__(self) -> Any:
+        """None: where a class has a pickle of its own, its copies have no plan."""
+        return type(None), ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import string
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -43,7 +44,7 @@ def _wikitext(folder: Path) -> None:
 
 
 def _characters(folder: Path) -> None:
-    """nanoGPT's `data/tiny`: tokens as files, and their number."""
+    """Tokens as files, and their number, as nanoGPT reads them."""
     path = folder / "data" / "tiny"
     path.mkdir(parents=True)
     text = _TEXT * 40
@@ -151,6 +152,51 @@ def _preferences(folder: Path) -> None:
                 file.write(json.dumps(row) + "\n")
 
 
+def _demo_text(folder: Path) -> None:
+    """Lightning's demo takes 4,000 of the blocks for validation and test."""
+    path = folder / "data"
+    path.mkdir()
+    words = _TEXT.split()
+    (path / "wikitext-2.txt").write_text("\n".join([" ".join(words[:34])] * 4060))
+
+
+def _diffusion(folder: Path) -> None:
+    """A tiny Stable Diffusion in `sd-tiny`, and pictures with captions in `captions`."""
+    import torch
+    from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    path = folder / "sd-tiny"
+    torch.manual_seed(0)
+    DDPMScheduler(beta_schedule="scaled_linear").save_pretrained(path / "scheduler")
+    letters = [f"{each}{end}" for end in ("", "</w>") for each in string.ascii_lowercase]
+    letters += ["<|startoftext|>", "<|endoftext|>"]
+    vocabulary = {each: at for at, each in enumerate(letters)}
+    tokenizer = CLIPTokenizer(vocab=vocabulary, merges=[], model_max_length=16)
+    tokenizer.save_pretrained(path / "tokenizer")
+    config = CLIPTextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, max_position_embeddings=16, bos_token_id=52, eos_token_id=53,
+    )  # fmt: skip
+    CLIPTextModel(config).save_pretrained(path / "text_encoder")
+    down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
+    AutoencoderKL(
+        block_out_channels=(16, 16), down_block_types=down, up_block_types=up, norm_num_groups=8
+    ).save_pretrained(path / "vae")
+    UNet2DConditionModel(
+        sample_size=16, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=32,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), attention_head_dim=8,
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), norm_num_groups=8,
+    ).save_pretrained(path / "unet")  # fmt: skip
+    _images(folder)
+    captions = folder / "captions"
+    captions.mkdir()
+    with open(captions / "metadata.jsonl", "w", encoding="utf-8") as file:
+        for index, picture in enumerate(sorted((folder / "pets").iterdir())[:12]):
+            (captions / f"{index}.jpg").write_bytes(picture.read_bytes())
+            file.write(json.dumps({"file_name": f"{index}.jpg", "text": "a cat"}) + "\n")
+
+
 _MAKERS: dict[str, Callable[[Path], None]] = {
     "mnist": _mnist,
     "wikitext": _wikitext,
@@ -161,4 +207,6 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
     "gpt2": _gpt2,
     "glue": _glue,
     "preferences": _preferences,
+    "demo text": _demo_text,
+    "diffusion": _diffusion,
 }

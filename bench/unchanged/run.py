@@ -11,13 +11,12 @@ times of steps, memory of one step.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ class Run:
     def step_ms(self) -> float:
         """The median of the second half of the steps."""
         times = self.seen.get("times", [])
-        steps = sorted(b - a for a, b in zip(times, times[1:], strict=False))
+        steps = sorted(b - a for a, b in itertools.pairwise(times))
         return 1e3 * steps[len(steps) // 2] if steps else 0.0
 
 
@@ -100,7 +99,9 @@ def difference(eager: Run, ours: Run) -> str:
 
 def row(script: Script, eager: Run, ours: Run) -> str:
     """One line of the table."""
-    lines = [line.removeprefix("rockmate: ") for line in ours.text.splitlines() if "rockmate: " in line]
+    lines = [
+        line.removeprefix("rockmate: ") for line in ours.text.splitlines() if "rockmate: " in line
+    ]
     ends = [line for line in lines if " training calls, " in line or "as in eager" in line]
     plan = "; ".join(ends) or "**nothing adopted**"
     peaks = [each.seen.get("peak_bytes") for each in (eager, ours)]
@@ -121,13 +122,16 @@ def main() -> int:
     parser.add_argument("--options", default="--budget 0.6")
     arguments = parser.parse_args()
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        work = arguments.work or Path(folder)
+    with tempfile.TemporaryDirectory() as made:
+        work = arguments.work or Path(made)
         for script in SCRIPTS:
             if arguments.only not in script.name:
                 continue
             options: list[list[str]] = [[], arguments.options.split()]
-            runs = [run(script, arguments.folder.resolve(), work, arguments.python, each) for each in options]
+            runs = [
+                run(script, arguments.folder.resolve(), work, arguments.python, each)
+                for each in options
+            ]
             rows.append(row(script, *runs))
             sys.stdout.write(rows[-1] + "\n")
             sys.stdout.flush()

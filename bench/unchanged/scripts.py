@@ -34,56 +34,71 @@ _NANO = (
     "--block_size=64 --batch_size=8 --n_layer=4 --n_head=4 --n_embd=64 --max_iters=8 "
     "--lr_decay_iters=8 --dropout=0.1 --gradient_accumulation_steps=2 --wandb_log=False"
 )
+_ACCELERATE = "huggingface+accelerate/examples"
+_SHORT = (
+    "--output_dir out --max_steps 6 --per_device_train_batch_size 2 --report_to none --use_cpu "
+    "--save_strategy no"
+)
 SCRIPTS = (
     _of("nanoGPT train.py", "karpathy+nanoGPT/train.py", _NANO, "characters"),
     _of(
         "minGPT chargpt.py", "karpathy+minGPT/projects/chargpt/chargpt.py",
-        "--trainer.max_iters=8 --trainer.batch_size=8 --trainer.num_workers=0 --model.model_type=gpt-nano",
+        "--trainer.max_iters=8 --trainer.batch_size=8 --trainer.num_workers=0 "
+        "--model.model_type=gpt-nano",
         "text",
     ),
-    _of("examples mnist", f"{_EXAMPLES}/mnist/main.py", "--epochs 1 --no-accel", "mnist", cwd="run"),
-    _of("examples vae", f"{_EXAMPLES}/vae/main.py", "--epochs 2 --no-accel", "mnist", cwd="run"),
+    _of(
+        "minGPT adder.py", "karpathy+minGPT/projects/adder/adder.py",
+        "--trainer.max_iters=8 --trainer.batch_size=8 --trainer.num_workers=0",
+    ),
+    _of("examples mnist", f"{_EXAMPLES}/mnist/main.py", "--epochs 1 --no-accel", "mnist", cwd="w"),
+    _of("examples vae", f"{_EXAMPLES}/vae/main.py", "--epochs 2 --no-accel", "mnist", cwd="w"),
+    _of(
+        "examples mnist_rnn", f"{_EXAMPLES}/mnist_rnn/main.py", "--epochs 1", "mnist", cwd="w"
+    ),
+    _of(
+        "examples siamese_network", f"{_EXAMPLES}/siamese_network/main.py",
+        "--epochs 1 --no-accel --batch-size 32", "mnist", cwd="w",
+    ),
     _of(
         "examples dcgan", f"{_EXAMPLES}/dcgan/main.py",
-        "--dataset folder --dataroot ../images --workers 0 --batchSize 8 --ngf 16 --ndf 16 --niter 1 --manualSeed 1",
-        "images", cwd="run",
+        "--dataset folder --dataroot ../images --workers 0 --batchSize 8 --ngf 16 --ndf 16 "
+        "--niter 1 --manualSeed 1",
+        "images", cwd="w",
     ),
     _of(
-        "examples word_language_model (transformer)", f"{_EXAMPLES}/word_language_model/main.py",
-        "--data ../data/wikitext-2 --model Transformer --emsize 64 --nhead 4 --nhid 128 --nlayers 3 "
-        "--batch_size 8 --bptt 20 --epochs 1 --lr 1",
-        "wikitext", cwd="run",
+        "examples word_language_model, transformer", f"{_EXAMPLES}/word_language_model/main.py",
+        "--data ../data/wikitext-2 --model Transformer --emsize 64 --nhead 4 --nhid 128 "
+        "--nlayers 3 --batch_size 8 --bptt 20 --epochs 1 --lr 1",
+        "wikitext", cwd="w",
     ),
     _of(
-        "examples word_language_model (LSTM)", f"{_EXAMPLES}/word_language_model/main.py",
+        "examples word_language_model, LSTM", f"{_EXAMPLES}/word_language_model/main.py",
         "--data ../data/wikitext-2 --model LSTM --emsize 64 --nhid 64 --nlayers 2 --batch_size 8 "
         "--bptt 20 --epochs 1 --lr 1",
-        "wikitext", cwd="run",
+        "wikitext", cwd="w",
     ),
     _of(
         "examples imagenet", f"{_EXAMPLES}/imagenet/main.py",
-        "-a resnet18 -j 0 --epochs 1 -b 8 --seed 1 --no-accel ../images", "images", cwd="run",
+        "-a resnet18 -j 0 --epochs 1 -b 8 --seed 1 --no-accel ../images", "images", cwd="w",
     ),
-    _of("accelerate nlp_example", "huggingface+accelerate/examples/nlp_example.py", "--cpu", "bert", "glue"),
+    _of("accelerate nlp_example", f"{_ACCELERATE}/nlp_example.py", "--cpu", "bert", "glue"),
     _of(
-        "accelerate cv_example", "huggingface+accelerate/examples/cv_example.py",
-        "--cpu --data_dir pets", "images",
+        "accelerate complete_nlp_example", f"{_ACCELERATE}/complete_nlp_example.py", "--cpu",
+        "bert", "glue",
     ),
+    _of("accelerate cv_example", f"{_ACCELERATE}/cv_example.py", "--cpu --data_dir pets", "images"),
     _of(
         "TRL sft.py", "huggingface+trl/trl/scripts/sft.py",
-        "--model_name_or_path gpt2-tiny --dataset_name sft --output_dir out --max_steps 6 "
-        "--per_device_train_batch_size 2 --report_to none --use_cpu --save_strategy no",
-        "gpt2", "preferences",
+        f"--model_name_or_path gpt2-tiny --dataset_name sft {_SHORT}", "gpt2", "preferences",
     ),
     _of(
         "TRL dpo.py", "huggingface+trl/trl/scripts/dpo.py",
-        "--model_name_or_path gpt2-tiny --dataset_name dpo --output_dir out --max_steps 6 "
-        "--per_device_train_batch_size 2 --report_to none --use_cpu --save_strategy no",
-        "gpt2", "preferences",
+        f"--model_name_or_path gpt2-tiny --dataset_name dpo {_SHORT}", "gpt2", "preferences",
     ),
     _of(
-        "Lightning transformer", "Lightning-AI+pytorch-lightning/examples/pytorch/basics/transformer.py",
-        "", "lightning",
+        "Lightning transformer.py", "Lightning-AI+pytorch-lightning/examples/pytorch/basics/"
+        "transformer.py", "", "demo text",
     ),
     _of(
         "timm train.py", "huggingface+pytorch-image-models/train.py",
@@ -91,4 +106,24 @@ SCRIPTS = (
         "--epochs 1 --workers 0 --device cpu --warmup-epochs 0 --no-prefetcher --output out",
         "images",
     ),
+    _of(
+        "diffusers train_text_to_image_lora",
+        "huggingface+diffusers/examples/text_to_image/train_text_to_image_lora.py",
+        "--pretrained_model_name_or_path sd-tiny --train_data_dir captions --resolution 32 "
+        "--train_batch_size 2 --max_train_steps 6 --output_dir out --seed 0 "
+        "--dataloader_num_workers 0",
+        "diffusion",
+    ),
+    Script(
+        "own, as run_clm", "{HERE}/own/causal_lm.py",
+        ("--output_dir=out", "--num_train_epochs=2", "--report_to=none", "--use_cpu"),
+        ("gpt2", "preferences"),
+    ),
+    Script(
+        "own, as run_mae", "{HERE}/own/masked_autoencoder.py",
+        ("--output_dir=out", "--num_train_epochs=1", "--report_to=none", "--use_cpu",
+         "--remove_unused_columns=False"),
+        ("images",),
+    ),
+    Script("own, as torchvision's detection", "{HERE}/own/detection.py"),
 )  # fmt: skip

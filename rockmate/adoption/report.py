@@ -85,6 +85,7 @@ def _write_page(adopted: Adopted, page: Path) -> str:
     module = adopted.module
     try:
         adopted.call.release()
+        module.original.train()
         call = module._plans.runnables[-1].planned.call
         tensors = [
             torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in call.tensors

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SHARE_OF_DEVICE = 0.95  # the rest is for what the allocator loses to fragments
+_MOST_IN_FLIGHT = 4  # each further one is planned anew
 _OWN, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
 
 
@@ -122,7 +123,9 @@ class Session:
         train = module.Trainer.train
 
         def planned(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self.settings.is_dry and trainer.model_init is None:
+            # A compiled model is found when it is called.
+            is_known = trainer.model is not None and trainer.model_init is None
+            if is_known and not trainer.args.torch_compile and not self.settings.is_dry:
                 self._adopt_trainer(trainer)
             return train(trainer, *args, **kwargs)
 
@@ -185,6 +188,11 @@ class Session:
 
     def _note_call(self, adopted: Adopted) -> None:
         adopted.num_calls += 1
+        request = adopted.module._plans.request
+        if request is not None and request.options.in_flight > _MOST_IN_FLIGHT:
+            msg = f"it is called more than {_MOST_IN_FLIGHT} times before a backward"
+            adopted.call.release()
+            adopted.trouble = _tell(adopted.what, RockmateError(msg))
         if adopted.num_calls > 1:
             return
         self.adopting = ""

@@ -102,7 +102,6 @@ class Watch:
             self._end()
         return call
 
-
     def _is_stepped_by_hand(self, module: nn.Module) -> bool:
         """Whether a backward has reached a parameter, and no optimizer was ever made."""
         parameters = [each for each in module.parameters() if each.requires_grad]

@@ -144,7 +144,8 @@ class _Lines(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         """Has the line of a first plan say what it is a plan of."""
         what = self._session.adopting if self._session else ""
-        if what and isinstance(record.args, tuple) and len(record.args) == 4:
+        is_plan = record.msg.startswith("planned for this call")
+        if what and is_plan and isinstance(record.args, tuple):
             record.args = (what, *record.args[1:])
         return self._is_first
 
@@ -156,3 +157,4 @@ class _Lines(logging.Filter):
 
         for line in end_text(self._session, report, error):
             sys.stderr.write(f"rockmate: {line}\n")
+        sys.stderr.flush()

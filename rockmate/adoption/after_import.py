@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 
@@ -23,21 +21,18 @@ class _Finder(MetaPathFinder):
     def __init__(self, name: str, then: Callable[[Any], None]) -> None:
         self._name, self._then = name, then
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         """The spec that the other finders have, whose module is followed by the function."""
-        if name != self._name:
+        if fullname != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            execute = loader.exec_module
+        spec: Any = find_spec(fullname)
+        execute = spec and spec.loader.exec_module
 
-            def run(module: ModuleType) -> None:
-                execute(module)
-                self._then(module)
+        def run(module: Any) -> None:
+            execute(module)
+            self._then(module)
 
-            loader.exec_module = run
+        if spec:
+            spec.loader.exec_module = run
         return spec

@@ -31,8 +31,7 @@ def plan_in_place(
     """Has a model train inside a memory budget, and leaves the object what it is.
 
     Type, identity, `state_dict`, `modules()`, pickle and `copy.deepcopy` stay the model's own; a
-    copy has no plan. `model.compile()` belongs before this call: eval calls then run compiled.
-    Calls of a planned model equal those of `RockmateModule(model, sample_input, budget, ...)`.
+    copy has no plan. Compile a model before this call: its eval calls then run compiled.
 
     >>> rockmate.plan_in_place(model, budget=0.6)                # doctest: +SKIP
     >>> model(batch).loss.backward()                             # doctest: +SKIP
@@ -42,7 +41,7 @@ def plan_in_place(
         model: a module in training mode.
         sample_input: as for `RockmateModule`; with None, the first training call is the sample.
         budget: as for `RockmateModule`.
-        **options: as for `RockmateModule`, without `methods`, which calls of the module are not.
+        **options: as for `RockmateModule`, but for `methods`, which are called past the module.
 
     Returns:
         What plans and runs the calls: it has the `plan`, or `frames`, to read.
@@ -53,14 +52,12 @@ def plan_in_place(
     """
     if options.get("methods"):
         msg = (
-            f"methods={options['methods']!r} are called beside the model's __call__, where nothing "
-            "can be planned in place. Write RockmateModule(model, ..., methods=[...])."
+            f"methods={options['methods']!r} cannot be planned in place. Write "
+            "RockmateModule(model, ..., methods=[...])."
         )
         raise InvalidArgumentError(msg)
     make = partial(RockmateModule, model, budget=budget, **options)
-    call = InPlace(model, make(sample_input=sample_input), make)
-    call.install()
-    return call.module
+    return InPlace(model, make, make(sample_input=sample_input)).module
 
 
 def release(model: nn.Module) -> None:
@@ -77,47 +74,43 @@ def release(model: nn.Module) -> None:
 
 
 class InPlace:
-    """What the calls of a module run.
+    """What the calls of a module run, from when it is made.
 
     Attributes:
         module: plans and runs them.
         is_plan: marks it among compiled calls.
-        on_error: of a call -> whether the call runs anew, the model released or renewed; else it is
-            raised.
-        on_call: runs after each training call.
     """
 
     is_plan = True
 
     def __init__(
-        self, model: nn.Module, module: RockmateModule, make: Callable[[], RockmateModule]
+        self,
+        model: nn.Module,
+        make: Callable[..., RockmateModule],
+        module: RockmateModule | None = None,
     ) -> None:
-        self.module = module
-        self.on_error: Callable[[Exception], bool] | None = None
-        self.on_call: Callable[[], None] | None = None
+        self.module = module or make()
         self._model, self._make = weakref.ref(model), make
         self._before = compiled_call(model)  # by `model.compile()`
-        self._forward = vars(model).get("forward")
-        self._is_released = False
-
-    def install(self) -> None:
-        """Has the model's calls run this."""
-        set_compiled_call(self._of(), self)
+        self._forward, self._is_released = vars(model).get("forward"), False
+        set_compiled_call(model, self)
 
     def release(self) -> None:
-        """Has the model's calls run what they ran before."""
+        """Has the module's calls run what they ran before."""
         self._is_released = True
-        set_compiled_call(self._of(), self._before)
+        set_compiled_call(self.module.original, self._before)
 
     def renew(self, **changed: Any) -> None:
         """Plans anew at the next training call, with other options."""
         self._make = partial(self._make, **changed)
         self.module = self._make()
 
-    def _of(self) -> nn.Module:
-        model = self._model()
-        assert model is not None, "the model is gone, and has been called"
-        return model
+    def goes_on(self, error: Exception) -> bool:
+        """Whether a call that ended in an error runs once more."""
+        return False
+
+    def note_call(self) -> None:
+        """Comes after each training call."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output for a call; errors as for `RockmateModule.forward`."""
@@ -128,38 +121,34 @@ class InPlace:
         return self._run(args, kwargs)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        model = self._of()
+        model = self.module.original
         set_compiled_call(model, self._before)
         try:
             if vars(model).get("forward") is not self._forward:
-                self._take_forward(model)
+                self._forward = vars(model).get("forward")
+                if self.module.is_planned:
+                    logger.warning("the model is planned anew, since its forward was replaced")
+                    self.renew()
             output = self.module._run(args, kwargs)
-            if self.on_call is not None and model.training and torch.is_grad_enabled():
-                self.on_call()
+            if model.training and torch.is_grad_enabled():
+                self.note_call()
             return output
         except Exception as error:
-            if self.on_error is None or not self.on_error(error):
+            if not self.goes_on(error):
                 raise
         finally:
             if not self._is_released:
                 set_compiled_call(model, self)
         return model(*args, **kwargs)
 
-    def _take_forward(self, model: nn.Module) -> None:
-        if self.module.is_planned:
-            logger.warning(
-                "forward was replaced since the model was planned, so it is planned anew"
-            )
-            self.renew()
-        self._forward = vars(model).get("forward")
-
     def __del__(self) -> None:
         """Says that another compiled call has taken the place."""
         model = self._model()
-        if model is not None and not self._is_released and compiled_call(model) is not None:
+        other = None if model is None or self._is_released else compiled_call(model)
+        if other is not None and other is not self:
             logger.warning(
-                "the %s has been compiled after it was planned in place, so nothing bounds its "
-                "memory. Compile it first, then call rockmate.plan_in_place.",
+                "the %s was compiled after it was planned in place, so nothing bounds its memory. "
+                "Compile it first, then call rockmate.plan_in_place.",
                 type(model).__name__,
             )
 

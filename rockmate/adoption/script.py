@@ -15,56 +15,41 @@ from rockmate.errors import RockmateError
 _OWN = str(Path(__file__).parents[1])
 
 
-def run_script(path: str, arguments: list[str]) -> None:
-    """Runs the file as `__main__`; its errors and `SystemExit` are raised.
-
-    Raises:
-        OSError: the file cannot be read.
-    """
-    name = str(Path(path).absolute())
-    with io.open_code(name) as file:
-        source = file.read()
-    module = ModuleType("__main__")
-    loader = SourceFileLoader("__main__", name)
-    vars(module).update(__file__=name, __loader__=loader, __builtins__=__builtins__)
-    sys.modules["__main__"], sys.argv = module, [path, *arguments]
-    _set_first_path(str(Path(name).resolve().parent))
-    try:
-        exec(compile(source, name, "exec", dont_inherit=True), vars(module))
-    except BaseException:
-        _hide_own_frames()
-        raise
+def run_script(given: list[str]) -> None:
+    """Runs the file that is named first as `__main__`; its errors and `SystemExit` are raised."""
+    path = Path(given[0]).absolute()
+    with io.open_code(str(path)) as file:
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    module, loader = ModuleType("__main__"), SourceFileLoader("__main__", str(path))
+    vars(module).update(__file__=str(path), __loader__=loader, __builtins__=__builtins__)
+    sys.modules["__main__"] = module
+    _begin(given, path.resolve().parent)
+    exec(code, vars(module))
 
 
-def run_module(name: str, arguments: list[str]) -> None:
+def run_module(given: list[str]) -> None:
     """Runs `python -m name` in this process; see `run_script`."""
-    sys.argv = [name, *arguments]
-    _set_first_path(str(Path.cwd()))
-    try:
-        runpy.run_module(name, run_name="__main__", alter_sys=True)
-    except BaseException:
-        _hide_own_frames()
-        raise
+    _begin(given, Path.cwd())
+    runpy.run_module(given[0], run_name="__main__", alter_sys=True)
 
 
-def _set_first_path(folder: str) -> None:
+def _begin(given: list[str], folder: Path) -> None:
+    sys.argv = given
     if not sys.flags.safe_path:
-        sys.path[0] = folder
+        sys.path[0] = str(folder)
 
 
-def _hide_own_frames() -> None:
+def hide_own_frames() -> None:
     """Has the traceback that ends the process show the script's frames alone."""
     show = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> Any:
-        seen, waiting = set[int](), [error]
-        while waiting:
-            each = waiting.pop()
-            if id(each) not in seen:
-                seen.add(id(each))
+        waiting: list[BaseException | None] = [error]
+        for each in waiting:
+            if each is not None:
                 each.__traceback__ = _without_own(each)
                 linked = (each.__cause__, each.__context__, *getattr(each, "exceptions", ()))
-                waiting += [other for other in linked if other is not None]
+                waiting += [other for other in linked if other not in waiting]
         return show(kind, error, error.__traceback__)
 
     sys.excepthook = hook
@@ -72,8 +57,7 @@ def _hide_own_frames() -> None:
 
 def _without_own(error: BaseException) -> TracebackType | None:
     """The traceback without frames of this package, but those that raised its own errors."""
-    frames = list[TracebackType]()
-    entry = error.__traceback__
+    frames, entry = list[TracebackType](), error.__traceback__
     while entry is not None:
         frames.append(entry)
         entry = entry.tb_next

@@ -7,9 +7,13 @@ line that says why.
 from __future__ import annotations
 
 import logging
+import os
+import resource
+import shutil
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import traceback
+from argparse import Namespace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,11 +22,15 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from rockmate._torch.allocator import is_out_of_memory
 from rockmate._torch.members import compiled_call, set_compiled_call
 from rockmate.adoption.after_import import after_import
 from rockmate.adoption.in_place import InPlace
 from rockmate.adoption.watch import Watch
-from rockmate.budget import Budget, is_share
+from rockmate.budget import is_share, size_text
+from rockmate.capture.signature import SampleCall
+from rockmate.curves.page import page
+from rockmate.curves.sweep_run import sweep
 from rockmate.errors import InfeasibleMemoryLimitError, RockmateError
 from rockmate.hf.trainer import wrap_trainer
 from rockmate.memory_limit import device_of
@@ -35,80 +43,106 @@ logger = logging.getLogger(__name__)
 
 _SHARE_OF_DEVICE = 0.95  # the rest is for what the allocator loses to fragments
 _MOST_IN_FLIGHT = 4  # each further one is planned anew
-_OWN, _TORCH = str(Path(__file__).parents[1]), str(Path(torch.__file__).parent)
+_OTHERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_AS_IN_EAGER = "%s: it runs as in eager, within no budget, since %s"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSettings:
-    """How the models of a script are to train.
-
-    Attributes:
-        budget: the activation budget of all of them, as for `RockmateModule`.
-        memory: the bound on the whole device; "auto" for what a GPU has.
-        options: of `RockmateModule`.
-        is_strict: whether an error of planning ends the run.
-        is_dry: whether the run ends after the first step of an optimizer, with what budgets cost.
-    """
-
-    budget: Budget | None = None
-    memory: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    is_strict: bool = False
-    is_dry: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Adopted:
+class Adopted(InPlace):
     """A model of the script.
 
     Attributes:
         what: it is, in words.
-        call: what its calls run.
         trouble: why the plain model runs; empty while it does not.
         num_calls: its training calls.
     """
 
-    what: str
-    call: InPlace
-    trouble: str = ""
-    num_calls: int = 0
+    def __init__(
+        self, session: Session, what: str, model: nn.Module, make: Callable[..., RockmateModule]
+    ) -> None:
+        super().__init__(model, make)
+        self.what, self.trouble, self.num_calls, self._session = what, "", 0, session
 
-    @property
-    def module(self) -> RockmateModule:
-        """What plans and runs its calls."""
-        return self.call.module
+    def note_call(self) -> None:
+        """Counts a training call; the first one has made the plan."""
+        self.num_calls += 1
+        request = self.module._plans.request
+        if request is not None and request.options.in_flight > _MOST_IN_FLIGHT:
+            self._leave(f"it is called more than {_MOST_IN_FLIGHT} times before a backward")
+        elif self.num_calls == 1:
+            self._session.adopting = ""
+            if self.module.frames is not None:
+                logger.warning("%s: frames keep its budget", self.what)
+            self._session.share()
+
+    def goes_on(self, error: Exception) -> bool:
+        """Whether a call runs once more: released, or at the smallest peak."""
+        if self._session.settings.strict or is_out_of_memory(error):
+            return False
+        if isinstance(error, InfeasibleMemoryLimitError):
+            logger.warning("%s The smallest peak is planned.", error)
+            self.renew(memory_limit=None, budget=1)
+        else:
+            self._leave(" ".join(str(error).split()) or type(error).__name__)
+        return True
+
+    def _leave(self, reason: str) -> None:
+        self.release()
+        self.trouble = reason
+        logger.warning(_AS_IN_EAGER, self.what, reason)
+
+    def page(self, path: Path) -> str:
+        """Writes what budgets cost at the sizes of the first plan; the line that says so."""
+        try:
+            self.release()
+            model, call = (
+                self.module.original.train(),
+                self.module._plans.runnables[-1].planned.call,
+            )
+            zeros = [torch.zeros(a.shape, dtype=a.dtype, device=a.device) for a in call.tensors]
+            path.write_text(page(sweep(model, SampleCall(*call.structure.rebuild(zeros)))))
+        except Exception as error:  # noqa: BLE001 - the run is over, and was right
+            return f"there is no page, since {error}"
+        return f"page: {path}"
+
+    def __str__(self) -> str:
+        """How it has trained."""
+        shapes = len(self.module._plans.runnables)
+        how = f"planned, shapes: {shapes}; " if shapes and not self.module.frames else ""
+        how = f"as in eager, since {self.trouble}" if self.trouble else how + self.module._line()
+        return f"{self.what}: {self.num_calls} training calls, {how}"
 
 
 class Session:
     """The models of one script.
 
     Attributes:
-        adopted: those that train, in the order of their first calls.
-        refused: a line for each that trains and could not be adopted.
+        settings: the arguments of the command.
+        adopted: the models that train, in the order of their first calls.
+        refused: a line for each that could not be adopted.
         adopting: the one that is planned at present, in words.
-        watch: finds them.
-        has_curve: whether a dry run has told what budgets cost.
     """
 
-    def __init__(self, settings: RunSettings) -> None:
-        self.settings, self.adopted, self.adopting = settings, list[Adopted](), ""
-        self.refused: list[str] = []
-        self.watch = Watch(self._adopt)
-        self.has_curve = False
-
-    def install(self) -> None:
+    def __init__(self, settings: Namespace) -> None:
         """Has the models adopted that the process trains from here on."""
-        self.watch.install()
-        if self.settings.is_dry:
+        self.settings, self.adopting, self._has_curve = settings, "", False
+        self.adopted, self.refused = list[Adopted](), list[str]()
+        self._is_first = os.environ.get("RANK", "0") == "0"
+        handler, root = logging.StreamHandler(), logging.getLogger("rockmate")
+        handler.setFormatter(logging.Formatter("rockmate: %(message)s"))
+        handler.addFilter(self._told)
+        root.addHandler(handler)
+        root.propagate = False
+        self._watch = Watch(self._adopt)
+        self._watch.begin()
+        if settings.dry_run:
             register_optimizer_step_post_hook(lambda *_: self._end_dry_run())
-        after_import("transformers.trainer", self._install_trainer)
-
-    # --- finding ----------------------------------------------------------------------------------
+        else:
+            after_import("transformers.trainer", self._watch_trainers)
 
     def _adopt(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
-        name, holder = type(model).__name__, type(optimizer).__name__ if optimizer else "hand"
-        what = f"{name}, called at {_caller()}, is trained by {holder}"
-        if self.settings.is_dry:
+        holder = "hand" if optimizer is None else type(optimizer).__name__
+        what = f"{type(model).__name__}, called at {_caller()}, is trained by {holder}"
+        if self.settings.dry_run:
             set_compiled_call(model, partial(self._print_curve, model, what))
             return compiled_call(model)
 
@@ -118,149 +152,126 @@ class Session:
 
         return self._install(model, what, make, {"optimizer": optimizer or "sgd"})
 
-    def _install_trainer(self, module: Any) -> None:
+    def _watch_trainers(self, module: Any) -> None:
         """Has the trainers of transformers adopted when they begin."""
         train = module.Trainer.train
 
         def planned(trainer: Any, *args: Any, **kwargs: Any) -> Any:
-            # A compiled model is found when it is called.
-            is_known = trainer.model is not None and trainer.model_init is None
-            if is_known and not trainer.args.torch_compile and not self.settings.is_dry:
-                self._adopt_trainer(trainer)
+            # A model that is made or compiled later is found when it is called.
+            if trainer.model is not None and not (trainer.model_init or trainer.args.torch_compile):
+                self._adopt_trainer(trainer, trainer.model)
             return train(trainer, *args, **kwargs)
 
         module.Trainer.train = planned
 
-    def _adopt_trainer(self, trainer: Any) -> None:
-        model = trainer.model
-        what = f"{type(model).__name__}, trained by {type(trainer).__name__} at {_caller()}"
-        if isinstance(model, RockmateModule) or any(
-            model is each.module.original for each in self.adopted
-        ):
+    def _adopt_trainer(self, trainer: Any, model: nn.Module) -> None:
+        if isinstance(model, RockmateModule) or compiled_call(model) in self.adopted:
             return
+        what = f"{type(model).__name__}, trained by {type(trainer).__name__} at {_caller()}"
 
         def make(**given: Any) -> RockmateModule:
             module = wrap_trainer(trainer, **given)
             trainer.model = trainer.model_wrapped = model  # which is planned in place
             return module
 
-        self.watch.ignore(model)
+        self._watch.ignore(model)
         self._install(model, what, make, {})
 
     def _install(
-        self,
-        model: nn.Module,
-        what: str,
-        make: Callable[..., RockmateModule],
-        options: dict[str, Any],
-    ) -> InPlace | None:
-        try:
-            given = {**self._bound(model, options), **self.settings.options}
-            make = partial(make, **given)
-            call = InPlace(model, make(), make)
-        except Exception as error:
-            if self.settings.is_strict:
-                raise
-            self.refused.append(f"{what}: as in eager, since {_tell(what, error)}")
-            return None
-        adopted = Adopted(what, call)
-        call.on_call = partial(self._note_call, adopted)
-        call.on_error = partial(self._go_on, adopted)
-        self.adopted.append(adopted)
+        self, model: nn.Module, what: str, make: Callable[..., Any], options: dict[str, Any]
+    ) -> Adopted | None:
+        moves = {name: getattr(self.settings, name) for name in ("offload", "host_budget")}
+        moves = {name: value for name, value in moves.items() if value is not None}
         self.adopting = what
-        call.install()
-        return call
+        try:
+            make = partial(make, **self._bound(model, options), **moves)
+            self.adopted.append(Adopted(self, what, model, make))
+        except Exception as error:
+            if self.settings.strict:
+                raise
+            self.refused.append(_AS_IN_EAGER % (what, error))
+            logger.warning("%s", self.refused[-1])
+            return None
+        return self.adopted[-1]
 
-    def _bound(self, model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    def _bound(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
         """The bound as arguments of `RockmateModule`."""
-        memory = self.settings.memory
-        if memory is None:
+        if self.settings.budget is not None:
             return {"budget": self.settings.budget}
+        memory, device = self.settings.memory, device_of(model)
         if memory == "auto":
-            device = device_of(model)
             if device.type != "cuda":
                 msg = "--memory auto is what a GPU has, and the model is on the CPU. Name a size."
                 raise RockmateError(msg)
             memory = int(_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[1])
         return {"memory_limit": memory, **options}
 
-    # --- while it runs ----------------------------------------------------------------------------
-
-    def _note_call(self, adopted: Adopted) -> None:
-        adopted.num_calls += 1
-        request = adopted.module._plans.request
-        if request is not None and request.options.in_flight > _MOST_IN_FLIGHT:
-            msg = f"it is called more than {_MOST_IN_FLIGHT} times before a backward"
-            adopted.call.release()
-            adopted.trouble = _tell(adopted.what, RockmateError(msg))
-        if adopted.num_calls > 1:
-            return
-        self.adopting = ""
-        if adopted.module.frames is not None:
-            logger.warning("%s: frames keep its budget", adopted.what)
-        self._share()
-
-    def _share(self) -> None:
+    def share(self) -> None:
         """Has several models share bytes by what each would take without recomputation."""
         planned = [each for each in self.adopted if each.module.is_planned and not each.trouble]
         if len(planned) < 2 or is_share(self.settings.budget):
             return
         needs = [each.module.plan.baseline_peak_bytes for each in planned]
         most = min(each.module.plan.budget_bytes for each in planned)
-        if sum(needs) <= most:
-            return
-        logger.warning("%d models share the budget by what each takes", len(planned))
-        for each, need in zip(planned, needs, strict=True):
-            each.call.renew(memory_limit=None, budget=max(1, most * need // sum(needs)))
-
-    def _go_on(self, adopted: Adopted, error: Exception) -> bool:
-        """Whether a call that ended in an error runs anew, released or with another bound."""
-        if self.settings.is_strict or is_out_of_memory(error):
-            return False
-        if isinstance(error, InfeasibleMemoryLimitError):
-            logger.warning("%s The smallest peak is planned.", error)
-            adopted.call.renew(memory_limit=None, budget=1)
-        else:
-            adopted.call.release()
-            adopted.trouble = _tell(adopted.what, error)
-        return True
-
-    # --- a dry run --------------------------------------------------------------------------------
+        if sum(needs) > most:
+            logger.warning("%d models share the budget by what each takes", len(planned))
+            for each, need in zip(planned, needs, strict=True):
+                each.renew(memory_limit=None, budget=max(1, most * need // sum(needs)))
 
     def _print_curve(self, model: nn.Module, what: str, *args: Any, **kwargs: Any) -> Any:
         set_compiled_call(model, None)
-        self.has_curve = True
-        from rockmate.adoption.report import curve_text
-
+        self._has_curve = True
         try:
-            logger.warning("%s\n%s", what, curve_text(model, args, kwargs, self.settings.options))
-        except Exception as error:
-            if self.settings.is_strict:
-                raise
-            _tell(what, error)
+            found = sweep(model, SampleCall(args, kwargs), differentiable="all")
+            logger.warning("%s\n%s", what, found.text(shutil.get_terminal_size().columns))
+        except RockmateError as error:
+            logger.warning("%s: nothing can be planned, since %s", what, error)
         return model(*args, **kwargs)
 
     def _end_dry_run(self) -> None:
-        if self.has_curve:
+        if self._has_curve:
             raise SystemExit(0)
 
+    # --- what it tells ---
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory has run out, on a GPU or on the host."""
-    is_host = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
-    return is_host or isinstance(error, torch.OutOfMemoryError | MemoryError)
+    def _told(self, record: logging.LogRecord) -> bool:
+        """Whether this rank tells a line; that of a first plan says what it is a plan of."""
+        if self.adopting and record.msg.startswith("planned for this call") and record.args:
+            record.args = (self.adopting, *tuple(record.args)[1:])
+        return self._is_first
 
+    def end(self, error: BaseException | None) -> None:
+        """Tells how each model trained, and of the process; writes the page.
 
-def _tell(what: str, error: Exception) -> str:
-    """Says that a model runs as in eager, and gives the reason."""
-    reason = " ".join(str(error).split()) or type(error).__name__
-    logger.warning("%s: it runs as in eager, within no budget, since %s", what, reason)
-    return reason
+        Args:
+            error: that ended the script.
+        """
+        if self._has_curve or not self._is_first:
+            return
+        lines = [*map(str, self.adopted), *self.refused] or ["no model was found that trains"]
+        if self.settings.report is not None:
+            lines += [each.page(self.settings.report) for each in self.adopted[:1]]
+        peak, what = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "resident"
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            peak, what = torch.cuda.max_memory_allocated(), "allocated on the GPU"
+        lines.append(f"peak of the process: {size_text(peak)} {what}")
+        if error is not None and is_out_of_memory(error):
+            names = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+            is_planned = any("/rockmate/runtime/" in name for name in names)
+            where = (
+                "in a planned step"
+                if is_planned
+                else ("outside of planned steps, where no plan bounds it: evaluation, a loss, data")
+            )
+            if any("/torch/optim/" in name for name in names):
+                where = "in the step of an optimizer, which no plan bounds"
+            lines.append(f"memory ran out {where}. Lower --memory or --budget.")
+        sys.stderr.write("".join(f"rockmate: {line}\n" for line in lines))
 
 
 def _caller() -> str:
     """File and line of the nearest frame that is neither PyTorch's nor of this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_OWN, _TORCH)):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -175,7 +175,7 @@ def test_a_failing_script_fails_as_without(tmp_path: Path) -> None:
     assert ours[2] == eager[2] == "1"
     assert eager[1].startswith("Traceback")
     assert ours[1].endswith(eager[1])
-    assert "4 training calls, planned, 1 shape" in ours[1]
+    assert "4 training calls, planned, shapes: 1" in ours[1]
     assert "rockmate/" not in ours[1]
 
 
@@ -194,8 +194,7 @@ def test_models_share_bytes_by_what_they_take(tmp_path: Path) -> None:
 def test_a_dry_run_ends_after_a_step_with_what_budgets_cost(tmp_path: Path) -> None:
     out, error, code = run(tmp_path, PLAIN, "--budget", "0.6", "--dry-run")
     assert (out, code) == ("", "0")
-    assert "--budget 0.75  predicted peak" in error
-    assert "--budget least " in error
+    assert "Recommended: " in error
 
 
 def test_a_page_is_written(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import argparse
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+from bench.machine import machine_record, machine_text
 from bench.unchanged.data import make_data
 from bench.unchanged.scripts import SCRIPTS, Script
 
@@ -50,7 +52,8 @@ class Run:
 
 def run(script: Script, folder: Path, work: Path, python: str, options: list[str]) -> Run:
     """Runs a script in a fresh folder, under rockmate if there are options."""
-    where = work / script.name.replace(" ", "_") / ("rockmate" if options else "eager")
+    where = work / script.folder / ("rockmate" if options else "eager")
+    shutil.rmtree(where, ignore_errors=True)
     where.mkdir(parents=True)
     make_data(script.data, where)
     path = script.path.replace("{HERE}", str(_HERE)).replace("{FOLDER}", str(folder))
@@ -111,30 +114,50 @@ def row(script: Script, eager: Run, ours: Run) -> str:
     return f"| {script.name} | {num} | {difference(eager, ours)} | {peak} | {ratio:.2f} | {plan} |"
 
 
+_HEAD = """# Scripts of other projects, unchanged
+
+Each script is run twice as it is, with tiny data and without a network: in eager, and under
+`rockmate run {options}`. Both runs are seen by a file that Python loads at its start
+(`bench/unchanged/observer`). "own" scripts are of this repository, in the shape of the named ones.
+
+- **result**: losses and the final parameters of all optimizers, compared.
+- **peak, MiB**: of live memory in one step, from after one step of an optimizer to before the next,
+  gradients at rest and the loss included, which a budget does not count.
+- **time**: of a step, the median of the run, over eager's. Steps of tiny models are short.
+
+{machine}
+
+| script | backwards | result | peak, MiB | time | what rockmate says at the end |
+|---|---|---|---|---|---|
+"""
+
+
 def main() -> int:
-    """Runs the scripts that the folder has, and writes the page."""
+    """Runs the scripts of the folder, and writes the page of all that are in the work folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="")
-    parser.add_argument("--work", type=Path)
+    parser.add_argument("--only", default="", help="scripts whose name contains it; none for -")
+    parser.add_argument("--work", type=Path, help="keeps the runs; rows of earlier ones stay")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--options", default="--budget 0.6")
     arguments = parser.parse_args()
-    rows = []
     with tempfile.TemporaryDirectory() as made:
-        work = arguments.work or Path(made)
+        work, folder = arguments.work or Path(made), arguments.folder.resolve()
         for script in SCRIPTS:
-            if arguments.only not in script.name:
+            if arguments.only not in script.name or (work / script.folder / "row.md").exists():
                 continue
             options: list[list[str]] = [[], arguments.options.split()]
-            runs = [
-                run(script, arguments.folder.resolve(), work, arguments.python, each)
-                for each in options
-            ]
-            rows.append(row(script, *runs))
-            sys.stdout.write(rows[-1] + "\n")
+            runs = [run(script, folder, work, arguments.python, each) for each in options]
+            (work / script.folder / "row.md").write_text(row(script, *runs))
+            sys.stdout.write(row(script, *runs) + "\n")
             sys.stdout.flush()
+        paths = [work / script.folder / "row.md" for script in SCRIPTS]
+        rows = [path.read_text() for path in paths if path.exists()]
+    if arguments.out is not None:
+        machine = machine_text(machine_record("bench.unchanged.run"))
+        head = _HEAD.format(options=arguments.options, machine=machine)
+        arguments.out.write_text(head + "\n".join(rows) + "\n")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -22,6 +23,11 @@ class Script:
     arguments: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     cwd: str = "."
+
+    @property
+    def folder(self) -> str:
+        """Of its runs."""
+        return re.sub(r"\W+", "_", self.name)
 
 
 def _of(name: str, path: str, arguments: str, *data: str, cwd: str = ".") -> Script:
@@ -69,13 +75,13 @@ SCRIPTS = (
     _of(
         "examples word_language_model, transformer", f"{_EXAMPLES}/word_language_model/main.py",
         "--data ../data/wikitext-2 --model Transformer --emsize 64 --nhead 4 --nhid 128 "
-        "--nlayers 3 --batch_size 8 --bptt 20 --epochs 1 --lr 1",
+        "--nlayers 3 --batch_size 8 --bptt 20 --epochs 1 --lr 0.001 --use-optimizer",
         "wikitext", cwd="w",
     ),
     _of(
         "examples word_language_model, LSTM", f"{_EXAMPLES}/word_language_model/main.py",
         "--data ../data/wikitext-2 --model LSTM --emsize 64 --nhid 64 --nlayers 2 --batch_size 8 "
-        "--bptt 20 --epochs 1 --lr 1",
+        "--bptt 20 --epochs 1 --lr 0.001 --use-optimizer",
         "wikitext", cwd="w",
     ),
     _of(

@@ -127,24 +127,21 @@ def is_member(module: nn.Module, name: str) -> bool:
 
 
 def compiled_call(module: nn.Module) -> Any:
-    """What the module's calls run in the place of its hooks and forward, as `compile` leaves it.
+    """What the module's calls run in place of its forward, as `compile` leaves it; None as a rule.
 
-    It is no part of a module's pickle and of its copies. None if there is nothing.
+    It is no part of a module's pickle and of its copies.
     """
     return vars(module).get("_compiled_call_impl")
 
 
 def set_compiled_call(module: nn.Module, call: Any) -> None:
-    """Has the module's calls run `call`; None takes it away."""
+    """Has the module's calls run `call`; with None, its forward."""
+    vars(module)["_compiled_call_impl"] = call
     if call is None:
-        vars(module).pop("_compiled_call_impl", None)
-    else:
-        vars(module)["_compiled_call_impl"] = call
+        del vars(module)["_compiled_call_impl"]
 
 
 class _Finder:
-    """Descriptor in the place of the class's `_compiled_call_impl`."""
-
     def __init__(self, find: Callable[[nn.Module], Any]) -> None:
         self._find = find
 
@@ -154,9 +151,9 @@ class _Finder:
 
 
 def find_calls(find: Callable[[nn.Module], Any] | None) -> None:
-    """Has `find` asked at each call of a module without a compiled call of its own.
+    """Has `find` asked at each call of a module for what runs in place of its forward.
 
-    What it gives runs in the place of the module's forward, unless that is None. It must not raise.
-    No frame of its own is around the module's code, and with None all is as PyTorch has it.
+    It must not raise an `AttributeError`. No frame of its own is around the module's code, and with
+    None all is as PyTorch has it.
     """
     setattr(nn.Module, "_compiled_call_impl", None if find is None else _Finder(find))  # noqa: B010

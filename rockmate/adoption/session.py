@@ -44,17 +44,13 @@ logger = logging.getLogger(__name__)
 _SHARE_OF_DEVICE = 0.95  # the rest is for what the allocator loses to fragments
 _MOST_IN_FLIGHT = 4  # each further one is planned anew
 _OTHERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
+_NONE = "no model was called in training mode that an optimizer of torch.optim trains"
+_OPTIM = "/torch/optim/"
 _AS_IN_EAGER = "%s: it runs as in eager, within no budget, since %s"
 
 
 class Adopted(InPlace):
-    """A model of the script.
-
-    Attributes:
-        what: it is, in words.
-        trouble: why the plain model runs; empty while it does not.
-        num_calls: its training calls.
-    """
+    """A model of the script: what it is, in words, and how it has trained."""
 
     def __init__(
         self, session: Session, what: str, model: nn.Module, make: Callable[..., RockmateModule]
@@ -63,7 +59,7 @@ class Adopted(InPlace):
         self.what, self.trouble, self.num_calls, self._session = what, "", 0, session
 
     def note_call(self) -> None:
-        """Counts a training call; the first one has made the plan."""
+        """Counts a training call. The first one has made the plan."""
         self.num_calls += 1
         request = self.module._plans.request
         if request is not None and request.options.in_flight > _MOST_IN_FLIGHT:
@@ -113,17 +109,16 @@ class Adopted(InPlace):
 
 
 class Session:
-    """The models of one script.
+    """The models that a process trains, from when it is made.
 
     Attributes:
         settings: the arguments of the command.
-        adopted: the models that train, in the order of their first calls.
+        adopted: the models, in the order of their first calls.
         refused: a line for each that could not be adopted.
         adopting: the one that is planned at present, in words.
     """
 
     def __init__(self, settings: Namespace) -> None:
-        """Has the models adopted that the process trains from here on."""
         self.settings, self.adopting, self._has_curve = settings, "", False
         self.adopted, self.refused = list[Adopted](), list[str]()
         self._is_first = os.environ.get("RANK", "0") == "0"
@@ -139,9 +134,9 @@ class Session:
         else:
             after_import("transformers.trainer", self._watch_trainers)
 
-    def _adopt(self, model: nn.Module, optimizer: Optimizer | None) -> Any:
-        holder = "hand" if optimizer is None else type(optimizer).__name__
-        what = f"{type(model).__name__}, called at {_caller()}, is trained by {holder}"
+    def _adopt(self, model: nn.Module, optimizer: Optimizer) -> Any:
+        name, holder = type(model).__name__, type(optimizer).__name__
+        what = f"{name}, called at {_caller()}, is trained by {holder}"
         if self.settings.dry_run:
             set_compiled_call(model, partial(self._print_curve, model, what))
             return compiled_call(model)
@@ -150,7 +145,7 @@ class Session:
             options = {"mode": "auto", "on_infeasible": "least", "differentiable": "all"}
             return RockmateModule(model, **{**options, **given})
 
-        return self._install(model, what, make, {"optimizer": optimizer or "sgd"})
+        return self._install(model, what, make, {"optimizer": optimizer})
 
     def _watch_trainers(self, module: Any) -> None:
         """Has the trainers of transformers adopted when they begin."""
@@ -248,23 +243,18 @@ class Session:
         """
         if self._has_curve or not self._is_first:
             return
-        lines = [*map(str, self.adopted), *self.refused] or ["no model was found that trains"]
-        if self.settings.report is not None:
-            lines += [each.page(self.settings.report) for each in self.adopted[:1]]
-        peak, what = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "resident"
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            peak, what = torch.cuda.max_memory_allocated(), "allocated on the GPU"
-        lines.append(f"peak of the process: {size_text(peak)} {what}")
+        lines = [*map(str, self.adopted), *self.refused] or [_NONE]
+        lines += [
+            each.page(self.settings.report) for each in self.adopted[:1] if self.settings.report
+        ]
+        resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident
+        lines.append(f"peak of the process: {size_text(peak)}")
         if error is not None and is_out_of_memory(error):
-            names = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-            is_planned = any("/rockmate/runtime/" in name for name in names)
-            where = (
-                "in a planned step"
-                if is_planned
-                else ("outside of planned steps, where no plan bounds it: evaluation, a loss, data")
-            )
-            if any("/torch/optim/" in name for name in names):
-                where = "in the step of an optimizer, which no plan bounds"
+            names = " ".join(each.filename for each in traceback.extract_tb(error.__traceback__))
+            where = "where no plan bounds it: evaluation, a loss, data"
+            where = "in an optimizer's step, which no plan bounds" if _OPTIM in names else where
+            where = "in a planned step" if "/rockmate/runtime/" in names else where
             lines.append(f"memory ran out {where}. Lower --memory or --budget.")
         sys.stderr.write("".join(f"rockmate: {line}\n" for line in lines))
 

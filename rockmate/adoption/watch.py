@@ -1,8 +1,7 @@
 """Finds the modules that a script trains, and the optimizers that hold their parameters.
 
 The outermost module that is called in training mode, with gradients, and has a parameter that an
-optimizer holds; or, where there is no optimizer, one that a backward has reached: the script steps
-by hand. Modules are looked at until all parameters that optimizers hold are found, or each
+optimizer holds. Modules are looked at until all parameters that optimizers hold are found, or each
 optimizer has stepped twice. Then calls of modules are as PyTorch has them.
 """
 
@@ -30,13 +29,12 @@ _STEPS = 2
 class Watch:
     """Looks for modules that train, and for the optimizer that holds most of each."""
 
-    def __init__(self, adopt: Callable[[nn.Module, Optimizer | None], Any]) -> None:
+    def __init__(self, adopt: Callable[[nn.Module, Optimizer], Any]) -> None:
         """`adopt` gives what the calls of a module run, or None for the module."""
         self._adopt = adopt
         self._num_steps: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._found: set[int] = set()  # addresses of parameters of known modules
-        self._reached: dict[int, bool] = {}  # by a backward, where there is no optimizer
         self._hook: Any = None
 
     def begin(self) -> None:
@@ -50,7 +48,6 @@ class Watch:
             self._look()
 
         Optimizer.__init__ = init
-        self._look()
 
     def ignore(self, module: nn.Module) -> None:
         """Takes a module for found, with all that is in it."""
@@ -84,28 +81,12 @@ class Watch:
         own = set(map(id, module.parameters()))
         held = {each: len(own & _addresses(each)) for each in self._num_steps} if own else {}
         most = max(held, key=held.__getitem__, default=None)
-        if not (held[most] if most is not None else own and self._is_stepped_by_hand(module)):
+        if most is None or not held[most]:
             return None
         self.ignore(module)
         call = None if isinstance(module, RockmateModule) else self._adopt(module, most)
         self._end_if(all(_addresses(each) <= self._found for each in self._num_steps))
         return call
-
-    def _is_stepped_by_hand(self, module: nn.Module) -> bool:
-        """Whether a backward has reached the module."""
-        parameters = [each for each in module.parameters() if each.requires_grad]
-        known = [self._reached[id(each)] for each in parameters if id(each) in self._reached]
-        if known or not parameters:
-            return any(known)
-        first = parameters[0]
-        self._reached[id(first)] = False
-
-        def note(_: torch.Tensor) -> None:
-            self._reached[id(first)] = True
-            hook.remove()
-
-        hook = first.register_post_accumulate_grad_hook(note)
-        return False
 
 
 def _addresses(optimizer: Optimizer) -> set[int]:

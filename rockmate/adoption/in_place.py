@@ -9,7 +9,6 @@ holds against eager, or gives back to the plain model, is the user's.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -57,7 +56,7 @@ def plan_in_place(
         )
         raise InvalidArgumentError(msg)
     make = partial(RockmateModule, model, budget=budget, **options)
-    return InPlace(model, make, make(sample_input=sample_input)).module
+    return InPlace(model, make, sample_input=sample_input).module
 
 
 def release(model: nn.Module) -> None:
@@ -83,15 +82,10 @@ class InPlace:
 
     is_plan = True
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make: Callable[..., RockmateModule],
-        module: RockmateModule | None = None,
-    ) -> None:
-        self.module = module or make()
-        self._model, self._make = weakref.ref(model), make
-        self._before = compiled_call(model)  # by `model.compile()`
+    def __init__(self, model: nn.Module, make: Callable[..., Any], **given: Any) -> None:
+        """Takes what makes a `RockmateModule` of the model; `given` for the first one alone."""
+        self.module: RockmateModule = make(**given)
+        self._make, self._before = make, compiled_call(model)  # by `model.compile()`
         self._forward, self._is_released = vars(model).get("forward"), False
         set_compiled_call(model, self)
 
@@ -102,8 +96,13 @@ class InPlace:
 
     def renew(self, **changed: Any) -> None:
         """Plans anew at the next training call, with other options."""
-        self._make = partial(self._make, **changed)
-        self.module = self._make()
+        model, self._make = self.module.original, partial(self._make, **changed)
+        present = compiled_call(model)
+        set_compiled_call(model, self._before)
+        try:
+            self.module = self._make()
+        finally:
+            set_compiled_call(model, present)
 
     def goes_on(self, error: Exception) -> bool:
         """Whether a call that ended in an error runs once more."""
@@ -140,17 +139,6 @@ class InPlace:
             if not self._is_released:
                 set_compiled_call(model, self)
         return model(*args, **kwargs)
-
-    def __del__(self) -> None:
-        """Says that another compiled call has taken the place."""
-        model = self._model()
-        other = None if model is None or self._is_released else compiled_call(model)
-        if other is not None and other is not self:
-            logger.warning(
-                "the %s was compiled after it was planned in place, so nothing bounds its memory. "
-                "Compile it first, then call rockmate.plan_in_place.",
-                type(model).__name__,
-            )
 
     def __reduce__(self) -> Any:
         """None: where a class has a pickle of its own, its copies have no plan."""

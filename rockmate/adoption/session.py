@@ -90,10 +90,8 @@ class Adopted(InPlace):
         """Writes what budgets cost at the sizes of the first plan; the line that says so."""
         try:
             self.release()
-            model, call = (
-                self.module.original.train(),
-                self.module._plans.runnables[-1].planned.call,
-            )
+            model = self.module.original.train()
+            call = self.module._plans.runnables[-1].planned.call
             zeros = [torch.zeros(a.shape, dtype=a.dtype, device=a.device) for a in call.tensors]
             path.write_text(page(sweep(model, SampleCall(*call.structure.rebuild(zeros)))))
         except Exception as error:  # noqa: BLE001 - the run is over, and was right
@@ -244,9 +242,8 @@ class Session:
         if self._has_curve or not self._is_first:
             return
         lines = [*map(str, self.adopted), *self.refused] or [_NONE]
-        lines += [
-            each.page(self.settings.report) for each in self.adopted[:1] if self.settings.report
-        ]
+        if self.settings.report and self.adopted:
+            lines.append(self.adopted[0].page(self.settings.report))
         resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident
         lines.append(f"peak of the process: {size_text(peak)}")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
-import logging
 import pickle
 from collections.abc import Callable
 
@@ -115,12 +113,3 @@ def test_eval_calls_of_a_compiled_model_run_its_code() -> None:
     assert not calls
     model.eval()(torch.ones(2, 16))
     assert calls
-
-
-def test_a_plan_that_a_compiled_call_replaces_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    model = net()
-    rockmate.plan_in_place(model, budget=0.5)
-    with caplog.at_level(logging.WARNING, logger="rockmate"):
-        model.compile(backend="eager")
-        gc.collect()
-    assert "Compile it first" in caplog.text

@@ -31,10 +31,7 @@ def plan_in_place(
 
     Type, identity, `state_dict`, `modules()`, pickle and `copy.deepcopy` stay the model's own; a
     copy has no plan. Compile a model before this call: its eval calls then run compiled.
-
-    >>> rockmate.plan_in_place(model, budget=0.6)                # doctest: +SKIP
-    >>> model(batch).loss.backward()                             # doctest: +SKIP
-    >>> rockmate.release(model)                                  # doctest: +SKIP
+    `release(model)` undoes it.
 
     Args:
         model: a module in training mode.
@@ -50,21 +47,14 @@ def plan_in_place(
         RockmateError: as for `RockmateModule`.
     """
     if options.get("methods"):
-        msg = (
-            f"methods={options['methods']!r} cannot be planned in place. Write "
-            "RockmateModule(model, ..., methods=[...])."
-        )
+        msg = "methods cannot be planned in place. Write RockmateModule(model, ..., methods=[...])."
         raise InvalidArgumentError(msg)
     make = partial(RockmateModule, model, budget=budget, **options)
     return InPlace(model, make, sample_input=sample_input).module
 
 
 def release(model: nn.Module) -> None:
-    """Undoes `plan_in_place`: calls of the model run as before.
-
-    Raises:
-        InvalidArgumentError: the model is not planned in place.
-    """
+    """Undoes `plan_in_place`; raises `InvalidArgumentError` for a model that is not planned so."""
     call = compiled_call(model)
     if not isinstance(call, InPlace):
         msg = f"the {type(model).__name__} is not planned in place, so there is nothing to release."
@@ -73,14 +63,9 @@ def release(model: nn.Module) -> None:
 
 
 class InPlace:
-    """What the calls of a module run, from when it is made.
+    """What the calls of a module run, from when it is made; `module` plans and runs them."""
 
-    Attributes:
-        module: plans and runs them.
-        is_plan: marks it among compiled calls.
-    """
-
-    is_plan = True
+    is_plan = True  # among compiled calls
 
     def __init__(self, model: nn.Module, make: Callable[..., Any], **given: Any) -> None:
         """Takes what makes a `RockmateModule` of the model; `given` for the first one alone."""

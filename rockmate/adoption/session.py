@@ -107,17 +107,11 @@ class Adopted(InPlace):
 
 
 class Session:
-    """The models that a process trains, from when it is made.
-
-    Attributes:
-        settings: the arguments of the command.
-        adopted: the models, in the order of their first calls.
-        refused: a line for each that could not be adopted.
-        adopting: the one that is planned at present, in words.
-    """
+    """The models that a process trains, from when it is made, with the arguments of the command."""
 
     def __init__(self, settings: Namespace) -> None:
-        self.settings, self.adopting, self._has_curve = settings, "", False
+        self.settings, self._has_curve = settings, False
+        self.adopting = ""  # what is planned at present
         self.adopted, self.refused = list[Adopted](), list[str]()
         self._is_first = os.environ.get("RANK", "0") == "0"
         handler, root = logging.StreamHandler(), logging.getLogger("rockmate")
@@ -234,11 +228,7 @@ class Session:
         return self._is_first
 
     def end(self, error: BaseException | None) -> None:
-        """Tells how each model trained, and of the process; writes the page.
-
-        Args:
-            error: that ended the script.
-        """
+        """Tells how each model trained, and where memory ran out; `error` ended the script."""
         if self._has_curve or not self._is_first:
             return
         lines = [*map(str, self.adopted), *self.refused] or [_NONE]

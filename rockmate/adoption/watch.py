@@ -73,7 +73,7 @@ class Watch:
             return None
         is_redirected = "forward" in vars(module) and hasattr(type(module), "training_step")
         outer = DistributedDataParallel | nn.DataParallel | torch.jit.ScriptModule
-        if is_redirected or isinstance(module, outer):  # by a strategy of Lightning's
+        if is_redirected or isinstance(module, outer):  # redirected by a strategy of Lightning's
             if isinstance(module, nn.DataParallel) and len(module.device_ids) > 1:
                 self.ignore(module)
                 logger.warning("%s", REPLICATED)

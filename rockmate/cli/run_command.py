@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from rockmate.adoption.after_import import after_import
 from rockmate.adoption.script import hide_own_frames, run_module, run_script
 from rockmate.budget import parse_budget, parse_budgets
-from rockmate.cli.arguments import add_option, positive
+from rockmate.cli.arguments import add_option
 from rockmate.errors import InvalidArgumentError
-
-_RANKS = "--nproc-per-node"
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -24,9 +20,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         usage="rockmate run [options] script.py|-m package.module [arguments]",
         help="run a training script, unchanged, with its models inside a budget",
         description=(
-            "Run a script as Python does. The models that it trains are planned in place, at their "
-            "first training calls; what cannot be planned runs as it is, after a line that says "
-            "why. All lines of this command go to standard error."
+            "Run a script as Python does. The models that it trains are planned in place; what "
+            "cannot be planned runs as it is, after a line that says why."
         ),
         allow_abbrev=False,
     )
@@ -41,18 +36,13 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add("--report", type=Path, metavar="FILE", help=text)
     add("--dry-run", action="store_true", help="end after a step, and print what budgets cost")
     add("--strict", action="store_true", help="end in errors of planning")
-    add(_RANKS, type=positive, metavar="N", help="run N processes, by torchrun")
     rest: dict[str, Any] = {"nargs": argparse.REMAINDER, "help": argparse.SUPPRESS}
     add("-m", dest="module", **rest)
     add("script", **rest)
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """What can be told before the script runs; with several processes, becomes torchrun.
-
-    Raises:
-        RockmateError: the command cannot run as asked.
-    """
+    """Reads the bound; raises a `RockmateError` for what can be told before the script runs."""
     target = arguments.module or arguments.script
     if not target:
         raise InvalidArgumentError("no script is given: rockmate run --memory 24GiB train.py")
@@ -66,13 +56,6 @@ def check(arguments: argparse.Namespace) -> None:
             raise InvalidArgumentError("--budget has several budgets, and a run has one; give one")
     if arguments.memory not in (None, "auto"):
         parse_budget(arguments.memory, 0)
-    if arguments.nproc_per_node is not None:
-        given = sys.argv[1:]
-        place = next(at for at, each in enumerate(given) if each.startswith(_RANKS))
-        rest = given[place + (1 if "=" in given[place] else 2) :]
-        ranks = ["-m", "torch.distributed.run", _RANKS, str(arguments.nproc_per_node)]
-        command = [sys.executable, *ranks, "-m", "rockmate", *given[:place], *rest]
-        os.execv(sys.executable, command)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -146,8 +146,9 @@ class _Finder:
         self._find = find
 
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
-        is_traced = module is None or torch.compiler.is_dynamo_compiling()
-        return None if is_traced else self._find(module)
+        if module is None or torch.compiler.is_dynamo_compiling():
+            return None
+        return self._find(module)
 
 
 def find_calls(find: Callable[[nn.Module], Any] | None) -> None:

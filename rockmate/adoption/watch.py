@@ -47,7 +47,7 @@ class Watch:
             self._num_steps[optimizer] = 0
             self._look()
 
-        Optimizer.__init__ = init
+        setattr(Optimizer, "__init__", init)  # noqa: B010
 
     def ignore(self, module: nn.Module) -> None:
         """Takes a module for found, with all that is in it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,14 @@ def run(arguments: argparse.Namespace) -> int:
     sessions, error = list[Any](), None
 
     def begin(_: Any) -> None:
-        from rockmate.adoption.session import Session
+        try:
+            from rockmate.adoption.session import Session
 
-        sessions.append(Session(arguments))
+            sessions.append(Session(arguments))
+        except Exception as raised:
+            if arguments.strict:
+                raise
+            sys.stderr.write(f"rockmate: nothing is planned, since {raised}\n")
 
     after_import("torch", begin)  # not at once: a script may set what PyTorch reads at its import
     try:

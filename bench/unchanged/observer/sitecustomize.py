@@ -12,6 +12,7 @@ import os
 import random
 import sys
 import time
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from typing import Any
@@ -37,8 +38,7 @@ class _AfterTorch(MetaPathFinder):
 
 
 def _observe(torch: Any) -> None:
-    from torch.optim import optimizer as optim_code
-
+    optim_code = import_module("torch.optim.optimizer")
     random.seed(0)
     torch.manual_seed(0)
     torch.set_num_threads(1)

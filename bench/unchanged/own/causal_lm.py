@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from datasets import load_dataset
+from datasets import load_dataset  # pyright: ignore[reportMissingImports]
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,

@@ -7,10 +7,10 @@ import sys
 from typing import Any
 
 import torch
-from torchvision.models.detection import fasterrcnn_mobilenet_v3_large_320_fpn
+from torchvision.models import detection  # pyright: ignore[reportMissingImports]
 
 torch.manual_seed(0)
-model = fasterrcnn_mobilenet_v3_large_320_fpn(
+model: Any = detection.fasterrcnn_mobilenet_v3_large_320_fpn(
     weights=None, weights_backbone=None, num_classes=3, min_size=64, max_size=96
 )
 optimizer = torch.optim.SGD(
@@ -29,8 +29,7 @@ def batch(number: int) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
 model.train()
 for step in range(6):
     pictures, targets = batch(step)
-    losses = model(pictures, targets)
-    loss = sum(losses.values())
+    loss: Any = sum(model(pictures, targets).values())
     if not math.isfinite(loss.item()):
         sys.exit(1)
     optimizer.zero_grad()

@@ -5,8 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torchvision.datasets import ImageFolder
-from torchvision.transforms import Compose, RandomResizedCrop, ToTensor
+from torchvision.datasets import ImageFolder  # pyright: ignore[reportMissingImports]
+from torchvision.transforms import (  # pyright: ignore[reportMissingImports]
+    Compose,
+    RandomResizedCrop,
+    ToTensor,
+)
 from transformers import HfArgumentParser, Trainer, TrainingArguments, ViTMAEConfig
 from transformers.models.vit_mae import ViTMAEForPreTraining
 

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
-from rockmate.errors import RockmateError
-
 _OWN = str(Path(__file__).parents[1])
 
 
@@ -47,7 +45,7 @@ def hide_own_frames() -> None:
         waiting: list[BaseException | None] = [error]
         for each in waiting:
             if each is not None:
-                each.__traceback__ = _without_own(each)
+                each.__traceback__ = _without_own(each.__traceback__)
                 linked = (each.__cause__, each.__context__, *getattr(each, "exceptions", ()))
                 waiting += [other for other in linked if other not in waiting]
         return show(kind, error, error.__traceback__)
@@ -55,18 +53,13 @@ def hide_own_frames() -> None:
     sys.excepthook = hook
 
 
-def _without_own(error: BaseException) -> TracebackType | None:
-    """The traceback without frames of this package, but those that raised its own errors."""
-    frames, entry = list[TracebackType](), error.__traceback__
-    while entry is not None:
-        frames.append(entry)
+def _without_own(entry: TracebackType | None) -> TracebackType | None:
+    """A traceback without frames of this package, and without those of `runpy`."""
+    while entry is not None and _is_own(entry):
         entry = entry.tb_next
-    last = max((at for at, each in enumerate(frames) if not _is_own(each)), default=-1)
-    is_own = isinstance(error, RockmateError)
-    kept = [each for at, each in enumerate(frames) if not _is_own(each) or (is_own and at > last)]
-    for each, following in zip(kept, [*kept[1:], None], strict=True):
-        each.tb_next = following
-    return kept[0] if kept else None
+    if entry is not None:
+        entry.tb_next = _without_own(entry.tb_next)
+    return entry
 
 
 def _is_own(entry: TracebackType) -> bool:

@@ -78,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         (run_module if arguments.module else run_script)(arguments.module or arguments.script)
     except BaseException as raised:
         error = raised
-        hide_own_frames()
+        if not arguments.strict:
+            hide_own_frames()
         raise
     finally:
         for session in sessions:

@@ -49,15 +49,14 @@ if len(sys.argv) > 1:
 PLAIN = NET + BEGIN + LOOP + END
 GAN = """
 other = Net()
-optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, other)]
+first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, other))
 for _ in range(3):
     made = net(torch.randn(64, 32))
-    for loss in (other(made.detach()).mean(), -other(made).mean()):
-        for each in optimizers:
-            each.zero_grad()
+    for optimizer, batch in ((second, made.detach()), (first, made)):
+        optimizer.zero_grad()
+        loss = other(batch).square().mean()
         loss.backward()
-        for each in optimizers:
-            each.step()
+        optimizer.step()
         print(loss.item())
 """
 ACCELERATE = """

@@ -68,6 +68,8 @@ def run(script: Script, folder: Path, work: Path, python: str, options: list[str
     }  # fmt: skip
     cwd = where / script.cwd
     cwd.mkdir(parents=True, exist_ok=True)
+    if script.beside:
+        (cwd / script.beside).symlink_to(Path(path).parent / script.beside)
     try:
         done = subprocess.run(
             command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=_LIMIT_S

@@ -16,6 +16,7 @@ class Script:
         arguments: of the script.
         data: what it needs; see `data.make_data`.
         cwd: where it runs, in a folder of its own.
+        beside: a file of its folder that it reads from where it runs.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Script:
     arguments: tuple[str, ...] = ()
     data: tuple[str, ...] = ()
     cwd: str = "."
+    beside: str = ""
 
     @property
     def folder(self) -> str:
@@ -46,7 +48,10 @@ _SHORT = (
     "--save_strategy no"
 )
 SCRIPTS = (
-    _of("nanoGPT train.py", "karpathy+nanoGPT/train.py", _NANO, "characters"),
+    Script(
+        "nanoGPT train.py", "{FOLDER}/karpathy+nanoGPT/train.py", tuple(_NANO.split()),
+        ("characters",), beside="configurator.py",
+    ),
     _of(
         "minGPT chargpt.py", "karpathy+minGPT/projects/chargpt/chargpt.py",
         "--trainer.max_iters=8 --trainer.batch_size=8 --trainer.num_workers=0 "

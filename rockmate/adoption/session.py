@@ -45,7 +45,6 @@ _SHARE_OF_DEVICE = 0.95  # the rest is for what the allocator loses to fragments
 _MOST_IN_FLIGHT = 4  # each further one is planned anew
 _OTHERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _NONE = "no model was called in training mode that an optimizer of torch.optim trains"
-_OPTIM = "/torch/optim/"
 _AS_IN_EAGER = "%s: it runs as in eager, within no budget, since %s"
 
 
@@ -239,8 +238,8 @@ class Session:
         lines.append(f"peak of the process: {size_text(peak)}")
         if error is not None and is_out_of_memory(error):
             names = " ".join(each.filename for each in traceback.extract_tb(error.__traceback__))
-            where = "where no plan bounds it: evaluation, a loss, data"
-            where = "in an optimizer's step, which no plan bounds" if _OPTIM in names else where
+            where = "in what no plan bounds: evaluation, a loss, data"
+            where = "in the step of an optimizer" if "/torch/optim/" in names else where
             where = "in a planned step" if "/rockmate/runtime/" in names else where
             lines.append(f"memory ran out {where}. Lower --memory or --budget.")
         sys.stderr.write("".join(f"rockmate: {line}\n" for line in lines))

@@ -903,19 +903,14 @@ class TestMembers:
         module.compile(backend="eager")
         assert members.is_compiled_in_place(module)
 
-    def test_a_compiled_call_runs_and_is_no_part_of_a_copy(self) -> None:
-        module = nn.Linear(2, 2)
+    def test_a_call_is_set_or_found_and_no_part_of_a_copy(self) -> None:
+        module, other = nn.Linear(2, 2), nn.Linear(2, 2)
         members.set_compiled_call(module, lambda x: x + 1)
-        assert module(1) == 2
-        assert members.compiled_call(module)(2) == 3
+        assert module(1) == members.compiled_call(module)(1) == 2
         assert members.compiled_call(copy.deepcopy(module)) is None
         members.set_compiled_call(module, None)
-        assert members.compiled_call(module) is None
-
-    def test_calls_are_found_without_a_frame_around_them(self) -> None:
-        module, other = nn.Linear(2, 2), nn.Linear(2, 2)
-        members.find_calls(lambda each: (lambda x: x + 1) if each is module else None)
-        assert module(1) == 2
+        members.find_calls(lambda each: (lambda x: x + 2) if each is module else None)
+        assert module(1) == 3
         assert other(torch.ones(2)).shape == (2,)
         members.find_calls(None)
         assert nn.Module._compiled_call_impl is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 
@@ -54,14 +53,7 @@ def test_the_object_stays_what_it_is() -> None:
     assert list(model.state_dict()) == keys
     assert list(model.modules()) == modules
     assert dir(model) == attributes
-    saved = io.BytesIO()
-    torch.save(model, saved)
-    saved.seek(0)
-    copies = (
-        copy.deepcopy(model),
-        pickle.loads(pickle.dumps(model)),
-        torch.load(saved, weights_only=False),
-    )
+    copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     assert all(compiled_call(each) is None for each in copies)
     model.eval()
     with torch.no_grad():

@@ -48,16 +48,16 @@ def _observe(torch: Any) -> None:
     config = torch._C._profiler
     is_on = [False]
     process = os.getpid()
-    make, backward = torch.optim.Optimizer.__init__, torch.autograd.backward
+    make, backward = torch.optim.Optimizer.__init__, torch.Tensor.backward
 
     def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
         make(optimizer, *args, **kwargs)
         optimizers.append(optimizer)
 
-    def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(tensors, torch.Tensor) and tensors.numel() == 1:
-            seen["losses"].append(tensors.item())
-        return backward(tensors, *args, **kwargs)
+    def noted(loss: Any, *args: Any, **kwargs: Any) -> Any:
+        if loss.numel() == 1:
+            seen["losses"].append(loss.item())
+        return backward(loss, *args, **kwargs)
 
     def stepped(*_: Any) -> None:
         seen["times"].append(time.perf_counter())
@@ -90,7 +90,7 @@ def _observe(torch: Any) -> None:
             json.dump({**seen, "gradient_bytes": gradients}, file)
 
     torch.optim.Optimizer.__init__ = init
-    torch.autograd.backward = noted
+    torch.Tensor.backward = noted
     optim_code.register_optimizer_step_post_hook(stepped)
     optim_code.register_optimizer_step_pre_hook(stepping)
     atexit.register(end)

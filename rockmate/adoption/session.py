@@ -28,6 +28,7 @@ from rockmate.adoption.after_import import after_import
 from rockmate.adoption.in_place import InPlace
 from rockmate.adoption.watch import Watch
 from rockmate.budget import is_share, size_text
+from rockmate.capture.compiled_model import innermost
 from rockmate.capture.signature import SampleCall
 from rockmate.curves.page import page
 from rockmate.curves.sweep_run import sweep
@@ -126,7 +127,7 @@ class Session:
             after_import("transformers.trainer", self._watch_trainers)
 
     def _adopt(self, model: nn.Module, optimizer: Optimizer) -> Any:
-        name, holder = type(model).__name__, type(optimizer).__name__
+        name, holder = type(innermost(model)).__name__, type(optimizer).__name__
         what = f"{name}, called at {_caller()}, is trained by {holder}"
         if self.settings.dry_run:
             set_compiled_call(model, partial(self._print_curve, model, what))

@@ -79,10 +79,7 @@ class Module(lightning.LightningModule):
         return loss
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters())
-trainer = lightning.Trainer(
-    max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-    enable_progress_bar=False, enable_model_summary=False,
-)
+trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, barebones=True)
 trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(96, 32), batch_size=32))
 """
 TRAINER = """
@@ -91,10 +88,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 torch.manual_seed(0)
 model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_layer=2, n_embd=32, n_head=2))
 rows = [{"input_ids": row, "labels": row} for row in torch.randint(64, (8, 16))]
-arguments = TrainingArguments(
-    "out", max_steps=3, save_strategy="no", report_to=[], logging_steps=1, use_cpu=True,
-    disable_tqdm=True, per_device_train_batch_size=2,
-)
+arguments = TrainingArguments("out", max_steps=3, save_strategy="no", logging_steps=1, use_cpu=True)
 trainer = Trainer(model=model, args=arguments, train_dataset=rows)
 trainer.train()
 print([each["loss"] for each in trainer.state.log_history if "loss" in each])

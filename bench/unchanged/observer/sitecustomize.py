@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from typing import Any
 
 _OUT = os.environ.get("OBSERVED")
-_MEASURED = 2  # number of the optimizer step after which memory is recorded, until the next ends
+_MEASURED = 4  # number of the optimizer step after which memory is recorded, until the next ends
 
 
 class _AfterTorch(MetaPathFinder):

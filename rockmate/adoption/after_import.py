@@ -27,9 +27,11 @@ class _Finder(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec: Any = find_spec(fullname)
+        sys.meta_path.insert(0, self)  # who asks may only want to know whether there is one
         execute = spec and spec.loader.exec_module
 
         def run(module: Any) -> None:
+            sys.meta_path.remove(self)
             execute(module)
             self._then(module)
 

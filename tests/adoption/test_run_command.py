@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 NET = """
+import importlib.util
 import sys
+assert importlib.util.find_spec("torch") is not None
 import torch
 from torch import nn
 

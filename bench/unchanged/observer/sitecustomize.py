@@ -27,9 +27,11 @@ class _AfterTorch(MetaPathFinder):
             return None
         sys.meta_path.remove(self)
         spec: Any = find_spec(name)
+        sys.meta_path.insert(0, self)
         execute = spec.loader.exec_module
 
         def run(module: Any) -> None:
+            sys.meta_path.remove(self)
             execute(module)
             _observe(module)
 

@@ -89,9 +89,8 @@ class InPlace:
         finally:
             set_compiled_call(model, present)
 
-    def goes_on(self, error: Exception) -> bool:
-        """Whether a call that ended in an error runs once more."""
-        return False
+    def instead(self, error: Exception) -> nn.Module | None:
+        """What runs a call that ended in an error once more; None raises the error."""
 
     def note_call(self) -> None:
         """Comes after each training call."""
@@ -108,22 +107,27 @@ class InPlace:
         model = self.module.original
         set_compiled_call(model, self._before)
         try:
-            if vars(model).get("forward") is not self._forward:
-                self._forward = vars(model).get("forward")
-                if self.module.is_planned:
-                    logger.warning("the model is planned anew, since its forward was replaced")
-                    self.renew()
+            return self._output(model, args, kwargs)
+        finally:
+            if not self._is_released:
+                set_compiled_call(model, self)
+
+    def _output(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if vars(model).get("forward") is not self._forward:
+            self._forward = vars(model).get("forward")
+            if self.module.is_planned:
+                logger.warning("the model is planned anew, since its forward was replaced")
+                self.renew()
+        try:
             output = self.module._run(args, kwargs)
             if model.training and torch.is_grad_enabled():
                 self.note_call()
             return output
         except Exception as error:
-            if not self.goes_on(error):
+            other = self.instead(error)
+            if other is None:
                 raise
-        finally:
-            if not self._is_released:
-                set_compiled_call(model, self)
-        return model(*args, **kwargs)
+        return other(*args, **kwargs)
 
     def __reduce__(self) -> Any:
         """None: where a class has a pickle of its own, its copies have no plan."""

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from rockmate._torch.allocator import is_out_of_memory
+from rockmate._torch.engine import is_profiling
 from rockmate._torch.members import compiled_call, set_compiled_call
 from rockmate.adoption.after_import import after_import
 from rockmate.adoption.in_place import InPlace
@@ -70,16 +71,19 @@ class Adopted(InPlace):
                 logger.warning("%s: frames keep its budget", self.what)
             self._session.share()
 
-    def goes_on(self, error: Exception) -> bool:
-        """Whether a call runs once more: released, or at the smallest peak."""
+    def instead(self, error: Exception) -> nn.Module | None:
+        """The plain model, released unless only a profiler is in the way; or the smallest peak."""
         if self._session.settings.strict or is_out_of_memory(error):
-            return False
+            return None
         if isinstance(error, InfeasibleMemoryLimitError):
             logger.warning("%s The smallest peak is planned.", error)
             self.renew(memory_limit=None, budget=1)
+            return self.module
+        if is_profiling():
+            logger.warning("%s: this call runs as in eager, since %s", self.what, error)
         else:
             self._leave(" ".join(str(error).split()) or type(error).__name__)
-        return True
+        return self.module.original
 
     def _leave(self, reason: str) -> None:
         self.release()

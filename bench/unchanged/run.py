@@ -158,6 +158,7 @@ def main() -> int:
         rows = [path.read_text() for path in paths if path.exists()]
     if arguments.out is not None:
         machine = machine_text(machine_record("bench.unchanged.run"))
+        machine = machine.replace(str(arguments.folder), "FOLDER").replace(str(arguments.work), "W")
         head = _HEAD.format(options=arguments.options, machine=machine)
         arguments.out.write_text(head + "\n".join(rows) + "\n")
     return 0

@@ -182,7 +182,8 @@ def _diffusion(folder: Path) -> None:
     CLIPTextModel(config).save_pretrained(path / "text_encoder")
     down, up = ("DownEncoderBlock2D",) * 2, ("UpDecoderBlock2D",) * 2
     sizes: dict[str, Any] = {"block_out_channels": (16, 16), "down_block_types": down}
-    AutoencoderKL(**sizes, up_block_types=up, norm_num_groups=8).save_pretrained(path / "vae")
+    sizes |= {"up_block_types": up, "norm_num_groups": 8}
+    AutoencoderKL(**sizes).save_pretrained(path / "vae")
     UNet2DConditionModel(
         sample_size=16, block_out_channels=(32, 64), layers_per_block=1, cross_attention_dim=32,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), attention_head_dim=8,

@@ -40,6 +40,7 @@ from rockmate.errors import (
 
 if TYPE_CHECKING:
     from rockmate._torch.allocator import Timeline, timeline
+    from rockmate.adoption.in_place import plan_in_place, release
     from rockmate.capture.opaque_functions import register_opaque
     from rockmate.costs.machine import Machine
     from rockmate.curves.errors import FitError, NothingFitsError
@@ -111,10 +112,12 @@ __all__ = [
     "fit",
     "fully_shard",
     "name",
+    "plan_in_place",
     "plan_step",
     "planned_graphs",
     "recompute",
     "register_opaque",
+    "release",
     "save",
     "simulated_ranks",
     "sweep",
@@ -149,6 +152,8 @@ _LAZY_NAMES = {
     "PadToBuckets": "rockmate.hf.buckets",
     "Timeline": "rockmate._torch.allocator",
     "timeline": "rockmate._torch.allocator",
+    "plan_in_place": "rockmate.adoption.in_place",
+    "release": "rockmate.adoption.in_place",
     "wrap_trainer": "rockmate.hf.trainer",
     "fully_shard": "rockmate.sharding.fully_shard",
     "simulated_ranks": "rockmate.sharding.simulated",

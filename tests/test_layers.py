@@ -43,6 +43,7 @@ ORDER = (
     "curves",
     "checks",
     "hf",
+    "adoption",
     "cli",
 )
 SOLVERS = ("pulp", "highspy", "rotor", "checkmate")

@@ -7,7 +7,7 @@ back under its name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -129,9 +129,43 @@ def compiled_from(model: nn.Module) -> nn.Module:
 
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Whether `module.compile()` has been called. It has no public mark."""
-    return getattr(module, "_compiled_call_impl", None) is not None
+    return compiled_call(module) is not None
 
 
 def is_member(module: nn.Module, name: str) -> bool:
     """Whether a parameter, buffer or submodule of the module has this name."""
     return name in module._parameters or name in module._buffers or name in module._modules
+
+
+def compiled_call(module: nn.Module) -> Any:
+    """What the module's calls run in place of its forward, as `compile` leaves it; None as a rule.
+
+    It is no part of a module's pickle and of its copies.
+    """
+    return vars(module).get("_compiled_call_impl")
+
+
+def set_compiled_call(module: nn.Module, call: Any) -> None:
+    """Has the module's calls run `call`; with None, its forward."""
+    vars(module)["_compiled_call_impl"] = call
+    if call is None:
+        del vars(module)["_compiled_call_impl"]
+
+
+class _Finder:
+    def __init__(self, find: Callable[[nn.Module], Any]) -> None:
+        self._find = find
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None or torch.compiler.is_dynamo_compiling():
+            return None
+        return self._find(module)
+
+
+def find_calls(find: Callable[[nn.Module], Any] | None) -> None:
+    """Has `find` asked at each call of a module for what runs in place of its forward.
+
+    It must not raise an `AttributeError`. No frame of its own is around the module's code, and with
+    None all is as PyTorch has it.
+    """
+    setattr(nn.Module, "_compiled_call_impl", None if find is None else _Finder(find))  # noqa: B010

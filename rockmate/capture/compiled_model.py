@@ -20,6 +20,7 @@ from torch import nn
 
 from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import (
+    compiled_call,
     compiled_from,
     is_compiled,
     is_compiled_in_place,
@@ -53,10 +54,15 @@ def plain_model(model: nn.Module) -> nn.Module:
     """The model that was compiled; one line in the log says so. Another model as it is.
 
     Raises:
-        InvalidArgumentError: it is no module.
+        InvalidArgumentError: it is no module, or is planned in place already.
     """
     require_module(model)
     plain = innermost(model)
+    for module in modules_within(model):
+        if getattr(compiled_call(module), "is_plan", False):
+            name = type(module).__name__
+            msg = f"the {name} is planned in place already. Call rockmate.release on it first."
+            raise InvalidArgumentError(msg)
     if has_compiled(model) and plain not in _NAMED:
         _NAMED.add(plain)
         logger.warning(

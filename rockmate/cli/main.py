@@ -1,7 +1,7 @@
 """The command `rockmate`: `demo` trains a model eager and inside a budget.
 
-`sweep` tells what each budget costs; `plan` makes one plan; `fit` tells the largest batch; `check`
-tells whether this machine keeps what is promised.
+`run` trains a script's models inside a budget; `sweep` tells what each budget costs; `plan` makes
+one plan; `fit` tells the largest batch; `check` tells whether this machine keeps what is promised.
 
 Exit codes: 0 done; 1 it ran, but a promise did not hold (losses, weights, gradients, peak), or no
 budget of a sweep was feasible; 2 it could not run as asked; 130 it was interrupted, and what a
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import rockmate
 from rockmate._torch.version import installed_version
 from rockmate.budget import parse_budgets
-from rockmate.cli import check_command, fit_command
+from rockmate.cli import check_command, fit_command, run_command
 from rockmate.cli.arguments import (
     add_budget_arguments,
     add_mark_arguments,
@@ -49,13 +49,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments.given = [shlex.quote(each) for each in (sys.argv[1:] if argv is None else argv)]
     try:
         _check(arguments)
-        return _with_threads(arguments)
+        if arguments.command != "run":
+            return _with_threads(arguments)
     except RockmateError as error:
         sys.stderr.write(f"rockmate {arguments.command}: error: {error}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write(f"rockmate {arguments.command}: interrupted\n")
         return 130
+    return run_command.run(arguments)  # its errors are the script's
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -71,6 +73,8 @@ def _check(arguments: argparse.Namespace) -> None:
     given, command = vars(arguments), arguments.command
     is_demo, model = command == "demo", given.get("model") or ""
     draws = is_demo or given.get("plot") or (command == "sweep" and given["out"])
+    if command == "run":
+        run_command.check(arguments)
     needed = [("transformers", "hf", is_demo or (model and ":" not in model))]
     needed += [("peft", "hf", given.get("lora")), ("matplotlib", "plot", draws)]
     require_all({name: extra for name, extra, is_so in needed if is_so}, f"rockmate {command}")
@@ -109,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(commands)
     fit_command.add_to(commands)
     check_command.add_to(commands)
+    run_command.add_to(commands)
     return parser
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -924,6 +925,18 @@ class TestMembers:
         assert not members.is_compiled_in_place(module)
         module.compile(backend="eager")
         assert members.is_compiled_in_place(module)
+
+    def test_a_call_is_set_or_found_and_no_part_of_a_copy(self) -> None:
+        module, other = nn.Linear(2, 2), nn.Linear(2, 2)
+        members.set_compiled_call(module, lambda x: x + 1)
+        assert module(1) == members.compiled_call(module)(1) == 2
+        assert members.compiled_call(copy.deepcopy(module)) is None
+        members.set_compiled_call(module, None)
+        members.find_calls(lambda each: (lambda x: x + 2) if each is module else None)
+        assert module(1) == 3
+        assert other(torch.ones(2)).shape == (2,)
+        members.find_calls(None)
+        assert nn.Module._compiled_call_impl is None
 
 
 class TestInductor:

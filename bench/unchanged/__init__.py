@@ -1,0 +1,1 @@
+"""Training scripts of other projects, unchanged, in eager and under `rockmate run`."""

@@ -1,0 +1,170 @@
+"""`rockmate run`: a script behaves as without, and its models train inside a budget."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NET = """
+import importlib.util
+import sys
+assert importlib.util.find_spec("torch") is not None
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
+            for _ in range(4)
+        )
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+torch.manual_seed(0)
+net = Net()
+"""
+LOOP = """
+for _ in range(4):
+    batch = torch.randn(64, 32)
+    loss = (net(batch) - batch).square().mean()
+    backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    print(loss.item())
+"""
+BEGIN = """
+optimizer, backward = torch.optim.AdamW(net.parameters()), torch.Tensor.backward
+"""
+END = """
+print(sys.argv[1:], __name__, __file__, type(net), net.state_dict()["blocks.3.3.bias"].sum().item())
+if len(sys.argv) > 1:
+    raise ValueError(sys.argv[1])
+"""
+PLAIN = NET + BEGIN + LOOP + END
+GAN = """
+other = Net()
+first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, other))
+for _ in range(3):
+    made = net(torch.randn(64, 32))
+    for optimizer, batch in ((second, made.detach()), (first, made)):
+        optimizer.zero_grad()
+        loss = other(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(loss.item())
+"""
+ACCELERATE = """
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+backward = accelerator.backward
+"""
+LIGHTNING = """
+import lightning
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = net
+    def forward(self, x):
+        return self.net(x)
+    def training_step(self, batch, index):
+        loss = (self(batch) - batch).square().mean()
+        print(loss.item())
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", logger=False, barebones=True)
+trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(96, 32), batch_size=32))
+"""
+TRAINER = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+torch.manual_seed(0)
+model = GPT2LMHeadModel(GPT2Config(vocab_size=64, n_layer=2, n_embd=32, n_head=2))
+rows = [{"input_ids": row, "labels": row} for row in torch.randint(64, (8, 16))]
+arguments = TrainingArguments("out", max_steps=3, save_strategy="no", logging_steps=1, use_cpu=True)
+trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+trainer.train()
+print([each["loss"] for each in trainer.state.log_history if "loss" in each])
+print(trainer.model is model, type(trainer.model), sum(p.sum().item() for p in model.parameters()))
+"""
+SCRIPTS = [NET + GAN, NET + ACCELERATE + LOOP, NET + LIGHTNING, TRAINER]
+
+
+def run(folder: Path, text: str, *options: str, target: str = "train.py") -> list[str]:
+    """Standard output, standard error and exit code; in eager without options."""
+    (folder / "train.py").write_text(text)
+    command = ["-m", "rockmate", "run", *options] if options else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ROCKMATE_CACHE": "off"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, *command, *target.split()],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    out = [line for line in done.stdout.splitlines() if "train_runtime" not in line]
+    return ["\n".join(out), done.stderr, str(done.returncode)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_script_trains_as_without_and_is_planned(tmp_path: Path, script: str) -> None:
+    eager, ours = run(tmp_path, script), run(tmp_path, script, "--budget", "0.6")
+    assert ours[0] == eager[0]
+    assert ours[2] == eager[2] == "0", ours[1]
+    assert "planned for this call, since" in ours[1]
+    assert "train.py:" in ours[1]
+    assert "as in eager" not in ours[1]
+
+
+def test_a_failing_script_fails_as_without(tmp_path: Path) -> None:
+    eager = run(tmp_path, PLAIN, target="train.py boom")
+    ours = run(tmp_path, PLAIN, "--budget", "0.6", target="train.py boom")
+    assert ours[0] == eager[0]
+    assert ours[2] == eager[2] == "1"
+    assert eager[1].startswith("Traceback")
+    assert ours[1].endswith(eager[1])
+    assert "4 training calls, planned, shapes: 1" in ours[1]
+    assert "rockmate/" not in ours[1]
+
+
+def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:
+    eager = run(tmp_path, PLAIN, target="-m train")
+    ours = run(tmp_path, PLAIN, "--budget", "0.6", "--report", "page.html", target="-m train")
+    assert ours[0] == eager[0]
+    assert ours[2] == eager[2] == "0"
+    assert "<svg" in (tmp_path / "page.html").read_text()
+
+
+def test_models_share_bytes_by_what_they_take(tmp_path: Path) -> None:
+    out, error, code = run(tmp_path, NET + GAN, "--budget", "300kB")
+    assert (out, code) == (run(tmp_path, NET + GAN)[0], "0"), error
+    assert "2 models share the budget" in error
+
+
+def test_a_dry_run_ends_after_a_step_with_what_budgets_cost(tmp_path: Path) -> None:
+    out, error, code = run(tmp_path, PLAIN, "--budget", "0.6", "--dry-run")
+    assert (out, code) == ("", "0")
+    assert "Recommended: " in error
+
+
+def test_what_cannot_be_planned_runs_as_without(tmp_path: Path) -> None:
+    out, error, code = run(tmp_path, PLAIN, "--memory", "auto")
+    assert (out, code) == (run(tmp_path, PLAIN)[0], "0")
+    assert "it runs as in eager, within no budget, since --memory auto is what a GPU has" in error
+    out, error, code = run(tmp_path, PLAIN, "--memory", "auto", "--strict")
+    assert code == "1"
+    assert "RockmateError: --memory auto is what a GPU has" in error
+
+
+def test_a_bound_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    for option in ("--budget=2.0", "--budget=0.5,0.6", "--memory=x"):
+        out, error, code = run(tmp_path, PLAIN, option)
+        assert (out, code) == ("", "2")
+        assert "rockmate run: error: " in error

@@ -112,8 +112,8 @@ def test_log_probabilities_as_outputs() -> None:
     model = TwoModels(lambda policy, _, labels: log_probabilities(policy(_ALL), labels))
     step = chunked(capture_step(model, sample()), FORMS[0])
     program = emit(step.graph, baseline_schedule(step.graph), owner_names(model))
-    inputs = [sample()[name] for name in ("labels", "words")]
-    of_sequences(Runner(program, model).run(inputs, hooks_last=False)[0]).backward()
+    run = Runner(program, model).run([sample()["labels"], sample()["words"]], hooks_last=False)
+    of_sequences(run[0]).backward()
     found = gradients(model)
     of_sequences(model(**sample())["loss"]).backward()
     assert max(distances(found, gradients(model)).values()) <= 1e-6

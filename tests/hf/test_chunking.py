@@ -116,11 +116,8 @@ def test_dense_experts_run_in_chunks_of_tokens() -> None:
     torch.manual_seed(0)
     model, batch = Mixture().train(), {"tokens": torch.randn(20, 8)}
     step = capture_step(model, batch)
-    blocks = [
-        block
-        for block in step.separable_blocks().feed_forward.values()
-        if isinstance(block, Region)
-    ]
+    found = step.separable_blocks().feed_forward.values()
+    blocks = [block for block in found if isinstance(block, Region)]
     assert [(block.name, block.num_rows) for block in blocks] == [
         ("layers.0", 20),
         ("layers.1", 20),

@@ -24,6 +24,7 @@ from rockmate.capture.structure import Structure, flatten, flatten_further, loss
 from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import no_gradient_retained, no_random_state_set
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
+from rockmate.sharding.gathering import gathered_by_ops
 from rockmate.state.objects import ABSENT
 
 # Whether a model that puts another submodule in place of one runs once before it is captured.
@@ -160,6 +161,7 @@ class TracedForward(nn.Module):
                 no_random_state_set(),
                 no_gradient_retained(),
                 self._channels_last(tensors),
+                gathered_by_ops(self.model),
             ):
                 output = self.model(*args, **kwargs)
             if before.replaced_module():

@@ -417,7 +417,7 @@ def _sink(ctx: Any) -> GradientSink:
     if ctx.runner.returned_names and held is not None:
         if held.holding():
             msg = (
-                "the model holds gradients (no_sync, set_requires_gradient_sync(False)), and "
+                "the model holds gradients (set_requires_gradient_sync(False)), and "
                 'gradients="returned" has nowhere to add them up. Make the module with '
                 'gradients="accumulated", or reduce in each backward.'
             )

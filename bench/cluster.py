@@ -36,10 +36,11 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from bench import command
 from bench.models import Workload, built, makers
 from bench.pages import filled
-from rockmate import Machine, Planner, fully_shard
+from rockmate import Machine, Planner
 from rockmate.costs.machine import load_machine
 from rockmate.ops.shards import gather_shards
 from rockmate.plan.plan import Plan
+from rockmate.sharding.fully_shard import sharded_by_layers
 
 STATE_BYTES = 16
 UPDATED_BYTES = 28
@@ -136,7 +137,7 @@ class Cluster:
             dict(workload.make_batch(0, self.options.batch)),
             machine=hidden(self.machine) if is_hidden else self.machine,
             mesh=[*map(int, mesh.split("x"))],
-            shard=partial(fully_shard, mp_policy=policy),
+            shard=partial(sharded_by_layers, mp_policy=policy),
             outputs="loss",
             numerics="bitwise",
             time_limit_s=self.options.limit,

@@ -1,4 +1,4 @@
-"""Time at equal peak memory per rank: plans of a sharded model against PyTorch's `fully_shard`.
+"""Time at equal peak memory per rank: a sharded model under plans and without.
 
     python -m bench.sharded [--model gpt2] [--layers 4] [--width 128] [--rounds 5]
 
@@ -28,14 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+from torch.distributed.fsdp import fully_shard
 
 from bench import command
 from bench.command import Record, add_line
 from bench.measure import time_in_turn
 from bench.models import text
 from bench.pages import filled
-from rockmate import RockmateModule, fully_shard, timeline
+from rockmate import RockmateModule, timeline
 
 NUM_RANKS = 2
 VOCABULARY = 512
@@ -56,7 +56,7 @@ def model_of(options: argparse.Namespace) -> nn.Module:
     return text.rotary(**sizes, **further, attention_dropout=0.1).model
 
 
-def sharded_by_torch(
+def sharded(
     options: argparse.Namespace, mesh: DeviceMesh, *, reshards: bool, has_checkpoints: bool
 ) -> nn.Module:
     """The model in one of the four settings."""
@@ -64,8 +64,8 @@ def sharded_by_torch(
     if has_checkpoints:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.transformer.h if options.model == "gpt2" else model.model.layers:
-        fully_shard_of_torch(layer, mesh=mesh, reshard_after_forward=reshards)
-    fully_shard_of_torch(model, mesh=mesh, reshard_after_forward=reshards)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshards)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
     return model
 
 
@@ -101,7 +101,7 @@ def planned(
     options: argparse.Namespace, mesh: DeviceMesh, batch: dict[str, Tensor], budget: int
 ) -> RockmateModule:
     """The model under a plan."""
-    model = fully_shard(model_of(options), mesh)
+    model = sharded(options, mesh, reshards=True, has_checkpoints=False)
     # Chunks add a loss in another order: bits are those of PyTorch's without them.
     return RockmateModule(
         model,
@@ -122,7 +122,7 @@ def measured(options: argparse.Namespace, rank: int) -> list[Record]:
     batch = {"input_ids": tokens, "labels": tokens}
     settings = {
         f"{'reshard' if reshards else 'keep'}{', checkpoints' if has_checkpoints else ''}": partial(
-            sharded_by_torch, options, mesh, reshards=reshards, has_checkpoints=has_checkpoints
+            sharded, options, mesh, reshards=reshards, has_checkpoints=has_checkpoints
         )
         for has_checkpoints in (False, True)
         for reshards in (False, True)

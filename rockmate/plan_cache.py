@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from rockmate._torch.fsdp import put_shards
 from rockmate.budget import size_text
 from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.opaque_module import opaque_modules
@@ -264,6 +265,8 @@ class PlanCache:
             return self._plan(call, tensors, reason="this is the first training call")
         first = self.runnables[0]
         changed = first.difference(self._model, replans=self._replans)
+        if changed and put_shards(self._model):
+            changed = first.difference(self._model, replans=self._replans)
         values = ""  # of those that the forward reads, one that is another now
         if not changed and call == first.planned.call:
             values = first.planned.read_values.difference(self._model, tensors)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,15 +58,8 @@ def holds_sharded_parameters(module: nn.Module) -> bool:
     return hasattr(module, "_fsdp_wrapped_module") or any(map(_is_sharded, tensors))
 
 
-def is_gathered_by_fsdp(module: nn.Module) -> bool:
-    """Whether FSDP, of either generation, gathers parameters of this very module in its hooks.
-
-    The second generation gives the module a class of its own. Its parameters are `DTensor`s, as
-    those of tensor parallelism are, which gathers in the forward itself.
-    """
-    second = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds
-    if second is not None and isinstance(module, second.FSDPModule):
-        return True
+def is_gathered_by_fsdp1(module: nn.Module) -> bool:
+    """Whether FSDP's first generation gathers parameters of this very module in its hooks."""
     tensors = (*module._parameters.values(), *vars(module).values())
     is_first = any(
         hasattr(each, "_fsdp_flattened")
@@ -77,17 +68,6 @@ def is_gathered_by_fsdp(module: nn.Module) -> bool:
         for each in (tensor, base_of(tensor))
     )
     return hasattr(module, "_fsdp_wrapped_module") or is_first
-
-
-def reduces_in_own_dtype() -> bool:
-    """Whether `fully_shard` adds gradients in their parameters' dtype where no other is asked for.
-
-    So it does from PyTorch 2.15 on. Before, it added them in the dtype of the gathered parameters.
-    The rule stands in this class, which is private, and nowhere else to be asked.
-    """
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-
-    return hasattr(FSDPParam, "unsharded_grad_dtype")
 
 
 def _is_sharded(tensor: Any) -> bool:
@@ -175,31 +155,6 @@ def free(memory: torch.Tensor) -> None:
     A thread of gloo holds the tensors of a collective for a while after its end.
     """
     memory.untyped_storage().resize_(0)
-
-
-def group_name_of(mesh: Any, dim: int) -> str:
-    """The name of the process group of one dimension of a device mesh."""
-    return mesh.get_group(dim).group_name
-
-
-def joined_mesh(first: Any, second: Any) -> Any:
-    """The mesh of the dimensions of two, as PyTorch's `fully_shard` joins them."""
-    from torch.distributed.device_mesh import DeviceMesh
-
-    return DeviceMesh._concatenate([first, second])
-
-
-def strided_shard(dim: int, num_cuts: int) -> Any:
-    """The placement of a cut within so many parts of one dimension that others have made."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    return _StridedShard(dim, split_factor=num_cuts)
-
-
-def num_cuts(tensor: Any, dim: int) -> int:
-    """Into how many parts a `DTensor` is cut along a dimension."""
-    sizes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
-    return math.prod(size for size, placement in sizes if getattr(placement, "dim", None) == dim)
 
 
 def timeout_s() -> float:

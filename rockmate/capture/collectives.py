@@ -25,6 +25,7 @@ def wait_for_collectives(graph: fx.Graph) -> None:
     Raises:
         UnsupportedModelError: a collective returns several tensors.
     """
+    _gather_late(graph)
     for node in list(graph.nodes):
         function = function_of(node.target)
         if function is not None:
@@ -50,6 +51,22 @@ def wait_for_collectives(graph: fx.Graph) -> None:
         for each in (*waits, node):
             each.replace_all_uses_with(merged)
             graph.erase_node(each)
+
+
+def _gather_late(graph: fx.Graph) -> None:
+    """Puts each gather in front of its first reader: a trace has it ahead of a whole unit."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if function_of(node.target) is not gather_shards:
+            continue
+        items = sorted(node.users, key=place.__getitem__)
+        readers = [reader for item in items for reader in item.users]
+        if not readers:
+            continue
+        first = min(readers, key=place.__getitem__)
+        for moved in (node, *items):
+            first.prepend(moved)
+            moved.meta["module"] = first.meta.get("module", "")
 
 
 def _note_ranks(node: fx.Node) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -65,6 +65,7 @@ from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
+from rockmate.sharding.gathering import padded_parts, padded_places
 from rockmate.state.call_state import CallState, caches_passed_by, undone
 from rockmate.state.writes import Writes
 
@@ -223,7 +224,7 @@ def _captured(
             is_final = is_elsewhere or make().memory_format != "as_given"
             if is_final or not functions.may_be_traced_again(error):
                 raise
-    wrappings = _wrappings(wrapped)
+    wrappings = _wrappings(wrapped, padded_parts(model))
     if forward.notice:
         logger.warning(
             '%s; pass differentiable="all" if they are part of your loss', forward.notice
@@ -272,6 +273,7 @@ def _traced(
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))
+        stack.enter_context(padded_places(model))
         stack.enter_context(traced_as_ops(calls))
         modules = stack.enter_context(record_module_stack(model))
         checkpoints = stack.enter_context(checkpoint_regions())
@@ -290,13 +292,15 @@ def _traced(
     return joint, wrapped
 
 
-def _wrappings(wrapped: Sequence[tuple[Any, torch.Tensor]]) -> dict[Role, Wrapping]:
+def _wrappings(
+    wrapped: Sequence[tuple[Any, torch.Tensor]], are_padded: Container[str]
+) -> dict[Role, Wrapping]:
     """How to wrap each gradient that is a wrapper, by the role of its parameter or input."""
     found = {}
     for descriptor, like in wrapped:
         role = _input_role(descriptor)
         what = f"the gradient of {role.name or f'input {role.index}'}"
-        found[role] = Wrapping.like(like, what=what)
+        found[role] = Wrapping.like(like, what=what, is_padded=role.name in are_padded)
     return found
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.fsdp import is_fsdp_hook
 from rockmate._torch.members import (
     all_forward_hooks,
     forward_hooks,
@@ -50,12 +51,13 @@ def hook_keys(module: nn.Module) -> tuple[int, ...]:
 def acting_hooks(module: nn.Module) -> tuple[int, ...]:
     """Those of `hook_keys` that do something which no graph has.
 
-    Tensor parallelism has hooks that lay a module's inputs and outputs out. They are traced.
+    Tensor parallelism has hooks that lay a module's inputs and outputs out. They are traced. In the
+    places of those of `fully_shard` a trace has its own.
     """
     traced = {
         key
         for key, hook in all_forward_hooks(module).items()
-        if str(getattr(hook, "__module__", None)).startswith(_TENSOR_PARALLEL)
+        if str(getattr(hook, "__module__", None)).startswith(_TENSOR_PARALLEL) or is_fsdp_hook(hook)
     }
     return tuple(key for key in hook_keys(module) if key not in traced)
 

@@ -26,6 +26,7 @@ from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import no_gradient_retained, no_random_state_set
 from rockmate.capture.write_log import Write, WriteLog, can_watch
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
+from rockmate.sharding.gathering import gathered_by_ops
 from rockmate.state.objects import ABSENT
 
 # Whether a model that puts another submodule in place of one runs once before it is captured.
@@ -180,6 +181,7 @@ class TracedForward(nn.Module):
                 no_gradient_retained(),
                 self._channels_last(tensors),
                 self.log.noting(self._logs),
+                gathered_by_ops(self.model),
             ):
                 output = self.model(*args, **kwargs)
             pairs = zip(self._outside, outside, strict=True)

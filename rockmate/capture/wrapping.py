@@ -10,6 +10,7 @@ import torch
 
 from rockmate._torch.subclasses import wrapped_parts
 from rockmate.errors import UnsupportedModelError
+from rockmate.sharding.gathering import local_part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +26,7 @@ class Wrapping:
         context: what else the class makes it from.
         shape: of the wrapper.
         strides: of the wrapper.
+        is_padded: whether the tensor has padding beyond this rank's part of a parameter.
     """
 
     kind: Any
@@ -33,14 +35,16 @@ class Wrapping:
     context: Any
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    is_padded: bool = False
 
     @classmethod
-    def like(cls, wrapper: torch.Tensor, *, what: str) -> Wrapping:
+    def like(cls, wrapper: torch.Tensor, *, what: str, is_padded: bool = False) -> Wrapping:
         """How to make another one like `wrapper`.
 
         Args:
             wrapper: its tensors may be fake.
             what: how an error calls it.
+            is_padded: see the class.
 
         Raises:
             UnsupportedModelError: it wraps several tensors, or another wrapper.
@@ -58,10 +62,17 @@ class Wrapping:
         # The trace has a stand-in for an object that is no tensor.
         real = {name: getattr(part, "real_obj", part) for name, part in others.items()}
         shape, strides = tuple(wrapper.shape), tuple(wrapper.stride())
-        return cls(type(wrapper), tensors[0], real, context, shape, strides)
+        return cls(type(wrapper), tensors[0], real, context, shape, strides, is_padded)
 
-    def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The wrapper around a tensor."""
+    def wrap(self, tensor: torch.Tensor, parameter: Any = None) -> torch.Tensor:
+        """The wrapper around a tensor.
+
+        Args:
+            tensor: what it wraps.
+            parameter: whose gradient it is, if it is a parameter's.
+        """
+        if self.is_padded:
+            tensor = tensor[: local_part(parameter).shape[0]]
         parts = {self.part: tensor, **self.others}
         return self.kind.__tensor_unflatten__(parts, self.context, self.shape, self.strides)
 

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from math import ceil, inf, log2
+from math import ceil, inf, log2, prod
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +42,7 @@ from torch import fx
 from rockmate.costs.cost import Cost
 from rockmate.costs.machine import Machine
 from rockmate.ops.collectives import collective
-from rockmate.ops.shards import gather_shards
+from rockmate.ops.shards import gather_shards, has_whole_memory, part_shape
 
 # Share of a ring's rate that NCCL expects of a tree.
 _TREE_RATE = 0.92
@@ -133,16 +133,17 @@ def _shards_cost(node: fx.Node, machine: Machine | None) -> Cost:
     given = [operand.meta["val"] for operand in operands]
     device, is_gather = given[0].device, node.target is gather_shards
     dtype = dtypes[0] or given[0].dtype
-    elements = sum(each.numel() for each in given) * (num_ranks if is_gather else 1)
-    value_bytes = elements * dtype.itemsize
-    # Else the collective's memory is the result.
-    has_own_memory = not is_gather or len(given) > 1 or dims[0] != 0 or device.type == "cpu"
+    parts = [each.shape for each in given]
+    is_whole = is_gather and has_whole_memory(parts, (dims, num_ranks, node.args[5]), device)
+    if not is_gather:
+        parts = [part_shape(s, d, num_ranks) for s, d in zip(parts, dims, strict=True)]
+    value_bytes = num_ranks * sum(map(prod, parts)) * dtype.itemsize
     link = _link_of(device, machine)
     ranks, *replicas = node.meta["ranks"]
     time_ms = link.time_ms("all_gather" if is_gather else "reduce_scatter", value_bytes, ranks)
     for group in replicas:
         time_ms += link.time_ms("all_reduce", value_bytes / num_ranks, group)
-    return Cost(time_ms=time_ms, overhead_bytes=value_bytes if has_own_memory else 0)
+    return Cost(time_ms=time_ms, overhead_bytes=0 if is_whole else value_bytes)
 
 
 def _link_of(device: torch.device, machine: Machine | None) -> _Link:

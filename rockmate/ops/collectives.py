@@ -33,14 +33,9 @@ def collective_texts(node: fx.Node) -> list[tuple[str, str]]:
     """
     target: Any = node.target
     op, *args = (target.__name__, *node.args) if target in ON_SHARDS else node.args
-    group, *replicas = groups_of(node)
-    if target is reduce_to_shards:
-        # The name of the replicas' group differs among those who share the whole, and vice versa.
-        args = args[:-1]
-    arguments = [_argument_text(arg) for arg in args]
-    texts = [(f"{op}({', '.join(arguments)})", group)]
-    others = [text for text in arguments if text != group]
-    return texts + [(f"replicas of {op}({', '.join(others)})", name) for name in replicas]
+    groups = groups_of(node)  # whose names differ from rank to rank
+    text = f"{op}({', '.join(_argument_text(arg) for arg in args if arg not in groups)})"
+    return [(text, group) for group in groups]
 
 
 def _argument_text(value: Any) -> str:

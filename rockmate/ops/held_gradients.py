@@ -2,19 +2,20 @@
 
 With micro batches a reduction in each backward sends as many bytes as the last one alone would have
 to. So backwards may hold whole gradients instead, in the dtype of the reduction, as PyTorch's
-`fully_shard` does after `set_requires_gradient_sync(False)`. They take the memory of the whole
-parameters on each rank, at rest beside `.grad`.
+`fully_shard` does after `set_requires_gradient_sync(False)`, whose switches are read here. They
+take the memory of the whole parameters on each rank, at rest beside `.grad`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from rockmate.ops.shards import Reducing, Reduction, issue_reduction, reduce_to_shards
+from rockmate._torch.fsdp import ShardedGroup, sharded_units
+from rockmate.errors import BackwardError
+from rockmate.ops.shards import Reduction, reduce_to_shards
 
 
 class _Held(NamedTuple):
@@ -24,17 +25,37 @@ class _Held(NamedTuple):
     how: Reduction
 
 
-@dataclass(eq=False, slots=True)
 class HeldGradients:
     """The gradients that a sharded model holds.
 
     Attributes:
-        holds: whether backwards hold gradients now, or reduce them.
+        groups: of the model.
     """
 
-    holds: bool = False
-    # By the address of the parameter, in the order in which they came.
-    _held: dict[int, _Held] = field(default_factory=dict)
+    def __init__(self) -> None:
+        """None are held yet."""
+        self.groups: list[ShardedGroup] = []
+        # By the address of the parameter, in the order in which they came.
+        self._held: dict[int, _Held] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def holding(self) -> frozenset[int]:
+        """Addresses of the parameters whose gradients backwards hold now.
+
+        Raises:
+            BackwardError: gradients are to be reduced in a way that a plan does not have.
+        """
+        setting = next(filter(None, (group.unplanned_setting for group in self.groups)), "")
+        if setting:
+            msg = (
+                f"{setting} was called after the step was planned, and planned steps do not follow "
+                "it. Take the setting back, or use the plain model."
+            )
+            raise BackwardError(msg)
+        holding: list[ShardedGroup] = [each for each in self.groups if each.holds_gradients]
+        return frozenset(id(shard) for group in holding for shard in group.shards)
 
     def add(
         self,
@@ -56,56 +77,35 @@ class HeldGradients:
         self, parameters: Sequence[Any], gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Each gradient with what is held of its parameter, which is held no longer."""
-        return [
-            gradient if held is None else held.gradient.add_(gradient)
-            for gradient, held in zip(
-                gradients, (self._held.pop(id(each), None) for each in parameters), strict=True
-            )
-        ]
+        held = [self._held.pop(id(each), None) for each in parameters]
+        pairs = zip(gradients, held, strict=True)
+        return [new if each is None else each.gradient.add_(new) for new, each in pairs]
 
-    def take_all(self) -> list[_Held]:
-        """What is still held, of parameters without a gradient in the backward that reduces."""
-        left, self._held = list(self._held.values()), {}
-        return left
+    def reduce_others(self, holding: frozenset[int]) -> None:
+        """Reduces what a backward has left: gradients of parameters that had none in it.
 
-    def __bool__(self) -> bool:
-        return bool(self._held)
+        Adds each to the `.grad` of its parameter, a `DTensor`.
+
+        Args:
+            holding: parameters whose gradients stay held.
+        """
+        for key in [key for key in self._held if key not in holding]:
+            parameter, gradient, dim, how = self._held.pop(key)
+            (part,) = reduce_to_shards([gradient], [dim], *how)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            total: Any = parameter.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+            total.add_(part.narrow(dim, 0, total.shape[dim]))
 
 
-def issue_or_hold(
-    held: HeldGradients,
-    parameters: Sequence[Any],
-    gradients: Sequence[torch.Tensor],
-    dims: Sequence[int],
-    how: Reduction,
-) -> Reducing | None:
-    """`issue_reduction` with what is held of the same parameters; None if they are held now.
+def held_gradients_of(model: torch.nn.Module) -> HeldGradients | None:
+    """The `HeldGradients` of a model that `fully_shard` has sharded; else None.
 
-    Args:
-        held: of the model.
-        parameters: one for each gradient.
-        gradients: see `rockmate.ops.shards.reduce_to_shards`.
-        dims: see there.
-        how: they are reduced.
+    All plans of a model have the same: one may reduce what another has held.
     """
-    if held.holds:
-        held.add(parameters, gradients, dims, how)
+    groups = [group for unit in sharded_units(model) for group in unit.groups]
+    if not groups:
         return None
-    if held:
-        gradients = held.joined(parameters, gradients)
-    return issue_reduction(gradients, dims, how)
-
-
-def reduce_held(held: HeldGradients) -> None:
-    """Reduces what a backward that reduces has left: gradients of parameters that had none in it.
-
-    Adds each to the `.grad` of its parameter, a `DTensor`.
-    """
-    if held.holds:
-        return
-    for parameter, gradient, dim, how in held.take_all():
-        (part,) = reduce_to_shards([gradient], [dim], *how)
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        total: Any = parameter.grad
-        total.to_local().add_(part)
+    held = vars(model).setdefault("_rockmate_held_gradients", HeldGradients())
+    held.groups = groups
+    return held

@@ -1,7 +1,8 @@
 """Gathers of sharded parameters, and reductions of their gradients to shards.
 
 A *bucket* is a list of parameters that are gathered in one collective, so that small ones do not
-pay its latency each. Dimension `dim` of a parameter is cut into equal parts, one a rank.
+pay its latency each. Dimension `dim` of a parameter is cut into parts as `torch.chunk` does it, one
+a rank. Where they are not equal, those of the last ranks are padded.
 
     memory of the collective, for W ranks:   rank 0: [a0 b0]  rank 1: [a1 b1]  ...
 
@@ -9,7 +10,8 @@ Each is a function here, in a plan, and a custom op in a trace (`rockmate.ops.sh
 return shares no memory, so each whole parameter is released after its own last reader. Each has two
 halves, which issue the collective and wait for it: a plan may run other ops between them.
 
-On a GPU, what is gathered by itself along its first dimension is the collective's memory. On a CPU
+On a GPU, what is gathered by itself along its first dimension, without padding, is the collective's
+memory. On a CPU
 it is copied out, since a thread of gloo holds that memory for a while after the collective.
 
 | | allocates beside its results, on a CPU |
@@ -21,6 +23,7 @@ it is copied out, since a thread of gloo holds that memory for a while after the
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -48,19 +51,21 @@ def gather_shards(
     num_ranks: int,
     group: str,
     dtype: torch.dtype | None,
+    sizes: Sequence[int],
 ) -> list[Tensor]:
-    """The whole tensors of which each rank has an equal part.
+    """The whole tensors of which each rank has a part.
 
     Args:
-        shards: this rank's parts.
+        shards: this rank's parts, padded to the size of the first rank's.
         dims: for each, the dimension that is cut.
         num_ranks: of the group.
         group: name of the process group.
         dtype: of the results; None: that of the shards.
+        sizes: of the dimensions that are cut, whole.
     """
     if is_fake(shards[0]):
-        return fake_whole(shards, dims, num_ranks, dtype)
-    return finish_gather(issue_gather(shards, dims, num_ranks, group, dtype))
+        return fake_whole(shards, dims, sizes, dtype)
+    return finish_gather(issue_gather(shards, dims, num_ranks, group, dtype, sizes))
 
 
 class Gathering(NamedTuple):
@@ -72,6 +77,7 @@ class Gathering(NamedTuple):
         shapes: of this rank's parts.
         dims: for each, the dimension that is cut.
         num_ranks: of the group.
+        sizes: of those dimensions, whole.
     """
 
     memory: Tensor
@@ -79,6 +85,7 @@ class Gathering(NamedTuple):
     shapes: tuple[torch.Size, ...]
     dims: Sequence[int]
     num_ranks: int
+    sizes: Sequence[int]
 
 
 def issue_gather(
@@ -87,31 +94,41 @@ def issue_gather(
     num_ranks: int,
     group: str,
     dtype: torch.dtype | None,
+    sizes: Sequence[int],
 ) -> Gathering:
     """Begins what `finish_gather` ends; arguments as for `gather_shards`."""
     dtype = dtype or shards[0].dtype
-    sizes = [shard.numel() for shard in shards]
-    total = sum(sizes)
+    numbers = [shard.numel() for shard in shards]
+    total = sum(numbers)
     memory = torch.empty(num_ranks * total, dtype=dtype, device=shards[0].device)
     own = memory.narrow(0, rank_in(group) * total, total)
-    for part, shard in zip(own.split(sizes), shards, strict=True):
+    for part, shard in zip(own.split(numbers), shards, strict=True):
         part.view(shard.shape).copy_(shard)
     running = start_gather(memory, own, num_ranks, group)
-    return Gathering(memory, running, tuple(each.shape for each in shards), dims, num_ranks)
+    return Gathering(memory, running, tuple(each.shape for each in shards), dims, num_ranks, sizes)
+
+
+def has_whole_memory(shapes: Sequence[torch.Size], gather: Sequence[Any], device: Any) -> bool:
+    """Whether what is gathered is the collective's memory, not a copy of it.
+
+    Args:
+        shapes: of the parts.
+        gather: `dims`, `num_ranks` and `sizes` of `gather_shards`.
+        device: of the parts.
+    """
+    dims, num_ranks, sizes = gather
+    is_even = shapes[0][dims[0]] * num_ranks == sizes[0]
+    return len(shapes) == 1 and dims[0] == 0 and is_even and device.type != "cpu"
 
 
 def finish_gather(gathering: Gathering) -> list[Tensor]:
     """The whole tensors of a gather, once they are there."""
-    memory, running, shapes, dims, num_ranks = gathering
+    memory, running, shapes, dims, num_ranks, sizes = gathering
     wait_for(running)
-    if len(shapes) == 1 and dims[0] == 0 and memory.device.type != "cpu":
-        return [memory.view(_whole_shape(shapes[0], 0, num_ranks))]
-    sizes = [shape.numel() for shape in shapes]
-    rows = memory.view(num_ranks, -1).split(sizes, dim=1)
-    whole = [
-        _joined(row, shape, dim, num_ranks)
-        for row, shape, dim in zip(rows, shapes, dims, strict=True)
-    ]
+    if has_whole_memory(shapes, (dims, num_ranks, sizes), memory.device):
+        return [memory.view(_resized(shapes[0], 0, sizes[0]))]
+    rows = memory.view(num_ranks, -1).split([shape.numel() for shape in shapes], dim=1)
+    whole = list(map(_joined, rows, shapes, dims, sizes))
     free(memory)
     return whole
 
@@ -175,17 +192,21 @@ def issue_reduction(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduc
     """Begins what `finish_reduction` ends; arguments as for `reduce_to_shards`."""
     num_ranks, group, reduce_dtype, _, replicas = how
     reduce_dtype = reduce_dtype or gradients[0].dtype
-    sizes = [gradient.numel() // num_ranks for gradient in gradients]
+    shapes = [each.shape for each in gradients]
+    sizes = [prod(part_shape(s, d, num_ranks)) for s, d in zip(shapes, dims, strict=True)]
     num_replicas = len(ranks_of(replicas)) if replicas else 1
     before, after = _divisors(num_ranks * num_replicas, reduce_dtype)
-    memory = torch.empty(num_ranks * sum(sizes), dtype=reduce_dtype, device=gradients[0].device)
+    total, device = num_ranks * sum(sizes), gradients[0].device
+    is_padded = total > sum(each.numel() for each in gradients)
+    make = torch.zeros if is_padded else torch.empty
+    memory = make(total, dtype=reduce_dtype, device=device)
     rows = memory.view(num_ranks, -1).split(sizes, dim=1)
     for row, gradient, dim in zip(rows, gradients, dims, strict=True):
         _cut_into(row, gradient, dim, num_ranks)
     if before != 1:
         memory.div_(before)
     running = start_reduction(memory, "avg" if after == 1 else "sum", num_ranks, group)
-    return Reducing(memory, running, tuple(each.shape for each in gradients), dims, how, after)
+    return Reducing(memory, running, tuple(shapes), dims, how, after)
 
 
 def finish_reduction(reducing: Reducing) -> list[Tensor]:
@@ -197,10 +218,10 @@ def finish_reduction(reducing: Reducing) -> list[Tensor]:
         wait_for(start_all_reduce(reduced, "avg" if divisor == 1 else "sum", how.replicas))
     if divisor != 1:
         reduced.div_(divisor)
-    sizes = [shape.numel() // num_ranks for shape in shapes]
+    own = [part_shape(shape, dim, num_ranks) for shape, dim in zip(shapes, dims, strict=True)]
     parts = [
-        part.to(how.dtype, copy=True).view(part_shape(shape, dim, num_ranks))
-        for part, shape, dim in zip(reduced.split(sizes), shapes, dims, strict=True)
+        part.to(how.dtype, copy=True).view(shape)
+        for part, shape in zip(reduced.split([*map(prod, own)]), own, strict=True)
     ]
     free(memory)
     return parts
@@ -220,23 +241,21 @@ def _divisors(num_ranks: int, dtype: torch.dtype) -> tuple[float, float]:
     return before, num_ranks / before
 
 
-def _whole_shape(shape: torch.Size, dim: int, num_ranks: int) -> list[int]:
-    return [size * num_ranks if d == dim else size for d, size in enumerate(shape)]
+def _resized(shape: torch.Size, dim: int, size: int) -> list[int]:
+    return [*shape[:dim], size, *shape[dim + 1 :]]
 
 
 def part_shape(shape: torch.Size, dim: int, num_ranks: int) -> list[int]:
-    """The shape of a rank's part of a tensor that is cut along a dimension."""
-    return [size // num_ranks if d == dim else size for d, size in enumerate(shape)]
+    """The shape of a rank's part of a tensor that is cut along a dimension, with its padding."""
+    return _resized(shape, dim, -(-shape[dim] // num_ranks))
 
 
 def fake_whole(
-    shards: Sequence[Tensor], dims: Sequence[int], num_ranks: int, dtype: torch.dtype | None
+    shards: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None
 ) -> list[Tensor]:
     """What `gather_shards` returns, without numbers."""
-    pairs = zip(shards, dims, strict=True)
-    return [
-        each.new_empty(_whole_shape(each.shape, d, num_ranks), dtype=dtype) for each, d in pairs
-    ]
+    whole = zip(shards, dims, sizes, strict=True)
+    return [each.new_empty(_resized(each.shape, d, size), dtype=dtype) for each, d, size in whole]
 
 
 def fake_parts(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> list[Tensor]:
@@ -247,19 +266,20 @@ def fake_parts(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction)
     ]
 
 
-def _joined(row: Tensor, shape: torch.Size, dim: int, num_ranks: int) -> Tensor:
+def _joined(row: Tensor, shape: torch.Size, dim: int, size: int) -> Tensor:
     """A whole tensor from the parts of all ranks, one a row."""
-    whole = row.new_empty(_whole_shape(shape, dim, num_ranks))
+    whole = row.new_empty(_resized(shape, dim, size))
     parts = row.unflatten(1, shape).unbind(0)
-    for place, part in zip(whole.chunk(num_ranks, dim), parts, strict=True):
-        place.copy_(part)
+    for place, part in zip(whole.split(shape[dim], dim), parts, strict=False):
+        place.copy_(part.narrow(dim, 0, place.shape[dim]))
     return whole
 
 
 def _cut_into(row: Tensor, whole: Tensor, dim: int, num_ranks: int) -> None:
     """Writes the parts of a whole tensor into the memory of the ranks, one a row."""
-    for place, part in zip(row.unbind(0), whole.chunk(num_ranks, dim), strict=True):
-        place.view(part.shape).copy_(part)
+    shape = part_shape(whole.shape, dim, num_ranks)
+    for place, part in zip(row.unbind(0), whole.split(shape[dim], dim), strict=False):
+        place.view(shape).narrow(dim, 0, part.shape[dim]).copy_(part)
 
 
 ON_SHARDS = (gather_shards, reduce_to_shards)

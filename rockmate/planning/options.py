@@ -100,9 +100,9 @@ class PlanOptions(CaptureOptions):
             (8,) shards parameters over 8 ranks, (2, 8) keeps 2 replicas of 8 shards each. The model
             stays as it is: a copy without memory is sharded. There are plans and a frontier, but no
             module.
-        shard: shards the copy on the mesh, in place; by default `rockmate.fully_shard`. A function
-            of the model and the device mesh, as `functools.partial(rockmate.fully_shard,
-            mp_policy=policy)`. With {"data": 4, "tensor": 8} for a mesh it may parallelize the
+        shard: shards the copy on the mesh, in place: a function of the model and the device mesh.
+            By default `torch.distributed.fsdp.fully_shard` shards each item of lists of modules,
+            then the model. With {"data": 4, "tensor": 8} for a mesh it may parallelize the
             model over `mesh["tensor"]` first.
 
     Raises:

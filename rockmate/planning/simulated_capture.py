@@ -74,6 +74,6 @@ def _step_on(
     absence = (
         f"the plan is for a mesh of {simulated}, and its ranks are not here. Save it (Plan.save), "
         "and on each rank shard the model in the same way and wrap it: "
-        "RockmateModule(rockmate.fully_shard(model, mesh), batch, plan=Plan.load(path))."
+        "RockmateModule(model, batch, plan=Plan.load(path))."
     )
     return replace(step, absence=absence)

@@ -58,6 +58,7 @@ from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
 from rockmate.offload.step_moves import StepMoves
 from rockmate.offload.tiers import tier_of
+from rockmate.ops.held_gradients import held_gradients_of
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.backward_arguments import (
     DroppingSink,
@@ -69,9 +70,8 @@ from rockmate.runtime.backward_arguments import (
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.gradient_sink import Anchor, GradientSink
 from rockmate.runtime.pending_steps import pending_steps_of
-from rockmate.runtime.plan_agreement import confirm_collectives
+from rockmate.runtime.plan_agreement import confirm_order, order_of
 from rockmate.runtime.program import Argument, ArgumentKind, PlannedLayout, Program, Statics
-from rockmate.sharding.mark import held_gradients_of
 
 
 class Runner:
@@ -154,7 +154,7 @@ class Runner:
         kinds = [argument.kind for argument in program.forward_arguments]
         self._moves_place = kinds.index(ArgumentKind.MOVES) if program.slots else None
         self._owner_places: list[Any] = [self.binding.places[name] for name in program.accumulated]
-        self._is_confirmed = False  # whether all ranks are known to run the same collectives
+        self._order = order_of(program.collectives)
         self._backwards: dict[frozenset[int], _Backward] = {}  # by the undefined tangents
         # One for each device of inputs, kept for the next call.
         self._anchors: dict[torch.device, Anchor] = {}
@@ -173,9 +173,7 @@ class Runner:
             hooks_last: hooks of parameters must fire when the step is done; see
                 `rockmate.runtime.ddp`.
         """
-        if self.program.collectives and not self._is_confirmed:
-            confirm_collectives(self.program.collectives)
-            self._is_confirmed = True
+        confirm_order(self.model, self._order)
         device = inputs[0].device if inputs else torch.device("cpu")
         anchor = self._anchors.get(device) or self._anchors.setdefault(device, Anchor(device))
         layouts = self.input_layouts
@@ -404,7 +402,9 @@ def _returned(
         return None
     if place in program.own_gradients:
         gradient = gradient.data
-    return gradient if wrapping is None else wrapping.wrap(gradient)
+    name = program.gradients[place].name
+    owner = runner.binding[name] if name else None
+    return gradient if wrapping is None else wrapping.wrap(gradient, owner)
 
 
 def _sink(ctx: Any) -> GradientSink:
@@ -415,9 +415,9 @@ def _sink(ctx: Any) -> GradientSink:
     partial, is_last = ctx.runner.pending.begin(ctx)
     wrappings, held = ctx.runner.program.wrappings, ctx.runner.held
     if ctx.runner.returned_names and held is not None:
-        if held.holds:
+        if held.holding():
             msg = (
-                "the model holds gradients (no_sync, set_requires_gradient_sync(False)), and "
+                "the model holds gradients (set_requires_gradient_sync(False)), and "
                 'gradients="returned" has nowhere to add them up. Make the module with '
                 'gradients="accumulated", or reduce in each backward.'
             )

@@ -9,9 +9,9 @@ outputs, and takes each parameter that it does not meet for unused. In that mode
 its parameters as inputs. Their nodes are visited, and hooks fire, when the whole step is done.
 Gradients are in `.grad` as early as otherwise, but nothing is reduced before the end.
 
-FSDP is refused: it gathers a layer's parameters in hooks around that layer, which a planned step
-does not run. `rockmate.fully_shard` gathers them in ops of the forward. `nn.DataParallel` is
-refused: it copies the module in every step.
+FSDP's first generation is refused: its parameters are views of a flat one. What
+`torch.distributed.fsdp.fully_shard` has sharded is gathered by ops of the forward
+(`rockmate.sharding`). `nn.DataParallel` is refused: it copies the module in every step.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import distributed, nn
 
-from rockmate._torch.distributed import active_data_parallel, is_gathered_by_fsdp
+from rockmate._torch.distributed import active_data_parallel, is_gathered_by_fsdp1
+from rockmate._torch.fsdp import sharded_units
 from rockmate._torch.members import accumulation_hooks_of, has_accumulation_hooks
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import UnsupportedModelError
 from rockmate.ops.held_gradients import HeldGradients
 from rockmate.runtime.gradient_sink import GradientSink, empty_gradient
-from rockmate.sharding.mark import sharded_model_of
 
 SHARDED = (
-    "FSDP shards this model's parameters and gathers them in hooks around its layers, which a "
-    "planned step does not run. Shard the plain model with rockmate.fully_shard(model, mesh) in "
-    "place of FSDP, or use DistributedDataParallel(RockmateModule(model, ...))."
+    "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which a plan does not "
+    "follow. Shard the plain model with torch.distributed.fsdp.fully_shard, then "
+    "wrap it in RockmateModule, or use DistributedDataParallel(RockmateModule(model, ...))."
 )
 
 REPLICATED = (
@@ -43,28 +43,19 @@ REPLICATED = (
 
 
 def refuse_sharded(model: nn.Module) -> None:
-    """Raises `UnsupportedModelError` for a model inside FSDP or `nn.DataParallel`."""
+    """Raises `UnsupportedModelError` for a model whose parallelism no plan follows."""
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UnsupportedModelError(REPLICATED)
-    if any(map(is_gathered_by_fsdp, model.modules())):
+    if any(map(is_gathered_by_fsdp1, model.modules())):
         raise UnsupportedModelError(SHARDED)
-    _refuse_mixed(model)
-
-
-def _refuse_mixed(model: nn.Module) -> None:
-    """Raises if a model has sharded parameters and plain ones, whose gradients nobody reduces."""
-    shared = next(filter(None, map(sharded_model_of, model.modules())), None)
-    if shared is None:
-        return
-    for name, parameter in model.named_parameters():
-        is_plain = parameter.requires_grad and not hasattr(parameter, "device_mesh")
-        if is_plain and not any(parameter is each for each in shared.ignored):
-            msg = (
-                f"{name} is a plain parameter in a model that fully_shard has sharded in part, so "
-                "each rank would train it by its own gradient. Call rockmate.fully_shard once, "
-                "with the whole model and its adapters, or name it there: ignored=[...]."
-            )
-            raise UnsupportedModelError(msg)
+    try:
+        groups = [group for unit in sharded_units(model) for group in unit.groups]
+        found = next(filter(None, (group.unplanned_setting for group in groups)), "")
+    except NotImplementedError as error:
+        found = str(error)
+    if found:
+        msg = f"the model is sharded with {found}, which a plan does not follow. Leave that out."
+        raise UnsupportedModelError(msg)
 
 
 def is_distributed() -> bool:

@@ -50,7 +50,7 @@ from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.capture.wrapping import NO_WRAPPINGS, Wrapping
 from rockmate.graph.ir import SlicedMatmul
-from rockmate.ops.held_gradients import HeldGradients, reduce_held
+from rockmate.ops.held_gradients import HeldGradients
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.pending_steps import PartialGradients
 
@@ -115,6 +115,7 @@ class GradientSink:
             same backward does.
         held: gradients of a sharded model that wait for their reduction; None if there are none,
             and for gradients that are dropped.
+        holding: addresses of parameters whose gradients wait there in this backward.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class GradientSink:
         """
         self._wrappings = wrappings
         self.held = held
+        self.holding = frozenset[int]() if held is None else held.holding()
         self.fires_hooks = fires_hooks
         self._leaves = parameters
         self._dispatch_keys = engine.dispatch_keys()
@@ -164,7 +166,7 @@ class GradientSink:
             return
         self._used.add(id(parameter))
         if name in self._wrappings:
-            gradient = self._wrappings[name].wrap(gradient)
+            gradient = self._wrappings[name].wrap(gradient, parameter)
         if self._needs_whole(parameter):
             self._accumulate_hooked(parameter, gradient, is_final=is_final)
             return
@@ -252,7 +254,7 @@ class GradientSink:
                 self._fire(parameter)
         self._visit_waiting()
         if self.held and self.fires_hooks:
-            reduce_held(self.held)
+            self.held.reduce_others(self.holding)
 
     def _visit_waiting(self) -> None:
         if self._waiting:

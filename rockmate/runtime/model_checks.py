@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.engine import active_transform
+from rockmate._torch.fsdp import modules_with_shards, put_shards
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -60,13 +61,25 @@ def check_model(model: nn.Module, untraced: Sequence[str], machine: Machine | No
         msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
         raise InvalidSampleError(msg)
     refuse_sharded(model)
+    put_shards(model)
+    sharded = set(modules_with_shards(model))
+    if sharded:
+        logger.info("the plan decides what is gathered again, whatever reshard_after_forward says")
     refuse_uninitialized(model)
-    opaque = list(opaque_modules(model, untraced))
-    refuse_scripted(model, opaque)
+    opaque = opaque_modules(model, untraced)
+    refuse_scripted(model, list(opaque))
+    for path, module in opaque.items():
+        if not sharded.isdisjoint(module.modules()):
+            msg = (
+                f"the submodule {path} is not traced, and a plan runs it without the hooks in "
+                "which fully_shard gathers parameters. Leave its parameters whole: "
+                "fully_shard(..., ignored_params=...)."
+            )
+            raise UnsupportedModelError(msg)
     if machine is not None and opaque:
         msg = (
-            f"the submodule {opaque[0]} is not traced, so it has to run to be measured, and "
-            "nothing runs when planning for a machine by its description. Plan on the machine "
+            f"the submodule {next(iter(opaque))} is not traced, so it has to run to be measured, "
+            "and nothing runs when planning for a machine by its description. Plan on the machine "
             "itself."
         )
         raise UnsupportedModelError(msg)

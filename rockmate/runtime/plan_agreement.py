@@ -4,8 +4,10 @@ Op times are measured. So ranks that plan for the same step find slightly differ
 slowest would set the pace. Each rank offers its plan in the key-value store of the process group,
 under a key that names the step and its options. All ranks run the first offer.
 
-A step that contains collectives itself (tensor parallelism) makes ranks wait in any case. Before
-its first run each rank reads, in the store, which collectives the others of the group will run.
+A step that contains collectives itself (sharded parameters, tensor parallelism) makes ranks wait in
+any case. Before its first run each rank reads, in the store, that the others will run the same
+ones. A call of other sizes runs them in the order of the schedule that it takes over, which is
+known already.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from torch import distributed
+from torch import distributed, nn
 
 from rockmate._torch.distributed import default_store, first_offer, ranks_of, timeout_s
 from rockmate.bound.protocol import StoredBound
@@ -46,43 +49,55 @@ def broadcast_plan(plan: Plan, *, step: str, request: Any) -> Plan:
 WAIT_S = 300.0
 _num_confirmed: Counter[str] = Counter()
 
+Order = tuple[tuple[str, str], ...]
+"""For each process group its name, and a digest of what a step runs and where that group meets."""
+# Of the last step of each model.
+_CONFIRMED: WeakKeyDictionary[nn.Module, Order] = WeakKeyDictionary()
 
-def confirm_collectives(collectives: Sequence[tuple[str, str]]) -> None:
-    """Checks that all ranks of each group run the same collectives at the same places of the step.
 
-    To be called before the first step of a plan, on every rank. A rank that runs others would leave
-    the others waiting, or give them wrong numbers. So might ranks that run the collectives of two
-    groups in different orders. Where all members of each group run its collectives at the same
-    places among all of theirs, no rank waits for ever: those of the first place end, then those of
-    the second.
+def order_of(collectives: Sequence[tuple[str, str]]) -> Order:
+    """The order of a step's collectives, which are given in words, each with its group."""
+
+    def digest(group: str) -> str:
+        lines = (f"{text} {name == group}" for text, name in collectives)
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+    return tuple((group, digest(group)) for group in sorted({name for _, name in collectives}))
+
+
+def confirm_order(model: nn.Module, order: Order) -> None:
+    """Checks that all ranks of each group run the same collectives in the same order.
+
+    To be called before each step, on every rank. It asks others where the order is another than in
+    the model's last step. A rank that runs other collectives would leave the others waiting, or
+    give them wrong numbers.
 
     Args:
-        collectives: those of one step, in words, each with the name of its process group.
+        model: whose step it is.
+        order: of the step.
 
     Raises:
         PlanMismatchError: a rank runs others, or in another order, or has not planned within
             `WAIT_S` or the timeout of the process group.
     """
+    if order in ((), _CONFIRMED.get(model)):
+        return
     store, rank = default_store(), distributed.get_rank()
-    of_group: dict[str, list[str]] = {}
-    for place, (text, group) in enumerate(collectives):
-        of_group.setdefault(group, []).append(f"{place} {text}")
-    own: dict[str, tuple[str, str]] = {}  # group -> where its members say what they run, and this
-    for group, texts in sorted(of_group.items()):
-        digest = hashlib.sha256("\n".join(texts).encode()).hexdigest()
-        own[group] = f"rockmate/collectives/{group}/{_num_confirmed[group]}", digest
+    keys = {group: f"rockmate/collectives/{group}/{_num_confirmed[group]}" for group, _ in order}
+    for group, digest in order:
         _num_confirmed[group] += 1
-        store.set(f"{own[group][0]}/{rank}", digest)
-    for group, (key, digest) in own.items():
+        store.set(f"{keys[group]}/{rank}", digest)
+    for group, digest in order:
         for other in ranks_of(group):
-            if _read(store, f"{key}/{other}", other) != digest:
+            if _read(store, f"{keys[group]}/{other}", other) != digest:
                 msg = (
                     f"rank {other} runs other collectives in its planned step than this rank, or "
                     "in another order, so they would wait for each other or mix up values. Give "
-                    "all ranks the same model, sample shapes and budget. Where parameters are "
-                    'sharded unevenly, use mode="frames".'
+                    "all ranks the same model, sample shapes and budget. Where tensor parallelism "
+                    'divides parameters unevenly, use mode="frames".'
                 )
                 raise PlanMismatchError(msg)
+    _CONFIRMED[model] = order
 
 
 def _read(store: distributed.Store, key: str, rank: int) -> str:

@@ -14,7 +14,6 @@ from torch import fx
 
 from rockmate.capture.roles import RoleKind
 from rockmate.graph.ir import Graph, Op
-from rockmate.ops.held_gradients import issue_or_hold
 from rockmate.ops.shards import (
     Reducing,
     Reduction,
@@ -44,9 +43,11 @@ def emit_issue(
     how = Reduction(*settings)
     if sink.held is None:
         return _Begun(issue_reduction(gradients, dims, how), [])
-    running = issue_or_hold(sink.held, sink.leaves(names), gradients, dims, how)
-    if running is not None:
-        return _Begun(running, [])
+    parameters = sink.leaves(names)
+    if id(parameters[0]) not in sink.holding:
+        gradients = sink.held.joined(parameters, gradients) if sink.held else gradients
+        return _Begun(issue_reduction(gradients, dims, how), [])
+    sink.held.add(parameters, gradients, dims, how)
     shapes = [part_shape(w.shape, d, how.num_ranks) for w, d in zip(gradients, dims, strict=True)]
     zeros = [gradients[0].new_zeros(shape, dtype=how.dtype) for shape in shapes]
     return _Begun(None, [undefined_gradient(each) for each in zeros])

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from rockmate._torch.fsdp import move_unit
 from rockmate._torch.members import is_compiled
 from rockmate.errors import UnsupportedModelError
 from rockmate.runtime.methods import Methods
@@ -106,11 +107,12 @@ class Wrapper(nn.Module):
 
     @__class__.setter
     def __class__(self, cls: type) -> None:
-        from rockmate.runtime.ddp import SHARDED
-
+        if move_unit(self, self.original):
+            self.original.__class__ = cls
+            return
         msg = (
-            f"the class of a RockmateModule cannot be set to {cls.__name__}. If fully_shard did "
-            f"this: {SHARDED}"
+            f"the class of a RockmateModule cannot be set to {cls.__name__}. Change the model "
+            "first, then wrap it."
         )
         raise UnsupportedModelError(msg)
 

@@ -17,7 +17,7 @@ from rockmate._torch.distributed import fake_group
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.errors import InvalidArgumentError, RockmateError, UnsupportedModelError
-from rockmate.sharding.fully_shard import fully_shard
+from rockmate.sharding.fully_shard import sharded_by_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -92,7 +92,7 @@ class SimulatedMesh:
         if wrong or not sizes:
             msg = f"mesh is {mesh!r}; each of its sizes must be a whole number of at least 1"
             raise InvalidArgumentError(msg)
-        return cls(sizes, shard or fully_shard)
+        return cls(sizes, shard or sharded_by_layers)
 
     def __str__(self) -> str:
         number = prod(self.sizes.values())

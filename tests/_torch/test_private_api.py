@@ -11,7 +11,7 @@ import logging
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed.tensor
 import torch.utils.checkpoint
 from torch import fx, nn
+from torch.distributed import fsdp as fsdp_of_torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -39,6 +39,7 @@ from rockmate._torch import (
     dynamo,
     engine,
     fake,
+    fsdp,
     functions,
     graphs,
     inductor,
@@ -557,10 +558,10 @@ class TestDistributed:
     def test_a_plain_module_is_not_sharded(self) -> None:
         module = nn.Linear(2, 2)
         assert not distributed.holds_sharded_parameters(module)
-        assert not distributed.is_gathered_by_fsdp(module)
+        assert not distributed.is_gathered_by_fsdp1(module)
         module.weight._fsdp_flattened = True  # pyright: ignore
         assert distributed.holds_sharded_parameters(module)
-        assert distributed.is_gathered_by_fsdp(module)
+        assert distributed.is_gathered_by_fsdp1(module)
 
     def test_collectives(self, tmp_path: Path) -> None:
         ops: Any = torch.ops._c10d_functional
@@ -599,20 +600,95 @@ class TestDistributed:
         distributed.free(memory)
         assert memory.untyped_storage().nbytes() == 0
         assert 0 < distributed.timeout_s() < 1e5
-        mesh = torch.distributed.init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
-        assert distributed.group_name_of(mesh["a"], 0) == mesh.get_group("a").group_name
-        assert distributed.joined_mesh(mesh["a"], mesh["b"]).ndim == 2
-        tensor = torch.distributed.tensor.distribute_tensor(
-            torch.ones(2, 2), mesh["b"], [torch.distributed.tensor.Shard(0)]
+
+
+class TestFullyShard:
+    """What PyTorch's `fully_shard` makes of a small model, on ranks that are not there."""
+
+    @pytest.fixture
+    def model(self) -> Iterator[nn.Module]:
+        model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 3, bias=False))
+        model[1].requires_grad_(False)
+        policy = fsdp_of_torch.MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)
+        with distributed.fake_group(4):
+            names = ("replicate", "shard")
+            mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            for module in (model[0], model):
+                fsdp_of_torch.fully_shard(module, mesh=mesh, mp_policy=policy)
+            yield model
+
+    def test_units(self, model: Any) -> None:
+        root, inner = fsdp.sharded_units(model)
+        assert (root.modules, inner.modules) == ((model,), (model[0],))
+        assert (root.input_dtype, root.output_dtype) == (torch.bfloat16, torch.float32)
+        ((parameter,), (other,)) = root.groups[0].parameters, inner.groups[0].parameters
+        assert other.places == ((model[0], "weight"),)
+        assert list(fsdp.modules_with_shards(model)) == [model[1], model[0]]
+        assert parameter.tensor is root.groups[0].shards[0]
+        assert (parameter.dim, parameter.size, parameter.padded_shape) == (0, 3, (2, 5))
+        is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+        assert (parameter.dtype, parameter.rest) == (torch.bfloat16, None)
+        assert parameter.reduce_dtype == (torch.float32 if is_new else None)
+
+    def test_switches(self, model: Any) -> None:
+        (group,) = fsdp.sharded_units(model)[0].groups
+        assert (group.num_ranks, distributed.ranks_of(group.name)) == (2, [0, 1])
+        assert distributed.ranks_of(group.replicas) == [0, 2]
+        assert not group.unplanned_setting
+        assert not group.holds_gradients
+        assert not group.stays_whole
+        model.set_reshard_after_forward(False)
+        assert group.stays_whole
+        model.set_requires_gradient_sync(False)
+        assert group.holds_gradients
+        model.set_requires_gradient_sync(True)
+        model.set_requires_all_reduce(False)
+        assert group.unplanned_setting == "set_requires_all_reduce"
+        model.set_requires_all_reduce(True)
+        model.set_gradient_divide_factor(2.0)
+        assert group.unplanned_setting == "set_gradient_divide_factor"
+
+    def test_gathered_parameters_are_put_away(self, model: Any) -> None:
+        group = fsdp.sharded_units(model)[0].groups[0]
+        assert not fsdp.put_shards(model)
+        model.unshard()
+        assert group.is_gathered
+        assert type(model[1].weight) is nn.Parameter
+        assert fsdp.put_shards(model)
+        assert group.shards == [model[1].weight]
+        assert not group.is_gathered
+
+    def test_hooks(self, model: Any) -> None:
+        model.register_forward_hook(lambda *_: None)
+        assert [is_before for *_, is_before in fsdp.fsdp_hooks(model)] == [True, False]
+        for table, key, _ in fsdp.fsdp_hooks(model):
+            assert fsdp.is_fsdp_hook(table[key])
+        assert not list(fsdp.fsdp_hooks(model[1]))
+
+    def test_a_wrapper_that_is_sharded(self, model: Any) -> None:
+        inner, wrapper = nn.Linear(2, 2), nn.Linear(2, 2)
+        members.share_members(wrapper, inner)
+        assert not fsdp.move_unit(wrapper, inner)
+        fsdp_of_torch.fully_shard(wrapper)
+        assert fsdp.move_unit(wrapper, inner)
+        inner.__class__ = type(wrapper)
+        (unit,) = fsdp.sharded_units(inner)
+        assert unit.modules == (inner,)
+        assert {place for each in unit.groups[0].parameters for place in each.places} == {
+            (inner, "weight"),
+            (inner, "bias"),
+        }
+        assert not list(fsdp.fsdp_hooks(wrapper))
+        assert len(list(fsdp.fsdp_hooks(inner))) == 2
+
+    def test_what_plans_do_not_follow(self, model: Any) -> None:
+        other = nn.Linear(2, 2)
+        fsdp_of_torch.fully_shard(
+            other, offload_policy=fsdp_of_torch.CPUOffloadPolicy(pin_memory=False)
         )
-        assert (distributed.num_cuts(tensor, 0), distributed.num_cuts(tensor, 1)) == (1, 1)
-        assert distributed.strided_shard(0, 2).dim == 0
-
-
-def test_in_which_dtype_fully_shard_adds_gradients() -> None:
-    """`tests/runtime/test_fully_shard.py` compares the sums themselves."""
-    is_new = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
-    assert distributed.reduces_in_own_dtype() == is_new
+        with pytest.raises(NotImplementedError, match="CPUOffloadPolicy"):
+            fsdp.sharded_units(other)
+        assert not fsdp.sharded_units(nn.Linear(2, 2))
 
 
 def test_a_group_of_ranks_that_are_not_there() -> None:

@@ -14,11 +14,11 @@ from fine_tuning import llama
 from helpers import differing, gradients_of, same_gradients
 from moves import X, layers, module_of, step
 from ranks import run_on_ranks
-from sharded_net import assert_equal, net, planned, sharded_by_torch, trained
+from sharded_net import assert_equal, net, planned, sharded, trained
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rockmate import MissingCompilerError, RockmateModule, fully_shard
+from rockmate import MissingCompilerError, RockmateModule
 from rockmate.schedule.flights import Flights
 
 
@@ -241,7 +241,7 @@ def test_data_parallel_on_two_ranks_with_one_folder(tmp_path: Path) -> None:
 def check_sharded(mesh: DeviceMesh, folder: str) -> None:
     """Three steps of parameters sharded over ranks, as PyTorch's own sharding takes them."""
     moves.use_fast_link(pytest.MonkeyPatch())
-    ours, theirs = fully_shard(net(), mesh), sharded_by_torch(net(), mesh)
+    ours, theirs = sharded(net(), mesh), sharded(net(), mesh)
     module = planned(ours, 0.3, offload=f"disk:{folder}")
     assert_equal(trained(module, ours, seed=0), trained(theirs, theirs, seed=0))
     assert module.plan.schedule.moves

@@ -7,14 +7,27 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks
-from sharded_net import assert_equal, batch, collectives_of, net, planned, sharded_by_torch, trained
+from sharded_net import (
+    assert_equal,
+    batch,
+    collectives_of,
+    net,
+    planned,
+    sharded,
+    trained,
+    trained_by_sgd,
+)
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
-from rockmate import UnsupportedModelError, fully_shard, timeline
+from rockmate import BackwardError, timeline
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
@@ -29,11 +42,11 @@ def check_training(_: DeviceMesh) -> None:
     """Bit for bit, with a batch of its own on each rank, at three budgets and without a plan."""
     mesh = two_by_two()
     rank = distributed.get_rank()
-    theirs = sharded_by_torch(net(2), mesh)
+    theirs = sharded(net(2), mesh)
     expected = trained(theirs, theirs, rank)
-    for budget in (None, 1.0, 0.4):
-        model: Any = fully_shard(net(2), mesh)
-        module = model if budget is None else planned(model, budget)
+    for budget in (1.0, 0.4):
+        model: Any = sharded(net(2), mesh)
+        module = planned(model, budget)
         assert_equal(trained(module, model, rank), expected)
         assert model.get_parameter("embed.weight").placements == (Replicate(), Shard(0))
 
@@ -45,11 +58,7 @@ def check_policies(_: DeviceMesh) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
     found = []
     for is_ours in (False, True):
-        model: Any = net(2)
-        if is_ours:
-            fully_shard(model, mesh, mp_policy=policy)
-        else:
-            sharded_by_torch(model, mesh, mp_policy=policy)
+        model: Any = sharded(net(2), mesh, mp_policy=policy)
         module = planned(model, 0.5) if is_ours else model
         found.append(trained(module, model, rank, num_micro_batches=2))
     assert_equal(*found)
@@ -57,7 +66,7 @@ def check_policies(_: DeviceMesh) -> None:
 
 def check_memory(_: DeviceMesh) -> None:
     mesh = two_by_two()
-    model = fully_shard(net(), mesh)
+    model = sharded(net(), mesh)
     module = planned(model, 0.5)
     reductions = [text for text in collectives_of(module) if "reduce" in text]
     assert len(reductions) == 10  # each bucket over shards, then over replicas
@@ -73,20 +82,37 @@ def check_memory(_: DeviceMesh) -> None:
     assert abs(measured - predicted) <= 0.01 * predicted
 
 
-def check_refusals(_: DeviceMesh) -> None:
-    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "shard", "tensor"))
-    with pytest.raises(UnsupportedModelError, match=r'3 dimensions.*mesh\["replicate", "shard"\]'):
-        fully_shard(net(2), mesh)
-    model = net(2)
-    for layer in model.layers:
-        parallelize_module(layer, mesh["tensor"], {"up": ColwiseParallel()})
-    with pytest.raises(UnsupportedModelError, match=r"tensor parallelism.*one dimension"):
-        fully_shard(model, mesh["replicate", "shard"])
-    # As the first error advises.
-    fully_shard(net(2), mesh["replicate", "shard"])(batch()).backward()
+def check_tensor_parallelism(_: DeviceMesh) -> None:
+    """Beside replicas, on a mesh of three dimensions."""
+    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    found = []
+    for is_ours in (False, True):
+        model = net(2)
+        for layer in model.layers:
+            plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(layer, mesh["tensor"], plan)
+        sharded(model, mesh["replicate", "shard"])
+        module: Any = planned(model, 0.5) if is_ours else model
+        found.append(trained_by_sgd(module, model, mesh.get_local_rank("replicate")))
+    assert_equal(*found)
 
 
-CHECKS = [check_training, check_policies, check_memory, check_refusals]
+def check_partial_reduction(_: DeviceMesh) -> None:
+    """`set_requires_all_reduce(False)` is refused."""
+    model: Any = sharded(net(2), two_by_two())
+    module = planned(model, 0.5)
+    model.set_requires_all_reduce(False)
+    with pytest.raises(BackwardError, match="set_requires_all_reduce was called"):
+        module(batch()).backward()
+
+
+CHECKS = [
+    check_training,
+    check_policies,
+    check_memory,
+    check_tensor_parallelism,
+    check_partial_reduction,
+]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[check.__name__ for check in CHECKS])

@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks
-from sharded_net import assert_equal, batch, net, planned, sharded_by_torch, trained
+from sharded_net import assert_equal, batch, net, planned, sharded, trained
 from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rockmate import Planner, fully_shard, simulated_ranks
+from rockmate import Planner, simulated_ranks
 from rockmate.schedule.flights import Flights, flights_of, overlapped_ms
+from rockmate.sharding import gathering
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
@@ -58,7 +59,7 @@ def check_trace(mesh: DeviceMesh) -> None:
     """All but the first gathers and all but the last reductions run beside work of a layer."""
     for budget in (1.0, 0.4):
         # Estimated costs: measured ones of a busy machine let a gather fly over a slow small op.
-        module = planned(fully_shard(net(), mesh), budget, machine="cpu-avx2")
+        module = planned(sharded(net(), mesh), budget, machine="cpu-avx2")
         module(batch()).backward()
         with Trace() as forward:
             loss = module(batch())
@@ -84,9 +85,9 @@ def check_trace(mesh: DeviceMesh) -> None:
 def check_training(mesh: DeviceMesh) -> None:
     """The same bits, also where a rank is late for each collective."""
     rank = mesh.get_local_rank()
-    theirs = sharded_by_torch(net(), mesh)
+    theirs = sharded(net(), mesh)
     expected = trained(theirs, theirs, rank)
-    model = fully_shard(net(), mesh)
+    model = sharded(net(), mesh)
     module = planned(model, 0.4)
     assert module.plan.flights.other_end
 
@@ -106,7 +107,7 @@ def check_training(mesh: DeviceMesh) -> None:
 def check_own_machine(mesh: DeviceMesh) -> None:
     """A plan for another machine is not taken for one by measured times."""
     plans = [
-        planned(fully_shard(net(), mesh), 0.45, machine=machine).plan
+        planned(sharded(net(), mesh), 0.45, machine=machine).plan
         for machine in ("cpu-avx2", None, "cpu-avx2")
     ]
     assert plans[0].to_text() == plans[2].to_text()
@@ -117,8 +118,7 @@ def check_two_forwards(mesh: DeviceMesh) -> None:
     """One backward of two forwards, and hooks that see each gradient once and whole."""
     found = []
     for is_ours in (False, True):
-        model = net(2)
-        fully_shard(model, mesh) if is_ours else sharded_by_torch(model, mesh)
+        model = sharded(net(2), mesh)
         module = planned(model, 0.5, in_flight=2) if is_ours else model
         seen: list[Any] = []
         for parameter in model.parameters():
@@ -142,7 +142,11 @@ def test_two_processes(check: Any) -> None:
 @pytest.fixture(scope="module")
 def planner() -> Planner:
     with simulated_ranks(2):
-        return Planner(fully_shard(net(), bucket_bytes=1), batch(), numerics="bitwise")
+        monkeypatch = pytest.MonkeyPatch()
+        monkeypatch.setattr(gathering, "BUCKET_BYTES", 1)
+        planner = Planner(sharded(net()), batch(), numerics="bitwise")
+        monkeypatch.undo()
+        return planner
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.6, 0.4, 0.0])

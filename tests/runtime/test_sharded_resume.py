@@ -8,13 +8,11 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_on_ranks
-from sharded_net import batch, net, planned, whole
+from sharded_net import batch, net, planned, sharded, whole
 from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-
-from rockmate import fully_shard
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
@@ -25,7 +23,7 @@ class Run:
     """A model with its optimizer, under a plan or without one."""
 
     def __init__(self, mesh: DeviceMesh, *, splits_batch: bool, is_planned: bool = True) -> None:
-        self.model = fully_shard(net(2), mesh)
+        self.model = sharded(net(2), mesh)
         # Ranks of which each draws its own mask would train another model after the change.
         for module in self.model.modules():
             if isinstance(module, nn.Dropout):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard as fully_shard_of_torch
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from rockmate import RockmateModule
@@ -56,9 +56,9 @@ def batch(seed: int = 0, size: int = 8) -> Tensor:
     return torch.randint(0, NUM_TOKENS, (size, LENGTH), generator=generator)
 
 
-def sharded_by_torch(model: Net, mesh: DeviceMesh, **options: Any) -> Net:
+def sharded(model: Net, mesh: DeviceMesh | None = None, **options: Any) -> Net:
     for module in (*model.layers, model):
-        fully_shard_of_torch(module, mesh=mesh, **options)
+        fully_shard(module, mesh=mesh, **options)
     return model
 
 
@@ -85,6 +85,19 @@ def trained(
             loss.backward()
             found.append(loss.detach().clone())
         found.append(whole(nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *map(whole, model.parameters())]
+
+
+def trained_by_sgd(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+    """As `trained`; foreach kernels take no parameters of two meshes together."""
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), list[Tensor]()
+    for step in range(3):
+        torch.manual_seed(100 * step + seed)
+        loss = module(batch(10 * step + seed))
+        loss.backward()
+        found.append(loss.detach().clone())
         optimizer.step()
         optimizer.zero_grad()
     return [*found, *map(whole, model.parameters())]

@@ -1,0 +1,202 @@
+"""PyTorch's `fully_shard` in a capture: what its hooks do, as ops of the graph.
+
+`fully_shard` gathers the parameters of a unit in hooks ahead of its forward. A trace has hooks of
+its own in their places, which gather by one op for each bucket, and cast arguments and results as
+the others do. So a gathered parameter is a value of the graph: a plan keeps it, or gathers it
+again. In planned steps no submodule is called, and no hook runs.
+
+A *bucket* is a list of parameters of one group, in its order, that one collective gathers. Its size
+is bounded, so that a large parameter is gathered by itself, right before its first reader.
+
+Where the ranks do not divide a dimension, the last of them hold less. `fully_shard` stores their
+parts within memory of the size of the first rank's, which is what collectives take. So the capture
+takes the padded part as the parameter, and is the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate._torch.fsdp import (
+    ShardedGroup,
+    ShardedParameter,
+    ShardedUnit,
+    fsdp_hooks,
+    sharded_units,
+)
+from rockmate._torch.members import tensor_tables
+from rockmate._torch.pytree import tree_map_only
+from rockmate.ops.kernel_layouts import contiguous_strides
+
+# The largest bucket of several parameters, in bytes of whole ones.
+BUCKET_BYTES = 1 << 22
+
+
+@contextlib.contextmanager
+def gathered_by_ops(model: nn.Module) -> Iterator[None]:
+    """For a trace of the forward: ops gather what hooks of `fully_shard` would have gathered."""
+    units = [_TracedUnit(each) for each in sharded_units(model)]
+    with contextlib.ExitStack() as stack:
+        for unit in units:
+            for module in unit.unit.modules:
+                for table, key, is_before in fsdp_hooks(module):
+                    stack.callback(table.__setitem__, key, table[key])
+                    table[key] = unit.before if is_before else unit.after
+            stack.callback(unit.put_shards)
+        yield
+
+
+@dataclass(eq=False, slots=True)
+class _TracedUnit:
+    """A unit in a trace.
+
+    Attributes:
+        unit: that is traced.
+        waiting: its modules that have not run since its parameters were put in their places.
+        whole: gathered parameters.
+        shards: tables of submodules, with what stood there under a name.
+    """
+
+    unit: ShardedUnit
+    waiting: set[nn.Module] = field(default_factory=set)
+    whole: dict[ShardedParameter, Any] = field(default_factory=dict)
+    shards: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+
+    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Ahead of the forward of a module."""
+        if not self.shards:
+            for group in self.unit.groups:
+                self._put_whole(group)
+        self.waiting = self.waiting or set(self.unit.modules)
+        return _cast((args, kwargs), self.unit.input_dtype)
+
+    def after(self, module: nn.Module, _: Any, output: Any) -> Any:
+        """Behind it."""
+        self.waiting.discard(module)
+        if not self.waiting and not any(group.stays_whole for group in self.unit.groups):
+            self.put_shards()
+        return _cast(output, self.unit.output_dtype)
+
+    def put_shards(self) -> None:
+        """Puts back what stood in the places of gathered parameters."""
+        for table, name, shard in self.shards:
+            table[name] = shard
+        self.shards.clear()
+
+    def _put_whole(self, group: ShardedGroup) -> None:
+        for bucket in [] if self.whole.keys() >= {*group.parameters} else _buckets(group):
+            self.whole.update(zip(bucket, _gathered(group, bucket), strict=True))
+        for parameter in group.parameters:
+            for module, name in parameter.places:
+                table, _ = tensor_tables(module)
+                self.shards.append((table, name, table[name]))
+                table[name] = self.whole[parameter]
+
+
+def _buckets(group: ShardedGroup) -> Iterator[list[ShardedParameter]]:
+    """Parameters alike in dtypes, of which all are trained or none is."""
+    buckets: dict[Any, list[ShardedParameter]] = {}
+    for parameter in group.parameters:
+        tensor = parameter.tensor
+        kind = tensor.dtype, parameter.dtype, parameter.reduce_dtype, tensor.requires_grad
+        bucket = buckets.setdefault(kind, [])
+        if bucket and sum(map(_whole_bytes, (*bucket, parameter))) > BUCKET_BYTES:
+            yield buckets.pop(kind)
+            bucket = buckets.setdefault(kind, [])
+        bucket.append(parameter)
+    yield from buckets.values()
+
+
+def _whole_bytes(parameter: ShardedParameter) -> int:
+    rest = parameter.padded_shape.numel() // max(1, parameter.padded_shape[parameter.dim])
+    return rest * parameter.size * (parameter.dtype or parameter.tensor.dtype).itemsize
+
+
+def _gathered(group: ShardedGroup, bucket: list[ShardedParameter]) -> Iterator[Any]:
+    from torch.distributed.tensor import DTensor  # loads sympy
+
+    first = bucket[0]
+    found = torch.ops.rockmate.gather_shards(
+        [parameter.tensor.to_local() for parameter in bucket],
+        [parameter.dim for parameter in bucket],
+        group.num_ranks,
+        group.name,
+        first.dtype,
+        [parameter.size for parameter in bucket],
+        first.reduce_dtype,
+        group.replicas,
+    )
+    for parameter, whole in zip(bucket, found, strict=True):
+        rest = parameter.rest
+        if rest is not None:
+            shape, stride = rest.tensor_meta.shape, rest.tensor_meta.stride
+            whole = DTensor.from_local(
+                whole, rest.mesh, rest.placements, run_check=False, shape=shape, stride=stride
+            )
+        yield whole
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """The same nesting with its floating-point tensors in a dtype; None: as it is."""
+    if dtype is None:
+        return values
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return tree_map_only(torch.Tensor, cast, values)
+
+
+def padded_parts(model: nn.Module) -> dict[str, torch.Size]:
+    """Name of each parameter of which this rank holds less than others -> the shape of theirs."""
+    shapes: dict[int, torch.Size] = {}
+    for unit in sharded_units(model):
+        for parameter in (each for group in unit.groups for each in group.parameters):
+            shapes[id(parameter.tensor)] = parameter.padded_shape
+    return {
+        name: shapes[id(tensor)]
+        for name, tensor in model.named_parameters(remove_duplicate=False)
+        if id(tensor) in shapes and local_part(tensor).shape != shapes[id(tensor)]
+    }
+
+
+def local_part(tensor: Any) -> torch.Tensor:
+    """This rank's part of a `DTensor`."""
+    return tensor.detach().to_local()
+
+
+def padded(part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    """A part within the memory that `fully_shard` has given it."""
+    return part.as_strided(shape, contiguous_strides(shape))
+
+
+@contextlib.contextmanager
+def padded_places(model: nn.Module) -> Iterator[None]:
+    """Puts parameters with padded parts into the places of those that have less."""
+    from torch.distributed.tensor import DTensor  # loads sympy
+
+    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
+    with contextlib.ExitStack() as stack:
+        for name, shape in padded_parts(model).items():
+            path, _, key = name.rpartition(".")
+            table, _ = tensor_tables(model.get_submodule(path))
+            own: Any = table[key]
+            if id(own) not in made:
+                whole = DTensor.from_local(
+                    padded(local_part(own), shape),
+                    own.device_mesh,
+                    own.placements,
+                    run_check=False,
+                    shape=own.shape,
+                    stride=own.stride(),
+                )
+                made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)
+            stack.callback(table.__setitem__, key, own)
+            table[key] = made[id(own)]
+        yield

@@ -34,7 +34,7 @@ from rockmate.capture.signature import SampleCall
 from rockmate.curves.page import page
 from rockmate.curves.sweep_run import sweep
 from rockmate.errors import InfeasibleMemoryLimitError, RockmateError
-from rockmate.hf.trainer import wrap_trainer
+from rockmate.hf.trainer import wrap_model_of
 from rockmate.memory_limit import device_of
 from rockmate.module import RockmateModule
 
@@ -161,7 +161,7 @@ class Session:
         what = f"{type(model).__name__}, trained by {type(trainer).__name__} at {_caller()}"
 
         def make(**given: Any) -> RockmateModule:
-            module = wrap_trainer(trainer, **given)
+            module, _ = wrap_model_of(trainer, **given)
             trainer.model = trainer.model_wrapped = model  # which is planned in place
             return module
 

@@ -78,6 +78,27 @@ def wrap_trainer(
         InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for
             its state.
     """
+    module, options = wrap_model_of(
+        trainer, budget, memory_limit=memory_limit, optimizer=optimizer, buckets=buckets, fit=fit,
+        **options,
+    )  # fmt: skip
+    return _planned_loss(trainer, module, options)
+
+
+def wrap_model_of(
+    trainer: Trainer,
+    budget: Budget | None = None,
+    *,
+    memory_limit: int | str | None = None,
+    optimizer: Optimizer | None = None,
+    buckets: int | Sequence[int] | None = None,
+    fit: Literal["batch"] | None = None,
+    **options: Any,
+) -> tuple[RockmateModule, dict[str, Any]]:
+    """The module that is the trainer's model from here on, and its options.
+
+    Arguments and errors are those of `wrap_trainer`.
+    """
     model = _model_of(trainer)
     if memory_limit is not None:
         options["optimizer"] = optimizer or _optimizer_of(trainer)
@@ -89,9 +110,8 @@ def wrap_trainer(
     if fit is not None:
         _fit(trainer, fit, memory_limit, options)
     module.plan_cache.largest = partial(largest_call, trainer)
-    options |= {"budget": budget, "memory_limit": memory_limit}
     trainer.model = trainer.model_wrapped = module
-    return _planned_loss(trainer, module, options)
+    return module, {**options, "budget": budget, "memory_limit": memory_limit}
 
 
 def _computes_loss(trainer: Trainer) -> bool:

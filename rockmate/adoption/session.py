@@ -221,7 +221,7 @@ class Session:
 
     def _end_dry_run(self) -> None:
         if self._has_curve:
-            raise SystemExit(0)
+            sys.exit()
 
     # --- what it tells ---
 

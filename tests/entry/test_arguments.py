@@ -23,6 +23,7 @@ INTERNAL = {
     "__init__.py",  # AttributeError of a module
     "_torch/version.py",  # ImportError of a module
     "capture/opaque_ops.py",
+    "capture/write_log.py",  # KeyError of a defaultdict
     "graph/chunking/chunks.py",
     "offload/disk_tier.py",
     "plan/residency.py",
@@ -44,8 +45,8 @@ def model() -> nn.Module:
         (lambda m: RockmateModule(m, "6GiB"), "RockmateModule(model, budget='6GiB')"),
         (lambda m: RockmateModule(m, 0.7, X), "Write RockmateModule(model, sample, 0.7)"),
         (lambda m: RockmateModule(X, m, 0.7), "Write RockmateModule(model, sample, ...)"),  # pyright: ignore
-        (lambda _: RockmateModule(torch.relu, X, 0.7), "torch.compile(function"),  # pyright: ignore
-        (lambda _: Planner(torch.relu, X), "torch.compile(function"),  # pyright: ignore
+        (lambda _: RockmateModule(torch.relu, X, 0.7), "rockmate.plan_step(function"),  # pyright: ignore
+        (lambda _: Planner(torch.relu, X), "rockmate.plan_step(function"),  # pyright: ignore
         (lambda _: RockmateModule(nn.ReLU, X, 0.7), "ReLU(...)"),  # pyright: ignore
         (lambda m: RockmateModule(m.forward, X, 0.7), "for a method give its module"),
         (lambda m: RockmateModule(m.append, X, 0.7), 'methods=["append"]'),

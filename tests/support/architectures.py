@@ -364,7 +364,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
 }
 
-_NEXT_STEP = "replace it by a tensor operation, or run that submodule as it is"
+_NEXT_STEP = "replace it by a tensor operation .*, or run that submodule as it is"
 
 REFUSED: dict[str, Refused] = {
     # The loss returns a tensor as large as the longest label.

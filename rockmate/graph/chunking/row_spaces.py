@@ -65,7 +65,7 @@ class Large:
     def __init__(self, product: fx.Node, operand: fx.Node, space: RowSpace) -> None:
         of_product, of_operand = numel(product), numel(operand)
         least = max(of_product / 2, of_operand + 1 if of_product > of_operand else 0)
-        self.min_elements = int(least * space.num_rows / (space.size or space.num_rows))
+        self.min_elements = int(least * space.num_rows / max(1, space.size or space.num_rows))
         self._width = shape_of(product)[-1] if space.num_copies > 1 else 0
 
     def __contains__(self, node: fx.Node) -> bool:

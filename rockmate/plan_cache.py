@@ -442,10 +442,7 @@ class PlanCache:
 
 
 def _kin(runnables: Sequence[RunnableCall], call: CallSignature) -> list[RunnableCall]:
-    """Those whose family serves a call: they have its dims of size 1.
-
-    First come the calls that were planned for, or that their family began with.
-    """
+    """Those with its dims of size 1: what was planned for, or a family began with, comes first."""
     dims = call.broadcast_dims
     kin = [each for each in runnables if each.planned.call.broadcast_dims == dims]
     founders = [each for each in kin if not each.is_adapted or each.family.founder is each.planned]

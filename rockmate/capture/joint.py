@@ -94,10 +94,8 @@ def capture_joint(
         differentiable: "loss" cuts every output but the loss from the backward, where the output
             has a loss; "all" keeps them all.
         outputs: "loss" returns `None` for every output tensor but the loss.
-        untraced: paths of opaque modules. Recurrent layers are opaque in any case. See
-            `rockmate.capture.opaque_module`.
-        keeps_checkpoints: whether checkpointing that a Hugging Face model has switched on stays on,
-            so that its calls are recorded.
+        untraced: paths of opaque modules; see `rockmate.capture.opaque_module`.
+        keeps_checkpoints: whether checkpoints that a Hugging Face model switches on are recorded.
         memory_format: in which convolutions read their inputs.
         keeps_strides: whether inputs with gaps between elements are traced so, not as dense ones.
         values: what the forward may read values of; None for `tensors` and the model's buffers.

@@ -22,7 +22,7 @@ from rockmate.ops.kernel_layouts import CLONES, cloned
 if TYPE_CHECKING:
     import sympy
 
-_TEMPLATE = "template"  # key in a node's meta
+TEMPLATE = "template"  # key in a node's meta
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class GraphTemplate:
 
     def _read_node(self, node: fx.Node) -> Any:
         known = node.meta.get(
-            _TEMPLATE
+            TEMPLATE
         )  # of a copy at generic sizes: its expressions, where its fake tensors have numbers
         if isinstance(known, tuple | list):
             return type(known)(
@@ -308,13 +308,13 @@ class _Copier:
                 node.op, node.target, args, kwargs, node.name, node.type
             )
             copied.meta = dict(node.meta)
-            copied.meta.pop(_TEMPLATE, None)
+            copied.meta.pop(TEMPLATE, None)
             if "val" in node.meta:
                 copied.meta["val"] = map_aggregate(value, self.tensor)
             if node.target in CLONES and isinstance(value, _TensorTemplate):
                 self._lay_out_clone(copied, value)
             if self._names is not None:
-                copied.meta[_TEMPLATE] = value
+                copied.meta[TEMPLATE] = value
         return graph, {
             node: copied for node, copied in present.items() if isinstance(copied, fx.Node)
         }
@@ -369,7 +369,7 @@ def layout_of_node(node: fx.Node, names: SizeNames) -> tuple[tuple[int, ...], tu
         node: of a captured graph.
         names: gives the names of those.
     """
-    fake, known = node.meta["val"], node.meta.get(_TEMPLATE)
+    fake, known = node.meta["val"], node.meta.get(TEMPLATE)
     if known is None:
         return tuple(fake.shape), tuple(fake.stride())
     sizes, strides = _sizes_and_strides(known.layout)

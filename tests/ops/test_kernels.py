@@ -379,6 +379,7 @@ def arguments_of(target: Any) -> tuple[Any, ...]:
     a, b = torch.randn(6, 5), torch.randn(6, 5)
     mask = torch.rand(6, 5) > 0.5
     scores, classes = a.log_softmax(1), torch.randint(0, 5, (6,))
+    rows = torch.randperm(6)[:, None].expand(6, 5)
     special: dict[Any, tuple[Any, ...]] = {
         aten.pow.Tensor_Scalar: (a.abs(), 1.5),
         aten.masked_fill.Scalar: (a, mask, -3.0),
@@ -407,6 +408,9 @@ def arguments_of(target: Any) -> tuple[Any, ...]:
             torch.tensor(6.0),
         ),
         dropout_apply: (a, mask, 0.3),
+        aten.scatter_add.default: (a, 0, rows, b),
+        aten.scatter.src: (a, 0, rows, b),
+        aten.scatter.value: (a, 0, rows, 0.7),
     }
     if target in special:
         return special[target]

@@ -55,6 +55,8 @@ def conditions_of(plan: Plan, *, is_laid_out: bool) -> Conditions:
         ),
         default=0,
     )
+    if options.kernels == "fused":  # the plain forward runs ops that the plan does not
+        workspace = max(workspace, largest)
     if chunks := options.loss_chunks:
         number = max(chunks.number, chunks.layers)
         largest, workspace = largest * number, workspace * number

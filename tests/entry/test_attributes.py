@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from bench import measure
@@ -21,12 +22,9 @@ from rockmate import Planner, RockmateModule, SignatureMismatchError, Unsupporte
 Change = Callable[[Any], None]
 
 
+@made_of(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 4)})
 class Net(nn.Module):
     """Two layers with something between them, which `step` of a subclass decides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
 
     def between(self, h: Tensor) -> Tensor:
         return h
@@ -275,11 +273,8 @@ def test_only_the_loss_and_what_is_assigned() -> None:
 
 
 def test_tensors_that_the_forward_assigns_are_within_the_budget() -> None:
+    @made_of(lambda: {"layers": nn.ModuleList(nn.Linear(256, 256) for _ in range(6))})
     class Keeping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
-
         def forward(self, x: Tensor) -> Tensor:
             for index, layer in enumerate(self.layers):
                 x = nn.functional.gelu(layer(x))
@@ -302,12 +297,9 @@ def test_tensors_that_the_forward_assigns_are_within_the_budget() -> None:
 
 
 def test_a_table_that_the_first_call_makes_is_made_in_each() -> None:
+    @made_of(lambda: {"cached": {}})
     class Caching(Net):
         table: Tensor | None = None
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.cached = {}
 
         def between(self, h: Tensor) -> Tensor:
             if self.table is None:
@@ -323,12 +315,9 @@ def test_a_table_that_the_first_call_makes_is_made_in_each() -> None:
     assert torch.equal(module.cached[torch.float32], eager.cached[torch.float32])
 
 
+@made_of(lambda: {"losses": [], "cache": {}})
 class Collecting(Net):
     """A list that grows, and a cache that is overwritten."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses, self.cache = [], {}
 
     def between(self, h: Tensor) -> Tensor:
         self.losses.append(h.square().mean())
@@ -401,11 +390,8 @@ def test_objects_and_containers_may_contain_themselves() -> None:
 # --- attributes that the forward reads and changes ------------------------------------------------
 
 
+@made_of(lambda: {"calls": 3})
 class Counting(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 3
-
     def between(self, h: Tensor) -> Tensor:
         self.calls += 1
         return h * self.used()
@@ -452,11 +438,8 @@ def test_the_advice_for_a_counter_leads_to_a_run() -> None:
     assert_equal_steps(*pair(Buffered()))
 
 
+@made_of(lambda: {"linear": nn.Linear(8, 8), "last": 0.0, "calls": 0})
 class Memory(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.last, self.calls = nn.Linear(8, 8), 0.0, 0
-
     def forward(self, h: Tensor) -> Tensor:
         self.calls += 1
         h = self.linear(h) + self.last / self.calls
@@ -464,11 +447,8 @@ class Memory(nn.Module):
         return h
 
 
+@made_of(lambda: {"memory": Memory()})
 class Remembering(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = Memory()
-
     def between(self, h: Tensor) -> Tensor:
         return self.memory(h)
 
@@ -494,11 +474,8 @@ def test_a_submodule_with_state_runs_opaque(budget: float) -> None:
 
 
 def test_a_flag_of_the_first_call_is_set_by_it(caplog: pytest.LogCaptureFixture) -> None:
+    @made_of(lambda: {"warned": {}, "given": False})
     class Warning(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.warned, self.given = {}, False
-
         def between(self, h: Tensor) -> Tensor:
             self.given = True if not self.given else self.given
             if "shape" not in self.warned:
@@ -514,11 +491,8 @@ def test_a_flag_of_the_first_call_is_set_by_it(caplog: pytest.LogCaptureFixture)
 
 
 def test_what_only_the_first_call_leaves_is_left_once() -> None:
+    @made_of(lambda: {"notes": [], "is_noted": False})
     class Noting(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.notes, self.is_noted = [], False
-
         def between(self, h: Tensor) -> Tensor:
             if not self.is_noted:
                 self.is_noted = True
@@ -547,24 +521,17 @@ def test_a_first_call_that_differs_is_planned_and_then_the_others() -> None:
 # --- models that change themselves in their first call --------------------------------------------
 
 
+@made_of(lambda linear, factor: {"linear": linear, "factor": factor})
 class Scaled(nn.Module):
-    def __init__(self, linear: nn.Linear, factor: float) -> None:
-        super().__init__()
-        self.linear, self.factor = linear, factor
-
     def forward(self, h: Tensor) -> Tensor:
         return self.linear(h) * self.factor
 
 
+@made_of(lambda: {"part": Scaled(nn.Linear(8, 8), 2.0), "norm": nn.BatchNorm1d(8)})
 class Switching(Net):
     """Replaces a submodule if it is called with few rows, as some attention layers do."""
 
     is_small = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Scaled(nn.Linear(8, 8), 2.0)
-        self.norm = nn.BatchNorm1d(8)
 
     def between(self, h: Tensor) -> Tensor:
         if len(h) < 16 and not self.is_small:
@@ -586,11 +553,8 @@ def test_a_model_that_replaces_a_submodule_is_planned_as_it_is_then(
 
 @pytest.mark.parametrize("has_sample", [True, False])
 def test_a_first_call_that_makes_a_submodule_draws_what_eager_draws(has_sample: bool) -> None:
+    @made_of(lambda: {"late": None})
     class Making(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.late: Any = None
-
         def between(self, h: Tensor) -> Tensor:
             with torch.no_grad():
                 self.first.weight.mul_(1.0 if self.late else 0.5)
@@ -642,11 +606,8 @@ def test_a_submodule_that_is_replaced_in_each_call_is_refused() -> None:
 def test_an_attribute_that_is_an_op() -> None:
     """The schema of an op is an object of C++, whose class cannot be made to record."""
 
+    @made_of(lambda: {"op": torch.ops.aten.gelu.default})
     class WithOp(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.op = torch.ops.aten.gelu.default
-
         def between(self, h: Tensor) -> Tensor:
             return self.op(h)
 
@@ -702,11 +663,8 @@ def test_a_class_attribute_that_a_backward_reads(mode: Any, monkeypatch: Any) ->
 
 @pytest.mark.parametrize("mode", ["auto", "frames"])
 def test_a_retained_gradient_of_an_activation_is_eagers_or_refused(mode: Any) -> None:
+    @made_of(lambda: {"block": nn.Sequential(nn.Linear(8, 8), nn.Tanh())})
     class Retaining(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-
         def between(self, h: Tensor) -> Tensor:
             self.hidden = self.block(h)
             if self.hidden.requires_grad:
@@ -734,11 +692,8 @@ def ramp(width: int) -> Tensor:
 def test_a_cached_function_makes_tensors_of_its_own(reads_a_value: bool) -> None:
     """A capture, refused or not, leaves none of its tensors in the cache."""
 
+    @made_of(lambda: {"block": nn.Sequential(nn.Linear(8, 8), nn.Tanh())})
     class Ramped(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-
         def between(self, h: Tensor) -> Tensor:
             h = self.block(h) * ramp(8)
             return h * 2 if reads_a_value and h.mean() > 0 else h

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import gradients_of, modules_of, planned, same_bits
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import (
@@ -170,11 +171,8 @@ def test_sample_of_no_known_form(sample: Any) -> None:
         Planner(models.Stack(), sample)
 
 
+@made_of(lambda: {"linear": nn.Linear(16, 16)})
 class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
         if x.sum() > 0:  # the line that the error names
@@ -259,11 +257,8 @@ def test_error_of_the_models_own_is_kept_as_the_cause() -> None:
 
 
 def test_tensor_that_is_no_buffer_works_or_the_way_out_is_named() -> None:
+    @made_of(lambda: {"scale": torch.full((16,), 2.0)})
     class Careless(Branching):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = torch.full((16,), 2.0)
-
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x) * self.scale
 
@@ -331,11 +326,8 @@ def test_constant_of_another_value_or_type() -> None:
         def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
             return super().forward(x) * scale
 
+    @made_of(lambda: {"linear": nn.Linear(16, 16)})
     class Integers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
         def forward(self, x: Tensor, which: object) -> Tensor:
             return self.linear(x) + (
                 1 if isinstance(which, bool) else 2 if isinstance(which, int) else 3
@@ -486,12 +478,8 @@ def test_a_sparse_gradient_is_refused() -> None:
 
 
 def test_a_forward_that_draws_from_python_is_refused_and_leaves_no_trace() -> None:
+    @made_of(lambda: {"layer": nn.Linear(4, 4), "calls": 0})
     class LayerDrop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.calls = 0
-
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
             return self.layer(x) if random.random() < 0.5 else self.layer(x) * 2
@@ -506,11 +494,8 @@ def test_a_forward_that_draws_from_python_is_refused_and_leaves_no_trace() -> No
 
 @pytest.mark.parametrize("way", ["seed", "fork"])
 def test_a_forward_that_sets_the_random_state_is_refused(way: str) -> None:
+    @made_of(lambda: {"layer": nn.Linear(4, 4)})
     class Seeded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
         def forward(self, x: Tensor) -> Tensor:
             if way == "seed":
                 torch.manual_seed(3)
@@ -525,12 +510,8 @@ def test_a_forward_that_sets_the_random_state_is_refused(way: str) -> None:
 
 
 def test_a_generator_in_the_forward_is_refused() -> None:
+    @made_of(lambda: {"layer": nn.Linear(4, 4), "generator": torch.Generator()})
     class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.generator = torch.Generator()
-
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(x) + torch.rand(4, generator=self.generator)
 
@@ -558,12 +539,9 @@ def test_parameters_that_are_computed_are_refused() -> None:
         torch.func.functional_call(module, doubled, (x,))
 
 
+@made_of(lambda kind: {"kind": kind, "layer": nn.Linear(6, 6)})
 class _ByPosition(nn.Module):
     """Reads or writes by positions in the storage of what it is given."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.layer = kind, nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "read":

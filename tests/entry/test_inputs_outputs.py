@@ -28,6 +28,7 @@ from helpers import (
     train,
     workload_loss,
 )
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
@@ -100,11 +101,8 @@ class Keywords:
 
 
 def test_weight_tied_three_times_is_within_rounding() -> None:
+    @made_of(lambda: {"layer": nn.Linear(16, 16, bias=False)})
     class Thrice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(16, 16, bias=False)
-
         def forward(self, x: Tensor) -> Tensor:
             return self.layer(self.layer(self.layer(x).tanh()).tanh())
 
@@ -156,11 +154,8 @@ def test_gradient_to_the_input_only() -> None:
 
 
 def test_gradients_to_inputs_and_parameters_together() -> None:
+    @made_of(lambda: {"body": models.Stack(2)})
     class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = models.Stack(2)
-
         def forward(self, x: Tensor, y: Tensor, scale: float, mask: Tensor | None = None) -> Tensor:
             h = self.body(x * y) * scale
             return h if mask is None else h.masked_fill(mask, 0.5)
@@ -217,11 +212,8 @@ def test_none_and_absent_are_alike_where_none_is_the_default() -> None:
 
 
 def test_none_for_a_keyword_with_another_default_is_not_absence() -> None:
+    @made_of(lambda: {"linear": nn.Linear(16, 16)})
     class Choosing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
         def forward(self, x: Tensor, activation: str | None = "gelu") -> Tensor:
             h = self.linear(x)
             return functional.gelu(h) if activation == "gelu" else h
@@ -236,11 +228,8 @@ def test_none_for_a_keyword_with_another_default_is_not_absence() -> None:
 
 
 def test_nested_inputs() -> None:
+    @made_of(lambda: {"body": models.Stack(2)})
     class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = models.Stack(2)
-
         def forward(self, pair: tuple[Tensor, Tensor], *, extra: dict[str, Any]) -> Tensor:
             return self.body(pair[0] + pair[1]) * extra["weights"][0] + extra["shift"]
 
@@ -256,11 +245,8 @@ def test_nested_inputs() -> None:
 
 
 def test_input_that_the_model_changes_in_place() -> None:
+    @made_of(lambda: {"body": models.Stack(2)})
     class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = models.Stack(2)
-
         def forward(self, x: Tensor) -> Tensor:
             x.mul_(2)
             return self.body(x)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -43,11 +44,8 @@ def lying_op() -> Iterator[Any]:
     return turned
 
 
+@made_of(lambda turned: {"turned": turned, "first": nn.Linear(8, 6), "last": nn.Linear(6, 4)})
 class Turning(nn.Module):
-    def __init__(self, turned: Any) -> None:
-        super().__init__()
-        self.turned, self.first, self.last = turned, nn.Linear(8, 6), nn.Linear(6, 4)
-
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.turned(self.first(x).tanh())
         return self.last(hidden * hidden.sigmoid()).square().mean()
@@ -116,11 +114,8 @@ def test_what_the_table_lacks_is_observed(table: str, monkeypatch: pytest.Monkey
     )
     model.to(memory_format=CHANNELS_LAST)  # pyright: ignore[reportCallIssue]
 
+    @made_of(lambda: {"model": model})
     class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
         def forward(self, x: Tensor) -> Tensor:
             scores = self.model(x).transpose(1, 2)
             return functional.log_softmax(scores, -1)[..., 0].mean()

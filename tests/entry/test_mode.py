@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 
 import torch
+from made_of import made_of
 from torch import nn
 
 from rockmate import RockmateModule
 
 
+@made_of(lambda: {"linear": nn.Linear(16, 16), "dropout": nn.Dropout(0.5)})
 class Net(nn.Module):
     """Its own `training` decides, besides that of its dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.dropout(self.linear(x))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import REGIMES, assert_same, budget_for, one_step, train
+from made_of import made_of
 from torch import Tensor, nn
 
 from bench.measure import allocator_peak
@@ -461,11 +462,8 @@ def test_for_a_machine_that_is_not_here() -> None:
         Planner(model_of(by_attributes), x, machine="h100")
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8)})
 class Padded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).to_padded_tensor(0.0).square().mean()
 

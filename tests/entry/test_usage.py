@@ -29,6 +29,7 @@ from helpers import (
     train,
     workload_loss,
 )
+from made_of import made_of
 from torch import nn
 
 from rockmate import InvalidBudgetError, Planner, RockmateModule
@@ -196,11 +197,8 @@ def test_output_gradient_of_any_layout() -> None:
 
 
 def test_input_of_another_layout_is_served_rightly_or_refused() -> None:
+    @made_of(lambda: {"linear": nn.Linear(16, 4)})
     class Reshaping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 4)
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x.reshape(-1, 16)).tanh()
 

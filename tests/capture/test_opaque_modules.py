@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -189,16 +190,12 @@ class Remembering(torch.autograd.Function):
         return gradient * torch.cos(ctx.x)
 
 
+@made_of(lambda *, remembers: {"layer": nn.Linear(64, 64), "remembers": remembers})
 class BlockNode(nn.Module):
     """Not traced in the test below.
 
     Saves its input, a view of it, its output, and values of its own.
     """
-
-    def __init__(self, *, remembers: bool) -> None:
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-        self.remembers = remembers
 
     def forward(self, x: Tensor) -> Tensor:
         own = torch.exp(0.1 * self.layer(x.view(-1, 64))).view_as(x)
@@ -240,12 +237,9 @@ def test_what_a_part_saves_of_its_inputs_and_outputs_counts(remembers: bool) -> 
             assert peak_bytes >= 0.98 * planned.plan.predicted_peak_bytes
 
 
+@made_of(lambda: {"enter": nn.Linear(16, 32), "complex": Complex(), "leave": nn.Linear(32, 1)})
 class Spectral(nn.Module):
     """Complex numbers within real ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.complex, self.leave = nn.Linear(16, 32), Complex(), nn.Linear(32, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         z = self.complex(torch.view_as_complex(self.enter(x).unflatten(-1, (-1, 2))))
@@ -360,12 +354,9 @@ def test_without_a_name_the_error_says_which(model: nn.Module, told: str) -> Non
     assert Planner(model, IMAGE, differentiable="all", untraced=names.split(",")).plan(1.0)
 
 
+@made_of(lambda: {"linear": nn.Linear(16, 16)})
 class SometimesDeep(nn.Module):
     """Saves more in some runs than in others, as drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(int(torch.randint(1, 9, ()))):
@@ -563,26 +554,20 @@ def test_a_parameter_that_a_step_does_not_use_is_left_alone(tied: bool, gradient
     assert reference.choosing.first.weight.grad is not None
 
 
+@made_of(lambda: {"first": nn.Linear(16, 16), "second": nn.Linear(16, 16)})
 class Forked(nn.Module):
     """Two layers that each make an output.
 
     In some steps what the first one makes requires no gradient.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
-
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return self.first(x) if x.sum().item() > 0 else x.detach(), self.second(x)
 
 
+@made_of(lambda prong: {"forked": Forked(), "head": nn.Linear(16, 16), "prong": prong})
 class OneProng(nn.Module):
     """Of the two outputs the loss depends on one."""
-
-    def __init__(self, prong: int) -> None:
-        super().__init__()
-        self.forked, self.head, self.prong = Forked(), nn.Linear(16, 16), prong
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.forked(x)[self.prong]).square().mean()
@@ -618,13 +603,10 @@ class Saving(nn.Module):
         return torch.tanh(x.square()) if x.sum().item() > -1e9 else x
 
 
+@made_of(lambda: {"enter": nn.Linear(16, 16), "saving": Saving(), "head": nn.Linear(16, 16)})
 class Beside(nn.Module):
     """What an untraced submodule saves has its last use in an elementwise op, which could otherwise
     run in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.saving, self.head = nn.Linear(16, 16), Saving(), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
         entered = self.enter(x)
@@ -715,11 +697,8 @@ class Counting(nn.Module):
         return x * 2, int(x.sum().item() > 0)
 
 
+@made_of(lambda: {"enter": nn.Linear(16, 16), "counting": Counting()})
 class Counted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.counting = nn.Linear(16, 16), Counting()
-
     def forward(self, x: Tensor) -> Tensor:
         y, number = self.counting(self.enter(x) + 10 * x)
         return y.mean() * (1 + number)
@@ -734,12 +713,9 @@ def test_another_constant_is_refused_as_such() -> None:
     assert "shapes" not in str(caught.value)
 
 
+@made_of(lambda weight: {"borrowed": [weight]})
 class Borrowing(nn.Module):
     """Reads the weight of another layer."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.borrowed = [weight]
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.borrowed[0] if x.sum().item() < 1e9 else x
@@ -759,12 +735,9 @@ def test_a_forward_that_somebody_assigned_stays() -> None:
     assert model.halting.forward is assigned
 
 
+@made_of(lambda: {"layer": nn.LSTM(8, 8), "last": nn.Linear(8, 8)})
 class Augmented(nn.Module):
     """A recurrent layer, and a number that Python draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.last = nn.LSTM(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.layer(x)[0]) * (1 + random.random())

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers import check_against_eager, planned
 from joint_graphs import SPECIAL, assert_same_bits, bits, captured, captured_for, run
+from made_of import made_of
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -34,13 +35,9 @@ from rockmate.schedule.simulate import simulate
 aten = torch.ops.aten
 
 
+@made_of(lambda function, width=8: {"linear": nn.Linear(8, width), "function": function})
 class Written(nn.Module):
     """A linear layer behind which stands a function of its result."""
-
-    def __init__(self, function: Callable[[Tensor], Any], width: int = 8) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, width)
-        self.function = function
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self.linear(x))
@@ -249,11 +246,8 @@ def test_call_of_the_backward_merges_into_the_forward_and_can_still_run_again() 
 def test_checkpoints_in_the_model_are_undone() -> None:
     layers = nn.ModuleList(models.Stack(2, 8, dropout=0.0) for _ in range(2))
 
+    @made_of(lambda is_careful: {"layers": layers, "is_careful": is_careful})
     class Careful(nn.Module):
-        def __init__(self, is_careful: bool) -> None:
-            super().__init__()
-            self.layers, self.is_careful = layers, is_careful
-
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 x = checkpoint(layer, x, use_reentrant=False) if self.is_careful else layer(x)
@@ -473,12 +467,9 @@ def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(name: str) -
         assert peak(ours, mapped) <= peak(plain, schedule) + mask_bytes
 
 
+@made_of(lambda: {"linear": nn.Linear(8, 512)})
 class Classifier(nn.Module):
     """Returns its loss, and scores that take more memory than all else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 512)
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         scores = self.linear(x)

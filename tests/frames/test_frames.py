@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
@@ -363,15 +364,11 @@ def test_a_frame_that_runs_out_of_memory_runs_again_after_others_are_dropped(
     assert Short.fails_at == -1
 
 
+@made_of(lambda: {"layers": nn.Sequential(nn.Tanh(), nn.Dropout(0.2), nn.Tanh()), "num_calls": 0})
 class ShortInBackward(nn.Module):
     """Cheap for its bytes, so that it is the one to run again; runs out of memory once in that."""
 
     is_to_fail = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Tanh(), nn.Dropout(0.2), nn.Tanh())
-        self.num_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
@@ -576,11 +573,8 @@ def test_a_failed_backward_leaves_no_profiler() -> None:
 
 
 def test_a_step_of_two_backwards_is_measured_whole() -> None:
+    @made_of(lambda: {"first": Chain(), "second": Chain()})
     class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Chain(), Chain()
-
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.first(x), self.second(x)
 

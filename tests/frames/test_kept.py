@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import RockmateModule
@@ -179,12 +180,9 @@ def test_a_kept_frame_that_runs_out_of_memory_runs_again(monkeypatch: pytest.Mon
         assert torch.equal(ours, theirs)
 
 
+@made_of(lambda: {"has_last": False})
 class Late(Chain):
     """Its last block comes only later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_last = False
 
     def forward(self, x: Tensor) -> Tensor:
         for block in list(self.blocks)[: None if self.has_last else -1]:

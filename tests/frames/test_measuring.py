@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,12 +28,9 @@ WAY = ScheduleCost(
 )  # fmt: skip
 
 
+@made_of(lambda: {"project": nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH))})
 class Attention(nn.Module):
     """Takes memory by the square of the length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.project(x).chunk(3, -1)
@@ -40,11 +38,8 @@ class Attention(nn.Module):
         return x + weights @ value
 
 
+@made_of(lambda: {"blocks": nn.ModuleList(Attention() for _ in range(6))})
 class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Attention() for _ in range(6))
-
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import RockmateModule
@@ -35,12 +36,9 @@ class Block(nn.Module):
         return x + self.body(x)
 
 
+@made_of(lambda: {"conv": nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.GELU())})
 class Convolved(nn.Module):
     """The output is transposed; what it is added to is not, and so the gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Sequential(nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.GELU())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.conv(x.t()[None])[0].t()

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from made_of import made_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -191,11 +192,8 @@ def test_without_planned_frames_all_run_as_in_eager() -> None:
     assert num_planned(module) == 0
 
 
+@made_of(lambda: {"means": []})
 class Appending(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.means: list[Tensor] = []
-
     def forward(self, x: Tensor) -> Tensor:
         result = super().forward(x)
         self.means.append(result.detach().mean())
@@ -497,12 +495,9 @@ def test_a_weight_with_readers_beside_the_cast_of_autocast(
     assert ("is not planned" in caplog.text) != is_planned
 
 
+@made_of(lambda counts: {"counts": counts})
 class CountingOutside(Block):
     """Counts its calls in a list of its model."""
-
-    def __init__(self, counts: list[int]) -> None:
-        super().__init__()
-        self.counts = counts
 
     def forward(self, x: Tensor) -> Tensor:
         self.counts.append(1)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn import functional as F
-from twice import Script, Wrap, differences, numbers_of, wrapped
+from twice import Numbers, Script, Wrap, differences, numbers_of, stepped, wrapped
 
 from rockmate.errors import RockmateError
-
-Numbers = Sequence[float | Tensor | nn.Module]
 
 
 class Policy(nn.Module):
@@ -136,13 +135,11 @@ def clipped_policy(wrap: Wrap) -> Numbers:
     return [*losses, actor, critic]
 
 
+@made_of(
+    lambda: {"first": nn.LSTMCell(1, 12), "second": nn.LSTMCell(12, 12), "linear": nn.Linear(12, 1)}
+)
 class Sequence2(nn.Module):
     """Two cells over time, and the future from its own outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LSTMCell(1, 12), nn.LSTMCell(12, 12)
-        self.linear = nn.Linear(12, 1)
 
     def forward(self, series: Tensor, future: int = 0) -> Tensor:
         h1, c1, h2, c2 = (torch.zeros(series.size(0), 12, dtype=series.dtype) for _ in range(4))
@@ -202,16 +199,14 @@ class GraphNet(nn.Module):
 def graphs(wrap: Wrap) -> Numbers:
     model = wrap(GraphNet())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=5e-4)
-    losses = []
-    for nodes, num_edges in [(9, 30), (7, 20), (12, 33), (9, 30)]:
-        edges = torch.randint(nodes, (2, num_edges))
-        degree = torch.bincount(edges[1], minlength=nodes).clamp(min=1).float()
-        loss = F.cross_entropy(model(torch.randn(nodes, 3), edges, degree), torch.tensor([1]))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+
+    def losses() -> Iterator[Tensor]:
+        for nodes, num_edges in [(9, 30), (7, 20), (12, 33), (9, 30)]:
+            edges = torch.randint(nodes, (2, num_edges))
+            degree = torch.bincount(edges[1], minlength=nodes).clamp(min=1).float()
+            yield F.cross_entropy(model(torch.randn(nodes, 3), edges, degree), torch.tensor([1]))
+
+    return [*stepped(optimizer, losses()), model]
 
 
 class Tasks(nn.Module):
@@ -229,18 +224,16 @@ def tasks_in_turn(wrap: Wrap) -> Numbers:
     """Adam must not move the head whose output the loss leaves out."""
     model = wrap(Tasks())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(6):
-        outputs = model(torch.randn(10, 8))
-        if step % 2:
-            loss = F.cross_entropy(outputs["sort"], torch.randint(3, (10,)))
-        else:
-            loss = F.mse_loss(outputs["size"], torch.randn(10, 1))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+
+    def losses() -> Iterator[Tensor]:
+        for step in range(6):
+            outputs = model(torch.randn(10, 8))
+            if step % 2:
+                yield F.cross_entropy(outputs["sort"], torch.randint(3, (10,)))
+            else:
+                yield F.mse_loss(outputs["size"], torch.randn(10, 1))
+
+    return [*stepped(optimizer, losses()), model]
 
 
 def saliency(wrap: Wrap) -> Numbers:
@@ -248,28 +241,22 @@ def saliency(wrap: Wrap) -> Numbers:
     model = wrap(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(),
                                nn.Linear(32, 3)))  # fmt: skip
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    losses = []
-    for _ in range(3):
-        x, labels = torch.randn(6, 8, requires_grad=True), torch.randint(3, (6,))
-        loss = F.cross_entropy(model(x), labels)
-        (slope,) = torch.autograd.grad(loss, x)
-        moved = (x + 0.1 * slope.sign()).detach()
-        loss = F.cross_entropy(model(moved), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+
+    def losses() -> Iterator[Tensor]:
+        for _ in range(3):
+            x, labels = torch.randn(6, 8, requires_grad=True), torch.randint(3, (6,))
+            (slope,) = torch.autograd.grad(F.cross_entropy(model(x), labels), x)
+            moved = (x + 0.1 * slope.sign()).detach()
+            yield F.cross_entropy(model(moved), labels)
+
+    return [*stepped(optimizer, losses()), model]
 
 
 def noisy_labels_with_centers(wrap: Wrap) -> Numbers:
     """A loss with parameters of its own and two optimizers, of which one steps every other time."""
 
+    @made_of(lambda: {"centers": nn.Parameter(torch.randn(3, 16))})
     class Centers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.centers = nn.Parameter(torch.randn(3, 16))
-
         def forward(self, features: Tensor, labels: Tensor) -> Tensor:
             return ((features - self.centers[labels]) ** 2).sum(1).clamp(1e-12, 1e12).mean()
 
@@ -317,15 +304,10 @@ def stochastic_depth(wrap: Wrap) -> Numbers:
     model = wrap(Drops())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    losses = []
-    for _ in range(5):
-        loss = F.cross_entropy(model(torch.randn(4, 7, 16)), torch.randint(3, (4,)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-    return [*losses, model]
+    losses = (
+        F.cross_entropy(model(torch.randn(4, 7, 16)), torch.randint(3, (4,))) for _ in range(5)
+    )
+    return [*stepped(optimizer, losses, schedule.step), model]
 
 
 @pytest.mark.parametrize(
@@ -413,22 +395,20 @@ def inner_and_outer(wrap: Wrap) -> Numbers:
     model = wrap(nn.Sequential(nn.Linear(4, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(),
                                nn.Linear(24, 1)))  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(3):
-        weights = dict(model.named_parameters())
-        for _ in range(2):
-            loss = functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
-            slopes = torch.autograd.grad(loss, list(weights.values()))
-            weights = {
-                name: weight - 0.1 * slope
-                for (name, weight), slope in zip(weights.items(), slopes, strict=True)
-            }
-        loss = functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+
+    def losses() -> Iterator[Tensor]:
+        for _ in range(3):
+            weights = dict(model.named_parameters())
+            for _ in range(2):
+                loss = functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
+                slopes = torch.autograd.grad(loss, list(weights.values()))
+                weights = {
+                    name: weight - 0.1 * slope
+                    for (name, weight), slope in zip(weights.items(), slopes, strict=True)
+                }
+            yield functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
+
+    return [*stepped(optimizer, losses()), model]
 
 
 def test_weights_given_to_a_call_get_their_gradients_returned() -> None:

@@ -6,18 +6,16 @@ import copy
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rockmate import RockmateModule
 
 
+@made_of(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
 class DeadDropout(nn.Module):
     """A dropout without a reader comes before one with a reader."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from helpers import differing, gradients_of
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import Planner, RockmateModule
@@ -162,11 +163,8 @@ def test_returned_gradients_are_undefined_where_eagers_are() -> None:
 
 
 def test_an_input_behind_an_unused_output_gets_no_gradient() -> None:
+    @made_of(lambda: {"left": nn.Linear(8, 8), "right": nn.Linear(8, 8)})
     class TwoTowers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
-
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             return self.left(x), self.right(y).sin()
 
@@ -180,19 +178,13 @@ def test_an_input_behind_an_unused_output_gets_no_gradient() -> None:
 
 
 def test_a_head_inside_an_opaque_module_gets_no_gradient() -> None:
+    @made_of(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
     class Opaque(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.first(x), self.second(x)
 
+    @made_of(lambda: {"stem": nn.Linear(8, 8), "heads": Opaque()})
     class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.heads = nn.Linear(8, 8), Opaque()
-
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             first, second = self.heads(self.stem(x).tanh())
             return first.cos(), second.sin()

@@ -15,7 +15,7 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from helpers import assert_same, one_step, relative_error, tensors_of
+from helpers import assert_alike, assert_same, one_step, relative_error, same_gradients, tensors_of
 from made_of import made_of
 from torch import Tensor, nn
 
@@ -203,14 +203,8 @@ def test_images_of_other_sizes_equal_eager_and_update_buffers(work: Work) -> Non
     work.captures.clear()
     for shape in [(4, 3, 12, 12), (3, 3, 10, 10), (2, 3, 8, 8)]:
         images = torch.randn(shape)
-        for callee in (module, eager):
-            callee.zero_grad()
-            callee(images).square().sum().backward()
-        assert all(
-            torch.equal(a.grad, b.grad)
-            for a, b in zip(model.parameters(), eager.parameters(), strict=True)
-        )
-        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), eager.buffers(), strict=True))
+        same_gradients(module, eager, lambda each, x=images: each(x).square().sum().backward())
+        assert_alike(model.buffers(), eager.buffers())
     assert work.captures == ["symbolic"]
 
 

@@ -10,6 +10,7 @@ import dynamo_networks
 import pytest
 import torch
 from dynamo_networks import Deterministic, Looping, Network, Pair, batch
+from helpers import assert_alike
 from made_of import made_of
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -199,7 +200,4 @@ def test_data_parallel_that_is_compiled() -> None:
         gradients = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()
         model(x).backward()
-        assert all(
-            torch.equal(ours, each.grad)
-            for ours, each in zip(gradients, model.parameters(), strict=True)
-        )
+        assert_alike(gradients, [parameter.grad for parameter in model.parameters()])

@@ -11,7 +11,16 @@ import models
 import numpy as np
 import pytest
 import torch
-from helpers import REGIMES, budget_for, differing, gradients_of, modules_of, planned, same_bits
+from helpers import (
+    REGIMES,
+    assert_alike,
+    budget_for,
+    differing,
+    gradients_of,
+    modules_of,
+    planned,
+    tensors_of,
+)
 from torch import nn
 
 from rockmate import Planner, RockmateModule, SignatureMismatchError
@@ -235,17 +244,12 @@ def test_casting_the_module_is_noticed_in_training_and_works_in_eval() -> None:
 
 @pytest.mark.parametrize("name", models.TINY)
 def test_eval_and_no_grad_run_the_original(name: str) -> None:
-    from helpers import tensors_of
-
     case = planned(name)
     module, model = case.module("minimum"), case.workload.model
     sample = case.workload.sample
     module.eval()
     assert not any(inner.training for inner in model.modules())
-    assert all(
-        same_bits(a, b)
-        for a, b in zip(tensors_of(module(**sample)), tensors_of(model(**sample)), strict=True)
-    )
+    assert_alike(tensors_of(module(**sample)), tensors_of(model(**sample)))
     module.train()
     assert all(inner.training for inner in model.modules())
     results = []
@@ -255,7 +259,7 @@ def test_eval_and_no_grad_run_the_original(name: str) -> None:
         with torch.no_grad():
             results.append(tensors_of(callee(**sample)))
         results[-1].append(torch.get_rng_state())
-    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    assert_alike(*results)
 
 
 def test_eval_takes_any_shape_and_has_gradients() -> None:

@@ -16,6 +16,8 @@ import pytest
 import torch
 from helpers import (
     REGIMES,
+    assert_alike,
+    assert_same,
     budget_for,
     check_against_eager,
     differing,
@@ -24,6 +26,7 @@ from helpers import (
     planned,
     relative_error,
     same_bits,
+    same_gradients,
     tensors_of,
     train,
     workload_loss,
@@ -252,19 +255,19 @@ def test_input_that_the_model_changes_in_place() -> None:
             return self.body(x)
 
     model = Changing()
-    given, reference = X.clone(), X.clone()
+    given = X.clone()
     modules = modules_of(model, given)
     assert same_bits(given, X)
-    eager = copy.deepcopy(model)
-    torch.manual_seed(1)
-    eager(reference).sum().backward()
-    for module in modules:
-        model.zero_grad()
+
+    def run(callee: nn.Module) -> None:
         given = X.clone()
         torch.manual_seed(1)
-        module(given).sum().backward()
-        assert same_bits(given, reference)
-        assert not differing(gradients_of(model), gradients_of(eager))
+        callee(given).sum().backward()
+        assert same_bits(given, X * 2)
+
+    eager = copy.deepcopy(model)
+    for module in modules:
+        same_gradients(module, eager, run)
 
 
 # --- outputs --------------------------------------------------------------------------------------
@@ -360,15 +363,13 @@ def test_a_loss_of_other_outputs_is_refused_unless_they_are_differentiable() -> 
     ):
         (output.loss + output.logits.square().mean()).backward()
     assert all(parameter.grad is None for parameter in model.parameters())
-    for run in (reference, module):
+
+    def run(callee: Any) -> None:
         torch.manual_seed(3)
-        output = run(**batch)
+        output = callee(**batch)
         (output.loss + 0.0 * output.logits.sum()).backward()  # zeros leave nothing out
-    expected = dict(reference.named_parameters())
-    assert all(
-        torch.equal(parameter.grad, expected[name].grad)
-        for name, parameter in model.named_parameters()
-    )
+
+    same_gradients(module, reference, run)
     logits = module(**batch).logits
     logits.div_(2)  # in place, as in eager
 
@@ -416,11 +417,13 @@ def test_loss_only(regime: str) -> None:
     module = planner.module(budget_for(planner, regime))
     assert module(**case.workload.make_batch(1)).logits is None
     assert planner.minimum_peak_bytes <= case.planner.minimum_peak_bytes
-    ours = train(module, model, lambda m, s: (None, m(**case.workload.make_batch(s)).loss), 2)
-    reference = train(eager, eager, lambda m, s: (None, m(**case.workload.make_batch(s)).loss), 2)
-    for a, b in zip(ours, reference, strict=True):
-        assert not differing(a.gradients, b.gradients)
-        assert torch.equal(a.loss, b.loss)
+
+    def loss_of(callee: nn.Module, seed: int) -> tuple[None, Tensor]:
+        return None, callee(**case.workload.make_batch(seed)).loss
+
+    pairs = zip(train(module, model, loss_of, 2), train(eager, eager, loss_of, 2), strict=True)
+    for ours, reference in pairs:
+        assert_same(ours, reference)
 
 
 # --- gradients returned ---------------------------------------------------------------------------
@@ -440,12 +443,12 @@ def test_returned_gradients_serve_autograd_grad_and_backward(name: str) -> None:
         torch.manual_seed(1)
         _, loss = case.workload.loss(module, batch)
         found = torch.autograd.grad(loss, list(model.parameters()))
-        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+        assert_alike(found, expected)
         assert all(parameter.grad is None for parameter in model.parameters())
         torch.manual_seed(1)
         _, loss = case.workload.loss(module, batch)
         loss.backward()
-        assert all(same_bits(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+        assert_alike([each.grad for each in model.parameters()], expected)
         model.zero_grad()
 
 
@@ -457,7 +460,4 @@ def test_matrices_in_other_strides_than_the_samples_are_multiplied_as_they_are()
     ).double()
     plain, x = copy.deepcopy(model), torch.randn(16, 48).double().t()
     module = RockmateModule(model, torch.randn(48, 16).double(), 1.0, numerics="bitwise")
-    for each in (plain, module):
-        each(x).square().mean().backward()
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)  # pyright: ignore
+    same_gradients(module, plain, lambda each: each(x).square().mean().backward())

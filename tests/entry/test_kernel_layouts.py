@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from helpers import assert_alike, same_gradients
 from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -52,18 +54,11 @@ class Turning(nn.Module):
 
 
 def assert_as_eager(model: nn.Module, *args: Any, budget: float = 1.0) -> None:
-    model(*args).backward()
-    expected = {name: each.grad for name, each in model.named_parameters()}
-    model.zero_grad()
+    eager = copy.deepcopy(model)
     module = RockmateModule(model, args, budget, numerics="bitwise")
     for _ in range(2):
-        model.zero_grad()
-        module(*args).backward()
-        for name, each in model.named_parameters():
-            assert each.grad is not None
-            other = expected[name]
-            assert other is not None
-            assert torch.equal(each.grad, other), name
+        same_gradients(module, eager, lambda callee: callee(*args).backward())
+    assert all(each.grad is not None for each in model.parameters())
 
 
 def test_an_op_whose_fake_kernel_lies(lying_op: Any) -> None:
@@ -102,8 +97,7 @@ def test_norms_of_channels_last_maps(norm: nn.Module, pooled: bool) -> None:
         loss.backward()
         losses.append([loss.detach(), *(each.grad for each in model.parameters())])
         module = RockmateModule(model, x, 1.0, numerics="bitwise")
-    for eager, planned in zip(*losses, strict=True):
-        assert torch.equal(eager, planned)
+    assert_alike(*losses)
 
 
 @pytest.mark.parametrize("table", ["_IN_FORMAT_OF", "_CONTIGUOUS", "_LIKE_PRODUCT"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import torch
+from helpers import same_gradients
 from made_of import made_of
 from torch import nn
 
@@ -27,12 +28,7 @@ def pair() -> tuple[Net, nn.Module, torch.Tensor]:
 
 
 def assert_equal_steps(eager: nn.Module, module: nn.Module, x: torch.Tensor) -> None:
-    for callee in (eager, module):
-        torch.manual_seed(1)
-        callee.zero_grad()
-        callee(x).backward()
-    for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    same_gradients(module, eager, lambda callee: (torch.manual_seed(1), callee(x).backward()))
 
 
 def test_mode_set_by_attribute_reaches_the_model() -> None:

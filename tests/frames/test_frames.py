@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_alike
 from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -105,10 +106,7 @@ def check(
 ) -> RockmateModule:
     plain = copy.deepcopy(model)
     module = framed(model, budget)
-    ours, expected = trained(module, model, loss), trained(plain, plain, loss)
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    assert_alike(trained(module, model, loss), trained(plain, plain, loss))
     for mine, theirs in zip(model.modules(), plain.modules(), strict=True):
         assert getattr(mine, "num_calls", 0) == getattr(theirs, "num_calls", 0)
         assert "forward" not in vars(mine)
@@ -359,8 +357,7 @@ def test_a_frame_that_runs_out_of_memory_runs_again_after_others_are_dropped(
     # As on a device or in a process whose allocations can fail.
     monkeypatch.setattr("rockmate.frames.memory.free_bytes", lambda _: 1 << 40)
     module = framed(model, 1.0)
-    for mine, theirs in zip(trained(module, model, loss_of), expected, strict=True):
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    assert_alike(trained(module, model, loss_of), expected)
     assert Short.fails_at == -1
 
 
@@ -391,9 +388,7 @@ def test_a_second_run_that_runs_out_of_memory_runs_again_after_others_are_droppe
         ShortInBackward.is_to_fail = seed == 1  # the step after the measured one
         return value
 
-    ours = trained(module, model, failing)
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    assert_alike(trained(module, model, failing), expected)
     assert not ShortInBackward.is_to_fail
 
 
@@ -455,8 +450,7 @@ def test_auto_takes_frames_where_there_is_no_graph(
         ours = trained(module, model, loss_of)
     assert "frames instead of a plan, since" in caplog.text
     assert module.frames is not None
-    for mine, theirs in zip(ours, trained(plain, plain, loss_of), strict=True):
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    assert_alike(ours, trained(plain, plain, loss_of))
 
 
 def test_auto_takes_frames_where_the_trace_alone_fails() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import assert_alike
 from made_of import made_of
 from torch import Tensor, nn
 
@@ -73,9 +74,7 @@ def check(
     found = trained(module, other, step)
     assert module.frames is not None
     assert (module.frames.counts.num_planned > 0) == is_planned
-    assert len(found) == len(expected)
-    for one, two in zip(expected, found, strict=True):
-        assert torch.equal(one, two) if isinstance(one, Tensor) else one == two
+    assert_alike(found, expected)
 
 
 def test_blocks_are_planned() -> None:

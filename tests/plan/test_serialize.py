@@ -17,7 +17,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import REGIMES, assert_same, budget_for, planned, train, workload_loss
+from helpers import REGIMES, assert_alike, assert_same, budget_for, planned, train, workload_loss
 from torch import nn
 
 import rockmate.costs.measure
@@ -207,10 +207,7 @@ def test_options_of_the_capture_travel_with_the_plan(gradients: Any) -> None:
     else:
         module(x).sum().backward()
         got = [parameter.grad for parameter in parameters]
-    for gradient, expected in zip(
-        got, torch.autograd.grad(model(x).sum(), parameters), strict=True
-    ):
-        assert torch.equal(gradient, expected)
+    assert_alike(got, torch.autograd.grad(model(x).sum(), parameters))
 
 
 def test_plan_of_another_planner_runs_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import differing, gradients_of
+from helpers import assert_alike, differing, gradients_of
 from made_of import made_of
 from torch import Tensor, nn
 
@@ -82,8 +82,7 @@ def test_heads_trained_in_turn_stay_eagers() -> None:
             optimizer.zero_grad()
             backward(callee, batch(seed=step), (0,) if step % 2 else (2,))
             optimizer.step()
-    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_alike(models[0].parameters(), models[1].parameters())
 
 
 class Signs(nn.Module):
@@ -157,9 +156,7 @@ def test_returned_gradients_are_undefined_where_eagers_are() -> None:
         torch.autograd.grad(callee(batch())[2].sum(), list(owner.parameters()), allow_unused=True)
         for callee, owner in ((module, model), (reference, reference))
     ]
-    for ours, theirs in zip(*found, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or torch.equal(ours, theirs)
+    assert_alike(*found)
 
 
 def test_an_input_behind_an_unused_output_gets_no_gradient() -> None:

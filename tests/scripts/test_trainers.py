@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
-from twice import Script, Wrap, differences
+from twice import Numbers, Script, Wrap, differences
 
-Numbers = Sequence[float | Tensor | nn.Module]
 VOCABULARY = 64
 
 
@@ -157,14 +156,6 @@ def test_trainer_on_batches_of_other_lengths(
     assert differences(trained(language_model, **options), zeroes_last=True) == []
 
 
-def test_trainer_accumulates(trained: Callable[..., Script]) -> None:
-    def untied() -> nn.Module:  # sums of two uses over two batches are rounded in another order
-        return language_model(tied=False)
-
-    script = trained(untied, gradient_accumulation_steps=2, max_grad_norm=0.5)
-    assert differences(script, zeroes_last=True) == []
-
-
 def test_trainer_of_a_classifier_with_metrics(trained: Callable[..., Script]) -> None:
     assert differences(trained(classifier, evaluates=True), zeroes_last=True) == []
 
@@ -179,27 +170,6 @@ def test_trainer_of_an_adapter(trained: Callable[..., Script]) -> None:
         return get_peft_model(language_model(), settings)
 
     assert differences(trained(adapted, evaluates=True), zeroes_last=True) == []
-
-
-def test_trainer_stopped_and_resumed(tmp_path: Path) -> None:
-    folders = iter(["plain", "ours"])
-
-    def script(wrap: Wrap) -> Numbers:
-        folder = tmp_path / next(folders)
-        saving = {"save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
-        trainer_of(wrap(language_model()), folder, steps=3, **saving).train()
-        torch.manual_seed(0)
-        model = language_model()
-        trainer = trainer_of(wrap(model), folder, steps=6, **saving)
-        trainer.train(resume_from_checkpoint=True)
-        again = transformers.AutoModelForCausalLM.from_pretrained(folder / "checkpoint-6")
-        assert all(
-            torch.equal(one, other)
-            for one, other in zip(again.parameters(), model.parameters(), strict=True)
-        )
-        return [*logged(trainer), model]
-
-    assert differences(script, zeroes_last=True) == []
 
 
 def diffusion(wrap: Wrap) -> Numbers:

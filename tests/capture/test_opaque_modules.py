@@ -6,7 +6,6 @@ Recurrent layers, and those that the user names because they cannot be traced.
 from __future__ import annotations
 
 import copy
-import random
 import re
 from collections.abc import Callable
 from functools import partial
@@ -710,21 +709,3 @@ def test_a_forward_that_somebody_assigned_stays() -> None:
     assigned = model.halting.forward = lambda x, run=model.halting.forward: run(x) * 2
     Planner(model, IMAGE, untraced=("halting",))
     assert model.halting.forward is assigned
-
-
-@made_of(lambda: {"layer": nn.LSTM(8, 8), "last": nn.Linear(8, 8)})
-class Augmented(nn.Module):
-    """A recurrent layer, and a number that Python draws."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.layer(x)[0]) * (1 + random.random())
-
-
-def test_a_capture_that_fails_draws_none_of_the_numbers_of_python() -> None:
-    torch.manual_seed(0)
-    model, x = Augmented(), torch.randn(4, 2, 8)
-    module = RockmateModule(model, None, 1.0, mode="auto")
-    random.seed(0)
-    expected = model(x)
-    random.seed(0)
-    assert torch.equal(module(x), expected)

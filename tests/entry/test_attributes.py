@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -416,13 +415,6 @@ def test_a_counter_is_refused(cls: type[Counting]) -> None:
     assert vars(model) == before
 
 
-def test_frames_run_what_counts() -> None:
-    eager, module = pair(Counting(), mode="auto")
-    for _ in range(3):
-        assert_equal_steps(eager, module, [None])
-        assert module.calls == eager.calls
-
-
 def test_the_advice_for_a_counter_leads_to_a_run() -> None:
     class Buffered(Net):
         calls: Tensor
@@ -616,118 +608,3 @@ def test_an_attribute_that_is_an_op() -> None:
     plain = copy.deepcopy(model)
     module = RockmateModule(model, x, budget=1.0)
     assert torch.equal(module(x), plain(x))
-
-
-# --- what backwards read from outside -------------------------------------------------------------
-
-
-class Schedule:
-    scale = 1.0
-
-
-class Reversed(torch.autograd.Function):
-    """As gradient reversal, by a schedule."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * -Schedule.scale
-
-
-class Adversarial(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-
-    def between(self, h: Tensor) -> Tensor:
-        for block in self.blocks:
-            h = Reversed.apply(block(h))  # pyright: ignore
-        return h
-
-
-@pytest.mark.parametrize("mode", ["plan", "frames"])
-def test_a_class_attribute_that_a_backward_reads(mode: Any, monkeypatch: Any) -> None:
-    torch.manual_seed(0)
-    plain, x = Adversarial(), torch.randn(6, 8)
-    module = RockmateModule(copy.deepcopy(plain), None, 1.0, mode=mode, on_infeasible="least")
-    for step in range(4):
-        monkeypatch.setattr(Schedule, "scale", 1.0 + step)
-        for each in (plain, module):
-            each.zero_grad()
-            each(x).backward()
-        assert torch.equal(plain.first.weight.grad, module.first.weight.grad)
-
-
-@pytest.mark.parametrize("mode", ["auto", "frames"])
-def test_a_retained_gradient_of_an_activation_is_eagers_or_refused(mode: Any) -> None:
-    @made_of(lambda: {"block": nn.Sequential(nn.Linear(8, 8), nn.Tanh())})
-    class Retaining(Net):
-        def between(self, h: Tensor) -> Tensor:
-            self.hidden = self.block(h)
-            if self.hidden.requires_grad:
-                self.hidden.retain_grad()
-            return self.hidden * 2
-
-    torch.manual_seed(0)
-    plain, x = Retaining(), torch.randn(6, 8)
-    if mode == "auto":
-        with pytest.raises(UnsupportedModelError, match="calls retain_grad on a tensor of shape"):
-            RockmateModule(copy.deepcopy(plain), x, 1.0)
-    module = RockmateModule(copy.deepcopy(plain), x, 1.0, mode=mode, on_infeasible="least")
-    for _ in range(4):
-        for each in (plain, module):
-            each(x).backward()
-        assert torch.equal(plain.hidden.grad, module.hidden.grad)
-
-
-@functools.lru_cache(maxsize=4)
-def ramp(width: int) -> Tensor:
-    return torch.linspace(0.5, 1.0, width)
-
-
-@pytest.mark.parametrize("reads_a_value", [False, True])
-def test_a_cached_function_makes_tensors_of_its_own(reads_a_value: bool) -> None:
-    """A capture, refused or not, leaves none of its tensors in the cache."""
-
-    @made_of(lambda: {"block": nn.Sequential(nn.Linear(8, 8), nn.Tanh())})
-    class Ramped(Net):
-        def between(self, h: Tensor) -> Tensor:
-            h = self.block(h) * ramp(8)
-            return h * 2 if reads_a_value and h.mean() > 0 else h
-
-    torch.manual_seed(0)
-    plain, x = Ramped(), torch.randn(6, 8)
-    ramp.cache_clear()
-    module = RockmateModule(copy.deepcopy(plain), x, 1.0, mode="auto", on_infeasible="least")
-    assert (module.frames is not None) == reads_a_value
-    for _ in range(3):
-        for each in (plain, module):
-            each.zero_grad()
-            each(x).backward()
-        assert torch.equal(plain.first.weight.grad, module.first.weight.grad)
-
-
-LEVELS = types.SimpleNamespace(scale=1.0)
-FACTOR = 1.0
-
-
-def _scaled(h: Tensor) -> Tensor:
-    return h * FACTOR * LEVELS.scale
-
-
-class ReadingGlobals(Net):
-    def between(self, h: Tensor) -> Tensor:
-        return _scaled(h)
-
-
-def test_globals_that_a_forward_mentions_are_those_of_the_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    eager, module = pair(ReadingGlobals(), numerics="bitwise", trial="never")
-    for number in range(4):
-        monkeypatch.setitem(globals(), "FACTOR", 1.0 + number // 2)
-        monkeypatch.setattr(LEVELS, "scale", 1.0 + number % 2)
-        assert_equal_steps(eager, module, (None,))

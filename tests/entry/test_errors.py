@@ -12,7 +12,7 @@ import models
 import numpy as np
 import pytest
 import torch
-from helpers import gradients_of, modules_of, planned, same_bits
+from helpers import gradients_of, modules_of, planned
 from made_of import made_of
 from torch import Tensor, nn
 
@@ -216,24 +216,19 @@ def test_data_dependent_model_names_the_line(cls: type[nn.Module]) -> None:
     assert "tensor operation" in str(caught.value)
 
 
-def test_model_in_eval_mode() -> None:
-    with pytest.raises(InvalidSampleError, match=r"train\(\)"):
-        Planner(models.Stack().eval(), X)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(nn.Module.eval, r"train\(\)"), (lambda model: model.requires_grad_(False), "Unfreeze")],
+)
+def test_model_that_does_not_train(change: Any, text: str) -> None:
+    with pytest.raises(InvalidSampleError, match=text):
+        Planner(change(models.Stack()), X)
 
 
-def test_nothing_requires_grad() -> None:
-    with pytest.raises(InvalidSampleError, match="Unfreeze"):
-        Planner(models.Stack().requires_grad_(False), X)
-
-
-def test_planning_under_no_grad_works_or_says_so() -> None:
+def test_planning_under_no_grad() -> None:
     model = models.Stack()
-    try:
-        with torch.no_grad():
-            planner = Planner(model, X)
-    except InvalidSampleError as error:
-        assert "grad" in str(error)  # noqa: PT017
-        return
+    with torch.no_grad():
+        planner = Planner(model, X)
     planner.module(1.0)(X).sum().backward()
     assert len(gradients_of(model)) == 16
 
@@ -256,19 +251,14 @@ def test_error_of_the_models_own_is_kept_as_the_cause() -> None:
     assert Path(__file__).name in str(caught.value)
 
 
-def test_tensor_that_is_no_buffer_works_or_the_way_out_is_named() -> None:
+def test_tensor_that_is_no_buffer() -> None:
     @made_of(lambda: {"scale": torch.full((16,), 2.0)})
     class Careless(Branching):
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x) * self.scale
 
-    model = Careless()
-    try:
-        module = RockmateModule(model, X, 1.0)
-    except UnsupportedModelError as error:
-        assert "register_buffer" in str(error)  # noqa: PT017
-        return
-    assert same_bits(module(X), model(X))
+    with pytest.raises(UnsupportedModelError, match="register_buffer"):
+        Planner(Careless(), X)
 
 
 def test_loss_only_without_a_loss() -> None:
@@ -313,12 +303,7 @@ def test_call_unlike_the_sample_names_both(batch: Any) -> None:
 
 
 def test_positional_call_of_a_keyword_sample() -> None:
-    module = RockmateModule(models.Stack(), {"x": X}, 1.0)
-    try:
-        output = module(X)
-    except SignatureMismatchError:
-        return
-    output.sum().backward()
+    RockmateModule(models.Stack(), {"x": X}, 1.0)(X).sum().backward()
 
 
 def test_constant_of_another_value_or_type() -> None:
@@ -412,38 +397,22 @@ def test_autograd_grad_in_the_default_mode(name: str) -> None:
 def test_backward_with_inputs_in_the_default_mode_accumulates_nowhere_else() -> None:
     model = models.Stack()
     x = X.clone().requires_grad_(True)
-    for inputs in ([model.layers[0][0].weight], [x]):
-        module = RockmateModule(model, x, 1.0)
-        loss = module(x).sum()
-        try:
-            loss.backward(inputs=inputs)
-        except RuntimeError as error:
-            assert 'gradients="returned"' in str(error)  # noqa: PT017
-        assert not gradients_of(
-            model
-        )  # torch never runs the node for a weight that it does not know, so it cannot complain
+    module = RockmateModule(model, x, 1.0)
+    with pytest.raises(BackwardError, match='gradients="returned"'):
+        module(x).sum().backward(inputs=[model.layers[0][0].weight])
+    module(x).sum().backward(inputs=[x])
+    assert not gradients_of(model)
 
 
-@pytest.mark.parametrize("regime", [0, 1, 2])
-def test_parameter_changed_in_place_between_forward_and_backward(regime: int) -> None:
-    model = models.Stack()
-    module = modules_of(model, X)[regime]
-    loss = module(X).square().sum()
-    with torch.no_grad():
-        model.layers[2][3].weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("regime", [0, 1, 2])
-def test_input_changed_in_place_between_forward_and_backward(regime: int) -> None:
-    model = models.Stack()
-    x = X.clone()
-    module = modules_of(model, x)[regime]
-    loss = module(x).square().sum()
-    x.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+@pytest.mark.parametrize("changed", ["parameter", "input"])
+def test_changed_in_place_between_forward_and_backward(changed: str) -> None:
+    model, x = models.Stack(), X.clone()
+    for module in modules_of(model, x):
+        loss = module(x).square().sum()
+        with torch.no_grad():
+            (x if changed == "input" else model.layers[2][3].weight).add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def test_output_changed_in_place_that_the_backward_reads() -> None:
@@ -457,14 +426,6 @@ def test_output_changed_in_place_that_the_backward_reads() -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
         del loss, y
-
-
-def test_every_error_is_a_rockmate_error() -> None:
-    import rockmate
-
-    errors = [value for name, value in vars(rockmate).items() if name.endswith("Error")]
-    assert len(errors) >= 7
-    assert all(issubclass(error, RockmateError) for error in errors)
 
 
 def _small_net() -> nn.Sequential:
@@ -507,17 +468,6 @@ def test_a_forward_that_sets_the_random_state_is_refused(way: str) -> None:
     with pytest.raises(UnsupportedModelError, match="sets torch's random state"):
         Planner(model, torch.randn(2, 4))
     assert torch.manual_seed is seed
-
-
-def test_a_generator_in_the_forward_is_refused() -> None:
-    @made_of(lambda: {"layer": nn.Linear(4, 4), "generator": torch.Generator()})
-    class Noisy(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) + torch.rand(4, generator=self.generator)
-
-    # The tracer of PyTorch 2.11 raises an error that tells less.
-    with pytest.raises((UnsupportedModelError, InvalidSampleError)):
-        Planner(Noisy(), torch.randn(2, 4))
 
 
 def test_gradients_go_to_the_parameters_that_the_forward_ran_with() -> None:

@@ -223,11 +223,7 @@ def test_none_for_a_keyword_with_another_default_is_not_absence() -> None:
 
     model = Choosing()
     module = RockmateModule(model, {"x": X}, 1.0)
-    try:
-        output = module(x=X, activation=None)
-    except SignatureMismatchError:
-        return
-    assert same_bits(output, model(X, activation=None))
+    assert same_bits(module(x=X, activation=None), model(X, activation=None))
 
 
 def test_nested_inputs() -> None:
@@ -332,22 +328,10 @@ def test_forms_of_an_output(kind: str) -> None:
         assert ours.logits.shape == (64, 16)
 
 
-def test_output_that_is_an_input_with_gradient_is_refused_or_right() -> None:
+def test_output_that_is_an_input_with_gradient_is_refused() -> None:
     model = models.WithOutput(lambda loss, logits, hidden, x: (logits, x))
-    x = X.clone().requires_grad_(True)
-    try:
-        module = RockmateModule(model, x, 1.0)
-    except UnsupportedModelError as error:
-        assert "copy" in str(error)  # noqa: PT017
-        return
-    for callee in (model, module):
-        x.grad = None
-        torch.manual_seed(1)
-        logits, same = callee(x)
-        (logits.sum() + same.sum()).backward()
-        if callee is model:
-            expected = x.grad
-    assert same_bits(x.grad, expected)
+    with pytest.raises(UnsupportedModelError, match="copy"):
+        Planner(model, X.clone().requires_grad_(True))
 
 
 def test_a_loss_of_other_outputs_is_refused_unless_they_are_differentiable() -> None:

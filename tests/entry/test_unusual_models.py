@@ -32,21 +32,6 @@ class Net(nn.Module):
         return x
 
 
-class Label(tuple[int, ...]):
-    """As e3nn's irreps: a tuple with a length of its own."""
-
-    __slots__ = ()
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-
-@made_of(lambda: {"label": Label((1, 2)), "labels": [Label((3,))]})
-class Labelled(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.label[0]
-
-
 @made_of(lambda: {"norm": nn.GroupNorm(4, 16)})
 class GroupNormOnInput(Net):
     def forward(self, x: Tensor) -> Tensor:
@@ -57,13 +42,6 @@ class SparseBuffer(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("edges", torch.eye(3).to_sparse())
-
-
-@made_of(lambda: {"lstm": nn.LSTM(16, 16, batch_first=True)})
-class GradientBesideLstm(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        energy = super().forward(leaf := x.detach().requires_grad_()).square().sum()
-        return self.lstm(x)[0] + torch.autograd.grad(energy, leaf, create_graph=True)[0]
 
 
 class Scaled(nn.Module):
@@ -92,10 +70,8 @@ def same_steps(module: Any, plain: nn.Module, call: Callable[[Any, int], Tensor]
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (Labelled, {}),
         (GroupNormOnInput, {}),
         (SparseBuffer, {}),
-        (GradientBesideLstm, {}),
         (ScaledByScalar, {"untraced": ["scaled"]}),
     ],
 )

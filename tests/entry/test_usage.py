@@ -6,9 +6,7 @@ Several at once, accumulation, inside other models, twice before a backward.
 from __future__ import annotations
 
 import copy
-import threading
 from dataclasses import replace
-from typing import Any
 
 import models
 import pytest
@@ -32,7 +30,7 @@ from helpers import (
 from made_of import made_of
 from torch import nn
 
-from rockmate import InvalidBudgetError, Planner, RockmateModule
+from rockmate import Planner, RockmateModule
 
 
 @pytest.mark.parametrize("last_first", [True, False])
@@ -258,22 +256,6 @@ def test_output_changed_in_place_by_the_caller() -> None:
     check_against_eager(models.Stack(), x, loss_of)
 
 
-def test_backward_in_another_thread() -> None:
-    model = models.Stack()
-    x = torch.randn(64, 16)
-    reference = copy.deepcopy(model)
-    torch.manual_seed(1)
-    reference(x).sum().backward()
-    for module in modules_of(model, x):
-        model.zero_grad()
-        torch.manual_seed(1)
-        loss = module(x).sum()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-        assert not differing(gradients_of(model), gradients_of(reference))
-
-
 def test_retained_graph_gives_the_same_gradients_again() -> None:
     for name in ("gpt2", "llama", "mlp", "hf-resnet", "encoder"):
         case = planned(name)
@@ -295,23 +277,6 @@ def test_retained_graph_gives_the_same_gradients_again() -> None:
             assert not any(differing(gradients, reference) for gradients in found), (
                 f"{name}: a later backward differs"
             )
-
-
-def test_a_mistyped_option_is_told_before_there_is_a_sample() -> None:
-    with pytest.raises(TypeError, match=r"no option 'outptus'. Did you mean outputs\?"):
-        RockmateModule(nn.Linear(2, 2), None, 1.0, outptus="loss")
-
-
-@pytest.mark.parametrize("budget", [0.7, "6GiB", 1 << 20])
-def test_a_budget_in_the_place_of_the_sample_is_told(budget: Any) -> None:
-    with pytest.raises(InvalidBudgetError, match="in the place of the sample") as caught:
-        RockmateModule(nn.Linear(2, 2), budget)
-    assert f"budget={budget!r})" in str(caught.value)
-
-
-def test_a_model_that_is_no_module_is_told() -> None:
-    with pytest.raises(TypeError, match=r"a function, and no nn\.Module"):
-        RockmateModule(lambda x: x, torch.ones(2), 1.0)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 1e9])

@@ -122,25 +122,6 @@ def test_equal_to_eager(kind: str, budget: float) -> None:
         assert (module.frames.counts.num_recomputed > 0) == (budget < 1.0)
 
 
-class Replacing(Block):
-    """Puts a new tensor in the place of its buffer in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(128, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale = self.scale * 0.9 + 0.1 * x.detach().abs().mean()
-        return super().forward(x * self.scale.cos())
-
-
-def test_buffers_that_are_replaced() -> None:
-    model = Chain()
-    for index in (1, 2, 4):
-        model.blocks[index] = Replacing()
-    check(model)
-
-
 def test_python_random_numbers_between_frames_are_drawn_once() -> None:
     check(Chain("python random"))
 

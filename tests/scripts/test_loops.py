@@ -236,22 +236,6 @@ def tasks_in_turn(wrap: Wrap) -> Numbers:
     return [*stepped(optimizer, losses()), model]
 
 
-def saliency(wrap: Wrap) -> Numbers:
-    """A sign step on the input, then a step on what it made: adversarial training."""
-    model = wrap(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(),
-                               nn.Linear(32, 3)))  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-
-    def losses() -> Iterator[Tensor]:
-        for _ in range(3):
-            x, labels = torch.randn(6, 8, requires_grad=True), torch.randint(3, (6,))
-            (slope,) = torch.autograd.grad(F.cross_entropy(model(x), labels), x)
-            moved = (x + 0.1 * slope.sign()).detach()
-            yield F.cross_entropy(model(moved), labels)
-
-    return [*stepped(optimizer, losses()), model]
-
-
 def noisy_labels_with_centers(wrap: Wrap) -> Numbers:
     """A loss with parameters of its own and two optimizers, of which one steps every other time."""
 
@@ -282,81 +266,15 @@ def noisy_labels_with_centers(wrap: Wrap) -> Numbers:
     return [*losses, model, head, centers]
 
 
-class Drops(nn.Module):
-    """Stochastic depth: a layer of the batch runs or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
-        )
-        self.out = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            if self.training and torch.rand([]).item() < 0.1 * index:
-                continue
-            x = x + layer(x)
-        return self.out(x.mean(1))
-
-
-def stochastic_depth(wrap: Wrap) -> Numbers:
-    model = wrap(Drops())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    losses = (
-        F.cross_entropy(model(torch.randn(4, 7, 16)), torch.randint(3, (4,))) for _ in range(5)
-    )
-    return [*stepped(optimizer, losses, schedule.step), model]
-
-
 @pytest.mark.parametrize(
     "script",
     [
         reinforce, actor_critic, clipped_policy, time_sequence_by_lbfgs, graphs, tasks_in_turn,
-        saliency, noisy_labels_with_centers,
+        noisy_labels_with_centers,
     ],
 )  # fmt: skip
 def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:
     assert differences(script) == []
-
-
-def test_stochastic_depth_is_refused_and_its_advice_runs() -> None:
-    with pytest.raises(RockmateError, match='mode="frames"'):
-        numbers_of(stochastic_depth, wrapped)
-    for mode in ("frames", "auto"):
-        assert differences(stochastic_depth, lambda model, m=mode: wrapped(model, mode=m)) == []
-
-
-def gradient_penalty(wrap: Wrap, wrap_critic: bool) -> Numbers:
-    """WGAN-GP: the penalty's gradient is differentiated again."""
-    generator = wrap(nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8)))
-    critic = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
-    critic = wrap(critic) if wrap_critic else critic
-    of_generator = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
-    of_critic = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
-    losses = []
-    for _ in range(3):
-        real = torch.randn(6, 8)
-        fake = generator(torch.randn(6, 4)).detach()
-        share = torch.rand(6, 1)
-        between = (share * real + (1 - share) * fake).requires_grad_(True)
-        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-        loss = critic(fake).mean() - critic(real).mean() + 10 * ((slope.norm(2, 1) - 1) ** 2).mean()
-        of_critic.zero_grad()
-        loss.backward()
-        of_critic.step()
-        of_generator.zero_grad()
-        (-critic(generator(torch.randn(6, 4))).mean()).backward()
-        of_generator.step()
-        losses.append(loss.item())
-    return [*losses, generator, critic]
-
-
-def test_second_derivatives_are_refused_and_the_rest_is_planned() -> None:
-    with pytest.raises(RockmateError, match=r"second|twice|create_graph"):
-        numbers_of(lambda wrap: gradient_penalty(wrap, True), wrapped)
-    assert differences(lambda wrap: gradient_penalty(wrap, False)) == []
 
 
 def per_sample_gradients(model: nn.Module) -> list[Tensor]:

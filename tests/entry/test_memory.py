@@ -13,7 +13,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import REGIMES, modules_of, net_allocated, planned, same_gradients
+from helpers import REGIMES, modules_of, net_allocated, planned, same_gradients, zero_gradients
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -54,8 +54,7 @@ def test_measured_peak_is_the_predicted_one_within_the_budget(name: str, regime:
     module = case.module(regime, trial="always")
     plan = module.plan
     assert plan.baseline_peak_bytes > 2_000_000, "too small to measure"
-    for parameter in case.workload.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(case.workload.model)
     step = step_of(module, name)
     step()
     measured = allocator_peak(step)
@@ -69,8 +68,7 @@ def test_without_recomputation_the_peak_is_at_most_eagers(name: str) -> None:
     module, eager = case.module("loose"), case.eager()
     peaks = []
     for callee, owner in ((module, case.workload.model), (eager, eager)):
-        for parameter in owner.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        zero_gradients(owner)
         step = step_of(callee, name)
         step()
         peaks.append(allocator_peak(step))
@@ -88,8 +86,7 @@ def test_minimum_is_well_below_the_baseline(name: str) -> None:
 def test_nothing_is_left_after_steps(name: str, regime: str) -> None:
     case = planned(name, "medium")
     module = case.module(regime)
-    for parameter in case.workload.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(case.workload.model)
     step = step_of(module, name)
     step()
 
@@ -113,8 +110,7 @@ def test_nothing_is_left_when_the_loss_is_dropped(name: str, regime: str) -> Non
 def test_only_the_outputs_are_left_after_the_backward() -> None:
     case = planned("gpt2", "medium")
     module = case.module("binding")
-    for parameter in case.workload.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(case.workload.model)
     batch = case.workload.make_batch(1)
     held = []
 
@@ -167,8 +163,7 @@ def test_parameter_gradients_do_not_pile_up() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
     x = torch.randn(4, 512)
     module = RockmateModule(model, x, 1.0)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
 
     def step() -> None:
         module(x).sum().backward()
@@ -232,8 +227,7 @@ def test_a_reduced_loss_takes_a_numbers_memory(loss: Any) -> None:
     model, batch = Regression().train(), (torch.randn(512, 64), torch.randn(512, 64))
     (module,) = modules_of(model, batch)[1:2]
     reference = loss(model.body(batch[0]), batch[1])
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
 
     def step() -> None:
         found = module(*batch)

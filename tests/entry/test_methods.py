@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_alike
+from helpers import assert_alike, zero_gradients
 from torch import Tensor, nn
 
 from bench.measure import allocator_peak
@@ -94,8 +94,7 @@ def train(module: Any, model: nn.Module, loss: Any, batches: Any) -> list[Any]:
 
 def peak_of(module: Any, inputs: Any) -> int:
     """Bytes of a step with gradients in place."""
-    for each in module.parameters():
-        each.grad = torch.zeros_like(each)
+    zero_gradients(module)
     return allocator_peak(lambda: loss_of(module, *inputs).backward())
 
 

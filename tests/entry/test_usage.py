@@ -26,6 +26,7 @@ from helpers import (
     same_bits,
     train,
     workload_loss,
+    zero_gradients,
 )
 from made_of import made_of
 from torch import nn
@@ -95,8 +96,7 @@ def test_gradients_accumulate_over_micro_steps(name: str, regime: str, set_to_no
 def test_gradient_tensor_in_place_stays_the_same_tensor() -> None:
     case = planned("gpt2")
     module, model = case.module("binding"), case.workload.model
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
     before = [parameter.grad.data_ptr() for parameter in model.parameters()]
     module(**case.workload.make_batch(1)).loss.backward()
     assert [parameter.grad.data_ptr() for parameter in model.parameters()] == before

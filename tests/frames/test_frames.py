@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_alike
+from helpers import assert_alike, zero_gradients
 from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -188,8 +188,7 @@ def test_hooks_of_parameters_and_modules_fire_as_in_eager() -> None:
 
 
 def peak_of(module: RockmateModule, model: nn.Module, rows: int) -> int:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
     x = batch(0, rows)
     return timeline(lambda: module(x).square().mean().backward()).peak_bytes
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_alike
+from helpers import assert_alike, zero_gradients
 from made_of import made_of
 from torch import Tensor, nn
 
@@ -90,8 +90,7 @@ class Growing(Chain):
 
 
 def peak_of(module: RockmateModule, model: nn.Module) -> int:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
     x = batch(0, ROWS)
     return timeline(lambda: module(x).square().mean().backward()).peak_bytes
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import zero_gradients
 from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -87,8 +88,7 @@ def peak(function: Callable[[], None]) -> int:
 def test_longer_sequences_are_measured_though_they_have_fewer_elements(budget: float) -> None:
     model = Attending()
     module = framed(model, budget)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
 
     def step(x: Tensor) -> None:
         module(x).square().mean().backward()
@@ -193,8 +193,7 @@ def test_a_new_gradient_counts_until_it_is_in_place() -> None:
         model = Attending()
         model.blocks = nn.ModuleList(Heavy() for _ in range(4))
         if has_gradients:
-            for each in model.parameters():
-                each.grad = torch.zeros_like(each)
+            zero_gradients(model)
         module = framed(model, 0.9, plan_frames=False)
         for _ in range(2):
             module(torch.randn(8, 256)).square().mean().backward()

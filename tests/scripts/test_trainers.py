@@ -10,12 +10,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from accelerate import Accelerator
 from diffusers import DDPMScheduler, UNet2DModel
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
 from twice import Numbers, Script, Wrap, differences
 
 VOCABULARY = 64
@@ -46,31 +44,6 @@ def rows(count: int, shortest: int = 6, longest: int = 12) -> list[dict[str, lis
 
 def with_labels(each: list[dict[str, list[int]]]) -> list[dict[str, Any]]:
     return [{**row, "label": int(torch.randint(3, ()))} for row in each]
-
-
-def accumulated_by_accelerate(wrap: Wrap) -> Numbers:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = wrap(classifier())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    words, labels = torch.randint(1, VOCABULARY, (20, 10)), torch.randint(3, (20,))
-    loader = DataLoader(TensorDataset(words, labels), batch_size=4, shuffle=True)
-    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 1, 5)
-    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
-    losses = []
-    for ids, label in loader:
-        with accelerator.accumulate(model):
-            output = model(input_ids=ids, labels=label)
-            accelerator.backward(output.loss)
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-        losses.append(accelerator.gather(output.loss.detach()).mean().item())
-    model.eval()
-    with torch.no_grad():
-        losses.append(model(input_ids=words).logits.sum().item())
-    return [*losses, accelerator.unwrap_model(model)]
 
 
 def trainer_of(
@@ -202,6 +175,6 @@ def diffusion(wrap: Wrap) -> Numbers:
     return [*losses, *average.values(), model]
 
 
-@pytest.mark.parametrize("script", [accumulated_by_accelerate, diffusion])
+@pytest.mark.parametrize("script", [diffusion])
 def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:
     assert differences(script, zeroes_last=True) == []

@@ -279,6 +279,12 @@ def counts_of(module: Callable[..., Any], *inputs: Any) -> Counter[str]:
 # --- memory ---------------------------------------------------------------------------------------
 
 
+def zero_gradients(model: nn.Module) -> None:
+    """Puts `.grad` in place, so that a step which is measured makes none."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
 def net_allocated(function: Callable[[], Any]) -> int:
     """Bytes that `function` allocates and that nothing has freed when it has returned and its
     result is gone; no garbage collection."""

@@ -271,22 +271,3 @@ def test_eval_takes_any_shape_and_has_gradients() -> None:
     assert module.training is False
     with torch.inference_mode():
         module.train()(torch.randn(2, 16))
-
-
-def test_switching_between_modes_during_training() -> None:
-    from helpers import assert_same, one_step, workload_loss
-
-    case = planned("hf-resnet")
-    eager = case.eager()
-    module, model = case.module("minimum"), case.workload.model
-    ours, reference = [], []
-    for callee, owner, steps in ((module, model, ours), (eager, eager, reference)):
-        for seed in (1, 2):
-            owner.zero_grad()
-            steps.append(one_step(callee, owner, workload_loss(case.workload), seed))
-            callee.eval()
-            with torch.no_grad():
-                callee(**case.workload.sample)
-            callee.train()
-    for a, b in zip(ours, reference, strict=True):
-        assert_same(a, b)

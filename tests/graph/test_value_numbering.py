@@ -12,7 +12,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import check_against_eager, planned
+from helpers import check_against_eager, differing, gradients_of, planned
 from joint_graphs import SPECIAL, assert_same_bits, bits, captured, captured_for, run
 from made_of import made_of
 from torch import Tensor, fx, nn
@@ -66,7 +66,8 @@ def calls(capture: Capture) -> Counter[str]:
 
 
 def assert_clean_is_the_same(
-    make: Callable[[], Capture], reduce: Callable[[Capture], None]
+    make: Callable[[], Capture],
+    reduce: Callable[[Capture], None] = lambda capture: clean(capture.joint.graph),
 ) -> None:
     plain, ours = make(), make()
     remove_dead_calls(plain.joint.graph)
@@ -89,7 +90,7 @@ def test_joint_graph_gives_the_same_bits(name: str) -> None:
     def make() -> Capture:
         return captured_for(workload.model, workload.sample)
 
-    assert_clean_is_the_same(make, lambda capture: clean(capture.joint.graph))
+    assert_clean_is_the_same(make)
 
 
 def nasty(h: Tensor) -> Any:
@@ -127,9 +128,7 @@ def nasty(h: Tensor) -> Any:
 
 def test_nasty_graph_gives_the_same_bits() -> None:
     x = torch.randn(8, 8)
-    assert_clean_is_the_same(
-        lambda: captured(Written(nasty), x), lambda capture: clean(capture.joint.graph)
-    )
+    assert_clean_is_the_same(lambda: captured(Written(nasty), x))
 
     def loss_of(module: Callable[..., Any], step: int) -> tuple[Any, Tensor]:
         outputs = module(x * step)
@@ -315,9 +314,7 @@ def test_constants_of_different_kind_do_not_merge() -> None:
         return h, *(t + 1 for t in made), *(t.clone() for t in filled)
 
     x = torch.randn(4, 8)
-    assert_clean_is_the_same(
-        lambda: captured(Written(kinds), x), lambda capture: clean(capture.joint.graph)
-    )
+    assert_clean_is_the_same(lambda: captured(Written(kinds), x))
 
 
 def test_zeros_of_different_sign_do_not_merge() -> None:
@@ -392,17 +389,11 @@ def test_equal_outputs_stay_apart() -> None:
         planner = Planner(model, x)
         module = planner.module(1.0 if budget == "loose" else planner.minimum_peak_bytes)
         loss_of(module, 1)[1].backward()
-        ours = [
-            parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-        ]
+        ours = gradients_of(model)
         model.zero_grad()
-        expected = model(x)[-1].square().sum()
-        expected.backward()
-        reference = [
-            parameter.grad for parameter in model.parameters() if parameter.grad is not None
-        ]
-        assert len(ours) == len(reference) == 2
-        assert all(torch.equal(a, b) for a, b in zip(ours, reference, strict=True))
+        model(x)[-1].square().sum().backward()
+        assert len(ours) == 2
+        assert not differing(ours, gradients_of(model))
 
 
 def test_buffers_that_get_equal_values_keep_memory_of_their_own() -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
 from rockmate.errors import BackwardError
+from tests.frames.test_frames import framed
 
 WIDTH = 32
 ROWS = 96
@@ -51,10 +52,6 @@ class Net(nn.Module):
             if torch.rand(()) >= self.dropped:
                 x = block(x)
         return self.head(x)
-
-
-def framed(model: nn.Module, budget: float = 0.5, **options: Any) -> RockmateModule:
-    return RockmateModule(model, None, budget, mode="frames", on_infeasible="least", **options)
 
 
 def num_planned(module: RockmateModule) -> int:

@@ -59,51 +59,29 @@ def discounted(rewards: list[float]) -> Tensor:
 
 
 def reinforce(wrap: Wrap) -> Numbers:
-    """As many calls as the episode has steps, before one backward."""
+    """As many calls as the episode has steps, before one backward of actions and of values."""
     model, world = wrap(Policy()), Pole()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     lengths = []
     for _ in range(4):
-        state, log_probabilities, rewards, done = world.reset(), [], [], False
+        state, saved, rewards, done = world.reset(), [], [], False
         while not done and len(rewards) < 12:
-            probabilities, _ = model(state.unsqueeze(0))
-            choice = Categorical(probabilities)
-            action = choice.sample()
-            log_probabilities.append(choice.log_prob(action))
-            state, reward, done = world.step(int(action))
-            rewards.append(reward)
-        returns = discounted(rewards)
-        optimizer.zero_grad()
-        losses = [-one * back for one, back in zip(log_probabilities, returns, strict=True)]
-        torch.cat(losses).sum().backward()
-        optimizer.step()
-        lengths.append(float(len(rewards)))
-    return [*lengths, model]
-
-
-def actor_critic(wrap: Wrap) -> Numbers:
-    model, world = wrap(Policy()), Pole()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
-    losses = []
-    for _ in range(3):
-        state, saved, rewards = world.reset(), [], []
-        for _ in range(8):
             probabilities, value = model(state.unsqueeze(0))
             choice = Categorical(probabilities)
             action = choice.sample()
             saved.append((choice.log_prob(action), value))
-            state, reward, _ = world.step(int(action))
+            state, reward, done = world.step(int(action))
             rewards.append(reward)
-        policy_losses, value_losses = [], []
-        for (log_probability, value), back in zip(saved, discounted(rewards), strict=True):
-            policy_losses.append(-log_probability * (back - value.item()))
-            value_losses.append(F.smooth_l1_loss(value, back.reshape(1, 1)))
+        returns = discounted(rewards)
         optimizer.zero_grad()
-        loss = torch.stack(policy_losses).sum() + torch.stack(value_losses).sum()
-        loss.backward()
+        loss = torch.zeros(())
+        for (log_probability, value), back in zip(saved, returns, strict=True):
+            loss = loss - log_probability * (back - value.item())
+            loss = loss + F.smooth_l1_loss(value, back.reshape(1, 1))
+        loss.sum().backward()
         optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+        lengths.append(float(len(rewards)))
+    return [*lengths, model]
 
 
 def clipped_policy(wrap: Wrap) -> Numbers:
@@ -269,7 +247,7 @@ def noisy_labels_with_centers(wrap: Wrap) -> Numbers:
 @pytest.mark.parametrize(
     "script",
     [
-        reinforce, actor_critic, clipped_policy, time_sequence_by_lbfgs, graphs, tasks_in_turn,
+        reinforce, clipped_policy, time_sequence_by_lbfgs, graphs, tasks_in_turn,
         noisy_labels_with_centers,
     ],
 )  # fmt: skip

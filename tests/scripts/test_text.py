@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def estimated_loss(model: nn.Module) -> Tensor:
     return losses.mean()
 
 
-def _character_model(wrap: Wrap, tied: bool, accumulated: int) -> Numbers:
+def character_model(wrap: Wrap, tied: bool, accumulated: int) -> Numbers:
     """Clips, decays the learning rate, evaluates, resumes from a checkpoint, talks."""
     model = wrap(CharacterModel(tied=tied))
     optimizer = model.optimizer()
@@ -150,14 +151,6 @@ def _character_model(wrap: Wrap, tied: bool, accumulated: int) -> Numbers:
     return [*losses, model.generate(x[:, :2], 8), model]
 
 
-def character_model(wrap: Wrap) -> Numbers:
-    return _character_model(wrap, tied=True, accumulated=1)
-
-
-def character_model_in_micro_batches(wrap: Wrap) -> Numbers:
-    return _character_model(wrap, tied=False, accumulated=3)
-
-
 class WordModel(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -184,7 +177,7 @@ def _detached(hidden: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...
     return tuple(each.detach() for each in hidden)
 
 
-def _word_level(kind: str, wrap: Wrap) -> Numbers:
+def word_level(wrap: Wrap, kind: str) -> Numbers:
     """The hidden state goes from batch to batch; weights are stepped by hand."""
     model = wrap(WordModel(kind))
     words = TEXT.view(50, 8)
@@ -204,14 +197,6 @@ def _word_level(kind: str, wrap: Wrap) -> Numbers:
                 each.data.add_(each.grad, alpha=-2.0 / (1 + epoch))
             losses.append(loss.item())
     return [*losses, model]
-
-
-def word_level_lstm(wrap: Wrap) -> Numbers:
-    return _word_level("LSTM", wrap)
-
-
-def word_level_gru(wrap: Wrap) -> Numbers:
-    return _word_level("GRU", wrap)
 
 
 class Translator(nn.Module):
@@ -328,7 +313,11 @@ def preferences(wrap: Wrap) -> Numbers:
 @pytest.mark.parametrize(
     "script",
     [
-        character_model, character_model_in_micro_batches, word_level_lstm, word_level_gru,
+        pytest.param(partial(character_model, tied=True, accumulated=1), id="character_model"),
+        pytest.param(partial(character_model, tied=False, accumulated=3),
+                     id="character_model_in_micro_batches"),
+        pytest.param(partial(word_level, kind="LSTM"), id="word_level_lstm"),
+        pytest.param(partial(word_level, kind="GRU"), id="word_level_gru"),
         translation, bag_of_words, contrastive, preferences,
     ],
 )  # fmt: skip
@@ -337,4 +326,5 @@ def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:
 
 
 def test_a_language_model_trains_in_frames() -> None:
-    assert differences(character_model, lambda model: wrapped(model, mode="frames")) == []
+    script = partial(character_model, tied=True, accumulated=1)
+    assert differences(script, lambda model: wrapped(model, mode="frames")) == []

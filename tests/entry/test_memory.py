@@ -14,6 +14,7 @@ import models
 import pytest
 import torch
 from helpers import REGIMES, modules_of, net_allocated, planned, same_gradients, zero_gradients
+from made_of import made_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -216,11 +217,10 @@ def test_work_is_what_the_schedule_says() -> None:
 
 @pytest.mark.parametrize("loss", [torch.nn.functional.mse_loss, torch.nn.functional.smooth_l1_loss])
 def test_a_reduced_loss_takes_a_numbers_memory(loss: Any) -> None:
-    class Regression(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
+    layers = (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
 
+    @made_of(lambda: {"body": nn.Sequential(*layers)})
+    class Regression(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return loss(self.body(x), y)
 
@@ -261,15 +261,14 @@ def test_a_convolutions_two_gradients_are_two_ops_with_the_same_bits() -> None:
     same_gradients(module, copy.deepcopy(model), lambda callee: callee(x).sum().backward())
 
 
-def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
-    class Skip(nn.Module):
-        def __init__(self, depth: int) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(64, 64), nn.Linear(128, 8)
-            self.middle = nn.Sequential(
-                *[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(depth)]
-            )
+def tower(width: int, depth: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
 
+
+def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
+    @made_of(lambda depth: {"first": nn.Linear(64, 64), "last": nn.Linear(128, 8),
+                            "middle": tower(64, depth)})  # fmt: skip
+    class Skip(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             skip = self.first(x).tanh()
             return self.last(torch.cat([skip, self.middle(skip)], dim=1)).square().mean()
@@ -295,14 +294,9 @@ def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
 def test_a_part_that_is_sliced_after_the_last_read_of_the_rest_is_copied_where_it_is_sliced() -> (
     None
 ):
+    @made_of(lambda: {"first": nn.Linear(16, 32), "last": nn.Linear(32, 4),
+                      "middle": tower(16, 14)})  # fmt: skip
     class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
-            self.middle = nn.Sequential(
-                *[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(14)]
-            )
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             whole = self.first(x)
             early = self.middle(whole[:, :16] + 1.0)
@@ -319,9 +313,7 @@ def test_parts_of_a_parameter_are_not_copied_out() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("table", torch.randn(2, 64))
-            self.middle = nn.Sequential(
-                *[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)]
-            )
+            self.middle = tower(64, 16)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first, last = self.table[:1], self.table[1:]
@@ -336,14 +328,8 @@ def test_parts_of_a_parameter_are_not_copied_out() -> None:
 
 
 def test_a_part_that_is_read_late_through_a_view_is_copied_out() -> None:
+    @made_of(lambda: {"first": nn.Linear(16, 16), "middle": tower(16, 16)})
     class Skip(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(16, 16)
-            self.middle = nn.Sequential(
-                *[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(16)]
-            )
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             skip = self.first(x)
             turned = skip.view(4, 8, 16).transpose(1, 2)

@@ -413,6 +413,7 @@ def test_changed_in_place_between_forward_and_backward(changed: str) -> None:
             (x if changed == "input" else model.layers[2][3].weight).add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+        del loss
 
 
 def test_output_changed_in_place_that_the_backward_reads() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 import rockmate
@@ -16,11 +17,8 @@ from bench import marks as bench_marks
 MARKS = {"hidden": "recompute", "aten.sigmoid": "save"}
 
 
+@made_of(lambda: {"first": nn.Linear(8, 64), "last": nn.Linear(64, 1)})
 class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 64), nn.Linear(64, 1)
-
     def forward(self, x: Tensor) -> Tensor:
         hidden = rockmate.name(torch.tanh(self.first(x)), "hidden")
         return self.last(torch.sigmoid(hidden).exp()).square().mean()

@@ -77,6 +77,10 @@ def row(start: str, *lines: dict[str, Any]) -> Target:
     return found[0]
 
 
+def is_hit(start: str, *lines: dict[str, Any]) -> bool | None:
+    return row(start, *lines).is_hit
+
+
 def test_nothing_measured_is_neither_hit_nor_missed() -> None:
     bare = model_line(frontiers={})
     del bare["minimum_peak_bytes"], bare["loss_only_minimum_bytes"]
@@ -133,14 +137,8 @@ def test_two_layer_models_stand_apart() -> None:
 
 @pytest.mark.parametrize(("ratio", "is_hit"), [(1.10, True), (1.11, False)])
 def test_series_rows_hold_the_ratio_against_its_target(ratio: float, is_hit: bool) -> None:
-    assert (
-        row(
-            "llama at 0.48:",
-            model_line(),
-            plan_line(0.48, 100 * ratio, ratio=ratio, purpose="series"),
-        ).is_hit
-        is is_hit
-    )
+    line = plan_line(0.48, 100 * ratio, ratio=ratio, purpose="series")
+    assert row("llama at 0.48:", model_line(), line).is_hit is is_hit
 
 
 def test_series_row_of_an_infeasible_budget_is_missed() -> None:
@@ -174,42 +172,28 @@ def test_soundness_rows_name_what_fails() -> None:
     assert row("plans at all budgets", *lines).where == "llama"
     assert row("plans at all budgets", *lines[:2]).is_hit
     assert row("plans at all budgets", *lines[:2], lines[2] | {"chunks": "4 recompute"}).is_hit
-    assert (
-        row("the same, those in chunks", *lines[:2], lines[2] | {"chunks": "4 recompute"}).where
-        == "llama"
-    )
+    chunked = lines[2] | {"chunks": "4 recompute"}
+    assert row("the same, those in chunks", *lines[:2], chunked).where == "llama"
     assert row("no schedule", *lines).is_hit
     beaten = row("no schedule", *lines, plan_line(0.7, 101.0, lower_bound_ms=100.0))
     assert (beaten.where, beaten.is_hit) == ("llama chen at 0.700", False)
     assert row("frontier", model_line()).is_hit
-    assert (
-        row("frontier", model_line(frontiers={"chen": [[100, 120.0], [200, 120.0]]})).where
-        == "llama chen"
-    )
+    flat = model_line(frontiers={"chen": [[100, 120.0], [200, 120.0]]})
+    assert row("frontier", flat).where == "llama chen"
 
 
 def test_smallest_peak_and_strategy_rows() -> None:
     assert row("smallest feasible peak", model_line()).figure == "0.500"
-    assert (
-        row(
-            "smallest feasible peak", model_line(minimum_peak_bytes={"rotor": 100, "rockmate": 71})
-        ).is_hit
-        is False
-    )
+    large = {"rotor": 100, "rockmate": 71}
+    assert is_hit("smallest feasible peak", model_line(minimum_peak_bytes=large)) is False
     assert row("the same where only the loss", model_line()).figure == "0.300"
-    assert (
-        row(
-            "the same where only the loss",
-            model_line(loss_only_minimum_bytes={"rotor": 100, "rockmate": 71}),
-        ).is_hit
-        is False
-    )
+    of_loss = model_line(loss_only_minimum_bytes=large)
+    assert is_hit("the same where only the loss", of_loss) is False
     pair = [plan_line(0.5, 110.0, strategy="chen"), plan_line(0.5, 109.0)]
-    assert row("time beyond another", model_line(), *pair).is_hit
-    assert (
-        row("time beyond another", model_line(), pair[0], pair[1] | {"ms": 110.1}).is_hit is False
-    )
-    assert row("time beyond another", model_line(), pair[0]).is_hit is False
+    slower = pair[1] | {"ms": 110.1}
+    assert is_hit("time beyond another", model_line(), *pair)
+    assert is_hit("time beyond another", model_line(), pair[0], slower) is False
+    assert is_hit("time beyond another", model_line(), pair[0]) is False
 
 
 # --- the command ----------------------------------------------------------------------------------
@@ -219,16 +203,8 @@ def test_command_measures_writes_and_reads_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stem = tmp_path / "quality"
-    chosen = [
-        "--tiny",
-        "--quick",
-        "--checkmate-limit",
-        "1",
-        "--model",
-        "gpt2-2layer",
-        "--model",
-        "mlp",
-    ]
+    chosen = ["--tiny", "--quick", "--checkmate-limit", "1"]
+    chosen += ["--model", "gpt2-2layer", "--model", "mlp"]
     plan_quality.main([*chosen, "--output", str(stem)])
     printed = capsys.readouterr().out
     text = Path(f"{stem}.md").read_text()

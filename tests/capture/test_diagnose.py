@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import RockmateModule, UnsupportedModelError
@@ -15,11 +16,8 @@ from rockmate import RockmateModule, UnsupportedModelError
 MATRICES = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(0))
 
 
+@made_of(lambda inverse: {"inverse": inverse})
 class Inverse(nn.Module):
-    def __init__(self, inverse: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.inverse = inverse
-
     def forward(self, x: Tensor) -> Tensor:
         return self.inverse(x @ x.mT + torch.eye(4))
 
@@ -60,13 +58,9 @@ def test_functions_that_check_nothing_are_planned(inverse: Callable[[Tensor], An
     assert _has_equal_gradients(eager, RockmateModule(model, MATRICES, 1.0))
 
 
+@made_of(lambda: {"layerdrop": 0.5, "layer": nn.Linear(4, 4)})
 class Drops(nn.Module):
     """Skips its layer by a random number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layerdrop = 0.5
-        self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training and torch.rand([]) < self.layerdrop:

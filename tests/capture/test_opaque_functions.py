@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import (
@@ -126,11 +127,8 @@ def test_a_kernel_that_writes_into_its_input_is_refused() -> None:
     _, function = functions()
     register_opaque(function)
 
+    @made_of(lambda: {"layer": nn.Linear(8, 8)})
     class Writes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
         def forward(self, x: Tensor) -> Any:
             return function.apply(self.layer(x))
 
@@ -160,11 +158,8 @@ def test_what_is_no_class_is_refused() -> None:
 def test_a_model_without_the_function_is_captured_as_ever() -> None:
     """A registered function changes nothing for others: neither errors nor how often they run."""
 
+    @made_of(lambda: {"linear": nn.Linear(4, 4), "num_calls": 0})
     class Counted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear, self.num_calls = nn.Linear(4, 4), 0
-
         def forward(self, x: Tensor) -> Tensor:
             counts.append(1)
             return self.linear(x).square().mean()

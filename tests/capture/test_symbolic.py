@@ -15,7 +15,8 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from helpers import assert_same, one_step, relative_error, tensors_of
+from helpers import assert_alike, assert_same, one_step, relative_error, same_gradients, tensors_of
+from made_of import made_of
 from torch import Tensor, nn
 
 from bench import measure
@@ -202,14 +203,8 @@ def test_images_of_other_sizes_equal_eager_and_update_buffers(work: Work) -> Non
     work.captures.clear()
     for shape in [(4, 3, 12, 12), (3, 3, 10, 10), (2, 3, 8, 8)]:
         images = torch.randn(shape)
-        for callee in (module, eager):
-            callee.zero_grad()
-            callee(images).square().sum().backward()
-        assert all(
-            torch.equal(a.grad, b.grad)
-            for a, b in zip(model.parameters(), eager.parameters(), strict=True)
-        )
-        assert all(torch.equal(a, b) for a, b in zip(model.buffers(), eager.buffers(), strict=True))
+        same_gradients(module, eager, lambda each, x=images: each(x).square().sum().backward())
+        assert_alike(model.buffers(), eager.buffers())
     assert work.captures == ["symbolic"]
 
 
@@ -291,35 +286,26 @@ class Tagger(nn.Module):
         return self.layer(scores.transpose(1, 2).reshape(*words.shape, 12)).square()
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8)})
 class Branching(nn.Module):
     """Goes another way for short inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.layer(x)
         return (hidden.tanh() if x.shape[1] > 10 else hidden.sigmoid() * 2).square().mean()
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8)})
 class Scaling(nn.Module):
     """Computes a number that is no integer from a size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.layer(x).tanh() * (1.0 / (x.shape[1] + 0.3))).sum()
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8)})
 class Pair(nn.Module):
     """Takes two inputs whose lengths have nothing to do with each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.layer(x).tanh().sum() + self.layer(y).sigmoid().square().sum()
@@ -406,11 +392,8 @@ def test_sizes_that_were_equal_by_chance_get_symbols_of_their_own_when_they_diff
 def test_a_model_without_a_symbolic_capture_is_captured_for_each_size(
     work: Work, caplog: pytest.LogCaptureFixture
 ) -> None:
+    @made_of(lambda: {"layer": nn.Linear(8, 8)})
     class Listing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(8, 8)
-
         def forward(self, x: Tensor) -> Tensor:
             if not isinstance(x.shape[1], int):
                 raise TypeError("this size is no int")

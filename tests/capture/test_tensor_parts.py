@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -121,11 +122,8 @@ class TestHeldTensors:
         assert own.scale is own.state.again is shared  # pyright: ignore
 
 
+@made_of(lambda: {"wrapped": nn.Parameter(two())})
 class Trained(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wrapped = nn.Parameter(two())
-
     def forward(self, x: Tensor) -> Tensor:
         return (self.wrapped * x).sum()
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,12 +42,9 @@ def swap() -> Iterator[Any]:
         yield torch.ops.rockmate_layouts.swap
 
 
+@made_of(lambda swap: {"swap": swap, "first": nn.Linear(8, 8), "last": nn.Linear(8, 8)})
 class Swapped(nn.Module):
     """Goes another way for another layout, as code of PyTorch does."""
-
-    def __init__(self, swap: Any) -> None:
-        super().__init__()
-        self.swap, self.first, self.last = swap, nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.swap(self.first(x))
@@ -134,11 +132,8 @@ def test_an_op_that_returns_its_argument_is_refused() -> None:
             "rockmate_layouts::same", lambda _, gradient: gradient, lib=library
         )
 
+        @made_of(lambda: {"layer": nn.Linear(8, 8)})
         class Same(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.layer = nn.Linear(8, 8)
-
             def forward(self, x: Tensor) -> Tensor:
                 return torch.ops.rockmate_layouts.same(self.layer(x)).square().sum()
 
@@ -164,11 +159,8 @@ def test_a_call_that_a_pass_replaces_is_compared(
     monkeypatch.setattr(joint, "in_kernel_layout", lying)
     model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
 
+    @made_of(lambda: {"model": model})
     class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
         def forward(self, x: Tensor) -> Tensor:
             return self.model(x).square().sum()
 

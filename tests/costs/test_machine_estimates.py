@@ -15,6 +15,7 @@ import pytest
 import torch
 from fine_tuning import llama
 from helpers import differing, gradients_of, same_bits
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
@@ -249,11 +250,8 @@ def test_workspaces_of_our_own_kernels_are_those_measured(num_rows: int) -> None
     """40 rows of 32 KiB of logits are two pieces of the gradient of cross entropy and of what is
     dropped, 96 are three."""
 
+    @made_of(lambda: {"linear": nn.Linear(8, 8192)})
     class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(8, 8192)
-
         def forward(self, x: Tensor, labels: Tensor) -> Tensor:
             return functional.cross_entropy(functional.dropout(self.linear(x)), labels)
 
@@ -278,11 +276,8 @@ def test_workspaces_of_group_norms_are_those_measured(
     """Autograd or the kernel copies a gradient in another layout, by the version of PyTorch."""
     formats = (torch.contiguous_format, torch.channels_last)
 
+    @made_of(lambda: {"scale": nn.Parameter(torch.ones(())), "norm": nn.GroupNorm(2, 8)})
     class Normalized(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.norm = nn.Parameter(torch.ones(())), nn.GroupNorm(2, 8)
-
         def forward(self, x: Tensor) -> Tensor:
             y = (x * self.scale).contiguous(memory_format=formats[channels_last])
             y = self.norm(y).contiguous(memory_format=formats[gradient_channels_last])
@@ -377,11 +372,8 @@ def test_a_machine_of_the_model_s_own_kind_changes_no_op(tmp_path: Path) -> None
 def test_attention_is_the_kernel_of_a_gpu(
     dtype: torch.dtype, width: int, has_mask: bool, kernel: str, shared_heads: int
 ) -> None:
+    @made_of(lambda: {"scale": nn.Parameter(torch.ones(width, dtype=dtype, device="meta"))})
     class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(width, dtype=dtype, device="meta"))
-
         def forward(self, q: Tensor, k: Tensor, mask: Tensor | None = None) -> Tensor:
             k = k * self.scale
             return functional.scaled_dot_product_attention(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import differing, gradients_of
+from made_of import made_of
 from torch import nn
 
 import rockmate.costs.synthetic_inputs as inputs
@@ -97,11 +98,8 @@ def test_a_fault_of_the_device_or_of_pytorch_passes_with_the_op(error: Exception
 def test_pivots_are_measured_as_the_factorization_makes_them(function: Any) -> None:
     """They count from one, and integers are zeros otherwise."""
 
+    @made_of(lambda: {"layer": nn.Linear(6, 6)})
     class Determinant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.layer(x)
             return function(y @ y.mT + torch.eye(6)).sum()
@@ -118,11 +116,8 @@ def test_pivots_are_measured_as_the_factorization_makes_them(function: Any) -> N
 def test_divisions_of_integers_are_measured(divide: Any) -> None:
     """A divisor of zero would raise, and integers are zeros otherwise."""
 
+    @made_of(lambda: {"layer": nn.Linear(4, 4)})
     class Divides(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
         def forward(self, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
             return (self.layer(x) * divide(i * 2, i)).sum()
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fine_tuning import gpt2, llama
+from made_of import made_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
@@ -109,12 +110,9 @@ def test_steps_from_one_capture_are_those_of_their_own(build: Any, kind: Any, ma
     assert steps.num_captures == 2
 
 
+@made_of(lambda: {"layers": nn.ModuleList(nn.Linear(16, 16) for _ in range(3))})
 class Marked(nn.Module):
     """Checkpointed blocks with a named value each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
 
     def block(self, layer: nn.Module, values: Tensor) -> Tensor:
         return torch.sin(rockmate.name(torch.tanh(layer(values)), "hidden").exp())
@@ -262,11 +260,8 @@ def test_chunks_of_the_loss_block_fit_more_rows() -> None:
 
 
 def test_a_size_in_chunks_runs_in_as_few_as_are_fastest() -> None:
+    @made_of(lambda: {"query": nn.Linear(16, 16), "document": nn.Linear(16, 16)})
     class Towers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query, self.document = nn.Linear(16, 16), nn.Linear(16, 16)
-
         def forward(self, query: Tensor, document: Tensor) -> Tensor:
             return torch.tanh(self.query(query)).mean() + torch.tanh(self.document(document)).mean()
 
@@ -341,11 +336,8 @@ def test_an_axis_is_told_or_named() -> None:
         SizeAxis.of(call, "batch", {"pixels": 0})
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8)})
 class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
     def forward(self, table: Tensor, values: Tensor) -> Tensor:
         return (self.layer(values) @ table.sum(0)).square().mean()
 

@@ -13,6 +13,7 @@ import models
 import pytest
 import torch
 from layered import layered, layered_batch
+from made_of import made_of
 from torch import Tensor, nn
 
 import rockmate
@@ -211,12 +212,9 @@ def peak_of(call: nn.Module, sample: Any) -> int:
     return measure.allocator_peak(step)
 
 
+@made_of(lambda: {"body": models.Stack(1, dropout=0.0)})
 class OtherwiseEager(nn.Module):
     """Captured it computes something else: what a wrong plan would look like."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = models.Stack(1, dropout=0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(x) * (1.0 if torch.compiler.is_compiling() else 1.01)
@@ -241,12 +239,9 @@ def test_peak_above_the_budget_is_a_broken_promise() -> None:
     assert "3 bytes above" in row.broken_promise
 
 
+@made_of(lambda: {"body": models.Stack(1, dropout=0.0)})
 class TooLargeForEager(nn.Module):
     """Runs out of memory wherever it is not planned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = models.Stack(1, dropout=0.0)
 
     def forward(self, x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling():

@@ -144,38 +144,17 @@ _GPT2 = {
     "bos_token_id": 0,
     "eos_token_id": 0,
 }
-_T5 = {
-    "model_type": "t5",
-    "d_model": 32,
-    "d_kv": 16,
-    "d_ff": 48,
-    "num_layers": 1,
-    "num_heads": 2,
-    "vocab_size": 97,
+_T5 = {"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 48, "vocab_size": 97}
+_T5 |= {"num_layers": 1, "num_heads": 2}
+_SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 48}
+_TWO_STACKS = {"d_model": 32, "vocab_size": 97} | {
+    f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in _SIZES.items()
 }
-_BART = {
-    "model_type": "bart",
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "vocab_size": 97,
-    "max_position_embeddings": 24,
-}
+_BART = {"model_type": "bart", **_TWO_STACKS, "max_position_embeddings": 24}
 _VIT = {"model_type": "vit", **_SMALL, "image_size": 32, "patch_size": 8}
 _WHISPER = {
     "model_type": "whisper",
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "vocab_size": 97,
+    **_TWO_STACKS,
     "num_mel_bins": 8,
     "pad_token_id": 0,
     "max_source_positions": 20,

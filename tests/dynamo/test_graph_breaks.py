@@ -10,6 +10,8 @@ import dynamo_networks
 import pytest
 import torch
 from dynamo_networks import Deterministic, Looping, Network, Pair, batch
+from helpers import assert_alike
+from made_of import made_of
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -153,12 +155,9 @@ def test_least_goes_above_the_budget_and_says_so(caplog: pytest.LogCaptureFixtur
 # --- data-parallel training -----------------------------------------------------------------------
 
 
+@made_of(lambda: {"layers": nn.ModuleList([nn.Linear(600, 600) for _ in range(4)])})
 class Wide(nn.Module):
     """Parameters of several buckets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(600, 600) for _ in range(4)])
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -201,7 +200,4 @@ def test_data_parallel_that_is_compiled() -> None:
         gradients = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()
         model(x).backward()
-        assert all(
-            torch.equal(ours, each.grad)
-            for ours, each in zip(gradients, model.parameters(), strict=True)
-        )
+        assert_alike(gradients, [parameter.grad for parameter in model.parameters()])

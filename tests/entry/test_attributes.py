@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import enum
-import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from bench import measure
@@ -21,12 +21,9 @@ from rockmate import Planner, RockmateModule, SignatureMismatchError, Unsupporte
 Change = Callable[[Any], None]
 
 
+@made_of(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 4)})
 class Net(nn.Module):
     """Two layers with something between them, which `step` of a subclass decides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
 
     def between(self, h: Tensor) -> Tensor:
         return h
@@ -275,11 +272,8 @@ def test_only_the_loss_and_what_is_assigned() -> None:
 
 
 def test_tensors_that_the_forward_assigns_are_within_the_budget() -> None:
+    @made_of(lambda: {"layers": nn.ModuleList(nn.Linear(256, 256) for _ in range(6))})
     class Keeping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(6))
-
         def forward(self, x: Tensor) -> Tensor:
             for index, layer in enumerate(self.layers):
                 x = nn.functional.gelu(layer(x))
@@ -302,12 +296,9 @@ def test_tensors_that_the_forward_assigns_are_within_the_budget() -> None:
 
 
 def test_a_table_that_the_first_call_makes_is_made_in_each() -> None:
+    @made_of(lambda: {"cached": {}})
     class Caching(Net):
         table: Tensor | None = None
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.cached = {}
 
         def between(self, h: Tensor) -> Tensor:
             if self.table is None:
@@ -323,12 +314,9 @@ def test_a_table_that_the_first_call_makes_is_made_in_each() -> None:
     assert torch.equal(module.cached[torch.float32], eager.cached[torch.float32])
 
 
+@made_of(lambda: {"losses": [], "cache": {}})
 class Collecting(Net):
     """A list that grows, and a cache that is overwritten."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.losses, self.cache = [], {}
 
     def between(self, h: Tensor) -> Tensor:
         self.losses.append(h.square().mean())
@@ -401,11 +389,8 @@ def test_objects_and_containers_may_contain_themselves() -> None:
 # --- attributes that the forward reads and changes ------------------------------------------------
 
 
+@made_of(lambda: {"calls": 3})
 class Counting(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 3
-
     def between(self, h: Tensor) -> Tensor:
         self.calls += 1
         return h * self.used()
@@ -430,13 +415,6 @@ def test_a_counter_is_refused(cls: type[Counting]) -> None:
     assert vars(model) == before
 
 
-def test_frames_run_what_counts() -> None:
-    eager, module = pair(Counting(), mode="auto")
-    for _ in range(3):
-        assert_equal_steps(eager, module, [None])
-        assert module.calls == eager.calls
-
-
 def test_the_advice_for_a_counter_leads_to_a_run() -> None:
     class Buffered(Net):
         calls: Tensor
@@ -452,11 +430,8 @@ def test_the_advice_for_a_counter_leads_to_a_run() -> None:
     assert_equal_steps(*pair(Buffered()))
 
 
+@made_of(lambda: {"linear": nn.Linear(8, 8), "last": 0.0, "calls": 0})
 class Memory(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.last, self.calls = nn.Linear(8, 8), 0.0, 0
-
     def forward(self, h: Tensor) -> Tensor:
         self.calls += 1
         h = self.linear(h) + self.last / self.calls
@@ -464,11 +439,8 @@ class Memory(nn.Module):
         return h
 
 
+@made_of(lambda: {"memory": Memory()})
 class Remembering(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.memory = Memory()
-
     def between(self, h: Tensor) -> Tensor:
         return self.memory(h)
 
@@ -494,11 +466,8 @@ def test_a_submodule_with_state_runs_opaque(budget: float) -> None:
 
 
 def test_a_flag_of_the_first_call_is_set_by_it(caplog: pytest.LogCaptureFixture) -> None:
+    @made_of(lambda: {"warned": {}, "given": False})
     class Warning(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.warned, self.given = {}, False
-
         def between(self, h: Tensor) -> Tensor:
             self.given = True if not self.given else self.given
             if "shape" not in self.warned:
@@ -514,11 +483,8 @@ def test_a_flag_of_the_first_call_is_set_by_it(caplog: pytest.LogCaptureFixture)
 
 
 def test_what_only_the_first_call_leaves_is_left_once() -> None:
+    @made_of(lambda: {"notes": [], "is_noted": False})
     class Noting(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.notes, self.is_noted = [], False
-
         def between(self, h: Tensor) -> Tensor:
             if not self.is_noted:
                 self.is_noted = True
@@ -547,24 +513,17 @@ def test_a_first_call_that_differs_is_planned_and_then_the_others() -> None:
 # --- models that change themselves in their first call --------------------------------------------
 
 
+@made_of(lambda linear, factor: {"linear": linear, "factor": factor})
 class Scaled(nn.Module):
-    def __init__(self, linear: nn.Linear, factor: float) -> None:
-        super().__init__()
-        self.linear, self.factor = linear, factor
-
     def forward(self, h: Tensor) -> Tensor:
         return self.linear(h) * self.factor
 
 
+@made_of(lambda: {"part": Scaled(nn.Linear(8, 8), 2.0), "norm": nn.BatchNorm1d(8)})
 class Switching(Net):
     """Replaces a submodule if it is called with few rows, as some attention layers do."""
 
     is_small = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.part = Scaled(nn.Linear(8, 8), 2.0)
-        self.norm = nn.BatchNorm1d(8)
 
     def between(self, h: Tensor) -> Tensor:
         if len(h) < 16 and not self.is_small:
@@ -586,11 +545,8 @@ def test_a_model_that_replaces_a_submodule_is_planned_as_it_is_then(
 
 @pytest.mark.parametrize("has_sample", [True, False])
 def test_a_first_call_that_makes_a_submodule_draws_what_eager_draws(has_sample: bool) -> None:
+    @made_of(lambda: {"late": None})
     class Making(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.late: Any = None
-
         def between(self, h: Tensor) -> Tensor:
             with torch.no_grad():
                 self.first.weight.mul_(1.0 if self.late else 0.5)
@@ -642,11 +598,8 @@ def test_a_submodule_that_is_replaced_in_each_call_is_refused() -> None:
 def test_an_attribute_that_is_an_op() -> None:
     """The schema of an op is an object of C++, whose class cannot be made to record."""
 
+    @made_of(lambda: {"op": torch.ops.aten.gelu.default})
     class WithOp(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.op = torch.ops.aten.gelu.default
-
         def between(self, h: Tensor) -> Tensor:
             return self.op(h)
 
@@ -655,124 +608,3 @@ def test_an_attribute_that_is_an_op() -> None:
     plain = copy.deepcopy(model)
     module = RockmateModule(model, x, budget=1.0)
     assert torch.equal(module(x), plain(x))
-
-
-# --- what backwards read from outside -------------------------------------------------------------
-
-
-class Schedule:
-    scale = 1.0
-
-
-class Reversed(torch.autograd.Function):
-    """As gradient reversal, by a schedule."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return gradients[0] * -Schedule.scale
-
-
-class Adversarial(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-
-    def between(self, h: Tensor) -> Tensor:
-        for block in self.blocks:
-            h = Reversed.apply(block(h))  # pyright: ignore
-        return h
-
-
-@pytest.mark.parametrize("mode", ["plan", "frames"])
-def test_a_class_attribute_that_a_backward_reads(mode: Any, monkeypatch: Any) -> None:
-    torch.manual_seed(0)
-    plain, x = Adversarial(), torch.randn(6, 8)
-    module = RockmateModule(copy.deepcopy(plain), None, 1.0, mode=mode, on_infeasible="least")
-    for step in range(4):
-        monkeypatch.setattr(Schedule, "scale", 1.0 + step)
-        for each in (plain, module):
-            each.zero_grad()
-            each(x).backward()
-        assert torch.equal(plain.first.weight.grad, module.first.weight.grad)
-
-
-@pytest.mark.parametrize("mode", ["auto", "frames"])
-def test_a_retained_gradient_of_an_activation_is_eagers_or_refused(mode: Any) -> None:
-    class Retaining(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-
-        def between(self, h: Tensor) -> Tensor:
-            self.hidden = self.block(h)
-            if self.hidden.requires_grad:
-                self.hidden.retain_grad()
-            return self.hidden * 2
-
-    torch.manual_seed(0)
-    plain, x = Retaining(), torch.randn(6, 8)
-    if mode == "auto":
-        with pytest.raises(UnsupportedModelError, match="calls retain_grad on a tensor of shape"):
-            RockmateModule(copy.deepcopy(plain), x, 1.0)
-    module = RockmateModule(copy.deepcopy(plain), x, 1.0, mode=mode, on_infeasible="least")
-    for _ in range(4):
-        for each in (plain, module):
-            each(x).backward()
-        assert torch.equal(plain.hidden.grad, module.hidden.grad)
-
-
-@functools.lru_cache(maxsize=4)
-def ramp(width: int) -> Tensor:
-    return torch.linspace(0.5, 1.0, width)
-
-
-@pytest.mark.parametrize("reads_a_value", [False, True])
-def test_a_cached_function_makes_tensors_of_its_own(reads_a_value: bool) -> None:
-    """A capture, refused or not, leaves none of its tensors in the cache."""
-
-    class Ramped(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-
-        def between(self, h: Tensor) -> Tensor:
-            h = self.block(h) * ramp(8)
-            return h * 2 if reads_a_value and h.mean() > 0 else h
-
-    torch.manual_seed(0)
-    plain, x = Ramped(), torch.randn(6, 8)
-    ramp.cache_clear()
-    module = RockmateModule(copy.deepcopy(plain), x, 1.0, mode="auto", on_infeasible="least")
-    assert (module.frames is not None) == reads_a_value
-    for _ in range(3):
-        for each in (plain, module):
-            each.zero_grad()
-            each(x).backward()
-        assert torch.equal(plain.first.weight.grad, module.first.weight.grad)
-
-
-LEVELS = types.SimpleNamespace(scale=1.0)
-FACTOR = 1.0
-
-
-def _scaled(h: Tensor) -> Tensor:
-    return h * FACTOR * LEVELS.scale
-
-
-class ReadingGlobals(Net):
-    def between(self, h: Tensor) -> Tensor:
-        return _scaled(h)
-
-
-def test_globals_that_a_forward_mentions_are_those_of_the_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    eager, module = pair(ReadingGlobals(), numerics="bitwise", trial="never")
-    for number in range(4):
-        monkeypatch.setitem(globals(), "FACTOR", 1.0 + number // 2)
-        monkeypatch.setattr(LEVELS, "scale", 1.0 + number % 2)
-        assert_equal_steps(eager, module, (None,))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, one_step
+from helpers import assert_alike, assert_same, one_step
 from torch import Tensor, nn
 
 from rockmate import RockmateModule, SignatureMismatchError
@@ -227,7 +227,7 @@ def test_a_frozen_player_runs_the_plain_model(mode: Any, caplog: pytest.LogCaptu
         if is_planned:
             assert isinstance(g, RockmateModule)
             assert (g.frames is None) == (mode != "frames")
-    assert all(torch.equal(ours, plain) for ours, plain in zip(*found, strict=True))
+    assert_alike(*found)
     assert (
         sum("no output of this call requires a gradient" in each for each in caplog.messages) == 1
     )

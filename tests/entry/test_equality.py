@@ -23,6 +23,7 @@ from helpers import (
     train,
     workload_loss,
 )
+from made_of import made_of
 from torch import nn
 from torch.nn import functional
 
@@ -150,11 +151,8 @@ def test_every_kind_of_dropout() -> None:
 
 
 def test_random_ops_of_the_users_own() -> None:
+    @made_of(lambda: {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
     class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = torch.tanh(self.a(x) + 0.1 * torch.randn_like(x))
             h = h * torch.rand(16)

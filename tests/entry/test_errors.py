@@ -12,7 +12,8 @@ import models
 import numpy as np
 import pytest
 import torch
-from helpers import gradients_of, modules_of, planned, same_bits
+from helpers import gradients_of, modules_of, planned
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import (
@@ -170,11 +171,8 @@ def test_sample_of_no_known_form(sample: Any) -> None:
         Planner(models.Stack(), sample)
 
 
+@made_of(lambda: {"linear": nn.Linear(16, 16)})
 class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(16, 16)
-
     def forward(self, x: Tensor) -> Tensor:
         x = self.linear(x)
         if x.sum() > 0:  # the line that the error names
@@ -218,24 +216,19 @@ def test_data_dependent_model_names_the_line(cls: type[nn.Module]) -> None:
     assert "tensor operation" in str(caught.value)
 
 
-def test_model_in_eval_mode() -> None:
-    with pytest.raises(InvalidSampleError, match=r"train\(\)"):
-        Planner(models.Stack().eval(), X)
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [(nn.Module.eval, r"train\(\)"), (lambda model: model.requires_grad_(False), "Unfreeze")],
+)
+def test_model_that_does_not_train(change: Any, text: str) -> None:
+    with pytest.raises(InvalidSampleError, match=text):
+        Planner(change(models.Stack()), X)
 
 
-def test_nothing_requires_grad() -> None:
-    with pytest.raises(InvalidSampleError, match="Unfreeze"):
-        Planner(models.Stack().requires_grad_(False), X)
-
-
-def test_planning_under_no_grad_works_or_says_so() -> None:
+def test_planning_under_no_grad() -> None:
     model = models.Stack()
-    try:
-        with torch.no_grad():
-            planner = Planner(model, X)
-    except InvalidSampleError as error:
-        assert "grad" in str(error)  # noqa: PT017
-        return
+    with torch.no_grad():
+        planner = Planner(model, X)
     planner.module(1.0)(X).sum().backward()
     assert len(gradients_of(model)) == 16
 
@@ -258,22 +251,14 @@ def test_error_of_the_models_own_is_kept_as_the_cause() -> None:
     assert Path(__file__).name in str(caught.value)
 
 
-def test_tensor_that_is_no_buffer_works_or_the_way_out_is_named() -> None:
+def test_tensor_that_is_no_buffer() -> None:
+    @made_of(lambda: {"scale": torch.full((16,), 2.0)})
     class Careless(Branching):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = torch.full((16,), 2.0)
-
         def forward(self, x: Tensor) -> Tensor:
             return self.linear(x) * self.scale
 
-    model = Careless()
-    try:
-        module = RockmateModule(model, X, 1.0)
-    except UnsupportedModelError as error:
-        assert "register_buffer" in str(error)  # noqa: PT017
-        return
-    assert same_bits(module(X), model(X))
+    with pytest.raises(UnsupportedModelError, match="register_buffer"):
+        Planner(Careless(), X)
 
 
 def test_loss_only_without_a_loss() -> None:
@@ -318,12 +303,7 @@ def test_call_unlike_the_sample_names_both(batch: Any) -> None:
 
 
 def test_positional_call_of_a_keyword_sample() -> None:
-    module = RockmateModule(models.Stack(), {"x": X}, 1.0)
-    try:
-        output = module(X)
-    except SignatureMismatchError:
-        return
-    output.sum().backward()
+    RockmateModule(models.Stack(), {"x": X}, 1.0)(X).sum().backward()
 
 
 def test_constant_of_another_value_or_type() -> None:
@@ -331,11 +311,8 @@ def test_constant_of_another_value_or_type() -> None:
         def forward(self, x: Tensor, scale: float = 1.0) -> Tensor:
             return super().forward(x) * scale
 
+    @made_of(lambda: {"linear": nn.Linear(16, 16)})
     class Integers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-
         def forward(self, x: Tensor, which: object) -> Tensor:
             return self.linear(x) + (
                 1 if isinstance(which, bool) else 2 if isinstance(which, int) else 3
@@ -420,38 +397,23 @@ def test_autograd_grad_in_the_default_mode(name: str) -> None:
 def test_backward_with_inputs_in_the_default_mode_accumulates_nowhere_else() -> None:
     model = models.Stack()
     x = X.clone().requires_grad_(True)
-    for inputs in ([model.layers[0][0].weight], [x]):
-        module = RockmateModule(model, x, 1.0)
-        loss = module(x).sum()
-        try:
-            loss.backward(inputs=inputs)
-        except RuntimeError as error:
-            assert 'gradients="returned"' in str(error)  # noqa: PT017
-        assert not gradients_of(
-            model
-        )  # torch never runs the node for a weight that it does not know, so it cannot complain
+    module = RockmateModule(model, x, 1.0)
+    with pytest.raises(BackwardError, match='gradients="returned"'):
+        module(x).sum().backward(inputs=[model.layers[0][0].weight])
+    module(x).sum().backward(inputs=[x])
+    assert not gradients_of(model)
 
 
-@pytest.mark.parametrize("regime", [0, 1, 2])
-def test_parameter_changed_in_place_between_forward_and_backward(regime: int) -> None:
-    model = models.Stack()
-    module = modules_of(model, X)[regime]
-    loss = module(X).square().sum()
-    with torch.no_grad():
-        model.layers[2][3].weight.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-@pytest.mark.parametrize("regime", [0, 1, 2])
-def test_input_changed_in_place_between_forward_and_backward(regime: int) -> None:
-    model = models.Stack()
-    x = X.clone()
-    module = modules_of(model, x)[regime]
-    loss = module(x).square().sum()
-    x.zero_()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
+@pytest.mark.parametrize("changed", ["parameter", "input"])
+def test_changed_in_place_between_forward_and_backward(changed: str) -> None:
+    model, x = models.Stack(), X.clone()
+    for module in modules_of(model, x):
+        loss = module(x).square().sum()
+        with torch.no_grad():
+            (x if changed == "input" else model.layers[2][3].weight).add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del loss
 
 
 def test_output_changed_in_place_that_the_backward_reads() -> None:
@@ -467,14 +429,6 @@ def test_output_changed_in_place_that_the_backward_reads() -> None:
         del loss, y
 
 
-def test_every_error_is_a_rockmate_error() -> None:
-    import rockmate
-
-    errors = [value for name, value in vars(rockmate).items() if name.endswith("Error")]
-    assert len(errors) >= 7
-    assert all(issubclass(error, RockmateError) for error in errors)
-
-
 def _small_net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 4))
 
@@ -486,12 +440,8 @@ def test_a_sparse_gradient_is_refused() -> None:
 
 
 def test_a_forward_that_draws_from_python_is_refused_and_leaves_no_trace() -> None:
+    @made_of(lambda: {"layer": nn.Linear(4, 4), "calls": 0})
     class LayerDrop(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.calls = 0
-
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
             return self.layer(x) if random.random() < 0.5 else self.layer(x) * 2
@@ -506,11 +456,8 @@ def test_a_forward_that_draws_from_python_is_refused_and_leaves_no_trace() -> No
 
 @pytest.mark.parametrize("way", ["seed", "fork"])
 def test_a_forward_that_sets_the_random_state_is_refused(way: str) -> None:
+    @made_of(lambda: {"layer": nn.Linear(4, 4)})
     class Seeded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
         def forward(self, x: Tensor) -> Tensor:
             if way == "seed":
                 torch.manual_seed(3)
@@ -522,21 +469,6 @@ def test_a_forward_that_sets_the_random_state_is_refused(way: str) -> None:
     with pytest.raises(UnsupportedModelError, match="sets torch's random state"):
         Planner(model, torch.randn(2, 4))
     assert torch.manual_seed is seed
-
-
-def test_a_generator_in_the_forward_is_refused() -> None:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-            self.generator = torch.Generator()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x) + torch.rand(4, generator=self.generator)
-
-    # The tracer of PyTorch 2.11 raises an error that tells less.
-    with pytest.raises((UnsupportedModelError, InvalidSampleError)):
-        Planner(Noisy(), torch.randn(2, 4))
 
 
 def test_gradients_go_to_the_parameters_that_the_forward_ran_with() -> None:
@@ -558,12 +490,9 @@ def test_parameters_that_are_computed_are_refused() -> None:
         torch.func.functional_call(module, doubled, (x,))
 
 
+@made_of(lambda kind: {"kind": kind, "layer": nn.Linear(6, 6)})
 class _ByPosition(nn.Module):
     """Reads or writes by positions in the storage of what it is given."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.layer = kind, nn.Linear(6, 6)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "read":

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_alike, differing, gradients_of
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -43,11 +45,8 @@ def lying_op() -> Iterator[Any]:
     return turned
 
 
+@made_of(lambda turned: {"turned": turned, "first": nn.Linear(8, 6), "last": nn.Linear(6, 4)})
 class Turning(nn.Module):
-    def __init__(self, turned: Any) -> None:
-        super().__init__()
-        self.turned, self.first, self.last = turned, nn.Linear(8, 6), nn.Linear(6, 4)
-
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.turned(self.first(x).tanh())
         return self.last(hidden * hidden.sigmoid()).square().mean()
@@ -55,17 +54,13 @@ class Turning(nn.Module):
 
 def assert_as_eager(model: nn.Module, *args: Any, budget: float = 1.0) -> None:
     model(*args).backward()
-    expected = {name: each.grad for name, each in model.named_parameters()}
-    model.zero_grad()
+    expected = gradients_of(model)
+    assert len(expected) == len(list(model.parameters()))
     module = RockmateModule(model, args, budget, numerics="bitwise")
     for _ in range(2):
         model.zero_grad()
         module(*args).backward()
-        for name, each in model.named_parameters():
-            assert each.grad is not None
-            other = expected[name]
-            assert other is not None
-            assert torch.equal(each.grad, other), name
+        assert not differing(gradients_of(model), expected)
 
 
 def test_an_op_whose_fake_kernel_lies(lying_op: Any) -> None:
@@ -104,8 +99,7 @@ def test_norms_of_channels_last_maps(norm: nn.Module, pooled: bool) -> None:
         loss.backward()
         losses.append([loss.detach(), *(each.grad for each in model.parameters())])
         module = RockmateModule(model, x, 1.0, numerics="bitwise")
-    for eager, planned in zip(*losses, strict=True):
-        assert torch.equal(eager, planned)
+    assert_alike(*losses)
 
 
 @pytest.mark.parametrize("table", ["_IN_FORMAT_OF", "_CONTIGUOUS", "_LIKE_PRODUCT"])
@@ -116,11 +110,8 @@ def test_what_the_table_lacks_is_observed(table: str, monkeypatch: pytest.Monkey
     )
     model.to(memory_format=CHANNELS_LAST)  # pyright: ignore[reportCallIssue]
 
+    @made_of(lambda: {"model": model})
     class Loss(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
         def forward(self, x: Tensor) -> Tensor:
             scores = self.model(x).transpose(1, 2)
             return functional.log_softmax(scores, -1)[..., 0].mean()

@@ -17,6 +17,7 @@ import models
 import pytest
 import torch
 from helpers import REGIMES, budget_for, check_against_eager, counts_of, workload_loss
+from made_of import made_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -158,12 +159,9 @@ def test_marks_in_the_forward_need_no_argument(how: str, word: str) -> None:
     check_against_eager(Net(how), sample(), lambda module, _: ((), module(sample())))
 
 
+@made_of(lambda: {"first": nn.Linear(32, 32), "last": nn.Linear(32, 1)})
 class InPlace(nn.Module):
     """Changes a named value in place, through the name and through a view of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)
@@ -363,11 +361,8 @@ def test_marks_that_cannot_be_read_or_kept(marks: Any, words: list[str]) -> None
     assert all(word in str(raised.value) for word in words), raised.value
 
 
+@made_of(lambda names_input: {"layer": nn.Linear(32, 32), "names_input": names_input})
 class Returning(nn.Module):
-    def __init__(self, names_input: bool) -> None:
-        super().__init__()
-        self.layer, self.names_input = nn.Linear(32, 32), names_input
-
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         if self.names_input:
             rockmate.name(x, "value")

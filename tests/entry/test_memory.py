@@ -13,7 +13,8 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import REGIMES, modules_of, net_allocated, planned, same_gradients
+from helpers import REGIMES, modules_of, net_allocated, planned, same_gradients, zero_gradients
+from made_of import made_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -54,8 +55,7 @@ def test_measured_peak_is_the_predicted_one_within_the_budget(name: str, regime:
     module = case.module(regime, trial="always")
     plan = module.plan
     assert plan.baseline_peak_bytes > 2_000_000, "too small to measure"
-    for parameter in case.workload.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(case.workload.model)
     step = step_of(module, name)
     step()
     measured = allocator_peak(step)
@@ -69,8 +69,7 @@ def test_without_recomputation_the_peak_is_at_most_eagers(name: str) -> None:
     module, eager = case.module("loose"), case.eager()
     peaks = []
     for callee, owner in ((module, case.workload.model), (eager, eager)):
-        for parameter in owner.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        zero_gradients(owner)
         step = step_of(callee, name)
         step()
         peaks.append(allocator_peak(step))
@@ -88,8 +87,7 @@ def test_minimum_is_well_below_the_baseline(name: str) -> None:
 def test_nothing_is_left_after_steps(name: str, regime: str) -> None:
     case = planned(name, "medium")
     module = case.module(regime)
-    for parameter in case.workload.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(case.workload.model)
     step = step_of(module, name)
     step()
 
@@ -113,8 +111,7 @@ def test_nothing_is_left_when_the_loss_is_dropped(name: str, regime: str) -> Non
 def test_only_the_outputs_are_left_after_the_backward() -> None:
     case = planned("gpt2", "medium")
     module = case.module("binding")
-    for parameter in case.workload.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(case.workload.model)
     batch = case.workload.make_batch(1)
     held = []
 
@@ -167,8 +164,7 @@ def test_parameter_gradients_do_not_pile_up() -> None:
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(8)))
     x = torch.randn(4, 512)
     module = RockmateModule(model, x, 1.0)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
 
     def step() -> None:
         module(x).sum().backward()
@@ -221,19 +217,17 @@ def test_work_is_what_the_schedule_says() -> None:
 
 @pytest.mark.parametrize("loss", [torch.nn.functional.mse_loss, torch.nn.functional.smooth_l1_loss])
 def test_a_reduced_loss_takes_a_numbers_memory(loss: Any) -> None:
-    class Regression(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
+    layers = (nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.Tanh())
 
+    @made_of(lambda: {"body": nn.Sequential(*layers)})
+    class Regression(nn.Module):
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
             return loss(self.body(x), y)
 
     model, batch = Regression().train(), (torch.randn(512, 64), torch.randn(512, 64))
     (module,) = modules_of(model, batch)[1:2]
     reference = loss(model.body(batch[0]), batch[1])
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
 
     def step() -> None:
         found = module(*batch)
@@ -267,15 +261,14 @@ def test_a_convolutions_two_gradients_are_two_ops_with_the_same_bits() -> None:
     same_gradients(module, copy.deepcopy(model), lambda callee: callee(x).sum().backward())
 
 
-def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
-    class Skip(nn.Module):
-        def __init__(self, depth: int) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(64, 64), nn.Linear(128, 8)
-            self.middle = nn.Sequential(
-                *[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(depth)]
-            )
+def tower(width: int, depth: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
 
+
+def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
+    @made_of(lambda depth: {"first": nn.Linear(64, 64), "last": nn.Linear(128, 8),
+                            "middle": tower(64, depth)})  # fmt: skip
+    class Skip(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             skip = self.first(x).tanh()
             return self.last(torch.cat([skip, self.middle(skip)], dim=1)).square().mean()
@@ -301,14 +294,9 @@ def test_a_skips_gradient_does_not_hold_the_rest_of_its_concatenation() -> None:
 def test_a_part_that_is_sliced_after_the_last_read_of_the_rest_is_copied_where_it_is_sliced() -> (
     None
 ):
+    @made_of(lambda: {"first": nn.Linear(16, 32), "last": nn.Linear(32, 4),
+                      "middle": tower(16, 14)})  # fmt: skip
     class Parts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 4)
-            self.middle = nn.Sequential(
-                *[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(14)]
-            )
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             whole = self.first(x)
             early = self.middle(whole[:, :16] + 1.0)
@@ -325,9 +313,7 @@ def test_parts_of_a_parameter_are_not_copied_out() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.register_buffer("table", torch.randn(2, 64))
-            self.middle = nn.Sequential(
-                *[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(16)]
-            )
+            self.middle = tower(64, 16)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first, last = self.table[:1], self.table[1:]
@@ -342,14 +328,8 @@ def test_parts_of_a_parameter_are_not_copied_out() -> None:
 
 
 def test_a_part_that_is_read_late_through_a_view_is_copied_out() -> None:
+    @made_of(lambda: {"first": nn.Linear(16, 16), "middle": tower(16, 16)})
     class Skip(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(16, 16)
-            self.middle = nn.Sequential(
-                *[nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(16)]
-            )
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             skip = self.first(x)
             turned = skip.view(4, 8, 16).transpose(1, 2)

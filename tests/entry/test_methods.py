@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_alike, zero_gradients
 from torch import Tensor, nn
 
 from bench.measure import allocator_peak
@@ -93,8 +94,7 @@ def train(module: Any, model: nn.Module, loss: Any, batches: Any) -> list[Any]:
 
 def peak_of(module: Any, inputs: Any) -> int:
     """Bytes of a step with gradients in place."""
-    for each in module.parameters():
-        each.grad = torch.zeros_like(each)
+    zero_gradients(module)
     return allocator_peak(lambda: loss_of(module, *inputs).backward())
 
 
@@ -107,12 +107,7 @@ def compare(
 ) -> RockmateModule:
     plain = copy.deepcopy(model)
     module: Any = RockmateModule(model, budget=budget, methods=methods, **options_of(mode))
-    pairs = zip(
-        train(module, model, loss, batches), train(plain, plain, loss, batches), strict=True
-    )
-    for ours, eagers in pairs:
-        assert (ours is None) == (eagers is None)
-        assert ours is None or torch.equal(ours, eagers)
+    assert_alike(train(module, model, loss, batches), train(plain, plain, loss, batches))
     return module
 
 

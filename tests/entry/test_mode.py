@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 
 import torch
+from helpers import same_gradients
+from made_of import made_of
 from torch import nn
 
 from rockmate import RockmateModule
 
 
+@made_of(lambda: {"linear": nn.Linear(16, 16), "dropout": nn.Dropout(0.5)})
 class Net(nn.Module):
     """Its own `training` decides, besides that of its dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.dropout(self.linear(x))
@@ -29,12 +28,7 @@ def pair() -> tuple[Net, nn.Module, torch.Tensor]:
 
 
 def assert_equal_steps(eager: nn.Module, module: nn.Module, x: torch.Tensor) -> None:
-    for callee in (eager, module):
-        torch.manual_seed(1)
-        callee.zero_grad()
-        callee(x).backward()
-    for ours, theirs in zip(module.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    same_gradients(module, eager, lambda callee: (torch.manual_seed(1), callee(x).backward()))
 
 
 def test_mode_set_by_attribute_reaches_the_model() -> None:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import assert_alike
+from made_of import made_of
 from torch import nn
 
 from rockmate import Planner, RockmateModule
@@ -16,37 +18,27 @@ from rockmate.errors import SignatureMismatchError, UnsupportedModelError
 from rockmate.step import capture_step
 
 
+@made_of(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8), "drop": nn.Dropout(0.3)})
 class Branches(nn.Module):
     """Runs one of two layers, as a flag among the inputs says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.drop = nn.Dropout(0.3)
 
     def forward(self, x: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
         layer = self.first if (flag > 0).all() else self.second
         return self.drop(torch.tanh(layer(x)))
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8)})
 class Scaled(nn.Module):
     """Reads a length and uses it as a number and as a size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         longest = int(lengths.max())
         return self.layer(x[:, :longest]).sin() / longest
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8)})
 class InPlace(nn.Module):
     """Reads a value that ops in place have made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, flag: torch.Tensor) -> torch.Tensor:
         total = torch.zeros(2, dtype=torch.int64)
@@ -92,10 +84,7 @@ def check_equal(make: Callable[[], nn.Module], calls: Calls) -> RockmateModule:
     model = make()
     plain = copy.deepcopy(model)
     module = RockmateModule(model, calls[0], budget=1.0, on_infeasible="least")
-    found, expected = steps(module, model, calls), steps(plain, plain, calls)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or theirs is None or torch.equal(ours, theirs)
+    assert_alike(steps(module, model, calls), steps(plain, plain, calls))
     return module
 
 
@@ -162,11 +151,8 @@ def test_another_value_is_named_in_the_log(caplog: pytest.LogCaptureFixture) -> 
     assert "the forward reads from its inputs or buffers was True and is False" in caplog.text
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8)})
 class Activations(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x)
         return y.exp() if y.sum() > 0 else y.sin()
@@ -192,12 +178,9 @@ def test_values_that_the_call_does_not_decide_are_refused(model_class: type[nn.M
         RockmateModule(model_class(), x(0), budget=1.0)
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8), "head": nn.Linear(8, 3)})
 class Masked(nn.Module):
     """Takes rows of activations where a mask is true, and writes to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         y = self.layer(x).tanh() * 2
@@ -218,12 +201,9 @@ def test_a_mask_without_a_true_element() -> None:
     check_equal(Masked, [(row[:3], mask) for row, mask in calls])
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8)})
 class Packed(nn.Module):
     """Rows in packs, whose lengths, numbers and boundaries follow from an input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         pack_of_row = torch.repeat_interleave(lengths)
@@ -231,12 +211,9 @@ class Packed(nn.Module):
         return self.layer(x[offsets]) * (1 + pack_of_row[:, None])
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8)})
 class Unique(nn.Module):
     """Sizes from the distinct values of an input, and a tensor made of tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         bounds = torch.unique_consecutive(ids)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import REGIMES, budget_for, check_against_eager, counts_of
+from made_of import made_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -94,11 +95,8 @@ def test_a_policy_that_counts() -> None:
         seen.append(op)
         return SAVE if len(seen) % 2 else RECOMPUTE
 
+    @made_of(lambda: {"layers": nn.ModuleList(nn.Linear(32, 32) for _ in range(4))})
     class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
-
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 x = torch.tanh(layer(x).exp())
@@ -209,12 +207,9 @@ def test_checkpoints_with_debug_are_those_without(existing: str) -> None:
     assert all(map(torch.equal, *steps))
 
 
+@made_of(lambda *, use_reentrant: {"layer": nn.Linear(32, 32), "use_reentrant": use_reentrant})
 class Dropped(nn.Module):
     """Two checkpointed calls that leave the random state, and one of them draws."""
-
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.layer, self.use_reentrant = nn.Linear(32, 32), use_reentrant
 
     def forward(self, x: Tensor) -> Tensor:
         drawing = functools.partial(torch.nn.functional.dropout, p=0.5)
@@ -244,11 +239,8 @@ def test_lifted_checkpoints_recompute_nothing_with_memory_to_spare() -> None:
 
 
 def test_a_checkpoint_with_outputs_that_are_no_tensors() -> None:
+    @made_of(lambda: {"layer": nn.Linear(32, 32)})
     class Several(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(32, 32)
-
         def inner(self, x: Tensor) -> tuple[Tensor, int, dict[str, Tensor]]:
             hidden = torch.tanh(self.layer(x)).exp()
             return hidden, x.shape[1], {"other": hidden.sin()}

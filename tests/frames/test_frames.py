@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_alike, zero_gradients
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
@@ -104,10 +106,7 @@ def check(
 ) -> RockmateModule:
     plain = copy.deepcopy(model)
     module = framed(model, budget)
-    ours, expected = trained(module, model, loss), trained(plain, plain, loss)
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    assert_alike(trained(module, model, loss), trained(plain, plain, loss))
     for mine, theirs in zip(model.modules(), plain.modules(), strict=True):
         assert getattr(mine, "num_calls", 0) == getattr(theirs, "num_calls", 0)
         assert "forward" not in vars(mine)
@@ -121,25 +120,6 @@ def test_equal_to_eager(kind: str, budget: float) -> None:
     assert module.frames is not None
     if kind != "layerdrop":  # the first step may have fewer layers than others
         assert (module.frames.counts.num_recomputed > 0) == (budget < 1.0)
-
-
-class Replacing(Block):
-    """Puts a new tensor in the place of its buffer in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(128, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.scale = self.scale * 0.9 + 0.1 * x.detach().abs().mean()
-        return super().forward(x * self.scale.cos())
-
-
-def test_buffers_that_are_replaced() -> None:
-    model = Chain()
-    for index in (1, 2, 4):
-        model.blocks[index] = Replacing()
-    check(model)
 
 
 def test_python_random_numbers_between_frames_are_drawn_once() -> None:
@@ -208,8 +188,7 @@ def test_hooks_of_parameters_and_modules_fire_as_in_eager() -> None:
 
 
 def peak_of(module: RockmateModule, model: nn.Module, rows: int) -> int:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
     x = batch(0, rows)
     return timeline(lambda: module(x).square().mean().backward()).peak_bytes
 
@@ -358,20 +337,15 @@ def test_a_frame_that_runs_out_of_memory_runs_again_after_others_are_dropped(
     # As on a device or in a process whose allocations can fail.
     monkeypatch.setattr("rockmate.frames.memory.free_bytes", lambda _: 1 << 40)
     module = framed(model, 1.0)
-    for mine, theirs in zip(trained(module, model, loss_of), expected, strict=True):
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    assert_alike(trained(module, model, loss_of), expected)
     assert Short.fails_at == -1
 
 
+@made_of(lambda: {"layers": nn.Sequential(nn.Tanh(), nn.Dropout(0.2), nn.Tanh()), "num_calls": 0})
 class ShortInBackward(nn.Module):
     """Cheap for its bytes, so that it is the one to run again; runs out of memory once in that."""
 
     is_to_fail = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Tanh(), nn.Dropout(0.2), nn.Tanh())
-        self.num_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.num_calls += 1
@@ -394,9 +368,7 @@ def test_a_second_run_that_runs_out_of_memory_runs_again_after_others_are_droppe
         ShortInBackward.is_to_fail = seed == 1  # the step after the measured one
         return value
 
-    ours = trained(module, model, failing)
-    for mine, theirs in zip(ours, expected, strict=True):
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    assert_alike(trained(module, model, failing), expected)
     assert not ShortInBackward.is_to_fail
 
 
@@ -458,8 +430,7 @@ def test_auto_takes_frames_where_there_is_no_graph(
         ours = trained(module, model, loss_of)
     assert "frames instead of a plan, since" in caplog.text
     assert module.frames is not None
-    for mine, theirs in zip(ours, trained(plain, plain, loss_of), strict=True):
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
+    assert_alike(ours, trained(plain, plain, loss_of))
 
 
 def test_auto_takes_frames_where_the_trace_alone_fails() -> None:
@@ -576,11 +547,8 @@ def test_a_failed_backward_leaves_no_profiler() -> None:
 
 
 def test_a_step_of_two_backwards_is_measured_whole() -> None:
+    @made_of(lambda: {"first": Chain(), "second": Chain()})
     class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = Chain(), Chain()
-
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.first(x), self.second(x)
 

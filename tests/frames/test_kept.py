@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_alike, zero_gradients
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import RockmateModule
@@ -88,8 +90,7 @@ class Growing(Chain):
 
 
 def peak_of(module: RockmateModule, model: nn.Module) -> int:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
     x = batch(0, ROWS)
     return timeline(lambda: module(x).square().mean().backward()).peak_bytes
 
@@ -175,16 +176,12 @@ def test_a_kept_frame_that_runs_out_of_memory_runs_again(monkeypatch: pytest.Mon
     expected = trained(plain, plain, fails=False)
     torch.manual_seed(1)
     module = framed(model, 0.7, plan_frames=False)  # schedules depend on times
-    for ours, theirs in zip(trained(module, model, fails=True), expected, strict=True):
-        assert torch.equal(ours, theirs)
+    assert_alike(trained(module, model, fails=True), expected)
 
 
+@made_of(lambda: {"has_last": False})
 class Late(Chain):
     """Its last block comes only later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.has_last = False
 
     def forward(self, x: Tensor) -> Tensor:
         for block in list(self.blocks)[: None if self.has_last else -1]:

@@ -10,6 +10,8 @@ from functools import partial
 
 import pytest
 import torch
+from helpers import zero_gradients
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -27,12 +29,9 @@ WAY = ScheduleCost(
 )  # fmt: skip
 
 
+@made_of(lambda: {"project": nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH))})
 class Attention(nn.Module):
     """Takes memory by the square of the length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.project = nn.Sequential(nn.Linear(WIDTH, 3 * WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.project(x).chunk(3, -1)
@@ -40,11 +39,8 @@ class Attention(nn.Module):
         return x + weights @ value
 
 
+@made_of(lambda: {"blocks": nn.ModuleList(Attention() for _ in range(6))})
 class Attending(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Attention() for _ in range(6))
-
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
@@ -92,8 +88,7 @@ def peak(function: Callable[[], None]) -> int:
 def test_longer_sequences_are_measured_though_they_have_fewer_elements(budget: float) -> None:
     model = Attending()
     module = framed(model, budget)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(model)
 
     def step(x: Tensor) -> None:
         module(x).square().mean().backward()
@@ -198,8 +193,7 @@ def test_a_new_gradient_counts_until_it_is_in_place() -> None:
         model = Attending()
         model.blocks = nn.ModuleList(Heavy() for _ in range(4))
         if has_gradients:
-            for each in model.parameters():
-                each.grad = torch.zeros_like(each)
+            zero_gradients(model)
         module = framed(model, 0.9, plan_frames=False)
         for _ in range(2):
             module(torch.randn(8, 256)).square().mean().backward()

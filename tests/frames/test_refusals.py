@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_alike
 from torch import Tensor, nn
 
 from rockmate import Planner, RockmateModule
@@ -84,8 +85,7 @@ def test_the_last_line_of_a_refusal_works(function: Callable[[Tensor], Tensor]) 
     line = re.findall(r"RockmateModule\(.*\)", texts[0])[-1]
     plain = copy.deepcopy(model)
     module = eval(line, {"RockmateModule": RockmateModule, "model": model, "budget": 0.7})
-    for ours, expected in zip(gradients(module, model), gradients(plain, plain), strict=True):
-        assert torch.equal(ours, expected)
+    assert_alike(gradients(module, model), gradients(plain, plain))
 
 
 def test_a_first_call_is_refused_with_the_same_line() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -33,10 +34,7 @@ class Body(nn.Module):
         self.body = nn.Sequential(
             nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
         )
-        self.state = self.first_state()
-
-    def first_state(self) -> Any:
-        return None
+        self.state = None
 
     def forward(self, x: Tensor) -> Any:
         return x + self.body(x * self.factor())
@@ -108,47 +106,37 @@ class Putting(Body):
         return x + self.body(x / shelf.count + sum(shelf.kept))
 
 
+@made_of(lambda: {"state": deque([1.0], maxlen=3)})
 class InDeque(Body):
-    def first_state(self) -> Any:
-        return deque([1.0], maxlen=3)
-
     def factor(self) -> Any:
         self.state.append(self.state[-1] + 0.1)
         return self.state[-1]
 
 
+@made_of(lambda: {"state": {"all": ([1.0],)}})
 class Nested(Body):
-    def first_state(self) -> Any:
-        return {"all": ([1.0],)}
-
     def factor(self) -> Any:
         self.state["all"][0].append(self.state["all"][0][-1] + 0.1)
         return self.state["all"][0][-1]
 
 
+@made_of(lambda: {"state": Shelf()})
 class InObject(Body):
-    def first_state(self) -> Any:
-        return Shelf()
-
     def factor(self) -> Any:
         self.state.count += 1
         return 1 / self.state.count
 
 
+@made_of(lambda: {"state": torch.ones(1)})
 class InTensor(Body):
-    def first_state(self) -> Any:
-        return torch.ones(1)
-
     def factor(self) -> Any:
         self.state += 0.1
         return self.state.clone()
 
 
+@made_of(lambda: {"state": {"mean": torch.ones(WIDTH)}})
 class InDict(Body):
     """Replaces tensors in a dictionary, which have no truth value."""
-
-    def first_state(self) -> Any:
-        return {"mean": torch.ones(WIDTH)}
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x * self.state["mean"])
@@ -156,21 +144,17 @@ class InDict(Body):
         return y
 
 
+@made_of(lambda: {"state": [random.Random(3), np.random.default_rng(3), np.random.RandomState(3)]})
 class Drawing(Body):
     """Draws from a generator of its own; each kind has its way to copy it."""
-
-    def first_state(self) -> Any:
-        return [random.Random(3), np.random.default_rng(3), np.random.RandomState(3)]
 
     def factor(self) -> Any:
         return self.state[0].random() + self.state[1].random() + self.state[2].rand()
 
 
+@made_of(lambda: {"state": 0})
 class LateStatistics(Body):
     """Batch normalization that begins later and counts no write."""
-
-    def first_state(self) -> Any:
-        return 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.state += 1
@@ -180,6 +164,7 @@ class LateStatistics(Body):
         return super().forward(x)
 
 
+@made_of(lambda: {"state": 0})
 class LateBuffer(Body):
     """Puts another tensor in the place of a buffer, from some step on."""
 
@@ -188,9 +173,6 @@ class LateBuffer(Body):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("scale", torch.ones(2, WIDTH))
-
-    def first_state(self) -> Any:
-        return 0
 
     def factor(self) -> Any:
         self.state += 1
@@ -241,11 +223,9 @@ class Inferring(Body):
             return float(self.body[0].get_parameter("weight").std())
 
 
+@made_of(lambda: {"state": 0})
 class PythonRandom(Body):
     draws_from = 0
-
-    def first_state(self) -> Any:
-        return 0
 
     def factor(self) -> Any:
         self.state += 1
@@ -402,10 +382,8 @@ def states_changed(model: Any, step: int) -> None:
         block.state += 1
 
 
+@made_of(lambda: {"state": torch.ones(WIDTH)})
 class Stated(Body):
-    def first_state(self) -> Any:
-        return torch.ones(WIDTH)
-
     def factor(self) -> Any:
         return self.state
 

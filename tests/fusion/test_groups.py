@@ -11,6 +11,7 @@ import models
 import pytest
 import torch
 from joint_graphs import captured_for, verify_joint
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate.capture.roles import Capture
@@ -183,12 +184,9 @@ def test_a_value_that_a_product_of_the_backward_reads_is_not_absorbed() -> None:
         assert needed.isdisjoint(group.absorbed)
 
 
+@made_of(lambda: {"first": nn.Linear(16, 16), "second": nn.Linear(16, 16)})
 class TwoLosses(nn.Module):
     """Two outputs with a gradient, which meet in one value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         shared = torch.tanh(self.first(x))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -16,13 +17,9 @@ from rockmate._torch.inductor import CompilationError, decomposed
 from rockmate.fusion.kernels import writing
 
 
+@made_of(lambda function: {"function": function, "scale": nn.Parameter(torch.ones(32, 64))})
 class Applied(nn.Module):
     """A function of scaled values, with pointwise ops around it."""
-
-    def __init__(self, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.function = function
-        self.scale = nn.Parameter(torch.ones(32, 64))
 
     def forward(self, x: Tensor, *others: Tensor) -> Tensor:
         return self.function(x * self.scale, *others) * 2.0
@@ -87,13 +84,9 @@ def test_integers_are_divided_outside_of_kernels(mode: str) -> None:
     assert_same(divided, torch.randn(32, 64), i, j)
 
 
+@made_of(lambda loss: {"loss": loss, "layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(3))})
 class Reduced(nn.Module):
     """Losses inside of a model, each in memory as large as what it reduces."""
-
-    def __init__(self, loss: Callable[[Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.loss = loss
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         first, second, last = self.layers

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 import torch
 from fused_blocks import Scored
+from helpers import assert_alike
 from joint_graphs import captured_for
+from made_of import made_of
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._inductor import config
@@ -75,11 +77,8 @@ def test_a_kernel_is_for_a_number_of_threads_on_disk_too(monkeypatch: pytest.Mon
 
 
 def test_in_place_forms_give_the_same_bits_in_the_argument() -> None:
+    @made_of(lambda: {"layers": nn.ModuleList(nn.Linear(256, 256) for _ in range(3))})
     class Deep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(3))
-
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 x = torch.sin(layer(x) * 2) * 0.5
@@ -96,8 +95,7 @@ def test_in_place_forms_give_the_same_bits_in_the_argument() -> None:
             expected = op(*values)
             results = form(*values)
             assert _all(results)[0].data_ptr() == values[form.position].data_ptr()
-            for mine, theirs in zip(_all(results), _all(expected), strict=True):
-                assert torch.equal(mine, theirs)
+            assert_alike(_all(results), _all(expected))
     assert num_forms
 
 

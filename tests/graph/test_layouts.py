@@ -14,6 +14,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from helpers import same_gradients
+from made_of import made_of
 from torch import nn
 from torch.nn import functional
 
@@ -23,12 +24,9 @@ from rockmate.ops.kernels import as_strided
 from rockmate.step import capture_step
 
 
+@made_of(lambda *, channels_last: {"layer": nn.Linear(8, 16), "channels_last": channels_last})
 class Transposed(nn.Module):
     """Dropout whose gradient comes transposed, as that of attention in windows."""
-
-    def __init__(self, *, channels_last: bool) -> None:
-        super().__init__()
-        self.layer, self.channels_last = nn.Linear(8, 16), channels_last
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.layer(x).softmax(-1).unflatten(-1, (4, 4))
@@ -50,18 +48,12 @@ def test_dropout_of_a_transposed_gradient(channels_last: bool) -> None:
     plain = copy.deepcopy(model)
     assert not other_layouts(model, x)
     module = RockmateModule(model, x, budget=1.0)
-    for run in (module, plain):
-        torch.manual_seed(1)
-        run(x).backward()
-    assert torch.equal(model.layer.weight.grad, plain.layer.weight.grad)  # pyright: ignore
+    same_gradients(module, plain, lambda run: (torch.manual_seed(1), run(x).backward()))
 
 
+@made_of(lambda function: {"first": nn.Conv2d(3, 8, 3), "function": function})
 class Mixed(nn.Module):
     """A function of values in channels-last, whose gradient is not."""
-
-    def __init__(self, function: nn.Module) -> None:
-        super().__init__()
-        self.first, self.function = nn.Conv2d(3, 8, 3), function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.function(self.first(x).contiguous(memory_format=torch.channels_last))
@@ -95,11 +87,8 @@ PADS = [
 
 @pytest.mark.parametrize("pad", PADS, ids=lambda pad: type(pad).__name__)
 def test_padded_values_and_their_gradients_are_in_the_format_of_the_values(pad: nn.Module) -> None:
+    @made_of(lambda: {"scale": nn.Parameter(torch.ones(())), "pad": pad})
     class Padded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale, self.pad = nn.Parameter(torch.ones(())), pad
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             last = torch.channels_last if x.ndim == 4 else torch.channels_last_3d
             y = self.pad((x * self.scale).contiguous(memory_format=last))
@@ -152,11 +141,8 @@ ELEMENTWISE = (
 def test_elementwise_functions_of_transposed_values(
     function: Any, dtype: torch.dtype, reads: tuple[Any, int]
 ) -> None:
+    @made_of(lambda: {"layer": nn.Linear(6, 6)})
     class Transposing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(6, 6)
-
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.layer(x)
             y = function(y.t().contiguous().t() if reads[1] else y)
@@ -181,12 +167,9 @@ def test_group_norms_read_gradients_in_the_format_of_their_values(is_last: bool)
     same_gradients(RockmateModule(model, x, 1.0), plain, lambda callee: callee(x).backward())
 
 
+@made_of(lambda: {"first": nn.Conv2d(3, 8, 3), "norm": nn.GroupNorm(2, 8)})
 class LaidOutLate(nn.Module):
     """What a group norm returns is read in channels-last, so its gradient comes in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(self.first(x))
@@ -203,12 +186,9 @@ def test_gradients_of_halves_lie_as_the_kernel_of_a_product_lays_them(dtype: tor
     same_gradients(RockmateModule(model, x, 1.0), plain, lambda callee: callee(x).backward())
 
 
+@made_of(lambda softmax: {"first": nn.Conv2d(3, 8, 3), "softmax": softmax})
 class Soft(nn.Module):
     """A softmax of values in channels-last, whose gradient lies as they do."""
-
-    def __init__(self, softmax: Any) -> None:
-        super().__init__()
-        self.first, self.softmax = nn.Conv2d(3, 8, 3), softmax
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         y = self.first(x).contiguous(memory_format=torch.channels_last)
@@ -226,12 +206,9 @@ def test_a_softmax_does_not_write_into_memory_of_another_layout(softmax: Any) ->
     same_gradients(RockmateModule(model, x, 1.0), plain, lambda callee: callee(*x).backward())
 
 
+@made_of(lambda: {"scale": nn.Parameter(torch.ones(()))})
 class Signs(nn.Module):
     """A sum of values with other signs, in the layout of the first operand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
         return torch.copysign((x * self.scale).transpose(0, 2), signs.t()).sum()

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import same_bits
 from joint_graphs import assert_same_bits, captured_for, made_up, run, verify_joint
+from made_of import made_of
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
@@ -48,36 +49,26 @@ class Skips(nn.Module):
         return functional.mse_loss(self.last(torch.cat((x, skip), 1)), torch.zeros(x.shape[0], 4))
 
 
+@made_of(lambda: {"layer": nn.Linear(4, 4)})
 class Classes(nn.Module):
     """`one_hot` checks its values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         scores = self.layer(functional.one_hot(labels, 4).float()) + x
         return functional.cross_entropy(self.layer(scores), labels)
 
 
+@made_of(lambda: {"gate": nn.Parameter(torch.ones(4, 8)), "layer": nn.Linear(8, 8)})
 class Gated(nn.Module):
     """Autograd makes the gate's gradient before it reads the gate for the last time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Parameter(torch.ones(4, 8))
-        self.layer = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         return (self.layer(x) * self.gate).square().sum()
 
 
+@made_of(lambda: {"layer": nn.Linear(1024, 1024, bias=False)})
 class WideProduct(nn.Module):
     """One weight's gradient is large enough for slices."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1024, 1024, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layer(x).square().mean()

@@ -12,8 +12,9 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import check_against_eager, planned
+from helpers import check_against_eager, differing, gradients_of, planned
 from joint_graphs import SPECIAL, assert_same_bits, bits, captured, captured_for, run
+from made_of import made_of
 from torch import Tensor, fx, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -34,13 +35,9 @@ from rockmate.schedule.simulate import simulate
 aten = torch.ops.aten
 
 
+@made_of(lambda function, width=8: {"linear": nn.Linear(8, width), "function": function})
 class Written(nn.Module):
     """A linear layer behind which stands a function of its result."""
-
-    def __init__(self, function: Callable[[Tensor], Any], width: int = 8) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, width)
-        self.function = function
 
     def forward(self, x: Tensor) -> Any:
         return self.function(self.linear(x))
@@ -69,7 +66,8 @@ def calls(capture: Capture) -> Counter[str]:
 
 
 def assert_clean_is_the_same(
-    make: Callable[[], Capture], reduce: Callable[[Capture], None]
+    make: Callable[[], Capture],
+    reduce: Callable[[Capture], None] = lambda capture: clean(capture.joint.graph),
 ) -> None:
     plain, ours = make(), make()
     remove_dead_calls(plain.joint.graph)
@@ -92,7 +90,7 @@ def test_joint_graph_gives_the_same_bits(name: str) -> None:
     def make() -> Capture:
         return captured_for(workload.model, workload.sample)
 
-    assert_clean_is_the_same(make, lambda capture: clean(capture.joint.graph))
+    assert_clean_is_the_same(make)
 
 
 def nasty(h: Tensor) -> Any:
@@ -130,9 +128,7 @@ def nasty(h: Tensor) -> Any:
 
 def test_nasty_graph_gives_the_same_bits() -> None:
     x = torch.randn(8, 8)
-    assert_clean_is_the_same(
-        lambda: captured(Written(nasty), x), lambda capture: clean(capture.joint.graph)
-    )
+    assert_clean_is_the_same(lambda: captured(Written(nasty), x))
 
     def loss_of(module: Callable[..., Any], step: int) -> tuple[Any, Tensor]:
         outputs = module(x * step)
@@ -249,11 +245,8 @@ def test_call_of_the_backward_merges_into_the_forward_and_can_still_run_again() 
 def test_checkpoints_in_the_model_are_undone() -> None:
     layers = nn.ModuleList(models.Stack(2, 8, dropout=0.0) for _ in range(2))
 
+    @made_of(lambda is_careful: {"layers": layers, "is_careful": is_careful})
     class Careful(nn.Module):
-        def __init__(self, is_careful: bool) -> None:
-            super().__init__()
-            self.layers, self.is_careful = layers, is_careful
-
         def forward(self, x: Tensor) -> Tensor:
             for layer in self.layers:
                 x = checkpoint(layer, x, use_reentrant=False) if self.is_careful else layer(x)
@@ -321,9 +314,7 @@ def test_constants_of_different_kind_do_not_merge() -> None:
         return h, *(t + 1 for t in made), *(t.clone() for t in filled)
 
     x = torch.randn(4, 8)
-    assert_clean_is_the_same(
-        lambda: captured(Written(kinds), x), lambda capture: clean(capture.joint.graph)
-    )
+    assert_clean_is_the_same(lambda: captured(Written(kinds), x))
 
 
 def test_zeros_of_different_sign_do_not_merge() -> None:
@@ -398,17 +389,11 @@ def test_equal_outputs_stay_apart() -> None:
         planner = Planner(model, x)
         module = planner.module(1.0 if budget == "loose" else planner.minimum_peak_bytes)
         loss_of(module, 1)[1].backward()
-        ours = [
-            parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
-        ]
+        ours = gradients_of(model)
         model.zero_grad()
-        expected = model(x)[-1].square().sum()
-        expected.backward()
-        reference = [
-            parameter.grad for parameter in model.parameters() if parameter.grad is not None
-        ]
-        assert len(ours) == len(reference) == 2
-        assert all(torch.equal(a, b) for a, b in zip(ours, reference, strict=True))
+        model(x)[-1].square().sum().backward()
+        assert len(ours) == 2
+        assert not differing(ours, gradients_of(model))
 
 
 def test_buffers_that_get_equal_values_keep_memory_of_their_own() -> None:
@@ -473,12 +458,9 @@ def test_schedule_of_the_plain_graph_costs_no_more_on_the_clean_one(name: str) -
         assert peak(ours, mapped) <= peak(plain, schedule) + mask_bytes
 
 
+@made_of(lambda: {"linear": nn.Linear(8, 512)})
 class Classifier(nn.Module):
     """Returns its loss, and scores that take more memory than all else."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 512)
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         scores = self.linear(x)

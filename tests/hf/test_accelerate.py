@@ -63,14 +63,6 @@ def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
-def test_training_and_evaluation_are_those_of_the_plain_model(tmp_path: Path) -> None:
-    losses, weights = loop(tmp_path / "plain", None)
-    our_losses, our_weights = loop(tmp_path / "planned", 0.7)
-    assert our_losses == losses
-    assert len(losses) == 2 * STEPS
-    assert_equal(our_weights, weights)
-
-
 @pytest.mark.parametrize("before", [None, 0.7])
 def test_a_saved_state_is_resumed(before: float | None, tmp_path: Path) -> None:
     """The state of a plain run by a planned one, and that of a planned run."""

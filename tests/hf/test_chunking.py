@@ -8,6 +8,7 @@ import architectures
 import pytest
 import torch
 from chunk_cases import chunked, distance, eager, gradients, train
+from made_of import made_of
 from torch import nn
 from torch.nn import functional
 
@@ -99,12 +100,9 @@ class DenseExperts(nn.Module):
         return (out * scores.t().unsqueeze(-1)).sum(0)
 
 
+@made_of(lambda: {"layers": nn.ModuleList(DenseExperts() for _ in range(2))})
 class Mixture(nn.Module):
     """Two residual layers of dense experts, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(DenseExperts() for _ in range(2))
 
     def forward(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         for layer in self.layers:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import assert_alike
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import RockmateModule
@@ -32,11 +34,8 @@ class Block(nn.Module):
         return x + self.body(self.norm(x))
 
 
+@made_of(lambda block=Block: {"blocks": nn.ModuleList(block() for _ in range(4))})
 class Chain(nn.Module):
-    def __init__(self, block: Callable[[], nn.Module] = Block) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(block() for _ in range(4))
-
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
@@ -75,9 +74,7 @@ def check(
     found = trained(module, other, step)
     assert module.frames is not None
     assert (module.frames.counts.num_planned > 0) == is_planned
-    assert len(found) == len(expected)
-    for one, two in zip(expected, found, strict=True):
-        assert torch.equal(one, two) if isinstance(one, Tensor) else one == two
+    assert_alike(found, expected)
 
 
 def test_blocks_are_planned() -> None:
@@ -207,11 +204,8 @@ def test_outputs_that_share_memory(kind: str) -> None:
 
 
 def test_hooks_that_a_forward_adds_to_tensors() -> None:
+    @made_of(lambda: {"sums": []})
     class Noting(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sums: list[Tensor] = []
-
         def forward(self, x: Tensor) -> Tensor:
             y = x + self.body(self.norm(x))
             y.register_hook(lambda gradient: self.sums.append(gradient.sum()))
@@ -252,12 +246,8 @@ def test_another_block_or_forward(kind: str) -> None:
 
 @pytest.mark.parametrize("name", ["use_cache", "gradient_checkpointing"])
 def test_switches_that_a_capture_turns_off(name: str) -> None:
+    @made_of(lambda: {"config": SimpleNamespace(use_cache=False), "gradient_checkpointing": False})
     class Switched(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.config = SimpleNamespace(use_cache=False)
-            self.gradient_checkpointing = False
-
         def forward(self, x: Tensor) -> Tensor:
             is_on = self.config.use_cache or self.gradient_checkpointing
             return x + self.body(self.norm(x)) * (2.0 if is_on else 1.0)
@@ -273,11 +263,8 @@ def test_switches_that_a_capture_turns_off(name: str) -> None:
 def test_what_a_function_in_an_attribute_reads() -> None:
     factors = [1.0]
 
+    @made_of(lambda: {"factor": lambda: factors[0]})
     class Scaled(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.factor = lambda: factors[0]
-
         def forward(self, x: Tensor) -> Tensor:
             return x + self.body(self.norm(x)) * self.factor()
 

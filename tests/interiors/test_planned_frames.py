@@ -10,12 +10,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from helpers import assert_alike
+from made_of import made_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
 from rockmate.errors import BackwardError
+from tests.frames.test_frames import framed
 
 WIDTH = 32
 ROWS = 96
@@ -49,10 +52,6 @@ class Net(nn.Module):
             if torch.rand(()) >= self.dropped:
                 x = block(x)
         return self.head(x)
-
-
-def framed(model: nn.Module, budget: float = 0.5, **options: Any) -> RockmateModule:
-    return RockmateModule(model, None, budget, mode="frames", on_infeasible="least", **options)
 
 
 def num_planned(module: RockmateModule) -> int:
@@ -95,10 +94,7 @@ def check(
     plain = copy.deepcopy(model)
     module = framed(model, budget)
     ours = trained(module, model, step, num_steps)
-    theirs = trained(plain, plain, step, num_steps)
-    for mine, expected in zip(ours, theirs, strict=True):
-        assert (mine is None) == (expected is None)
-        assert mine is None or torch.equal(mine, expected)
+    assert_alike(ours, trained(plain, plain, step, num_steps))
     return module
 
 
@@ -191,11 +187,8 @@ def test_without_planned_frames_all_run_as_in_eager() -> None:
     assert num_planned(module) == 0
 
 
+@made_of(lambda: {"means": []})
 class Appending(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.means: list[Tensor] = []
-
     def forward(self, x: Tensor) -> Tensor:
         result = super().forward(x)
         self.means.append(result.detach().mean())
@@ -497,12 +490,9 @@ def test_a_weight_with_readers_beside_the_cast_of_autocast(
     assert ("is not planned" in caplog.text) != is_planned
 
 
+@made_of(lambda counts: {"counts": counts})
 class CountingOutside(Block):
     """Counts its calls in a list of its model."""
-
-    def __init__(self, counts: list[int]) -> None:
-        super().__init__()
-        self.counts = counts
 
     def forward(self, x: Tensor) -> Tensor:
         self.counts.append(1)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import RockmateModule
@@ -30,12 +31,9 @@ class Ending(nn.Module):
         return (x + self.layers(x)).sigmoid()
 
 
+@made_of(lambda: {"blocks": nn.ModuleList(Ending() for _ in range(6))})
 class Branching(nn.Module):
     """Has no graph of its own; its blocks have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Ending() for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -64,12 +62,9 @@ class Beside(Branching):
         return x
 
 
+@made_of(lambda: {"gates": nn.Sequential(nn.Linear(2 * WIDTH, 3 * WIDTH))})
 class Pair(nn.Module):
     """Joins two values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gates = nn.Sequential(nn.Linear(2 * WIDTH, 3 * WIDTH))
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         one, other, gate = self.gates(torch.cat([left, right], -1)).chunk(3, -1)
@@ -77,12 +72,9 @@ class Pair(nn.Module):
         return mixed.tanh()
 
 
+@made_of(lambda: {"leaf": nn.Linear(WIDTH, WIDTH), "pair": Pair()})
 class Tree(nn.Module):
     """What a call returns waits while others run, and their backwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.leaf, self.pair = nn.Linear(WIDTH, WIDTH), Pair()
 
     def forward(self, x: Tensor) -> Tensor:
         values = [self.leaf(x + number) for number in range(16)]

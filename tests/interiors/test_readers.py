@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate.capture.roles import Role, RoleKind
@@ -22,12 +23,9 @@ def test_gradients_arrive_in_the_order_of_the_backward() -> None:
     assert [each.tolist() for each in of_y] == [[1.0] * 3]
 
 
+@made_of(lambda: {"scale": nn.Parameter(torch.randn(4))})
 class Twice(nn.Module):
     """Reads its input three times, and a parameter twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.randn(4))
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * self.scale).sin() + (x + self.scale).exp() + x

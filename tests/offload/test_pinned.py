@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import same_gradients
+from made_of import made_of
 from moves import X, module_of, step
 from torch.overrides import TorchFunctionMode
 
@@ -58,12 +59,9 @@ class LateEvent:
         self.stream, self.number = stream, len(stream.queue)
 
 
+@made_of(lambda stream: {"stream": stream})
 class Queueing(TorchFunctionMode):
     """Puts copies into the queue of a stream."""
-
-    def __init__(self, stream: LateStream) -> None:
-        super().__init__()
-        self.stream = stream
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.copy_:

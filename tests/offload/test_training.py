@@ -9,7 +9,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from helpers import differing, gradients_of, net_allocated, same_gradients
+from helpers import differing, gradients_of, net_allocated, same_gradients, zero_gradients
 from moves import X, layers, module_of, step
 from torch import nn
 
@@ -79,8 +79,7 @@ def test_measured_bytes_are_the_predicted_ones(name: str, share: float, tmp_path
         else:
             output.backward(torch.ones_like(output))
 
-    for parameter in workload.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(workload.model)
     step()
     measured = allocator_peak(step)
     assert measured <= plan.budget_bytes

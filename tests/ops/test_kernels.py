@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import same_bits
+from made_of import made_of
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -479,11 +480,8 @@ def test_operand_that_is_read_twice_survives_an_in_place_form() -> None:
     """`h * h`, `h + h.t()`, `h * h.sum(0)` and the like, through plans."""
     from helpers import check_against_eager
 
+    @made_of(lambda: {"linear": torch.nn.Linear(16, 16)})
     class Twice(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(16, 16)
-
         def forward(self, x: Tensor) -> Tensor:
             h = self.linear(x[:16])
             h = h * h + 1
@@ -637,11 +635,8 @@ def test_random_state_of_a_recomputation() -> None:
 
 
 def test_forms_with_a_number_are_not_offered_in_half_precision() -> None:
+    @made_of(lambda: {"linear": torch.nn.Linear(8, 8)})
     class Halving(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = torch.nn.Linear(8, 8)
-
         def forward(self, x: Tensor) -> Tensor:
             return torch.ops.aten.mul.Scalar(self.linear(x), 0.7)
 

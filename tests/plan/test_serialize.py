@@ -17,7 +17,16 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import REGIMES, assert_same, budget_for, planned, train, workload_loss
+from helpers import (
+    REGIMES,
+    assert_alike,
+    assert_same,
+    budget_for,
+    planned,
+    train,
+    workload_loss,
+    zero_gradients,
+)
 from torch import nn
 
 import rockmate.costs.measure
@@ -182,8 +191,7 @@ def test_loaded_plan_has_the_peak_that_it_promises() -> None:
         case.workload.model, case.workload.sample, plan=Plan.from_text(plan.to_text())
     )
     batch = case.workload.make_batch(1)
-    for parameter in case.workload.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    zero_gradients(case.workload.model)
 
     def step() -> None:
         output = module(**batch)
@@ -207,10 +215,7 @@ def test_options_of_the_capture_travel_with_the_plan(gradients: Any) -> None:
     else:
         module(x).sum().backward()
         got = [parameter.grad for parameter in parameters]
-    for gradient, expected in zip(
-        got, torch.autograd.grad(model(x).sum(), parameters), strict=True
-    ):
-        assert torch.equal(gradient, expected)
+    assert_alike(got, torch.autograd.grad(model(x).sum(), parameters))
 
 
 def test_plan_of_another_planner_runs_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from chunk_cases import (
     sorted_scores,
 )
 from layered import layered
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -48,13 +49,9 @@ from rockmate.step import CapturedStep, capture_step
 # --- plans ----------------------------------------------------------------------------------------
 
 
+@made_of(lambda: {"words": nn.Embedding(4096, 64), "head": nn.Linear(64, 4096, bias=False)})
 class Wide(nn.Module):
     """Words straight to many logits: nearly all of the step is its loss block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(4096, 64)
-        self.head = nn.Linear(64, 4096, bias=False)
 
     def forward(self, words: Tensor, labels: Tensor) -> Mapping[str, Tensor]:
         return {

@@ -14,6 +14,7 @@ import models
 import pytest
 import torch
 from helpers import assert_same, train
+from made_of import made_of
 from torch import Tensor, nn
 
 import rockmate.costs.measure
@@ -150,11 +151,8 @@ def test_what_a_plan_depends_on_tells_plans_apart(
 # --- not stored -----------------------------------------------------------------------------------
 
 
+@made_of(lambda: {"body": models.Stack(1), "router": nn.Linear(16, 16)})
 class Opaque(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.router = models.Stack(1), nn.Linear(16, 16)
-
     def forward(self, x: Tensor) -> Tensor:
         return self.router(self.body(x))
 
@@ -168,11 +166,8 @@ twice.register_fake(torch.empty_like)
 twice.register_autograd(lambda context, gradient: 2 * gradient)
 
 
+@made_of(lambda: {"layer": nn.Linear(16, 16)})
 class WithOwnOp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-
     def forward(self, x: Tensor) -> Tensor:
         return twice(self.layer(x))
 

@@ -6,18 +6,17 @@ import copy
 
 import pytest
 import torch
+from helpers import same_gradients
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
 from rockmate import RockmateModule
 
 
+@made_of(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
 class DeadDropout(nn.Module):
     """A dropout without a reader comes before one with a reader."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
@@ -30,8 +29,4 @@ def test_later_masks_are_eagers(budget: float) -> None:
     model, x = DeadDropout().train(), torch.randn(16, 8)
     eager = copy.deepcopy(model)
     module = RockmateModule(model, x, budget)
-    for callee in (module, eager):
-        torch.manual_seed(3)
-        callee(x).backward()
-    for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    same_gradients(module, eager, lambda callee: (torch.manual_seed(3), callee(x).backward()))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import planned
+from made_of import made_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -19,12 +20,9 @@ from rockmate.runtime.direct_call import direct_function
 aten = torch.ops.aten
 
 
+@made_of(lambda: {"calls": []})
 class _Heard(TorchDispatchMode):
     """Lists every op that is run, with its arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = tree_map(

@@ -6,18 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import BackwardError, Planner, RockmateModule
 from rockmate._torch.allocator import timeline
 
 
+@made_of(lambda: {"layers": nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))})
 class Normalizing(nn.Module):
     """Its first values are as large as the input and cheap, so a tight budget recomputes them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8))
 
     def forward(self, x: Tensor, shift: Tensor) -> Tensor:
         return self.layers(x.expand(8, -1, -1) * 2 - shift).sin()

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from helpers import assert_gradients_alike
 from random_networks import RandomNetwork
 
 from rockmate import InfeasibleBudgetError, Planner, RockmateModule
@@ -31,9 +32,6 @@ def test_every_plan_is_emitted_and_trains_like_eager(seed: int) -> None:
             torch.manual_seed(1)
             callee.zero_grad()
             callee(x).backward()
-        for ours, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-            assert (ours.grad is None) == (theirs.grad is None)
-            if ours.grad is not None:
-                torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+        assert_gradients_alike(model, eager, rtol=1e-5, atol=1e-6)
         for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

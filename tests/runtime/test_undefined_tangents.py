@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import differing, gradients_of
+from helpers import assert_alike, differing, gradients_of
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import Planner, RockmateModule
@@ -81,8 +82,7 @@ def test_heads_trained_in_turn_stay_eagers() -> None:
             optimizer.zero_grad()
             backward(callee, batch(seed=step), (0,) if step % 2 else (2,))
             optimizer.step()
-    for ours, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    assert_alike(models[0].parameters(), models[1].parameters())
 
 
 class Signs(nn.Module):
@@ -156,17 +156,12 @@ def test_returned_gradients_are_undefined_where_eagers_are() -> None:
         torch.autograd.grad(callee(batch())[2].sum(), list(owner.parameters()), allow_unused=True)
         for callee, owner in ((module, model), (reference, reference))
     ]
-    for ours, theirs in zip(*found, strict=True):
-        assert (ours is None) == (theirs is None)
-        assert ours is None or torch.equal(ours, theirs)
+    assert_alike(*found)
 
 
 def test_an_input_behind_an_unused_output_gets_no_gradient() -> None:
+    @made_of(lambda: {"left": nn.Linear(8, 8), "right": nn.Linear(8, 8)})
     class TwoTowers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
-
         def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
             return self.left(x), self.right(y).sin()
 
@@ -180,19 +175,13 @@ def test_an_input_behind_an_unused_output_gets_no_gradient() -> None:
 
 
 def test_a_head_inside_an_opaque_module_gets_no_gradient() -> None:
+    @made_of(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
     class Opaque(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.first(x), self.second(x)
 
+    @made_of(lambda: {"stem": nn.Linear(8, 8), "heads": Opaque()})
     class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem, self.heads = nn.Linear(8, 8), Opaque()
-
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             first, second = self.heads(self.stem(x).tanh())
             return first.cos(), second.sin()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import Plan, RockmateModule
@@ -27,12 +28,9 @@ class Tied(nn.Module):
         return nn.functional.cross_entropy(scores.flatten(0, 1), words.flatten())
 
 
+@made_of(lambda: {"layer": nn.Sequential(nn.Linear(16, 16), nn.Tanh())})
 class Twice(nn.Module):
     """A layer that is called twice, opaque or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Sequential(nn.Linear(16, 16), nn.Tanh())
 
     def forward(self, words: Tensor) -> Tensor:
         x = nn.functional.one_hot(words, 16).float()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate.graph.ir import Op
@@ -10,11 +11,8 @@ from rockmate.schedule.schedule import baseline_schedule, finish
 from rockmate.step import capture_step
 
 
+@made_of(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8), "dropout": nn.Dropout(0.5)})
 class TwoDropouts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.dropout = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
-
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.dropout(torch.tanh(self.first(x)))
         return self.dropout(self.second(torch.tanh(hidden))).square().mean()

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.distributions import Categorical, Normal
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn import functional as F
-from twice import Script, Wrap, differences, numbers_of, wrapped
+from twice import Numbers, Script, Wrap, differences, numbers_of, stepped, wrapped
 
 from rockmate.errors import RockmateError
-
-Numbers = Sequence[float | Tensor | nn.Module]
 
 
 class Policy(nn.Module):
@@ -60,51 +59,29 @@ def discounted(rewards: list[float]) -> Tensor:
 
 
 def reinforce(wrap: Wrap) -> Numbers:
-    """As many calls as the episode has steps, before one backward."""
+    """As many calls as the episode has steps, before one backward of actions and of values."""
     model, world = wrap(Policy()), Pole()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     lengths = []
     for _ in range(4):
-        state, log_probabilities, rewards, done = world.reset(), [], [], False
+        state, saved, rewards, done = world.reset(), [], [], False
         while not done and len(rewards) < 12:
-            probabilities, _ = model(state.unsqueeze(0))
-            choice = Categorical(probabilities)
-            action = choice.sample()
-            log_probabilities.append(choice.log_prob(action))
-            state, reward, done = world.step(int(action))
-            rewards.append(reward)
-        returns = discounted(rewards)
-        optimizer.zero_grad()
-        losses = [-one * back for one, back in zip(log_probabilities, returns, strict=True)]
-        torch.cat(losses).sum().backward()
-        optimizer.step()
-        lengths.append(float(len(rewards)))
-    return [*lengths, model]
-
-
-def actor_critic(wrap: Wrap) -> Numbers:
-    model, world = wrap(Policy()), Pole()
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-2)
-    losses = []
-    for _ in range(3):
-        state, saved, rewards = world.reset(), [], []
-        for _ in range(8):
             probabilities, value = model(state.unsqueeze(0))
             choice = Categorical(probabilities)
             action = choice.sample()
             saved.append((choice.log_prob(action), value))
-            state, reward, _ = world.step(int(action))
+            state, reward, done = world.step(int(action))
             rewards.append(reward)
-        policy_losses, value_losses = [], []
-        for (log_probability, value), back in zip(saved, discounted(rewards), strict=True):
-            policy_losses.append(-log_probability * (back - value.item()))
-            value_losses.append(F.smooth_l1_loss(value, back.reshape(1, 1)))
+        returns = discounted(rewards)
         optimizer.zero_grad()
-        loss = torch.stack(policy_losses).sum() + torch.stack(value_losses).sum()
-        loss.backward()
+        loss = torch.zeros(())
+        for (log_probability, value), back in zip(saved, returns, strict=True):
+            loss = loss - log_probability * (back - value.item())
+            loss = loss + F.smooth_l1_loss(value, back.reshape(1, 1))
+        loss.sum().backward()
         optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+        lengths.append(float(len(rewards)))
+    return [*lengths, model]
 
 
 def clipped_policy(wrap: Wrap) -> Numbers:
@@ -136,13 +113,11 @@ def clipped_policy(wrap: Wrap) -> Numbers:
     return [*losses, actor, critic]
 
 
+@made_of(
+    lambda: {"first": nn.LSTMCell(1, 12), "second": nn.LSTMCell(12, 12), "linear": nn.Linear(12, 1)}
+)
 class Sequence2(nn.Module):
     """Two cells over time, and the future from its own outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.LSTMCell(1, 12), nn.LSTMCell(12, 12)
-        self.linear = nn.Linear(12, 1)
 
     def forward(self, series: Tensor, future: int = 0) -> Tensor:
         h1, c1, h2, c2 = (torch.zeros(series.size(0), 12, dtype=series.dtype) for _ in range(4))
@@ -202,16 +177,14 @@ class GraphNet(nn.Module):
 def graphs(wrap: Wrap) -> Numbers:
     model = wrap(GraphNet())
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=5e-4)
-    losses = []
-    for nodes, num_edges in [(9, 30), (7, 20), (12, 33), (9, 30)]:
-        edges = torch.randint(nodes, (2, num_edges))
-        degree = torch.bincount(edges[1], minlength=nodes).clamp(min=1).float()
-        loss = F.cross_entropy(model(torch.randn(nodes, 3), edges, degree), torch.tensor([1]))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+
+    def losses() -> Iterator[Tensor]:
+        for nodes, num_edges in [(9, 30), (7, 20), (12, 33), (9, 30)]:
+            edges = torch.randint(nodes, (2, num_edges))
+            degree = torch.bincount(edges[1], minlength=nodes).clamp(min=1).float()
+            yield F.cross_entropy(model(torch.randn(nodes, 3), edges, degree), torch.tensor([1]))
+
+    return [*stepped(optimizer, losses()), model]
 
 
 class Tasks(nn.Module):
@@ -229,47 +202,23 @@ def tasks_in_turn(wrap: Wrap) -> Numbers:
     """Adam must not move the head whose output the loss leaves out."""
     model = wrap(Tasks())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(6):
-        outputs = model(torch.randn(10, 8))
-        if step % 2:
-            loss = F.cross_entropy(outputs["sort"], torch.randint(3, (10,)))
-        else:
-            loss = F.mse_loss(outputs["size"], torch.randn(10, 1))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
 
+    def losses() -> Iterator[Tensor]:
+        for step in range(6):
+            outputs = model(torch.randn(10, 8))
+            if step % 2:
+                yield F.cross_entropy(outputs["sort"], torch.randint(3, (10,)))
+            else:
+                yield F.mse_loss(outputs["size"], torch.randn(10, 1))
 
-def saliency(wrap: Wrap) -> Numbers:
-    """A sign step on the input, then a step on what it made: adversarial training."""
-    model = wrap(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(),
-                               nn.Linear(32, 3)))  # fmt: skip
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    losses = []
-    for _ in range(3):
-        x, labels = torch.randn(6, 8, requires_grad=True), torch.randint(3, (6,))
-        loss = F.cross_entropy(model(x), labels)
-        (slope,) = torch.autograd.grad(loss, x)
-        moved = (x + 0.1 * slope.sign()).detach()
-        loss = F.cross_entropy(model(moved), labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+    return [*stepped(optimizer, losses()), model]
 
 
 def noisy_labels_with_centers(wrap: Wrap) -> Numbers:
     """A loss with parameters of its own and two optimizers, of which one steps every other time."""
 
+    @made_of(lambda: {"centers": nn.Parameter(torch.randn(3, 16))})
     class Centers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.centers = nn.Parameter(torch.randn(3, 16))
-
         def forward(self, features: Tensor, labels: Tensor) -> Tensor:
             return ((features - self.centers[labels]) ** 2).sum(1).clamp(1e-12, 1e12).mean()
 
@@ -295,86 +244,15 @@ def noisy_labels_with_centers(wrap: Wrap) -> Numbers:
     return [*losses, model, head, centers]
 
 
-class Drops(nn.Module):
-    """Stochastic depth: a layer of the batch runs or not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(6)]
-        )
-        self.out = nn.Linear(16, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            if self.training and torch.rand([]).item() < 0.1 * index:
-                continue
-            x = x + layer(x)
-        return self.out(x.mean(1))
-
-
-def stochastic_depth(wrap: Wrap) -> Numbers:
-    model = wrap(Drops())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
-    losses = []
-    for _ in range(5):
-        loss = F.cross_entropy(model(torch.randn(4, 7, 16)), torch.randint(3, (4,)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-    return [*losses, model]
-
-
 @pytest.mark.parametrize(
     "script",
     [
-        reinforce, actor_critic, clipped_policy, time_sequence_by_lbfgs, graphs, tasks_in_turn,
-        saliency, noisy_labels_with_centers,
+        reinforce, clipped_policy, time_sequence_by_lbfgs, graphs, tasks_in_turn,
+        noisy_labels_with_centers,
     ],
 )  # fmt: skip
 def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:
     assert differences(script) == []
-
-
-def test_stochastic_depth_is_refused_and_its_advice_runs() -> None:
-    with pytest.raises(RockmateError, match='mode="frames"'):
-        numbers_of(stochastic_depth, wrapped)
-    for mode in ("frames", "auto"):
-        assert differences(stochastic_depth, lambda model, m=mode: wrapped(model, mode=m)) == []
-
-
-def gradient_penalty(wrap: Wrap, wrap_critic: bool) -> Numbers:
-    """WGAN-GP: the penalty's gradient is differentiated again."""
-    generator = wrap(nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8)))
-    critic = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
-    critic = wrap(critic) if wrap_critic else critic
-    of_generator = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.9))
-    of_critic = torch.optim.Adam(critic.parameters(), lr=1e-3, betas=(0.5, 0.9))
-    losses = []
-    for _ in range(3):
-        real = torch.randn(6, 8)
-        fake = generator(torch.randn(6, 4)).detach()
-        share = torch.rand(6, 1)
-        between = (share * real + (1 - share) * fake).requires_grad_(True)
-        (slope,) = torch.autograd.grad(critic(between).sum(), between, create_graph=True)
-        loss = critic(fake).mean() - critic(real).mean() + 10 * ((slope.norm(2, 1) - 1) ** 2).mean()
-        of_critic.zero_grad()
-        loss.backward()
-        of_critic.step()
-        of_generator.zero_grad()
-        (-critic(generator(torch.randn(6, 4))).mean()).backward()
-        of_generator.step()
-        losses.append(loss.item())
-    return [*losses, generator, critic]
-
-
-def test_second_derivatives_are_refused_and_the_rest_is_planned() -> None:
-    with pytest.raises(RockmateError, match=r"second|twice|create_graph"):
-        numbers_of(lambda wrap: gradient_penalty(wrap, True), wrapped)
-    assert differences(lambda wrap: gradient_penalty(wrap, False)) == []
 
 
 def per_sample_gradients(model: nn.Module) -> list[Tensor]:
@@ -413,22 +291,20 @@ def inner_and_outer(wrap: Wrap) -> Numbers:
     model = wrap(nn.Sequential(nn.Linear(4, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(),
                                nn.Linear(24, 1)))  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(3):
-        weights = dict(model.named_parameters())
-        for _ in range(2):
-            loss = functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
-            slopes = torch.autograd.grad(loss, list(weights.values()))
-            weights = {
-                name: weight - 0.1 * slope
-                for (name, weight), slope in zip(weights.items(), slopes, strict=True)
-            }
-        loss = functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+
+    def losses() -> Iterator[Tensor]:
+        for _ in range(3):
+            weights = dict(model.named_parameters())
+            for _ in range(2):
+                loss = functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
+                slopes = torch.autograd.grad(loss, list(weights.values()))
+                weights = {
+                    name: weight - 0.1 * slope
+                    for (name, weight), slope in zip(weights.items(), slopes, strict=True)
+                }
+            yield functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
+
+    return [*stepped(optimizer, losses()), model]
 
 
 def test_weights_given_to_a_call_get_their_gradients_returned() -> None:

@@ -37,6 +37,37 @@ def test_a_wrapped_script_is_eagers_or_is_advised(seed: int) -> None:
     assert found["verdict"] in (*RIGHT, script_outcome.NOT_COUNTED), (script, found)
 
 
+@pytest.mark.parametrize("mode", random_scripts.MODES)
+@pytest.mark.parametrize(
+    ("kinds", "advice"),
+    [
+        ("backward in a thread", ""),
+        ("batch norm, eval call between", ""),
+        ("buffer replaced", "assigns a new tensor to its buffer layers.0.average"),
+        ("cached function", ""),
+        ("cached function, activation that is read", "reads the value of a tensor"),
+        ("class attribute in a backward", ""),
+        ("counter that is read", "reads layers.0.counter and leaves it with another value"),
+        ("generator of its own", "uses a Generator object"),
+        ("global that is read", ""),
+        ("gradient of the input by the script", ""),
+        ("gradient penalty", "create_graph=True asks for a second derivative"),
+        ("input is an activation", ""),
+        ("judge of another", ""),
+        ("layer drop", 'mode="frames"'),
+        ("recurrent, python random", "Python's"),
+        ("retained gradient", "calls retain_grad on a tensor of shape"),
+        ("tuple of a class of its own", ""),
+    ],
+)
+def test_a_kind_is_eagers_or_its_plan_is_refused(kinds: str, advice: str, mode: str) -> None:
+    found = outcome(Script.of(0, mode, tuple(kinds.split(", "))))
+    assert found["verdict"] in ("equal", "advised"), found
+    reasons = [each for each in found["advices"] if "smallest peak" not in each]
+    assert bool(reasons) == (bool(advice) and mode == "plan"), found
+    assert all(advice in each for each in reasons)
+
+
 def test_the_same_seed_is_the_same_script() -> None:
     script = Script.of(300)
     assert script == Script.of(300)
@@ -77,6 +108,10 @@ def test_a_wrong_number_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     found = outcome(Script.of(0, "plan", ("adam",)))
     assert found["verdict"] == "DIFFERS"
     assert found["detail"].startswith("[0].loss[0]: differs by")
+
+
+def test_a_gradient_inside_beside_a_recurrent_layer_is_planned() -> None:
+    assert outcome(Script.of(0, "plan", ("gradient inside", "recurrent")))["verdict"] == "equal"
 
 
 @pytest.mark.parametrize("kind", ["tied weight", "two calls in flight"])

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twice import Script, Wrap, differences, wrapped
+from twice import Numbers, Script, Wrap, differences, stepped, wrapped
 
-Numbers = Sequence[float | Tensor | nn.Module]
 VOCABULARY, BLOCK = 64, 16
 
 
@@ -113,7 +114,7 @@ def estimated_loss(model: nn.Module) -> Tensor:
     return losses.mean()
 
 
-def _character_model(wrap: Wrap, tied: bool, accumulated: int) -> Numbers:
+def character_model(wrap: Wrap, tied: bool, accumulated: int) -> Numbers:
     """Clips, decays the learning rate, evaluates, resumes from a checkpoint, talks."""
     model = wrap(CharacterModel(tied=tied))
     optimizer = model.optimizer()
@@ -150,14 +151,6 @@ def _character_model(wrap: Wrap, tied: bool, accumulated: int) -> Numbers:
     return [*losses, model.generate(x[:, :2], 8), model]
 
 
-def character_model(wrap: Wrap) -> Numbers:
-    return _character_model(wrap, tied=True, accumulated=1)
-
-
-def character_model_in_micro_batches(wrap: Wrap) -> Numbers:
-    return _character_model(wrap, tied=False, accumulated=3)
-
-
 class WordModel(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -184,7 +177,7 @@ def _detached(hidden: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...
     return tuple(each.detach() for each in hidden)
 
 
-def _word_level(kind: str, wrap: Wrap) -> Numbers:
+def word_level(wrap: Wrap, kind: str) -> Numbers:
     """The hidden state goes from batch to batch; weights are stepped by hand."""
     model = wrap(WordModel(kind))
     words = TEXT.view(50, 8)
@@ -204,14 +197,6 @@ def _word_level(kind: str, wrap: Wrap) -> Numbers:
                 each.data.add_(each.grad, alpha=-2.0 / (1 + epoch))
             losses.append(loss.item())
     return [*losses, model]
-
-
-def word_level_lstm(wrap: Wrap) -> Numbers:
-    return _word_level("LSTM", wrap)
-
-
-def word_level_gru(wrap: Wrap) -> Numbers:
-    return _word_level("GRU", wrap)
 
 
 class Translator(nn.Module):
@@ -241,25 +226,19 @@ def translation(wrap: Wrap) -> Numbers:
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min((step + 1) ** -0.5, (step + 1) * 4**-1.5)
     )
-    losses = []
-    for length in (9, 6, 11, 9):
-        source, target = torch.randint(1, 32, (4, length)), torch.randint(1, 32, (4, length - 1))
-        source[1, -2:] = 0
-        output = model(source, target[:, :-1])
-        loss = F.cross_entropy(output.reshape(-1, 32), target[:, 1:].reshape(-1), ignore_index=0)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        losses.append(loss.item())
-    return [*losses, model]
+
+    def losses() -> Iterator[Tensor]:
+        for size in (9, 6, 11, 9):
+            source, target = torch.randint(1, 32, (4, size)), torch.randint(1, 32, (4, size - 1))
+            source[1, -2:] = 0
+            output, labels = model(source, target[:, :-1]), target[:, 1:].reshape(-1)
+            yield F.cross_entropy(output.reshape(-1, 32), labels, ignore_index=0)
+
+    return [*stepped(optimizer, losses(), schedule.step), model]
 
 
+@made_of(lambda: {"bag": nn.EmbeddingBag(VOCABULARY, 16, mode="mean"), "out": nn.Linear(16, 4)})
 class BagOfWords(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.out = nn.EmbeddingBag(VOCABULARY, 16, mode="mean"), nn.Linear(16, 4)
-
     def forward(self, words: Tensor, offsets: Tensor) -> Tensor:
         return self.out(self.bag(words, offsets))
 
@@ -268,17 +247,14 @@ def bag_of_words(wrap: Wrap) -> Numbers:
     """Batches of flat words with offsets: the number of words differs from batch to batch."""
     model = wrap(BagOfWords())
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    losses = []
-    for lengths in ((3, 5, 2, 6), (4, 4, 1, 3), (3, 5, 2, 6)):
-        offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-        loss = F.cross_entropy(
-            model(torch.randint(VOCABULARY, (sum(lengths),)), offsets), torch.randint(4, (4,))
-        )
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+
+    def losses() -> Iterator[Tensor]:
+        for lengths in ((3, 5, 2, 6), (4, 4, 1, 3), (3, 5, 2, 6)):
+            offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+            scores = model(torch.randint(VOCABULARY, (sum(lengths),)), offsets)
+            yield F.cross_entropy(scores, torch.randint(4, (4,)))
+
+    return [*stepped(optimizer, losses()), model]
 
 
 class Encoder(nn.Module):
@@ -299,19 +275,16 @@ class Encoder(nn.Module):
 def contrastive(wrap: Wrap) -> Numbers:
     model = wrap(Encoder())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(3):
-        text, image, scale = model(torch.randint(VOCABULARY, (6, 5)), torch.randn(6, 3, 8, 8))
-        logits = scale * image @ text.t()
-        labels = torch.arange(6)
-        loss = (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with torch.no_grad():
-            model.logit_scale.clamp_(0, math.log(100))
-        losses.append(loss.item())
-    return [*losses, model]
+
+    def losses() -> Iterator[Tensor]:
+        for _ in range(3):
+            text, image, scale = model(torch.randint(VOCABULARY, (6, 5)), torch.randn(6, 3, 8, 8))
+            logits = scale * image @ text.t()
+            labels = torch.arange(6)
+            yield (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
+
+    clamp = lambda: model.logit_scale.data.clamp_(0, math.log(100))  # noqa: E731
+    return [*stepped(optimizer, losses(), clamp), model]
 
 
 def preferences(wrap: Wrap) -> Numbers:
@@ -326,24 +299,25 @@ def preferences(wrap: Wrap) -> Numbers:
         logits, _ = which(words[:, :-1], words[:, 1:])
         return logits.log_softmax(-1).gather(2, words[:, 1:, None]).sum((1, 2))
 
-    losses = []
-    for _ in range(3):
-        chosen, rejected = torch.randint(VOCABULARY, (2, 4, BLOCK))
-        ours = log_probability(model, chosen) - log_probability(model, rejected)
-        with torch.no_grad():
-            theirs = log_probability(reference, chosen) - log_probability(reference, rejected)
-        loss = -F.logsigmoid(0.1 * (ours - theirs)).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+    def losses() -> Iterator[Tensor]:
+        for _ in range(3):
+            chosen, rejected = torch.randint(VOCABULARY, (2, 4, BLOCK))
+            ours = log_probability(model, chosen) - log_probability(model, rejected)
+            with torch.no_grad():
+                theirs = log_probability(reference, chosen) - log_probability(reference, rejected)
+            yield -F.logsigmoid(0.1 * (ours - theirs)).mean()
+
+    return [*stepped(optimizer, losses()), model]
 
 
 @pytest.mark.parametrize(
     "script",
     [
-        character_model, character_model_in_micro_batches, word_level_lstm, word_level_gru,
+        pytest.param(partial(character_model, tied=True, accumulated=1), id="character_model"),
+        pytest.param(partial(character_model, tied=False, accumulated=3),
+                     id="character_model_in_micro_batches"),
+        pytest.param(partial(word_level, kind="LSTM"), id="word_level_lstm"),
+        pytest.param(partial(word_level, kind="GRU"), id="word_level_gru"),
         translation, bag_of_words, contrastive, preferences,
     ],
 )  # fmt: skip
@@ -352,4 +326,5 @@ def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:
 
 
 def test_a_language_model_trains_in_frames() -> None:
-    assert differences(character_model, lambda model: wrapped(model, mode="frames")) == []
+    script = partial(character_model, tied=True, accumulated=1)
+    assert differences(script, lambda model: wrapped(model, mode="frames")) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, TensorDataset
-from twice import Script, Wrap, differences
-
-Numbers = Sequence[float | Tensor | nn.Module]
+from twice import Numbers, Script, Wrap, differences, stepped
 
 
 def digits(num_samples: int = 40) -> TensorDataset:
@@ -188,15 +185,9 @@ def siamese_triplet(wrap: Wrap) -> Numbers:
     )
     model, criterion = wrap(trunk), nn.TripletMarginLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    losses = []
-    for images, _ in DataLoader(digits(36), batch_size=12):
-        anchor, positive, negative = images.chunk(3)
-        optimizer.zero_grad()
-        loss = criterion(model(anchor), model(positive), model(negative))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
+    batches = DataLoader(digits(36), batch_size=12)
+    losses = (criterion(*map(model, images.chunk(3))) for images, _ in batches)
+    return [*stepped(optimizer, losses), model]
 
 
 def small_net() -> nn.Module:
@@ -271,12 +262,8 @@ def gradual_unfreezing(wrap: Wrap) -> Numbers:
         groups = [{"params": each.parameters(), "lr": 0.1 / (i + 1)} for i, each in
                   enumerate(layers[:number])]  # fmt: skip
         optimizer = torch.optim.SGD(groups, lr=0.1)
-        for images, labels in DataLoader(digits(20), batch_size=10):
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(images), labels)
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
+        batches = DataLoader(digits(20), batch_size=10)
+        losses += stepped(optimizer, (F.cross_entropy(model(x), labels) for x, labels in batches))
     return [*losses, model]
 
 

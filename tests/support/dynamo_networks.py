@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from helpers import differing, gradients_of, same_bits
+from helpers import differing, gradients_of, same_bits, zero_gradients
 from torch import Tensor, nn
 from torch._dynamo import list_backends, register_backend
 from torch.nn import functional
@@ -115,8 +115,7 @@ class Pair:
         """The measured peak of a step, with `.grad` in place; nothing of the step stays."""
         before = copy.deepcopy(self.model.state_dict())
         gradients = [parameter.grad for parameter in self.model.parameters()]
-        for parameter in self.model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+        zero_gradients(self.model)
         peak_bytes = timeline(lambda: self.compiled(*args).backward()).peak_bytes
         self.model.load_state_dict(before)
         for parameter, gradient in zip(self.model.parameters(), gradients, strict=True):

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import RockmateModule
 
 
+@made_of(lambda: {"first": nn.Linear(64, 64), "last": nn.Linear(64, 64)})
 class Block(nn.Module):
     """An activation in single ops between products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.first(x)
@@ -21,12 +19,9 @@ class Block(nn.Module):
         return self.last(h)
 
 
+@made_of(lambda: {"block": Block()})
 class Scored(nn.Module):
     """A block with a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.block(x).square().mean()

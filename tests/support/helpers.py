@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import gc
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,6 +116,23 @@ def same_gradients(module: Any, eager: nn.Module, run: Callable[[Any], Any]) -> 
         run(callee)
     assert gradients_of(eager)
     assert not differing(gradients_of(module), gradients_of(eager))
+
+
+def assert_alike(ours: Iterable[Any], theirs: Iterable[Any]) -> None:
+    """As many values in both, tensors of the same bits and others equal."""
+    for index, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        are_tensors = isinstance(mine, Tensor) and isinstance(other, Tensor)
+        assert same_bits(mine, other) if are_tensors else mine == other, f"value {index}"
+
+
+def assert_gradients_alike(
+    ours: nn.Module, theirs: nn.Module, rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    """Parameters without a gradient are the same in both, and gradients within the tolerance."""
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert (mine.grad is None) == (other.grad is None), name
+        if mine.grad is not None:
+            torch.testing.assert_close(mine.grad, other.grad, rtol=rtol, atol=atol)
 
 
 def dense(tensor: Tensor) -> Tensor:
@@ -260,6 +277,12 @@ def counts_of(module: Callable[..., Any], *inputs: Any) -> Counter[str]:
 
 
 # --- memory ---------------------------------------------------------------------------------------
+
+
+def zero_gradients(model: nn.Module) -> None:
+    """Puts `.grad` in place, so that a step which is measured makes none."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def net_allocated(function: Callable[[], Any]) -> int:

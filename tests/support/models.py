@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -189,13 +190,9 @@ class PlainOutput:
     note: str = ""
 
 
+@made_of(lambda make: {"body": Stack(2), "make": make})
 class WithOutput(nn.Module):
     """Calls `make(loss, logits, hidden, x)` for its output."""
-
-    def __init__(self, make: Callable[..., object]) -> None:
-        super().__init__()
-        self.body = Stack(2)
-        self.make = make
 
     def forward(self, x: Tensor) -> object:
         hidden = self.body(x)

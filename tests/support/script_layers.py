@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -140,12 +141,9 @@ class TrainedWrittenInPlace(Block):
 
 
 @kind
+@made_of(lambda: {"scale": nn.Parameter(torch.ones(WIDTH)), "is_ready": False})
 class SetUpFromData(Block):
     """As ActNorm: the first batch sets a scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.is_ready = nn.Parameter(torch.ones(WIDTH)), False
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_ready:
@@ -170,11 +168,8 @@ class SetUpFromDataByBuffer(Block):
 
 
 @kind
+@made_of(lambda: {"slow": Block().requires_grad_(False)})
 class MomentumEncoder(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.slow = Block().requires_grad_(False)
-
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             for slow, own in zip(self.slow.parameters(), self.parameters(), strict=False):
@@ -204,11 +199,8 @@ class QueueWithPointer(Block):
 # --- attributes -----------------------------------------------------------------------------------
 
 
+@made_of(lambda: {"layer": nn.Linear(WIDTH, 4 * WIDTH)})
 class _Emit(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 4 * WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
         h = self.layer(x)
         y: Any = torch.tanh(h)
@@ -216,64 +208,46 @@ class _Emit(nn.Module):
         return y
 
 
+@made_of(lambda: {"layer": nn.Linear(4 * WIDTH, WIDTH)})
 class _Take(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4 * WIDTH, WIDTH)
-
     def forward(self, y: Any) -> Tensor:
         return self.layer(y) * y.side
 
 
 @kind
+@made_of(lambda: {"body": nn.Sequential(_Emit(), _Take())})
 class AttributeOfATensor(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(_Emit(), _Take())
-
     def forward(self, x: Tensor) -> Tensor:
         return x + self.body(x)
 
 
 @kind
+@made_of(lambda: {"counter": 0})
 class CounterThatIsRead(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counter = 0
-
     def forward(self, x: Tensor) -> Tensor:
         self.counter += 1
         return super().forward(x) * (1 + 0.1 * self.counter)
 
 
 @kind
+@made_of(lambda: {"counter": 0})
 class CounterThatBranches(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counter = 0
-
     def forward(self, x: Tensor) -> Tensor:
         self.counter += 1
         return super().forward(x.sin() if self.counter % 2 else x.cos())
 
 
 @kind
+@made_of(lambda: {"calls": 0})
 class CounterOfCalls(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x)
 
 
 @kind
+@made_of(lambda: {"history": []})
 class ListAppended(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.history: list[Any] = []
-
     def forward(self, x: Tensor) -> Tensor:
         h = super().forward(x)
         self.history.append(h.detach().mean())
@@ -281,22 +255,16 @@ class ListAppended(Block):
 
 
 @kind
+@made_of(lambda: {"scales": [1.0]})
 class ListThatIsRead(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = [1.0]
-
     def forward(self, x: Tensor) -> Tensor:
         self.scales.append(0.9 * self.scales[-1])
         return super().forward(x) * self.scales[-1]
 
 
 @kind
+@made_of(lambda: {"heads": [None] * 2})
 class ListSetByElement(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads: list[Any] = [None] * 2
-
     def forward(self, x: Tensor) -> Tensor:
         self.heads[0] = super().forward(x)
         self.heads[1] = x.mean(1, keepdim=True)
@@ -304,11 +272,8 @@ class ListSetByElement(Block):
 
 
 @kind
+@made_of(lambda: {"cache": {}})
 class DictOfTheLastValue(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cache: dict[str, Any] = {}
-
     def forward(self, x: Tensor) -> Tensor:
         h = super().forward(x)
         if "last" in self.cache:
@@ -318,11 +283,8 @@ class DictOfTheLastValue(Block):
 
 
 @kind
+@made_of(lambda: {"aux": None})
 class DetachedAttribute(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.aux: Any = None
-
     def forward(self, x: Tensor) -> Tensor:
         h = super().forward(x)
         self.aux = h.mean().detach()
@@ -330,11 +292,8 @@ class DetachedAttribute(Block):
 
 
 @kind
+@made_of(lambda: {"aux": None})
 class DifferentiableAttribute(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.aux: Any = None
-
     def forward(self, x: Tensor) -> Tensor:
         h = super().forward(x)
         self.aux = h.square().mean()
@@ -355,11 +314,8 @@ class Label(tuple[int, ...]):
 
 
 @kind
+@made_of(lambda: {"label": Label((1, 2))})
 class TupleOfAClassOfItsOwn(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.label = Label((1, 2))
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.label[0]
 
@@ -375,11 +331,8 @@ class Config(dict[str, Any]):
 
 
 @kind
+@made_of(lambda: {"config": Config(scale=1.5), "flag": True, "name": "tanh"})
 class SettingsThatChange(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.config, self.flag, self.name = Config(scale=1.5), True, "tanh"
-
     def forward(self, x: Tensor) -> Tensor:
         h = getattr(torch, self.name)(super().forward(x)) * self.config.scale
         return h * 2 if self.flag else h
@@ -397,11 +350,8 @@ class SubmoduleReplaced(Block):
 
 
 @kind
+@made_of(lambda: {"index": torch.arange(WIDTH - 1, -1, -1), "scale": torch.ones(WIDTH)})
 class TensorInAnAttribute(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.index, self.scale = torch.arange(WIDTH - 1, -1, -1), torch.ones(WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x)[:, self.index] * self.scale
 
@@ -410,13 +360,9 @@ class TensorInAnAttribute(Block):
 
 
 @kind
+@made_of(lambda: {"length": None, "angles": None})
 class CacheOfALength(Block):
     """As rotary embeddings."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.length: Any = None
-        self.angles: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) != self.length:
@@ -441,11 +387,8 @@ class FunctionThatCloses(nn.Module):
 
 
 @kind
+@made_of(lambda: {"is_ready": False})
 class HookFromTheFirstCall(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_ready = False
-
     def forward(self, x: Tensor) -> Tensor:
         if not self.is_ready:
             self.is_ready = True
@@ -513,22 +456,16 @@ class HookOfTheBackward(Block):
 
 
 @kind
+@made_of(lambda: {"layer": nn.LazyLinear(WIDTH)})
 class LazyLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LazyLinear(WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.layer(x))
 
 
 @kind
+@made_of(lambda: {"layer": None})
 class MadeByTheFirstCall(nn.Module):
     """A layer that the first call makes, as code without lazy modules does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.layer is None:
@@ -631,37 +568,28 @@ class GradientModeByACompiler(Block):
 
 
 @kind
+@made_of(lambda: {"table": nn.Embedding(40, WIDTH, sparse=True)})
 class SparseEmbedding(nn.Module):
     takes = "ids"
     is_measured = False  # sparse gradients are no memory in place
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(40, WIDTH, sparse=True)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return x + self.table(ids[: len(x)])
 
 
 @kind
+@made_of(lambda: {"table": nn.EmbeddingBag(40, WIDTH)})
 class EmbeddingBagOfOffsets(nn.Module):
     takes = "ids"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.EmbeddingBag(40, WIDTH)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return x + self.table(ids[: len(x)], torch.arange(0, len(x)))
 
 
 @kind
+@made_of(lambda: {"table": nn.Embedding(40, WIDTH, max_norm=0.5)})
 class EmbeddingOfLargestNorm(nn.Module):
     takes = "ids"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(40, WIDTH, max_norm=0.5)
 
     def forward(self, x: Tensor, ids: Tensor) -> Tensor:
         return x + self.table(ids[: len(x)])
@@ -708,14 +636,11 @@ class Temperature(Block):
 
 
 @kind
+@made_of(lambda: {"tasks": nn.ModuleDict({"a": Block(), "b": Block()})})
 class Task(nn.Module):
     """A string among the arguments."""
 
     takes = "task"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tasks = nn.ModuleDict({"a": Block(), "b": Block()})
 
     def forward(self, x: Tensor, task: str) -> Tensor:
         return self.tasks[task](x)
@@ -783,12 +708,8 @@ class ToggledInTheScript(Block):
 
 
 @kind
+@made_of(lambda: {"seen": [], "hidden": None})
 class RetainedGradient(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Tensor] = []
-        self.hidden: Any = None
-
     def forward(self, x: Tensor) -> Tensor:
         h = super().forward(x)
         if h.requires_grad:
@@ -826,21 +747,15 @@ class FirstGradientInside(Block):
 
 
 @kind
+@made_of(lambda: {"block": Block()})
 class OwnCheckpoint(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.block, x, use_reentrant=False)  # pyright: ignore
 
 
 @kind
+@made_of(lambda: {"block": Block()})
 class OwnReentrantCheckpoint(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.block, x, use_reentrant=True)  # pyright: ignore
 
@@ -873,21 +788,15 @@ class NumpyRandom(Block):
 
 
 @kind
+@made_of(lambda: {"generator": torch.Generator().manual_seed(3)})
 class GeneratorOfItsOwn(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) + 0.1 * torch.randn(x.shape, generator=self.generator)
 
 
 @kind
+@made_of(lambda: {"blocks": nn.ModuleList(Block() for _ in range(2))})
 class LayerDrop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             if torch.rand(()) > 0.3:
@@ -910,12 +819,9 @@ class ItemThatIsRead(Block):
 
 
 @kind
+@made_of(lambda: {"gate": nn.Linear(WIDTH, 3), "experts": nn.ModuleList(Block() for _ in range(3))})
 class Experts(nn.Module):
     """Rows are routed by value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(WIDTH, 3), nn.ModuleList(Block() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.gate(x).softmax(-1)
@@ -959,22 +865,16 @@ class SequentialBlock(nn.Sequential):
 
 
 @kind
+@made_of(lambda: {"layer": nn.LSTM(WIDTH, WIDTH)})
 class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.LSTM(WIDTH, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
         return x + self.layer(x.view(-1, 4, WIDTH))[0].reshape(x.shape)
 
 
 @kind
+@made_of(lambda: {"layer": nn.GRU(WIDTH, WIDTH)})
 class PackedRecurrent(nn.Module):
     takes = "cuts"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.GRU(WIDTH, WIDTH)
 
     def forward(self, x: Tensor, cuts: Tensor) -> Tensor:
         rows = x.view(-1, 4, WIDTH)
@@ -985,11 +885,8 @@ class PackedRecurrent(nn.Module):
 
 
 @kind
+@made_of(lambda: {"layer": nn.MultiheadAttention(WIDTH, 2, dropout=0.1)})
 class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.MultiheadAttention(WIDTH, 2, dropout=0.1)
-
     def forward(self, x: Tensor) -> Tensor:
         rows = x.view(-1, 4, WIDTH)
         return x + self.layer(rows, rows, rows, need_weights=False)[0].reshape(x.shape)
@@ -1001,21 +898,15 @@ class _Scripted(nn.Module):
 
 
 @kind
+@made_of(lambda: {"inner": torch.jit.script(_Scripted())})
 class ScriptedPart(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.jit.script(_Scripted())
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.inner(x))
 
 
 @kind
+@made_of(lambda: {"block": Block(), "norm": nn.BatchNorm1d(WIDTH)})
 class BatchNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.norm = Block(), nn.BatchNorm1d(WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.block(x))
 
@@ -1028,21 +919,15 @@ class BatchNormWithoutMomentum(BatchNorm):
 
 
 @kind
+@made_of(lambda: {"norm": nn.LayerNorm(WIDTH)})
 class LayerNorm(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
 
 
 @kind
+@made_of(lambda: {"norm": nn.GroupNorm(2, WIDTH), "layer": nn.Conv1d(WIDTH, WIDTH, 1)})
 class GroupNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.layer = nn.GroupNorm(2, WIDTH), nn.Conv1d(WIDTH, WIDTH, 1)
-
     def forward(self, x: Tensor) -> Tensor:
         return x + self.layer(self.norm(x.view(-1, 4, WIDTH).mT)).mT.reshape(x.shape)
 
@@ -1069,22 +954,16 @@ class WeightNorm(Block):
 
 
 @kind
+@made_of(lambda: {"conv": nn.Conv2d(4, 4, 1), "norm": nn.BatchNorm2d(4)})
 class ChannelsLast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-
     def forward(self, x: Tensor) -> Tensor:
         image = x.view(-1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
         return x + F.dropout(self.norm(self.conv(image)), 0.1).reshape(x.shape)
 
 
 @kind
+@made_of(lambda: {"conv": nn.Conv2d(4, 4, 1), "norm": nn.BatchNorm2d(4)})
 class PooledChannelsLast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-
     def forward(self, x: Tensor) -> Tensor:
         image = x.view(-1, 4, 2, 2).contiguous(memory_format=torch.channels_last)
         pooled = F.adaptive_avg_pool2d(self.conv(image), 1)
@@ -1117,21 +996,15 @@ class InPlace(Block):
 
 
 @kind
+@made_of(lambda: {"weight": nn.Parameter(torch.randn(WIDTH // 2 + 1, WIDTH // 2 + 1, 2) * 0.2)})
 class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH // 2 + 1, WIDTH // 2 + 1, 2) * 0.2)
-
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.fft.irfft(torch.fft.rfft(x) @ torch.view_as_complex(self.weight), WIDTH)
 
 
 @kind
+@made_of(lambda: {"layer": nn.Linear(4 * 9, WIDTH)})
 class Unfolded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4 * 9, WIDTH)
-
     def forward(self, x: Tensor) -> Tensor:
         image = x.view(-1, 2, 2, 4).permute(0, 3, 1, 2)
         return x + self.layer(F.unfold(image, 3, padding=1).mT.mean(1))
@@ -1160,11 +1033,8 @@ class _OnHost(torch.autograd.Function):
 
 
 @kind
+@made_of(lambda: {"scale": nn.Parameter(torch.tensor(0.5))})
 class OpaqueFunctionOfAScalar(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
-
     def forward(self, x: Tensor) -> Tensor:
         return _OnHost.apply(super().forward(x), self.scale)  # pyright: ignore
 
@@ -1188,11 +1058,8 @@ class _Solver(torch.autograd.Function):
 
 
 @kind
+@made_of(lambda: {"block": Block()})
 class SolverInAFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
     def forward(self, x: Tensor) -> Tensor:
         return _Solver.apply(x, self.block, *self.block.parameters())  # pyright: ignore
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate.runtime import emit
@@ -14,11 +15,8 @@ from rockmate.runtime import emit
 BATCHES = [torch.randn(64, 32, generator=torch.Generator().manual_seed(n)) for n in range(4)]
 
 
+@made_of(lambda: {"inner": nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))})
 class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-
     def forward(self, x: Tensor) -> Tensor:
         return x + self.inner(x)
 
@@ -47,12 +45,9 @@ class Net(nn.Module):
         return {"loss": x.square().mean() * torch.tensor(0.5), "features": x.detach() + 1.0}
 
 
+@made_of(lambda: {"norm": nn.BatchNorm1d(32), "dropout": nn.Dropout(0.1), "calls": 0})
 class Counting(Block):
     """A block that draws, counts its calls and has a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.dropout, self.calls = nn.BatchNorm1d(32), nn.Dropout(0.1), 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1

@@ -7,7 +7,7 @@ it would log and save: losses, and the modules that it has trained.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,13 +18,33 @@ from torch import Tensor, nn
 from rockmate import RockmateModule
 
 Wrap = Callable[[nn.Module], nn.Module]
-Script = Callable[[Wrap], Sequence[float | Tensor | nn.Module]]
+Numbers = Sequence[float | Tensor | nn.Module]
+Script = Callable[[Wrap], Numbers]
 
 
 def wrapped(model: nn.Module, **options: Any) -> nn.Module:
     """The line that a user adds: plans from the first batch, within about half of the peak."""
     settings = {"budget": 0.6, "on_infeasible": "least"} | options
     return RockmateModule(model, None, **settings)
+
+
+def stepped(
+    optimizer: torch.optim.Optimizer, losses: Iterable[Tensor], *then: Callable[[], object]
+) -> list[float]:
+    """The loop of most scripts: one step for each loss, which is computed when its turn comes.
+
+    Returns:
+        what is logged.
+    """
+    logged = []
+    for loss in losses:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for each in then:
+            each()
+        logged.append(loss.item())
+    return logged
 
 
 def numbers_of(script: Script, wrap: Wrap) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import nn
 from trial_net import BATCHES, Net
 
@@ -19,11 +20,8 @@ def test_a_forward_larger_than_the_budget_is_stopped_and_said(
 ) -> None:
     """It holds all that it makes; a plan knows that it is not needed."""
 
+    @made_of(lambda: {"layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(12))})
     class Holding(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
-
         def forward(self, x: Any) -> Any:
             hidden = [x]
             for layer in self.layers:
@@ -43,11 +41,8 @@ def test_a_forward_larger_than_the_budget_is_stopped_and_said(
 def test_a_forward_that_takes_a_gradient_within_is_tried_below_eagers_peak() -> None:
     """What its own gradient needs is held, and not what autograd saves besides."""
 
+    @made_of(lambda: {"layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(12))})
     class Forced(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(12))
-
         def forward(self, x: Any) -> Any:
             h = x
             for layer in self.layers:

@@ -114,7 +114,8 @@ class KernelLayoutError(UnsupportedModelError):
 
 FRAMES_ADVICE = (
     "Or keep the budget without a captured graph: "
-    'RockmateModule(model, None, budget, mode="frames").'
+    'RockmateModule(model, None, budget, mode="frames"), or '
+    'plan_step(loss_fn, modules, None, budget, mode="frames").'
 )
 
 

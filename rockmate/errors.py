@@ -114,8 +114,8 @@ class KernelLayoutError(UnsupportedModelError):
 
 FRAMES_ADVICE = (
     "Or keep the budget without a captured graph: "
-    'RockmateModule(model, None, budget, mode="frames"), or '
-    'plan_step(loss_fn, modules, None, budget, mode="frames").'
+    'plan_step(loss_fn, modules, None, budget, mode="frames") for a step, else '
+    'RockmateModule(model, None, budget, mode="frames").'
 )
 
 

@@ -114,6 +114,7 @@ class KernelLayoutError(UnsupportedModelError):
 
 FRAMES_ADVICE = (
     "Or keep the budget without a captured graph: "
+    'plan_step(loss_fn, modules, None, budget, mode="frames") for a step, else '
     'RockmateModule(model, None, budget, mode="frames").'
 )
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rockmate.capture.deferred_values import Deferred
 from rockmate.state.objects import objects_of_python
 from rockmate.state.opened_object import copied_with
 
@@ -110,6 +111,8 @@ def copied(value: Any) -> Any:
 def traced_in(value: Any, seen: dict[int, Any] | None = None) -> list[Any]:
     """The tensors and symbolic numbers in a value, its containers, and attributes of objects.
 
+    Of a deferred number, it is the tensor that is read.
+
     Args:
         value: where they are looked for.
         seen: objects that have been looked at, by address.
@@ -117,6 +120,8 @@ def traced_in(value: Any, seen: dict[int, Any] | None = None) -> list[Any]:
     seen = {} if seen is None else seen
     if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool):
         return [value]
+    if isinstance(value, Deferred):
+        return [value.tensor]
     known = isinstance(value, type | torch.nn.Module | types.FunctionType | types.ModuleType)
     if known or id(value) in seen:
         return []

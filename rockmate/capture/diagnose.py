@@ -57,8 +57,8 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
         msg = (
             f"{type(model).__name__} uses a tensor that is neither parameter, buffer nor "
             f"input{where}, typically an attribute. Register it with "
-            "register_buffer(name, tensor, persistent=False); or, if it is of a module that a step "
-            "calls, give rockmate.plan_step that in the list of modules."
+            "register_buffer(name, tensor, persistent=False). For a step of rockmate.plan_step, "
+            "pass it as an argument; or, if it is of a module, give that in the list of modules."
         )
         return UnsupportedModelError(msg)
     what = f"{type(error).__name__}: {text}"

@@ -306,7 +306,7 @@ def test_numbers_in_globals_and_closures() -> None:
 
 def refused(how: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
     sink: queue.Queue[float] = queue.Queue()
-    history: list[float] = []
+    history, numbers = [0.0], {"steps": 0, "loss": 0.0}
 
     def loss_fn(x: Tensor) -> Tensor:
         loss = model(x).mean()
@@ -320,12 +320,17 @@ def refused(how: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
             case "length":
                 history.append(loss.item())
                 return loss * len(history)
+            case "count":
+                numbers["steps"] += 1
+                numbers["loss"] = loss.item()
+            case "item":
+                history[0] = loss.item()
         return loss
 
     return loss_fn
 
 
-@pytest.mark.parametrize("how", ["branch", "text", "other code", "length"])
+@pytest.mark.parametrize("how", ["branch", "text", "other code", "length", "count", "item"])
 def test_what_is_more_than_a_log_is_refused_by_its_line(how: str) -> None:
     model, x = mlp(4, 4), torch.randn(8, 4)
     with pytest.raises(rockmate.RockmateError, match=r"test_step_functions\.py|history"):

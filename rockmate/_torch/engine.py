@@ -7,7 +7,7 @@ and PyTorch uses them for its own needs alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,13 @@ def is_asked_for(leaf_node: Any) -> bool:
         return torch._C._will_engine_execute_node(leaf_node)
     except RuntimeError:  # `autograd.grad` returns it
         return True
+
+
+def returns_gradients_of(leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether the running backward is for some leaves alone, and one of these is among them."""
+    tensors = [torch.empty(0, requires_grad=True), *(each for each in leaves if each.requires_grad)]
+    other, *nodes = (torch.autograd.graph.get_gradient_edge(each).node for each in tensors)
+    return not is_asked_for(other) and any(map(is_asked_for, nodes))
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

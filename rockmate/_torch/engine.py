@@ -58,10 +58,15 @@ def is_asked_for(leaf_node: Any) -> bool:
 
 
 def returns_gradients_of(leaves: Iterable[torch.Tensor]) -> bool:
-    """Whether the running backward is for some leaves alone, and one of these is among them."""
-    tensors = [torch.empty(0, requires_grad=True), *(each for each in leaves if each.requires_grad)]
-    other, *nodes = (torch.autograd.graph.get_gradient_edge(each).node for each in tensors)
-    return not is_asked_for(other) and any(map(is_asked_for, nodes))
+    """Whether the running backward is of an `autograd.grad` for one of the leaves."""
+    try:
+        for leaf in leaves:
+            if leaf.requires_grad:
+                edge = torch.autograd.graph.get_gradient_edge(leaf)
+                torch._C._will_engine_execute_node(edge.node)
+    except RuntimeError:
+        return True
+    return False
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -145,6 +145,7 @@ def test_a_script_trains_as_without_and_is_planned(tmp_path: Path, script: str) 
     assert "planned for this call, since" in ours[1]
     assert "train.py:" in ours[1]
     assert "as in eager" not in ours[1]
+    assert "frames" not in ours[1]
 
 
 @pytest.mark.parametrize("script", [NET + PENALTY, NET + RETURNED + LOOP])

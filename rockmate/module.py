@@ -234,7 +234,8 @@ class RockmateModule(Wrapper):
             module._plans = plans.empty_for(module.original, num_methods=len(names))
             module._ends_in_eager = self._ends_in_eager
         if make is None or not names:
-            self._first_backward = FirstBackward(make) if make and self._ends_in_eager else None
+            if make and self._ends_in_eager:
+                self._first_backward = FirstBackward(model, make)
             return
 
         from rockmate.frames.joined import JoinedRunner, MethodFrames

@@ -65,6 +65,7 @@ def run(script: Script, folder: Path, work: Path, python: str, options: list[str
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
         "ACCELERATE_USE_CPU": "true", "HF_HOME": str(where / "hf"),
+        "MEASURED": str(script.measured),
     }  # fmt: skip
     cwd = where / script.cwd
     cwd.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ and PyTorch uses them for its own needs alone.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -55,6 +55,18 @@ def is_asked_for(leaf_node: Any) -> bool:
         return torch._C._will_engine_execute_node(leaf_node)
     except RuntimeError:  # `autograd.grad` returns it
         return True
+
+
+def returns_gradients_of(leaves: Iterable[torch.Tensor]) -> bool:
+    """Whether the running backward is of an `autograd.grad` for one of the leaves."""
+    try:
+        for leaf in leaves:
+            if leaf.requires_grad:
+                edge = torch.autograd.graph.get_gradient_edge(leaf)
+                torch._C._will_engine_execute_node(edge.node)
+    except RuntimeError:
+        return True
+    return False
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

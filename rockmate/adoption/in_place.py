@@ -30,7 +30,7 @@ def plan_in_place(
     """Has a model train inside a memory budget, and leaves the object what it is.
 
     Type, identity, `state_dict`, `modules()`, pickle and `copy.deepcopy` stay the model's own; a
-    copy has no plan. Compile a model before this call: its eval calls then run compiled.
+    copy has no plan. Eval calls of a model that is compiled by `model.compile()` run compiled.
     `release(model)` undoes it.
 
     Args:
@@ -132,3 +132,18 @@ class InPlace:
     def __reduce__(self) -> Any:
         """None: where a class has a pickle of its own, its copies have no plan."""
         return type(None), ()
+
+
+compile_in_place = nn.Module.compile
+
+
+def _compile(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Leaves a plan where it is."""
+    call = compiled_call(model)
+    compile_in_place(model, *args, **kwargs)
+    if isinstance(call, InPlace):
+        call._before = compiled_call(model)
+        set_compiled_call(model, call)
+
+
+setattr(nn.Module, "compile", _compile)  # noqa: B010

@@ -37,6 +37,7 @@ from rockmate.errors import InfeasibleMemoryLimitError, RockmateError
 from rockmate.hf.trainer import wrap_model_of
 from rockmate.memory_limit import device_of
 from rockmate.module import RockmateModule
+from rockmate.runtime.first_backward import OTHERS
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 _SHARE_OF_DEVICE = 0.95  # the rest is for what the allocator loses to fragments
 _MOST_IN_FLIGHT = 4  # each further one is planned anew
-_OTHERS = (str(Path(__file__).parents[1]), str(Path(torch.__file__).parent))
 _NONE = "no model was called in training mode that an optimizer of torch.optim trains"
 _AS_IN_EAGER = "%s: it runs as in eager, within no budget, since %s"
 
@@ -58,15 +58,20 @@ class Adopted(InPlace):
     ) -> None:
         super().__init__(model, make)
         self.what, self.trouble, self.num_calls, self._session = what, "", 0, session
+        self._is_begun = False
+
+    def _output(self, *args: Any) -> Any:
+        self._session.adopting = "" if self._is_begun else self.what
+        return super()._output(*args)
 
     def note_call(self) -> None:
-        """Counts a training call. The first one has made the plan."""
+        """Counts a training call."""
         self.num_calls += 1
         request = self.module._plans.request
         if request is not None and request.options.in_flight > _MOST_IN_FLIGHT:
             self._leave(f"it is called more than {_MOST_IN_FLIGHT} times before a backward")
-        elif self.num_calls == 1:
-            self._session.adopting = ""
+        elif not self._is_begun and (self.module.is_planned or self.module.frames is not None):
+            self._is_begun = True
             if self.module.frames is not None:
                 logger.warning("%s: frames keep its budget", self.what)
             self._session.share()
@@ -173,7 +178,6 @@ class Session:
     ) -> Adopted | None:
         moves = {name: getattr(self.settings, name) for name in ("offload", "host_budget")}
         moves = {name: value for name, value in moves.items() if value is not None}
-        self.adopting = what
         try:
             make = partial(make, **self._bound(model, options), **moves)
             self.adopted.append(Adopted(self, what, model, make))
@@ -194,7 +198,8 @@ class Session:
             if device.type != "cuda":
                 msg = "--memory auto is what a GPU has, and the model is on the CPU. Name a size."
                 raise RockmateError(msg)
-            memory = int(_SHARE_OF_DEVICE * torch.cuda.mem_get_info(device)[1])
+            free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+            memory = int(_SHARE_OF_DEVICE * free)  # that others do not have
         return {"memory_limit": memory, **options}
 
     def share(self) -> None:
@@ -253,6 +258,6 @@ class Session:
 def _caller() -> str:
     """File and line of the nearest frame that is neither PyTorch's nor of this package."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OTHERS):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(OTHERS):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -1,48 +1,71 @@
-"""Whether a script differentiates gradients (create_graph=True), as a first step in frames shows.
+"""Whether a script wants gradients that no plan gives, as first steps in frames show.
 
-A planned backward has no second derivative, and once it runs it is too late for frames. Scripts
-that want one, for a penalty or for forces, have inputs that require gradients.
+Those are gradients that it differentiates (create_graph=True), and gradients of parameters that
+autograd returns. Once a planned backward runs it is too late for frames. Scripts that want them,
+for a penalty or for forces, have inputs that require gradients, or say so in their text.
 """
 
 from __future__ import annotations
 
+import linecache
 import logging
+import re
+import sys
 from collections.abc import Callable, Mapping
+from functools import cached_property, partial
+from pathlib import Path
+from traceback import walk_stack
 from typing import Any
 
 import torch
+from torch import nn
 
+from rockmate._torch.engine import returns_gradients_of
 from rockmate.state.opened_object import tensors_within
 
 logger = logging.getLogger(__name__)
+_WISH = re.compile(r"create_graph|autograd(\.grad\b| import grad\b)")
+OTHERS = tuple(str(Path(code.__file__ or "").parent) for code in (torch, sys.modules["rockmate"]))
 
 
 class FirstBackward:
-    """The first step whose inputs require gradients. Frames run it."""
+    """The first step of each kind of inputs that require gradients. Frames run it."""
 
-    def __init__(self, make_frames: Callable[[], Any]) -> None:
-        self._make_frames, self._frames, self._is_twice = make_frames, None, False
+    def __init__(self, model: nn.Module, make_frames: Callable[[], Any]) -> None:
+        self._model, self._make_frames, self._frames = model, make_frames, None
+        self._is_wanted, self._kind, self._known = False, (), set[tuple[bool, ...]]()
 
     def is_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call begins that step."""
-        given = tensors_within((args, kwargs))
-        return self._frames is None and any(each.requires_grad for each in given)
+        """Whether a call begins a step of a kind that has had no backward."""
+        given = [each for each in tensors_within((args, kwargs)) if each.requires_grad]
+        self._kind = tuple(each.is_leaf for each in given)
+        return self._kind not in self._known and (bool(given) or self._is_written)
+
+    @cached_property
+    def _is_written(self) -> bool:
+        """Whether a file of the script, among those whose code calls the model, says so."""
+        files = {frame.f_code.co_filename for frame, _ in walk_stack(None)}
+        own = [each for each in files if not each.startswith(OTHERS)]
+        return any(_WISH.search(line) for each in own for line in linecache.getlines(each))
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of that call."""
-        self._frames = self._make_frames()
-        output = self._frames.run(args, kwargs)
+        self._frames = self._frames or self._make_frames()
+        output, note = self._frames.run(args, kwargs), partial(self._note, self._kind)
         for node in {each.grad_fn for each in tensors_within(output) if each.grad_fn is not None}:
-            node.register_prehook(self._note)
+            node.register_prehook(note)
         return output
 
-    def _note(self, _: Any) -> None:
-        self._is_twice |= torch.is_grad_enabled()
+    def _note(self, kind: tuple[bool, ...], _: Any) -> None:
+        self._known.add(kind)
+        returns = returns_gradients_of(self._model.parameters())
+        self._is_wanted |= returns or torch.is_grad_enabled()
 
     def chosen_frames(self) -> Any:
-        """The frames, if that step has had second derivatives; else None."""
+        """The frames, if a step has had gradients that no plan gives; else None."""
         if self._frames is not None:
             self._frames.end_recording()
-        if self._is_twice:
-            logger.warning("the budget is kept by frames: a plan has no second derivative")
-        return self._frames if self._is_twice else None
+        if self._is_wanted:
+            text = "a plan has no second derivative and returns no gradient of a parameter"
+            logger.warning("the budget is kept by frames: %s", text)
+        return self._frames if self._is_wanted else None

@@ -96,15 +96,19 @@ def test_a_replaced_forward_is_planned_anew() -> None:
     assert trained(model) == trained(eager)
 
 
-def test_eval_calls_of_a_compiled_model_run_its_code() -> None:
+@pytest.mark.parametrize("is_compiled_first", [True, False])
+def test_eval_calls_of_a_compiled_model_run_its_code(is_compiled_first: bool) -> None:
     model, calls = net(), list[int]()
 
     def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
         calls.append(1)
         return graph.forward
 
-    model.compile(backend=backend)
+    if is_compiled_first:
+        model.compile(backend=backend)
     planned = rockmate.plan_in_place(model, budget=0.5)
+    if not is_compiled_first:
+        model.compile(backend=backend)
     assert trained(model) == trained(net())
     assert planned.is_planned
     assert not calls

@@ -61,6 +61,30 @@ for _ in range(3):
         optimizer.step()
         print(loss.item())
 """
+PENALTY = """
+other = Net()
+first, second = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (net, other))
+for _ in range(3):
+    (-other(net(torch.randn(64, 32))).mean()).backward()
+    first.step()
+    second.zero_grad()
+    between = net(torch.randn(64, 32)).detach().requires_grad_()
+    (slope,) = torch.autograd.grad(other(between).sum(), between, create_graph=True)
+    loss = other(torch.randn(64, 32)).mean() + slope.square().mean()
+    loss.backward()
+    second.step()
+    print(loss.item())
+"""
+RETURNED = (
+    BEGIN
+    + """
+def backward(loss):
+    parameters = list(net.parameters())
+    for each, gradient in zip(parameters, torch.autograd.grad(loss, parameters)):
+        each.grad = gradient
+"""
+)
+COMPILED = "net.compile(backend='aot_eager')" + BEGIN
 ACCELERATE = """
 from accelerate import Accelerator
 accelerator = Accelerator(cpu=True, mixed_precision="bf16")
@@ -96,7 +120,7 @@ trainer.train()
 print([each["loss"] for each in trainer.state.log_history if "loss" in each])
 print(trainer.model is model, type(trainer.model), sum(p.sum().item() for p in model.parameters()))
 """
-SCRIPTS = [NET + GAN, NET + ACCELERATE + LOOP, NET + LIGHTNING, TRAINER]
+SCRIPTS = [NET + GAN, NET + COMPILED + LOOP, NET + ACCELERATE + LOOP, NET + LIGHTNING, TRAINER]
 
 
 def run(folder: Path, text: str, *options: str, target: str = "train.py") -> list[str]:
@@ -121,6 +145,15 @@ def test_a_script_trains_as_without_and_is_planned(tmp_path: Path, script: str) 
     assert "planned for this call, since" in ours[1]
     assert "train.py:" in ours[1]
     assert "as in eager" not in ours[1]
+    assert "frames" not in ours[1]
+
+
+@pytest.mark.parametrize("script", [NET + PENALTY, NET + RETURNED + LOOP])
+def test_gradients_that_no_plan_gives_have_frames(tmp_path: Path, script: str) -> None:
+    eager, ours = run(tmp_path, script), run(tmp_path, script, "--budget", "0.6")
+    assert ours[0] == eager[0]
+    assert ours[2] == eager[2] == "0", ours[1]
+    assert "the budget is kept by frames: a plan" in ours[1]
 
 
 def test_a_failing_script_fails_as_without(tmp_path: Path) -> None:

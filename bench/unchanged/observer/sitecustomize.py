@@ -17,7 +17,8 @@ from importlib.util import find_spec
 from typing import Any
 
 _OUT = os.environ.get("OBSERVED")
-_MEASURED = 4  # number of the optimizer step after which memory is recorded, until the next ends
+# Number of the optimizer step after which memory is recorded, until the next begins.
+_MEASURED = int(os.environ.get("MEASURED", "4"))
 
 
 class _AfterTorch(MetaPathFinder):

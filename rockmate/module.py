@@ -252,7 +252,8 @@ class RockmateModule(Wrapper):
     def take_frames(self) -> None:
         """From here on frames keep the budget."""
         if self._frames is None and self._make_frames is not None:
-            self._frames = self._make_frames()
+            first = self._first_backward
+            self._frames = (first.frames if first else None) or self._make_frames()
 
     def _go_on_with_frames(self, error: RockmateError) -> None:
         """With mode "auto": leaves planning for frames; else raises."""

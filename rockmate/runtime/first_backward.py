@@ -29,10 +29,14 @@ OTHERS = tuple(str(Path(code.__file__ or "").parent) for code in (torch, sys.mod
 
 
 class FirstBackward:
-    """The first step of each kind of inputs that require gradients. Frames run it."""
+    """The first step of each kind of inputs that require gradients. Frames run it.
+
+    Attributes:
+        frames: those that have run one; None before.
+    """
 
     def __init__(self, model: nn.Module, make_frames: Callable[[], Any]) -> None:
-        self._model, self._make_frames, self._frames = model, make_frames, None
+        self._model, self._make_frames, self.frames = model, make_frames, None
         self._is_wanted, self._kind, self._known = False, (), set[tuple[bool, ...]]()
 
     def is_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -50,8 +54,8 @@ class FirstBackward:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of that call."""
-        self._frames = self._frames or self._make_frames()
-        output, note = self._frames.run(args, kwargs), partial(self._note, self._kind)
+        self.frames = self.frames or self._make_frames()
+        output, note = self.frames.run(args, kwargs), partial(self._note, self._kind)
         for node in {each.grad_fn for each in tensors_within(output) if each.grad_fn is not None}:
             node.register_prehook(note)
         return output
@@ -63,9 +67,9 @@ class FirstBackward:
 
     def chosen_frames(self) -> Any:
         """The frames, if a step has had gradients that no plan gives; else None."""
-        if self._frames is not None:
-            self._frames.end_recording()
+        if self.frames is not None:
+            self.frames.end_recording()
         if self._is_wanted:
             text = "a plan has no second derivative and returns no gradient of a parameter"
             logger.warning("the budget is kept by frames: %s", text)
-        return self._frames if self._is_wanted else None
+        return self.frames if self._is_wanted else None

@@ -548,6 +548,16 @@ def test_a_callback_at_the_end_of_a_backward() -> None:
     assert found == ["last gradient", "end"]
 
 
+def test_a_backward_that_returns_gradients() -> None:
+    found: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    for run in (lambda y: y.backward(), lambda y: torch.autograd.grad(y, x)):
+        y = (x * 2).sum()
+        y.grad_fn.register_prehook(lambda _: found.append(engine.returns_gradients_of([x])))
+        run(y)
+    assert found == [False, True]
+
+
 class TestDistributed:
     def test_outside_of_a_group(self) -> None:
         assert distributed.active_data_parallel() is None

@@ -469,7 +469,6 @@ def test_plans_of_a_mesh(network: str, capfd: pytest.CaptureFixture[str]) -> Non
     ("options", "told"),
     [
         (["--mesh", "8"], 'machine="h100"'),
-        (["--mesh", "7", "--machine", "h100"], "no dimension that 7 ranks divide"),
         (["--mesh", "8", "--machine", "h100", "--measure"], "not measured from here"),
         (["--mesh", "0x8", "--machine", "h100"], "0 is below 1"),
         (["--mesh", "2x2x2", "--machine", "h100"], "give N or MxN"),

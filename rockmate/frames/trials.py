@@ -12,6 +12,9 @@ from torch import nn
 from rockmate._torch.autocast import autocast_uncached
 from rockmate.frames.memory import Memory
 from rockmate.state.call_state import CallState
+from rockmate.state.iterators import IteratorError, iterators_guarded, reach_iterators
+from rockmate.state.members import objects_and_members
+from rockmate.state.objects import Objects
 from rockmate.state.writes import Writes
 from rockmate.trial.conditions import Conditions
 from rockmate.trial.run import run_beside_eager
@@ -106,7 +109,7 @@ class FrameTrials:
             return paths
         random, memory.tried = before.random_now(), []
         try:
-            with writes.noted(), autocast_uncached():
+            with writes.noted(), iterators_guarded(before.objects), autocast_uncached():
                 output = ours()  # it holds the frames
                 for frame in reversed(memory.tried):
                     try:
@@ -115,6 +118,9 @@ class FrameTrials:
                         found.setdefault(frame.key.path, f"{error}")
                     frame.drop()
             del output
+        except IteratorError as error:  # of the forward: what reaches none repeats
+            part_of = model.get_submodule
+            found.update((each, str(error)) for each in paths if _reaches_iterators(part_of(each)))
         finally:
             memory.tried = None
             memory.calls.forget()
@@ -123,3 +129,7 @@ class FrameTrials:
             logger.warning("left whole, as by keep=%r, since %s", sorted(found), reason)
         self._repeated = [each for each in paths if each not in found]
         return self._repeated
+
+
+def _reaches_iterators(module: nn.Module) -> bool:
+    return reach_iterators(Objects([module], follows=objects_and_members))

@@ -13,7 +13,8 @@ from torch import nn
 
 from rockmate._torch.members import MEMBER_TABLES, modules_within
 from rockmate._torch.storage import versions_of
-from rockmate.state.contents import Both, TensorState, items_of
+from rockmate.state.contents import Both, TensorState
+from rockmate.state.iterators import iterators_guarded, reach_iterators
 from rockmate.state.members import Globals, objects_and_members
 from rockmate.state.objects import Objects, objects_of_python
 from rockmate.state.random_state import RandomState
@@ -52,10 +53,7 @@ class CallState:
 
     def has_iterators(self) -> bool:
         """Whether iterators are reached from the arguments: a run uses them up."""
-        found = Objects(self.arguments, follows=objects_of_python).found.values()
-        return any(
-            isinstance(each, Iterator) for *_, content in found for each in items_of(content)
-        )
+        return reach_iterators(Objects(self.arguments, follows=objects_of_python))
 
     def reached(self) -> Objects:
         """What is reached now from the same roots, with its content."""
@@ -153,7 +151,8 @@ def undone(model: nn.Module, known: Writes | None = None) -> Iterator[Writes]:
     """
     before, writes = CallState(model, (), {}), Writes() if known is None else known.copied()
     try:
-        with writes.noted() if known is None else nullcontext():
+        noted = writes.noted() if known is None else nullcontext()
+        with noted, iterators_guarded(before.objects):
             yield writes
     finally:
         before.put_back(writes)

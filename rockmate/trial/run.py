@@ -36,6 +36,7 @@ from rockmate.capture.huggingface import switched_off
 from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
 from rockmate.errors import TrialError
 from rockmate.state.call_state import CallState
+from rockmate.state.iterators import IteratorError, iterators_guarded
 from rockmate.state.tensors import tensors_in
 from rockmate.state.writes import OutOfBudget, Writes
 from rockmate.trial.conditions import Conditions
@@ -89,7 +90,8 @@ def run_beside_eager(
     )  # fmt: skip
 
     def plain() -> Any:
-        with _as_in(conditions, model), autocast_as(autocast), torch.enable_grad():
+        guarded = iterators_guarded(before.objects)
+        with guarded, _as_in(conditions, model), autocast_as(autocast), torch.enable_grad():
             return model(*args, **kwargs)
 
     eager = _of_plain(plain, undo, before, writes, reader, conditions, steps)
@@ -136,6 +138,8 @@ def _of_plain(
                 break
             except DifferentiatedError:
                 undo()
+    except IteratorError:
+        reason = "the plain forward would use an iterator up"
     except (OutOfBudget, torch.OutOfMemoryError):
         reason = f"the plain forward takes more than {size_text(conditions.most_bytes)}"
     finally:

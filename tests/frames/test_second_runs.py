@@ -481,6 +481,51 @@ def test_iterators_are_used_up_once(mode: Any) -> None:
     assert all(is_same(ours.grad, theirs.grad) for ours, theirs in pairs)
 
 
+class ReadsIterator(Body):
+    """Takes each scale from an iterator of its own, which copies of the model do not share."""
+
+    def __init__(self, make: Callable[[], Any]) -> None:
+        super().__init__()
+        self.make = make
+        self.scales = [make()]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReadsIterator:
+        other = ReadsIterator(self.make)
+        other.load_state_dict(self.state_dict())
+        return other
+
+    def factor(self) -> Any:
+        return next(self.scales[0])
+
+
+@pytest.mark.parametrize("mode", ["frames", "auto"])
+@pytest.mark.parametrize(
+    "make", [lambda: iter(range(1, 50)), lambda: (1.0 / n for n in range(1, 50))]
+)
+def test_iterators_of_a_module_are_used_up_once(mode: Any, make: Callable[[], Any]) -> None:
+    def nets() -> tuple[nn.Module, nn.Module]:
+        (model := Net()).blocks[1] = ReadsIterator(make)
+        return model, copy.deepcopy(model)
+
+    (model, plain), keep = nets(), []
+    if mode == "frames":
+        with pytest.raises(UnsupportedModelError, match=r"keep=\['blocks\.1'\]"):
+            trained(framed(model, 0.05), model, None)
+        (model, plain), keep = nets(), ["blocks.1"]
+    module = RockmateModule(model, None, 0.9, mode=mode, keep=keep, on_infeasible="least")
+    expected = trained(plain, plain, None)
+    assert all(map(is_same, trained(module, model, None), expected))
+    assert module.frames is not None
+    assert "blocks.1" not in module.frames.paths
+
+
+def test_a_capture_takes_no_item_of_an_iterator() -> None:
+    model = ReadsIterator(lambda: iter(range(1, 50)))
+    with pytest.raises(UnsupportedModelError, match="item of the iterator 0, which a capture"):
+        RockmateModule(model, (batch(0),), 0.9)
+    assert next(model.scales[0]) == 1
+
+
 class LatePythonRandom(PythonRandom):
     draws_from = 3
 

@@ -1,0 +1,86 @@
+"""Iterators that a forward reaches: a run that is undone must not use them up."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rockmate.errors import UnsupportedModelError
+from rockmate.state.contents import Both, items_of
+from rockmate.state.objects import Objects
+
+_MODULES = ("builtins", "itertools")
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value gives its items once: a generator, or an iterator of Python's own."""
+    if isinstance(value, types.GeneratorType | _Guard):
+        return True
+    return isinstance(value, Iterator) and type(value).__module__ in _MODULES
+
+
+class IteratorError(UnsupportedModelError):
+    """A run that is undone would use an iterator up."""
+
+
+class _Guard(Generator[Any, Any, None]):
+    """Stands for an iterator, and gives no item."""
+
+    def __init__(self, iterator: Any, place: str) -> None:
+        self.iterator, self._place = iterator, place
+
+    def send(self, _: Any) -> Any:
+        msg = (
+            f"the forward takes an item of the iterator {self._place}, which a capture or a trial "
+            "would use up. Take the item outside of the model, and pass it as an argument."
+        )
+        raise IteratorError(msg)
+
+    def throw(self, *_: Any) -> Any:
+        return self.send(None)
+
+
+def reach_iterators(objects: Objects) -> bool:
+    """Whether iterators are among objects or what they hold."""
+    return any(is_iterator(each) for *_, found in objects.found.values() for each in items_of(found))
+
+
+@contextmanager
+def iterators_guarded(objects: Objects) -> Iterator[None]:
+    """Has iterators that are attributes or elements give no items, for a run that is undone.
+
+    What takes an item raises `IteratorError`. Iterators within tuples are left.
+
+    Args:
+        objects: those that the run can reach.
+    """
+    guarded = []
+    for value, handler, content in objects.found.values():
+        if any(map(is_iterator, items_of(content))):
+            guarded.append((value, handler))
+            handler.put(value, _replaced(content, _guard))
+    try:
+        yield
+    finally:
+        for value, handler in guarded:
+            handler.put(value, _replaced(handler.take(value), _released))
+
+
+def _guard(name: Any, value: Any) -> Any:
+    return _Guard(value, f"{name!r}") if is_iterator(value) else value
+
+
+def _released(_: Any, value: Any) -> Any:
+    return value.iterator if isinstance(value, _Guard) else value
+
+
+def _replaced(content: Any, replace: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {name: replace(name, each) for name, each in content.items()}
+    if isinstance(content, list):
+        return [replace(at, each) for at, each in enumerate(content)]
+    if isinstance(content, Both):
+        return Both(*(_replaced(each, replace) for each in content))
+    return content

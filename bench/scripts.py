@@ -13,6 +13,7 @@ is a line of STEM.jsonl; STEM.md has the counts and each fault with the command 
 from __future__ import annotations
 
 import argparse
+import re
 import json
 import sys
 from collections import Counter
@@ -97,11 +98,18 @@ def _run(options: argparse.Namespace, lines: Path) -> None:
 def short(record: Record) -> Record:
     """A record with the first words of each of its texts, and without those that say nothing."""
     texts = {
-        name: [each[:_LONGEST] for each in record[name]]
+        name: [_without_folders(each)[:_LONGEST] for each in record[name]]
         for name in ("advices", "heard")
         if record.get(name)
     }
+    if record.get("detail"):
+        texts["detail"] = _without_folders(record["detail"])
     return {k: v for k, v in record.items() if k not in ("advices", "heard") and v != ""} | texts
+
+
+def _without_folders(text: str) -> str:
+    """A text whose paths begin in the repository or in the environment's packages."""
+    return re.sub(r"/[^\s\"']*?/(?=(?:site-packages|tests|rockmate)/)", "", text)
 
 
 def page(records: Sequence[Record]) -> list[str]:

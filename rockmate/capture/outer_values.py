@@ -7,9 +7,10 @@ Installed libraries are taken for constant.
 
 from __future__ import annotations
 
+import dis
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
@@ -58,9 +59,9 @@ class _Reader:
         self._seen.add(id(function))
         if not _is_users(function.__code__.co_filename):
             return
-        names = set(_names_of(function.__code__))
+        names, global_names = _names_of(function.__code__)
         module = sys.modules.get(function.__module__)
-        for name in names & function.__globals__.keys() if module is not None else ():
+        for name in global_names & function.__globals__.keys() if module is not None else ():
             self._take(Place(module, name), names)
         for cell in function.__closure__ or ():
             self._take(Place(cell, "cell_contents"), names)
@@ -83,11 +84,16 @@ class _Reader:
                 self.places.setdefault((id(value), name), Place(value, name))
 
 
-def _names_of(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
+@cache
+def _names_of(code: CodeType) -> tuple[set[str], set[str]]:
+    """All names that code mentions, and those of global values among them."""
+    names = set(code.co_names)
+    global_names = {each.argval for each in dis.get_instructions(code) if "GLOBAL" in each.opname}
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names_of(constant)
+            inner, inner_global = _names_of(constant)
+            names, global_names = names | inner, global_names | inner_global
+    return names, global_names
 
 
 def _file_of(value: Any) -> str:

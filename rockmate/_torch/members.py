@@ -93,9 +93,9 @@ def all_forward_hooks(module: nn.Module) -> Mapping[int, Any]:
     return {**module._forward_pre_hooks, **module._forward_hooks}
 
 
-def other_hook_keys(module: nn.Module) -> tuple[int, ...]:
-    """Keys of the hooks ahead of the module's forward and around its backward."""
-    return (*module._forward_pre_hooks, *module._backward_hooks, *module._backward_pre_hooks)
+def other_hooks(module: nn.Module) -> Mapping[int, Any]:
+    """The hooks ahead of the module's forward and around its backward, by key."""
+    return {**module._forward_pre_hooks, **module._backward_hooks, **module._backward_pre_hooks}
 
 
 def has_tensor_hooks(tensor: torch.Tensor) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from rockmate._torch.members import (
     has_tensor_hooks,
     member_tables_of,
     module_hooks_of,
-    other_hook_keys,
+    other_hooks,
     tensor_hooks_of,
 )
 from rockmate._torch.subclasses import at_path
@@ -33,29 +35,43 @@ _IS_TRAINING = attrgetter("training")
 # when it is first called.
 _TENSOR_PARALLEL = "torch.distributed.tensor."
 _RECORDERS = "transformers.utils.output_capturing"
+_MARKER = "enable_input_require_grads.<locals>.make_inputs_require_grads"
 
 
-def hook_keys(module: nn.Module) -> tuple[int, ...]:
-    """Keys of the hooks around the module's forward and backward.
+def hook_keys(module: nn.Module) -> tuple[Hashable, ...]:
+    """What tells the hooks around the module's forward and backward.
 
-    Hooks that only record hidden states are left out.
+    Hooks that only record hidden states are left out. Of those that have an output require a
+    gradient, which transformers adds once more with each step of some of TRL's trainers, one counts.
     """
-    acting = [
-        key
-        for key, hook in forward_hooks(module).items()
-        if getattr(hook, "__module__", None) != _RECORDERS
+    hooks = [
+        item
+        for item in forward_hooks(module).items()
+        if getattr(item[1], "__module__", None) != _RECORDERS
     ]
-    return (*acting, *other_hook_keys(module))
+    keys = [_hook_key(*item) for item in (*hooks, *other_hooks(module).items())]
+    return tuple(
+        key for at, key in enumerate(keys) if not (key in keys[:at] and _MARKER in str(key))
+    )
 
 
-def acting_hooks(module: nn.Module) -> tuple[int, ...]:
+def _hook_key(key: int, hook: Any) -> Hashable:
+    """The code of a hook that is a plain function: registered once more, it is the same.
+
+    Of another hook, the number of its registration.
+    """
+    is_plain = isinstance(hook, FunctionType) and not (hook.__closure__ or hook.__defaults__)
+    return (hook.__qualname__, hook.__code__) if is_plain else key
+
+
+def acting_hooks(module: nn.Module) -> tuple[Hashable, ...]:
     """Those of `hook_keys` that do something which no graph has.
 
     Tensor parallelism has hooks that lay a module's inputs and outputs out. They are traced. In the
     places of those of `fully_shard` a trace has its own.
     """
     traced = {
-        key
+        _hook_key(key, hook)
         for key, hook in all_forward_hooks(module).items()
         if str(getattr(hook, "__module__", None)).startswith(_TENSOR_PARALLEL) or is_fsdp_hook(hook)
     }
@@ -75,7 +91,7 @@ class ModelSignature:
     modules: tuple[nn.Module, ...]
     tensors: tuple[tuple[str, TensorSignature], ...]
     training: tuple[bool, ...]
-    hooks: tuple[tuple[int, ...], ...]
+    hooks: tuple[tuple[Hashable, ...], ...]
     autocast: tuple[torch.dtype | None, torch.dtype | None]
     sharing: tuple[int, ...] = ()
     hooked: frozenset[str] = frozenset()

@@ -171,6 +171,7 @@ REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite("drop running statistics", _SAME_BITS, rewrite.drop_running_statistics),
     _rewrite("fuse cross entropy backwards", _SAME_BITS, rewrite.fuse_cross_entropy_backwards),
     _rewrite("split convolution backwards", _SAME_BITS, rewrite.split_convolution_backwards),
+    _rewrite("read what was written", _SAME_BITS, rewrite.read_what_was_written),
     _rewrite(
         "merge equal values",
         "every returned value, bitwise, and which returned values share memory",

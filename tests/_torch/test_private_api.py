@@ -967,7 +967,7 @@ class TestMembers:
         before = module.register_forward_pre_hook(lambda *_: None)
         assert list(members.forward_hooks(module)) == [handle.id]
         assert list(members.all_forward_hooks(module)) == [before.id, handle.id]
-        assert members.other_hook_keys(module) == (before.id,)
+        assert list(members.other_hooks(module)) == [before.id]
         assert not members.has_global_hooks()
         for register in (
             nn.modules.module.register_module_forward_hook,

@@ -274,10 +274,13 @@ def matrix_product_rule(call: RegionCall) -> ChunkedCall:
 
 @rule(_aten.addmm.default, _aten.baddbmm.default)
 def product_and_sum_rule(call: RegionCall) -> ChunkedCall:
-    """`addmm`, `baddbmm`: by rows as `matrix_product_rule`. A partial product is refused."""
+    """`addmm`, `baddbmm`: as `matrix_product_rule`. To a partial product, only zeros are added."""
     value, left, right = call.args
     form, slices = _product_form(call, left, right)
     if not isinstance(form, Rows):
+        if value.target is _aten.zeros.default:
+            target = _aten.mm if call.node.target is _aten.addmm.default else _aten.bmm
+            return call.result(form, target=target.default, args=(left, right), slices=slices)
         raise call.refuse("adds a value to a product that sums over the rows")
     shift = len(call.shape) - len(shape_of(value))
     start, stop = max(0, form.start - shift), max(0, form.stop - shift)

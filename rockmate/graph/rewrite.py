@@ -264,13 +264,7 @@ def read_what_was_written(graph: fx.Graph) -> None:
     """
     returned = {each for node in graph.output_node().all_input_nodes for each in storage_ids(node)}
     for node in [*_calls(graph, _aten.slice.Tensor), *_calls(graph, _aten.copy.default)]:
-        written, *cut = node.args
-        if node.target is _aten.copy.default:
-            source = node.args[1]
-        elif isinstance(written, fx.Node) and written.target is _aten.slice_scatter.default:
-            source = written.args[1] if list(written.args[2:]) == cut else None
-        else:
-            continue
+        source = node.args[1] if node.target is _aten.copy.default else _written_at(node)
         if (
             isinstance(source, fx.Node)
             and source.op == "call_function"
@@ -280,6 +274,26 @@ def read_what_was_written(graph: fx.Graph) -> None:
             left = storage_ids(node)
             node.replace_all_uses_with(source)
             refresh_views(source, left)
+
+
+def _written_at(cut: fx.Node) -> fx.Node | None:
+    """What was written where a slice is read, if that was one call; the slice leaves out others."""
+    written, place = cut.args[0], list(cut.args[1:])
+    while isinstance(written, fx.Node) and written.target is _aten.slice_scatter.default:
+        base, source, *other = written.args
+        if other == place:
+            return source  # pyright: ignore
+        if not (len(place) == len(other) == 3 and place[0] == other[0]):
+            break
+        if not (place[2] <= other[1] or other[2] <= place[1]):
+            break
+        written = base
+    if written is not cut.args[0] and isinstance(written, fx.Node):
+        cut.replace_input_with(cut.args[0], written)  # pyright: ignore
+        left = storage_ids(cut)
+        refresh(cut)
+        refresh_views(cut, left)
+    return None
 
 
 def _are_alike_but_for_gaps(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -112,3 +112,42 @@ def test_no_more_memory_than_eager_and_its_bits(function: type[torch.autograd.Fu
     writes = [op.index for op in graph.ops if op.node.target is _aten.slice_scatter.default]
     assert len(writes) >= 8
     assert (operands_in_place(graph)[writes, 0] >= 0).all()
+
+
+class WideTile(TiledLogProbabilities):
+    """As TRL's for fewer words than a tile has."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        tile = torch.empty(len(hidden), 2 * _WORDS)[:, :_WORDS]
+        torch.mm(hidden, weight.t(), out=tile)
+        normalizer = tile.logsumexp(-1)
+        ctx.save_for_backward(hidden, weight, labels, normalizer)
+        return tile.gather(1, labels[:, None]).squeeze(1) - normalizer
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore
+        hidden, weight, labels, normalizer = ctx.saved_tensors
+        of_hidden, of_weight = torch.zeros_like(hidden), torch.zeros(weight.shape)
+        tile = torch.empty(len(hidden), 2 * _WORDS)[:, :_WORDS]
+        torch.mm(hidden, weight.t(), out=tile)
+        chosen = torch.arange(_WORDS) == labels[:, None]
+        tile.copy_((chosen.float() - (tile - normalizer[:, None]).exp()) * gradient[:, None])
+        of_hidden.addmm_(tile, weight)
+        of_weight.addmm_(tile.t(), hidden)
+        return of_hidden, of_weight, None
+
+
+def test_a_tile_that_is_written_is_read_at_its_source_and_runs_in_chunks() -> None:
+    torch.manual_seed(0)
+    model, words = Net(WideTile), torch.randint(0, _WORDS, (1024,))
+    sample = {"words": words, "labels": words.flip(0)}
+    model(**sample)["loss"].backward()
+    eager_bytes = timeline(lambda: model(**sample)["loss"].backward()).peak_bytes
+    expected = [parameter.grad for parameter in model.parameters()]  # of two backwards
+    planner = Planner(model, sample, outputs="loss")
+    for budget, tolerance in ((1.0, 0.0), (int(0.25 * eager_bytes), 1e-6)):
+        model.zero_grad()
+        planner.module(budget)(**sample)["loss"].backward()
+        for parameter, gradient in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient / 2, rtol=tolerance, atol=tolerance)

@@ -223,6 +223,8 @@ def _further_starts(
                 across = prod(shape_of(operand)[start:stop])
                 if across > 1 and space.copies(across) and not is_fill(operand):
                     elementwise[call] = operand, rows_within(shape_of(operand), start, stop)
+        elif is_elementwise(call):
+            pending += [(each, rows) for each in operands if shape_of(each) == shape_of(call)]
         elif call.target in VIEWS or call in halves.forward:
             pending += [(each, Rows(0, 0)) for each in operands]
     return elementwise or products

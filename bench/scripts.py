@@ -13,8 +13,8 @@ is a line of STEM.jsonl; STEM.md has the counts and each fault with the command 
 from __future__ import annotations
 
 import argparse
-import re
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Sequence

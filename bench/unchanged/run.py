@@ -59,9 +59,14 @@ def run(script: Script, folder: Path, work: Path, python: str, options: list[str
     path = script.path.replace("{HERE}", str(_HERE)).replace("{FOLDER}", str(folder))
     given = [each.replace("{FOLDER}", str(folder)) for each in script.arguments]
     command = [python, *(["-m", "rockmate", "run", *options] if options else []), path, *given]
-    paths = [str(_HERE / "observer"), str(_HERE / "stand_ins"), str(_ROOT)]
+    paths = [
+        str(_HERE / "observer"),
+        str(_HERE / "stand_ins"),
+        str(_ROOT),
+        str(folder / "karpathy+minGPT"),
+    ]
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(paths), "OBSERVED": str(where / "observed"),
+        **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OBSERVED": str(where / "observed"),
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
         "ACCELERATE_USE_CPU": "true", "HF_HOME": str(where / "hf"),

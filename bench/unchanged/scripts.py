@@ -121,7 +121,7 @@ SCRIPTS = (
     _of(
         "timm train.py", "huggingface+pytorch-image-models/train.py",
         "--data-dir images --model vit_tiny_patch16_224 --img-size 64 --num-classes 2 -b 8 "
-        "--epochs 1 --workers 0 --device cpu --warmup-epochs 0 --no-prefetcher --output out",
+        "--epochs 1 --workers 1 --device cpu --warmup-epochs 0 --no-prefetcher --output out",
         "images",
     ),
     _of(

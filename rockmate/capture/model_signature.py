@@ -42,7 +42,7 @@ def hook_keys(module: nn.Module) -> tuple[Hashable, ...]:
     """What tells the hooks around the module's forward and backward.
 
     Hooks that only record hidden states are left out. Of those that have an output require a
-    gradient, which transformers adds once more with each step of some of TRL's trainers, one counts.
+    gradient, one counts: with each step of some of TRL's trainers, transformers adds one more.
     """
     hooks = [
         item

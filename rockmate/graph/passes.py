@@ -40,6 +40,7 @@ from rockmate.graph.rewrite import copy_inputs_of_the_forward
 from rockmate.graph.step_options import StepOptions
 from rockmate.graph.value_numbering import merge_equal_values, remove_dead_calls
 from rockmate.graph.weight_gradients_first import weight_gradients_first
+from rockmate.graph.written_slices import read_what_was_written
 
 _IR = TypeVar("_IR", Capture, Graph)
 
@@ -171,7 +172,7 @@ REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite("drop running statistics", _SAME_BITS, rewrite.drop_running_statistics),
     _rewrite("fuse cross entropy backwards", _SAME_BITS, rewrite.fuse_cross_entropy_backwards),
     _rewrite("split convolution backwards", _SAME_BITS, rewrite.split_convolution_backwards),
-    _rewrite("read what was written", _SAME_BITS, rewrite.read_what_was_written),
+    _rewrite("read what was written", _SAME_BITS, read_what_was_written),
     _rewrite(
         "merge equal values",
         "every returned value, bitwise, and which returned values share memory",

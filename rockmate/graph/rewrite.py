@@ -256,52 +256,6 @@ def copy_inputs_again(graph: fx.Graph) -> None:
             node.replace_input_with(copied, again)
 
 
-def read_what_was_written(graph: fx.Graph) -> None:
-    """Has readers of a slice that was written, and of a tensor that was overwritten, read the source.
-
-    A loop that writes tiles into one buffer, as TRL's log-probabilities do, leaves in a functional
-    graph a copy of the whole buffer for each tile. The rows of a source may be closer together.
-    """
-    returned = {each for node in graph.output_node().all_input_nodes for each in storage_ids(node)}
-    for node in [*_calls(graph, _aten.slice.Tensor), *_calls(graph, _aten.copy.default)]:
-        source = node.args[1] if node.target is _aten.copy.default else _written_at(node)
-        if (
-            isinstance(source, fx.Node)
-            and source.op == "call_function"
-            and _are_alike_but_for_gaps(source.meta["val"], node.meta["val"])
-            and returned.isdisjoint((*storage_ids(source), *storage_ids(node)))
-        ):
-            left = storage_ids(node)
-            node.replace_all_uses_with(source)
-            refresh_views(source, left)
-
-
-def _written_at(cut: fx.Node) -> fx.Node | None:
-    """What was written where a slice is read, if that was one call; the slice leaves out others."""
-    written, place = cut.args[0], list(cut.args[1:])
-    while isinstance(written, fx.Node) and written.target is _aten.slice_scatter.default:
-        base, source, *other = written.args
-        if other == place:
-            return source  # pyright: ignore
-        if not (len(place) == len(other) == 3 and place[0] == other[0]):
-            break
-        if not (place[2] <= other[1] or other[2] <= place[1]):
-            break
-        written = base
-    if written is not cut.args[0] and isinstance(written, fx.Node):
-        cut.replace_input_with(cut.args[0], written)  # pyright: ignore
-        left = storage_ids(cut)
-        refresh(cut)
-        refresh_views(cut, left)
-    return None
-
-
-def _are_alike_but_for_gaps(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    return (tensor.dtype, tensor.shape) == (other.dtype, other.shape) and (
-        torch.empty_like(tensor).stride() == torch.empty_like(other).stride()
-    )
-
-
 def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
     """The calls of a target, in graph order."""
     return list(graph.find_nodes(op="call_function", target=target))

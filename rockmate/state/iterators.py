@@ -44,7 +44,9 @@ class _Guard(Generator[Any, Any, None]):
 
 def reach_iterators(objects: Objects) -> bool:
     """Whether iterators are among objects or what they hold."""
-    return any(is_iterator(each) for *_, found in objects.found.values() for each in items_of(found))
+    return any(
+        is_iterator(each) for *_, found in objects.found.values() for each in items_of(found)
+    )
 
 
 @contextmanager

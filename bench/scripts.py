@@ -97,7 +97,7 @@ def _run(options: argparse.Namespace, lines: Path) -> None:
 
 def short(record: Record) -> Record:
     """A record with the first words of each of its texts, and without those that say nothing."""
-    texts = {
+    texts: Record = {
         name: [_without_folders(each)[:_LONGEST] for each in record[name]]
         for name in ("advices", "heard")
         if record.get(name)

@@ -66,7 +66,8 @@ def run(script: Script, folder: Path, work: Path, python: str, options: list[str
         str(folder / "karpathy+minGPT"),
     ]
     environment = {
-        **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)), "OBSERVED": str(where / "observed"),
+        **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "OBSERVED": str(where / "observed"),
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
         "ACCELERATE_USE_CPU": "true", "HF_HOME": str(where / "hf"),

@@ -74,6 +74,16 @@ class WideProduct(nn.Module):
         return self.layer(x).square().mean()
 
 
+@made_of(lambda: {"layer": nn.Linear(8, 8)})
+class Tiled(nn.Module):
+    """Writes into a part of a buffer, and reads that."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        tile = x.new_empty(4, 16)[:, :8]
+        tile.copy_(self.layer(x))
+        return tile.square().mean()
+
+
 class MixedPrecision(nn.Module):
     """Normalizes halves with parameters of 32 bits, as autocast does."""
 
@@ -109,6 +119,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, tuple[str, ...]]]] = {
     ),
     "gated": lambda: (Gated(), torch.randn(4, 8), ("gate",)),
     "wide product": lambda: (WideProduct(), torch.randn(4, 1024), ()),
+    "tiled": lambda: (Tiled(), torch.randn(4, 8), ()),
     "gpt2": lambda: (*workload("gpt2"), ("transformer.wte.weight",)),
 }
 
@@ -291,7 +302,7 @@ def test_each_pass_has_work_in_some_model() -> None:
     # Work for those that read marks is in tests/entry/test_marks.py: no model here has any. That
     # for group norms is in test_layouts.py: there the graph as captured gives other numbers. That
     # for formats is in tests/fusion/test_channels_last.py.
-    elsewhere = {"note marks", "apply marks", "choose formats of convolutions"}
+    elsewhere = {"note marks", "apply marks", "copy inputs of convolutions again"}
     assert idle <= absent | elsewhere
 
 

@@ -112,7 +112,6 @@ SCRIPTS = (
     _of(
         "TRL dpo.py", "huggingface+trl/trl/scripts/dpo.py",
         f"--model_name_or_path gpt2-tiny --dataset_name dpo {_SHORT}", "gpt2", "preferences",
-        measured=5,
     ),
     _of(
         "Lightning transformer.py", "Lightning-AI+pytorch-lightning/examples/pytorch/basics/"
@@ -120,7 +119,8 @@ SCRIPTS = (
     ),
     _of(
         "timm train.py", "huggingface+pytorch-image-models/train.py",
-        "--data-dir images --model vit_tiny_patch16_224 --img-size 64 --num-classes 2 -b 8 "
+        "--data-dir images --model vit_tiny_patch16_224 --model-kwargs img_size=64 --img-size 64 "
+        "--num-classes 2 -b 8 "
         "--epochs 1 --workers 1 --device cpu --warmup-epochs 0 --no-prefetcher --output out",
         "images",
     ),

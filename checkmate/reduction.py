@@ -203,7 +203,7 @@ def assemble(problem: Knapsack, recomputed: Collection[int]) -> Solution:
         recomputed: Indices of recomputable ops.
 
     Returns:
-        The plan, not yet verified.
+        The plan.
     """
     wanted = frozenset(recomputed)
     needed = set(problem.required)

@@ -7,11 +7,10 @@ nothing. A boundary between stages can be kept, and the stages after it recomput
   *every* memory budget at once.
 * ``Table.breakpoints`` gives the whole curve of time over budget.
 * ``Table.sequence`` gives the steps for one budget.
-* ``replay`` checks the steps in exact bytes.
 
 The package needs numpy and knows no tensors.
 
-    >>> from rotor import Chain, Stage, replay, solve_table
+    >>> from rotor import Chain, Stage, solve_table
     >>> stage = Stage(
     ...     input_bytes=10,
     ...     output_gradient_bytes=10,
@@ -28,8 +27,6 @@ The package needs numpy and knows no tensors.
     ((70, 18.0), (80, 16.0), (90, 15.0), (110, 14.0), (150, 13.0), (180, 12.0))
     >>> print(table.sequence(budget_bytes=100))
     F0 F1 F2 K3 B3 K2 B2 K1 B1 K0 B0
-    >>> replay(chain, table.sequence(100))
-    Replay(peak_bytes=90, time_ms=15.0)
 
 ``chain.py`` defines what is counted. ``solve.py`` states what is optimal, what is not, and what
 rounding can cost.
@@ -37,7 +34,6 @@ rounding can cost.
 
 from rotor.chain import Backward, Chain, ForwardKeep, ForwardOnly, Sequence, Stage, Step
 from rotor.solve import InfeasibleBudgetError, Table, solve_table
-from rotor.verify import Replay, replay
 
 __all__ = [
     "Backward",
@@ -45,11 +41,9 @@ __all__ = [
     "ForwardKeep",
     "ForwardOnly",
     "InfeasibleBudgetError",
-    "Replay",
     "Sequence",
     "Stage",
     "Step",
     "Table",
-    "replay",
     "solve_table",
 ]

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rotor_replay import replay
 
-from rotor import Chain, InfeasibleBudgetError, Sequence, Stage, Table, replay, solve_table
+from rotor import Chain, InfeasibleBudgetError, Sequence, Stage, Table, solve_table
 
 
 def random_chain(rng: random.Random, num_stages: int, *, scale: int = 1) -> Chain:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
+from rotor_replay import replay
 from stopwatch import least_seconds
 
-from rotor import Chain, Stage, replay, solve_table
+from rotor import Chain, Stage, solve_table
 
 MIB = 2**20
 

@@ -40,11 +40,7 @@ class Curve:
     """
 
     def __init__(self, problem: Knapsack) -> None:
-        """Finds the points; whole models of some thousands of ops are fine.
-
-        Args:
-            problem: The values to save or recompute.
-        """
+        """Finds the points; whole models of some thousands of ops are fine."""
         self._problem, self._reduced = problem, reduce(problem)
         parts = [
             (part, 0.0 if len(part.ops) <= _MAX_EXACT_OPS else _TOLERANCE)

@@ -100,9 +100,6 @@ def _exponent(problem: Knapsack) -> int:
 def reduce(problem: Knapsack) -> Reduced:
     """Split a problem into independent parts.
 
-    Args:
-        problem: The problem.
-
     Returns:
         Its parts, ordered by their first op. The Pareto set of the problem is the sum of those of
         the parts.

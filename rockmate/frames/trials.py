@@ -54,12 +54,6 @@ class FrameTrials:
     ) -> Any:
         """The output of a step of frames, held against eager if the step is a trial.
 
-        Args:
-            model: the model.
-            call: positional and keyword arguments.
-            ours: runs the step's forward.
-            memory: of the frames.
-
         Raises:
             TrialError: the step differs from eager.
         """

@@ -105,13 +105,7 @@ def is_observed(key: Hashable) -> bool:
 
 
 def observe(key: Hashable, results: Any, args: Sequence[Any]) -> None:
-    """Notes the layouts that a kernel has given.
-
-    Args:
-        key: of the call.
-        results: what it returned.
-        args: what it was given.
-    """
+    """Notes the layouts that a kernel has given."""
     given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
     if len(_observed) >= _MOST_CALLS:
         del _observed[next(iter(_observed))]
@@ -128,10 +122,6 @@ def differences(key: Hashable, fakes: Any) -> list[Difference]:
 
     The next capture has those of the kernel. Where it has others all the same, that is no
     difference if the same elements lie at the same places.
-
-    Args:
-        key: of the call.
-        fakes: its fake results.
     """
     known, found = _observed.get(key), list[Difference]()
     fakes = _listed(fakes)

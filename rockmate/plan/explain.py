@@ -214,12 +214,7 @@ def _unknown_name_text(plan: PlanRecord, name: str) -> str:
 
 
 def explain_storage(plan: PlanRecord, index: int) -> StorageExplanation:
-    """What the plan does with one storage.
-
-    Args:
-        plan: the plan.
-        index: index of the storage.
-    """
+    """What the plan does with one storage."""
     storage, ops = plan.snapshot.storages[index], plan.snapshot.ops
     producer = next((number for number, op in enumerate(ops) if index in op.writes), None)
     op = None if producer is None else ops[producer]

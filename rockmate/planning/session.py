@@ -423,9 +423,6 @@ def never_slower(plans: Mapping[int, Plan]) -> dict[int, Plan]:
 
     A search is a heuristic, and now and then the plan that it finds for more memory is a little
     slower. A plan that fits a smaller budget fits a larger one.
-
-    Args:
-        plans: by budget in bytes.
     """
     found: dict[int, Plan] = {}
     fastest: Plan | None = None

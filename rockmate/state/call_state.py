@@ -35,13 +35,7 @@ class CallState:
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Takes the present state.
-
-        Args:
-            model: the model.
-            args: positional arguments of the call.
-            kwargs: keyword arguments.
-        """
+        """Takes the present state."""
         classes = dict.fromkeys(map(type, modules_within(model)))
         tables = _globals_of(classes)
         self._model, self.arguments = model, [list(args), dict(kwargs)]
@@ -60,11 +54,7 @@ class CallState:
         return Objects(self._roots, follows=objects_and_members)
 
     def storages_of(self, key: int) -> tuple[int, ...]:
-        """The storages that a tensor had.
-
-        Args:
-            key: its address.
-        """
+        """The storages that a tensor had."""
         tensor = self.objects.tensors[key]
         state = self.objects.content_of(tensor)
         return storages_of(state.memory if isinstance(state, TensorState) else tensor)

@@ -31,7 +31,7 @@ from rockmate.capture.options import Numerics
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
 from rockmate.fusion.report import FusionReport
-from rockmate.plan.mark_check import broken_mark
+from rockmate.plan.faults import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.checked_forms import (

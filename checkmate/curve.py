@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 
 from checkmate.hull import part_hull
-from checkmate.problem import Knapsack, Solution, check_limit
+from checkmate.problem import Knapsack, Solution
 from checkmate.reduction import assemble, ms_of_ticks, reduce
 
 # Most ops of a part whose hull is found exactly. Hybrid models have parts of a thousand ops with a
@@ -65,12 +65,7 @@ class Curve:
         )
 
     def bound_ms(self, max_saved_bytes: int) -> float:
-        """A lower bound on the time of plans within the limit, in milliseconds; infinite if none.
-
-        Raises:
-            ValueError: The limit is no whole number.
-        """
-        check_limit("max_saved_bytes", max_saved_bytes)
+        """A lower bound on the milliseconds of plans within the limit; infinite if none."""
         least_bytes, fastest_ticks = self.points[-1][0], self.points[0][1]
         if max_saved_bytes < least_bytes:
             return inf
@@ -78,12 +73,7 @@ class Curve:
         return ms_of_ticks(self._problem, max(fastest_ticks, on_hull - self._unknown_ticks))
 
     def plan(self, max_saved_bytes: int) -> Solution | None:
-        """The fastest plan of the hull within the limit; None if no plan saves so few bytes.
-
-        Raises:
-            ValueError: The limit is no whole number.
-        """
-        check_limit("max_saved_bytes", max_saved_bytes)
+        """The fastest plan of the hull within the limit; None if no plan saves so few bytes."""
         position = bisect_left(self.points, -max_saved_bytes, key=lambda point: -point[0])
         return self.plan_at(position) if position < len(self.points) else None
 
@@ -107,9 +97,6 @@ class Curve:
         Returns:
             Plans of strictly falling saved bytes and strictly rising time, at least one.
             The first plan saves every required value or recomputes it at no cost.
-
-        Raises:
-            ValueError: `max_points` is below 2.
         """
         plans = map(self.plan_at, choose_points(self.points, max_points))
         kept: list[Solution] = []
@@ -120,13 +107,7 @@ class Curve:
 
 
 def choose_points(points: Points, max_points: int | None) -> list[int]:
-    """Rising positions of at most so many points: the ends, and those that split wide gaps.
-
-    Raises:
-        ValueError: `max_points` is below 2.
-    """
-    if max_points is not None and max_points < 2:
-        raise ValueError(f"max_points is {max_points}; the least is 2 (both ends of the hull)")
+    """Rising positions of at most so many points: the ends, and those that split wide gaps."""
     if max_points is None or len(points) <= max_points:
         return list(range(len(points)))
     chosen = [0, len(points) - 1]

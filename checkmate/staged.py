@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import fsum, inf
 
-from checkmate.problem import Op, Status, check_ops, check_values
+from checkmate.problem import Op, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +56,6 @@ class StagedProblem:
         border: Index of an op, the first one of the backward say, or the number of ops.
         barred: Values that must not be live when the stage of the op at the border begins; none is
             held.
-
-    Raises:
-        ValueError: An index, size or time is out of range, a value has two makers, the order is not
-            topological, or a barred value is held.
     """
 
     ops: tuple[StagedOp, ...]
@@ -67,23 +63,6 @@ class StagedProblem:
     held: frozenset[int] = frozenset()
     border: int = 0
     barred: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        """Check every index, size, time and the order."""
-        check_ops(self.ops, self.value_bytes)
-        check_values(self.held, len(self.value_bytes), "held")
-        check_values(self.barred, len(self.value_bytes), "barred")
-        if not 0 <= self.border <= len(self.ops):
-            raise ValueError(f"border is {self.border}; the ops are 0..{len(self.ops) - 1}")
-        if not self.held.isdisjoint(self.barred):
-            value = min(self.held & self.barred)
-            raise ValueError(f"value {value} is barred and held; a held value lives to the end")
-        for index, op in enumerate(self.ops):
-            if not isinstance(op.overhead_bytes, int) or op.overhead_bytes < 0:
-                raise ValueError(
-                    f"op {index} has an overhead of {op.overhead_bytes!r} bytes; "
-                    "a whole number (int) of at least 0 is needed"
-                )
 
     @cached_property
     def maker(self) -> dict[int, int]:

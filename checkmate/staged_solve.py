@@ -10,7 +10,7 @@ from dataclasses import replace
 from time import monotonic
 
 from checkmate.backend import Outcome, run
-from checkmate.problem import Status, check_limit, check_time_limit
+from checkmate.problem import Status
 from checkmate.staged import (
     StagedProblem,
     StagedSolution,
@@ -46,17 +46,7 @@ def solve_staged(
 
     Returns:
         A schedule with its proven bound, or an answer without one whose status says why.
-
-    Raises:
-        ValueError: The budget is no whole number, the time limit is not positive, or there is no
-            such op.
     """
-    check_limit("budget_bytes", budget_bytes)
-    check_time_limit(time_limit_s)
-    if not 0 <= first_recompute_op <= len(problem.ops):
-        raise ValueError(
-            f"first_recompute_op is {first_recompute_op}; the ops are 0..{len(problem.ops) - 1}"
-        )
     deadline = monotonic() + time_limit_s
     once = problem.needed_ops
     fits = max(in_use_bytes(problem, once), default=0) <= budget_bytes

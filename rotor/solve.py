@@ -46,7 +46,6 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -59,7 +58,6 @@ from rotor.chain import (
     ForwardOnly,
     Sequence,
     Step,
-    check_size,
 )
 
 _Array = npt.NDArray[Any]
@@ -86,10 +84,6 @@ class InfeasibleBudgetError(ValueError):
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
 
-    def __reduce__(self) -> tuple[type[InfeasibleBudgetError], tuple[int, int]]:
-        """Let the error cross a process boundary with both numbers."""
-        return type(self), (self.budget_bytes, self.minimum_bytes)
-
 
 def solve_table(chain: Chain, max_budget_bytes: int, num_slots: int = 1000) -> Table:
     """Return the table of the least times of ``chain`` for every budget up to ``max_budget_bytes``.
@@ -102,22 +96,8 @@ def solve_table(chain: Chain, max_budget_bytes: int, num_slots: int = 1000) -> T
 
     Returns:
         The table; what it holds is exact or bounded as stated at the head of the module.
-
-    Raises:
-        ValueError: A number is not whole, or out of range.
     """
-    _check_whole("max_budget_bytes", max_budget_bytes, least=0)
-    check_size("max_budget_bytes", max_budget_bytes)
-    _check_whole("num_slots", num_slots, least=1)
-    return Table(chain, int(max_budget_bytes), int(num_slots))
-
-
-def _check_whole(name: str, value: int, *, least: int | None = None) -> None:
-    """Raise ``ValueError`` unless an argument is a whole number, and not below ``least``."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be a whole number (int)")
-    if least is not None and value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
+    return Table(chain, max_budget_bytes, num_slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +116,7 @@ class Table:
     """
 
     def __init__(self, chain: Chain, max_budget_bytes: int, num_slots: int) -> None:
-        """Find the smallest peaks; use ``solve_table``, which checks the arguments.
+        """Find the smallest peaks.
 
         The rest of the table is filled when it is first asked for.
         """
@@ -274,11 +254,7 @@ class Table:
         return tuple((plan.peak, plan.time * self._tick_ms) for plan in self._frontier)
 
     def time_ms(self, budget_bytes: int) -> float:
-        """Return the least time within ``budget_bytes``, or infinity where no schedule fits.
-
-        Raises:
-            ValueError: The budget is no whole number, or above the table's ``max_budget_bytes``.
-        """
+        """Return the least time within ``budget_bytes``, or infinity where no schedule fits."""
         plan = self._plan_within(budget_bytes)
         return math.inf if plan is None else plan.time * self._tick_ms
 
@@ -287,7 +263,6 @@ class Table:
 
         Raises:
             InfeasibleBudgetError: The budget is below ``minimum_bytes``.
-            ValueError: The budget is no whole number, or above the table's ``max_budget_bytes``.
         """
         plan = self._plan_within(budget_bytes)
         if plan is None:
@@ -310,11 +285,7 @@ class Table:
         return Sequence(tuple(steps))
 
     def _plan_within(self, budget_bytes: int) -> _Plan | None:
-        _check_whole("budget_bytes", budget_bytes)
-        if budget_bytes > self.max_budget_bytes:
-            raise ValueError(
-                f"budget_bytes is {budget_bytes}; the table goes up to {self.max_budget_bytes}"
-            )
+        assert budget_bytes <= self.max_budget_bytes
         index = bisect_right(self._frontier, budget_bytes, key=lambda plan: plan.peak)
         return self._frontier[index - 1] if index else None
 

@@ -195,10 +195,6 @@ def assemble(problem: Knapsack, recomputed: Collection[int]) -> Solution:
 
     Recomputations that spare no bytes are left out, so plans of equal cost have one form.
 
-    Args:
-        problem: The problem.
-        recomputed: Indices of recomputable ops.
-
     Returns:
         The plan.
     """

@@ -40,12 +40,6 @@ def in_kernel_layout(
     """The fake result of a call in the layout that the kernel gives it, as far as that is known.
 
     Another result is made in the fake mode that is on.
-
-    Args:
-        target: the function that was called.
-        args: its arguments, fake tensors among them.
-        kwargs: its keywords.
-        result: what it returned.
     """
     observed = in_observed_layout(target, args, kwargs, result)
     if observed is not None:

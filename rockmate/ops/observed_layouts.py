@@ -142,14 +142,7 @@ def differences(key: Hashable, fakes: Any) -> list[Difference]:
 
 
 def in_observed_layout(target: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> Any:
-    """The fake result of a call in the layout that its kernel gave; None if that is not known.
-
-    Args:
-        target: the function that was called.
-        args: its arguments, fake tensors among them.
-        kwargs: its keywords.
-        result: what it returned.
-    """
+    """The fake result of a call in the layout that its kernel gave; None if that is not known."""
     known = _corrected.get(str(target)) if _corrected else None
     layouts = known.get(call_key(target, args, kwargs)) if known else None
     if not layouts:

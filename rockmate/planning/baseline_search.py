@@ -35,13 +35,7 @@ class Searcher(Protocol):
 
 
 class FamilySearch:
-    """The choice among the baseline and the schedules of a family, none of them changed.
-
-    Args:
-        graph: ops and storages.
-        costs: of its ops.
-        family: schedules.
-    """
+    """The choice among the baseline and the schedules of a family, none of them changed."""
 
     def __init__(self, graph: Graph, costs: Costs, family: Iterable[Schedule]) -> None:
         schedules = (baseline_schedule(graph), *family)

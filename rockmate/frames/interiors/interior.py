@@ -89,12 +89,7 @@ class Interior:
         return True
 
     def run(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
-        """The result of a call.
-
-        Args:
-            number: of the schedule.
-            tensors: of the arguments.
-        """
+        """The result of a call."""
         runner = self._runners.get(number)
         if runner is None:
             runner = self._runners[number] = self._new_runner(self._planned.schedules[number])

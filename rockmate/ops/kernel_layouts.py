@@ -1,18 +1,23 @@
-"""Layouts that kernels give results, where PyTorch's fake tensors are laid out otherwise.
+"""Layouts of results as kernels gave them in this process, where fake tensors lie otherwise.
 
 Autograd goes by layouts: it copies a gradient only if a kernel cannot read it as it lies. A trace
-on wrong fake layouts lacks such a copy, and the kernel then reads other numbers. Layouts are known
-from runs of kernels (`observed_layouts`), but for memory behind a result that a run does not tell.
+on wrong fake layouts lacks such a copy, and the kernel then reads other numbers.
+
+Each distinct call runs alone before its step is planned. What its results are then is noted here
+under the call's key. Where the fake results of a capture say otherwise, the next capture takes them
+from here: so an op that nobody knows to be wrong is right in the second capture. What a run does
+not tell is the memory behind a result (`CLONES`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
-from rockmate.ops.observed_layouts import in_observed_layout
+from rockmate._torch.fake import hint_of
 
 _aten = torch.ops.aten
 
@@ -28,10 +33,130 @@ CLONES = {
     _aten.slice_scatter.default,
 }
 
+_MOST_CALLS = 1 << 15  # known at a time; a step has some hundred
 
-def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
+
+class Layout(NamedTuple):
+    """Sizes, strides and dtype of a result, and whether it has memory of its own."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_own: bool = True
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """The layout of a tensor; symbols are the numbers that they stand for in their trace."""
+        shape, strides = (tuple(map(hint_of, each)) for each in (tensor.shape, tensor.stride()))
+        return cls(shape, strides, tensor.dtype)
+
+    def __str__(self) -> str:
+        dtype, where = str(self.dtype)[6:], "" if self.is_own else " in the memory of an argument"
+        return f"{dtype}{[*self.shape]} with strides {[*self.strides]}{where}"
+
+    def reads_like(self, other: Layout) -> bool:
+        """Whether the same elements lie at the same places, whatever dims of one element say."""
+        if (self.shape, *self[2:]) != (other.shape, *other[2:]):
+            return False
+        steps = zip(self.shape, self.strides, other.strides, strict=True)
+        return 0 in self.shape or all(mine == theirs for size, mine, theirs in steps if size > 1)
+
+    @property
+    def has_two_formats(self) -> bool:
+        """Whether the strides of dims of one element tell the memory format."""
+        if len(self.shape) not in (4, 5):
+            return False
+        return self.shape[1] == 1 or set(self.shape[2:]) == {1}
+
+
+Layouts = tuple[Layout | None, ...]
+"""Of the results of a call; None for one that is no tensor."""
+
+_observed: dict[Hashable, Layouts] = {}  # by the call's key
+_corrected: dict[str, dict[Hashable, Layouts]] = {}  # those that fakes contradict, by op
+
+
+class Difference(NamedTuple):
+    """A result of a call whose fake tensor is laid out otherwise than the kernel's.
+
+    Attributes:
+        key: of the call.
+        real: layout that the kernel gave.
+        fake: layout that the capture has.
+    """
+
+    key: Hashable
+    real: Layout
+    fake: Layout
+
+
+def call_key(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Hashable:
+    """Equal for calls of one target with equal constants and equal metadata of tensors.
+
+    Args:
+        target: the function.
+        args: its arguments: tensors, or nodes with fake ones.
+        kwargs: its keywords.
+    """
+    return str(target), _frozen(args), _frozen(kwargs)
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, fx.Node):
+        value = value.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return "several tensors"
+    if isinstance(value, torch.Tensor):
+        return Layout.of(value), value.device
+    if isinstance(value, Mapping):
+        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
+    if isinstance(value, tuple | list):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, torch.SymInt):
+        value = hint_of(value)
+    return type(value).__name__, value
+
+
+def is_observed(key: Hashable) -> bool:
+    """Whether a call of this key has run."""
+    return key in _observed
+
+
+def observe(key: Hashable, results: Any, args: Sequence[Any]) -> None:
+    """Notes the layouts that a kernel has given."""
+    given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+    if len(_observed) >= _MOST_CALLS:
+        del _observed[next(iter(_observed))]
+    _observed[key] = tuple(
+        Layout.of(each)._replace(is_own=each.untyped_storage().data_ptr() not in given - {0})
+        if isinstance(each, torch.Tensor)
+        else None
+        for each in _listed(results)
+    )
+
+
+def differences(key: Hashable, fakes: Any) -> list[Difference]:
+    """The results of a call that was observed whose layouts are not those of the fake results.
+
+    The next capture has those of the kernel. Where it has others all the same, that is no
+    difference if the same elements lie at the same places.
+    """
+    known, found = _observed.get(key), list[Difference]()
+    fakes = _listed(fakes)
+    if known is None or len(known) != len(fakes):
+        return found
+    name: Any = key[0]  # pyright: ignore[reportIndexIssue]
+    is_known = _corrected.get(name, {}).get(key) == known
+    for real, tensor in zip(known, fakes, strict=True):
+        # A gradient that is not asked for is no tensor to a kernel, and may be one to its fake.
+        if real is None or not isinstance(tensor, torch.Tensor):
+            continue
+        fake = Layout.of(tensor)
+        if not real.reads_like(fake) or (real != fake and fake.has_two_formats and not is_known):
+            found.append(Difference(key, real, fake))
+    if found:
+        _corrected.setdefault(name, {})[key] = known
+    return found
 
 
 def in_kernel_layout(
@@ -41,10 +166,39 @@ def in_kernel_layout(
 
     Another result is made in the fake mode that is on.
     """
-    observed = in_observed_layout(target, args, kwargs, result)
+    observed = _in_observed_layout(target, args, kwargs, result)
     if observed is not None:
         return observed
     return cloned(args[0], result) if target in CLONES else result
+
+
+def _in_observed_layout(target: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> Any:
+    """The fake result of a call in the layout that its kernel gave; None if that is not known."""
+    known = _corrected.get(str(target)) if _corrected else None
+    layouts = known.get(call_key(target, args, kwargs)) if known else None
+    if not layouts:
+        return None
+    if isinstance(result, torch.Tensor):
+        return _laid_out(layouts[0], result)
+    return tuple(_laid_out(real, fake) for real, fake in zip(layouts, result, strict=True))
+
+
+def _laid_out(real: Layout | None, fake: Any) -> Any:
+    if not isinstance(fake, torch.Tensor) or real is None:
+        return None
+    if real == Layout.of(fake) or not real.is_own:
+        return fake
+    like: Any = {"dtype": real.dtype, "device": fake.device}
+    if all(isinstance(size, int) for size in (*fake.shape, *fake.stride())):
+        return torch.empty_strided(real.shape, real.strides, **like)
+    # Of symbols the order of the dimensions is known, if that tells the strides.
+    order = sorted(range(fake.ndim), key=lambda dim: (-real.strides[dim], real.shape[dim] == 1))
+    made = torch.empty_permuted(fake.shape, order, **like)
+    return made if Layout.of(made) == real else fake
+
+
+def _listed(results: Any) -> tuple[Any, ...]:
+    return tuple(results) if isinstance(results, tuple | list) else (results,)
 
 
 def cloned(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -56,3 +210,8 @@ def cloned(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     numel = nbytes // given.element_size()
     memory = torch.empty(numel, dtype=result.dtype, device=result.device)
     return memory.as_strided(result.shape, result.stride(), offset)
+
+
+def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()

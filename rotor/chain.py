@@ -11,6 +11,7 @@ is below 2**62: the solver adds them up as 64-bit integers.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,66 +40,31 @@ class Stage:
     backward_peak_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
-    """Stages in forward order, at least one.
+Chain = tuple[Stage, ...]
+"""Stages in forward order, at least one."""
 
-    Attributes:
-        stages: See the class.
+
+class Step(NamedTuple):
+    """One run of one stage; ``str`` gives for example ``F3``.
+
+    | kind | run |
+    |---|---|
+    | ``F`` | forward, which saves nothing but its output |
+    | ``K`` | forward, which keeps all that its backward reads, its output included |
+    | ``B`` | backward from what was kept, which is live until then; reads the stage's input again |
     """
 
-    stages: tuple[Stage, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardOnly:
-    """Run one stage forward and save nothing of it but its output."""
-
+    kind: Literal["F", "K", "B"]
     stage: int
 
     def __str__(self) -> str:
-        """Return for example ``F3``."""
-        return f"F{self.stage}"
+        """Return kind and stage."""
+        return f"{self.kind}{self.stage}"
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardKeep:
-    """Run one stage forward and keep all that its backward reads, its output included."""
+Sequence = tuple[Step, ...]
+"""The steps of one training pass.
 
-    stage: int
-
-    def __str__(self) -> str:
-        """Return for example ``K3``."""
-        return f"K{self.stage}"
-
-
-@dataclass(frozen=True, slots=True)
-class Backward:
-    """Run one stage backward from the values that were kept. It reads the stage's input once more.
-
-    What was kept is live until then.
-    """
-
-    stage: int
-
-    def __str__(self) -> str:
-        """Return for example ``B3``."""
-        return f"B{self.stage}"
-
-
-Step = ForwardOnly | ForwardKeep | Backward
-
-
-@dataclass(frozen=True, slots=True)
-class Sequence:
-    """The steps of one training pass; ``str`` gives for example ``F0 K1 B1 K0 B0``.
-
-    A boundary is live from the step that makes it to the last step that reads it before it is
-    recomputed. No step releases it by name.
-    """
-
-    steps: tuple[Step, ...]
-
-    def __str__(self) -> str:
-        """Return the steps in one line."""
-        return " ".join(map(str, self.steps))
+A boundary is live from the step that makes it to the last step that reads it before it is
+recomputed. No step releases it by name.
+"""

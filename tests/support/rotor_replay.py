@@ -11,7 +11,7 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import NamedTuple
 
-from rotor import Backward, Chain, ForwardKeep, ForwardOnly, Sequence
+from rotor import Chain, Sequence
 
 
 class Replay(NamedTuple):
@@ -23,21 +23,20 @@ class Replay(NamedTuple):
 
 def replay(chain: Chain, sequence: Sequence) -> Replay:
     """The peak and time of a sequence, which is to be valid."""
-    steps = sequence.steps
-    growth = [0] * (len(steps) + 1)
+    growth = [0] * (len(sequence) + 1)
     for first_step, last_step, storage_bytes in _live_intervals(chain, sequence):
         growth[first_step] += storage_bytes
         growth[last_step + 1] -= storage_bytes
-    in_hand_bytes = chain.stages[-1].output_gradient_bytes
+    in_hand_bytes = chain[-1].output_gradient_bytes
     peak_bytes, time_ms = 0, 0.0
-    for step, beside_bytes in zip(steps, accumulate(growth), strict=False):
-        stage = chain.stages[step.stage]
-        if isinstance(step, Backward):
+    for step, beside_bytes in zip(sequence, accumulate(growth), strict=False):
+        stage = chain[step.stage]
+        if step.kind == "B":
             own_bytes = stage.backward_peak_bytes - stage.saved_bytes
             time_ms += stage.backward_ms
-            in_hand_bytes = chain.stages[step.stage - 1].output_gradient_bytes if step.stage else 0
+            in_hand_bytes = chain[step.stage - 1].output_gradient_bytes if step.stage else 0
         else:
-            is_kept = isinstance(step, ForwardKeep)
+            is_kept = step.kind == "K"
             own_bytes = stage.keep_peak_bytes if is_kept else stage.forward_peak_bytes
             own_bytes += in_hand_bytes
             time_ms += stage.forward_ms
@@ -55,22 +54,22 @@ def _live_intervals(chain: Chain, sequence: Sequence) -> list[tuple[int, int, in
     last_reader: dict[int, int] = {}
     kept_at: dict[int, int] = {}
     intervals: list[tuple[int, int, int]] = []
-    gradient_at = len(chain.stages) - 1
-    for index, step in enumerate(sequence.steps):
+    gradient_at = len(chain) - 1
+    for index, step in enumerate(sequence):
         stage = step.stage
         if stage:
             last_reader[maker_of[stage]] = index
-        if isinstance(step, ForwardOnly):
-            assert stage + 1 < len(chain.stages)
+        if step.kind == "F":
+            assert stage + 1 < len(chain)
             assert stage not in kept_at
             maker_of[stage + 1] = index
-        elif isinstance(step, ForwardKeep):
+        elif step.kind == "K":
             assert stage not in kept_at
             kept_at[stage] = maker_of[stage + 1] = index
         else:
             assert stage == gradient_at
             maker = kept_at.pop(stage)
-            intervals.append((maker + 1, index, chain.stages[stage].saved_bytes))
+            intervals.append((maker + 1, index, chain[stage].saved_bytes))
             last_reader.pop(maker, None)
             if maker_of[stage + 1] == maker:
                 del maker_of[stage + 1]
@@ -78,7 +77,7 @@ def _live_intervals(chain: Chain, sequence: Sequence) -> list[tuple[int, int, in
     assert gradient_at == -1
     assert not kept_at
     for maker, reader in last_reader.items():
-        step = sequence.steps[maker]
-        assert isinstance(step, ForwardOnly)
-        intervals.append((maker + 1, reader, chain.stages[step.stage + 1].input_bytes))
+        step = sequence[maker]
+        assert step.kind == "F"
+        intervals.append((maker + 1, reader, chain[step.stage + 1].input_bytes))
     return intervals

@@ -194,9 +194,6 @@ def assemble(problem: Knapsack, recomputed: Collection[int]) -> Solution:
     """The plan that recomputes some ops and saves the values that it then has to.
 
     Recomputations that spare no bytes are left out, so plans of equal cost have one form.
-
-    Returns:
-        The plan.
     """
     wanted = frozenset(recomputed)
     needed = set(problem.required)

@@ -106,40 +106,23 @@ class StagedSolution:
         status: How much is proven among staged schedules, under the restriction if there is one.
         steps: Op indices in running order; empty if there is no schedule.
         time_ms: Sum over all runs, in milliseconds; infinite if there is no schedule.
-        peak_bytes: The schedule's peak in bytes.
+        peak_bytes: The schedule's peak in bytes; 0 if there is none.
         bound_ms: A lower bound on the time of staged schedules within the budget and the
             restriction. It is `time_ms` if that is proven optimal, to about 1e-9 of all first runs'
             time, the solvers' tolerance. It is the solver's dual bound if the solver stopped early,
             and infinite if there is proven to be no schedule.
-        first_recompute_op: The restriction: nothing is recomputed in the stage of an earlier op. 0
-            for none.
     """
 
     status: Status
-    steps: tuple[int, ...]
-    time_ms: float
-    peak_bytes: int
-    bound_ms: float
-    first_recompute_op: int = 0
+    steps: tuple[int, ...] = ()
+    time_ms: float = inf
+    peak_bytes: int = 0
+    bound_ms: float = inf
 
     @property
     def found(self) -> bool:
         """Whether there is a schedule at all."""
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
-
-
-def no_schedule(
-    status: Status, bound_ms: float = inf, first_recompute_op: int = 0
-) -> StagedSolution:
-    """An answer without a schedule, for `Status.INFEASIBLE` and `Status.NOT_FOUND`."""
-    return StagedSolution(
-        status=status,
-        steps=(),
-        time_ms=inf,
-        peak_bytes=0,
-        bound_ms=bound_ms,
-        first_recompute_op=first_recompute_op,
-    )
 
 
 def time_of(problem: StagedProblem, steps: Sequence[int]) -> float:

@@ -16,7 +16,6 @@ from checkmate.staged import (
     StagedSolution,
     in_use_bytes,
     live_values,
-    no_schedule,
     time_of,
     without_dead_runs,
 )
@@ -41,8 +40,7 @@ def solve_staged(
         time_limit_s: Wall time after which the search stops, in seconds.
         first_recompute_op: Nothing is recomputed in the stages of ops before this one. 0 is no
             restriction. The first op of the backward restricts recomputation to the backward, which
-            takes far fewer variables. The answer is then proven among such schedules alone, and
-            says so.
+            takes far fewer variables. The answer is then proven among such schedules alone.
 
     Returns:
         A schedule with its proven bound, or an answer without one whose status says why.
@@ -51,17 +49,14 @@ def solve_staged(
     once = problem.needed_ops
     fits = max(in_use_bytes(problem, once), default=0) <= budget_bytes
     if fits and not problem.crossing:
-        answer = _answer(problem, once, Status.OPTIMAL, problem.min_time_ms)
-    else:
-        compact = replace(
-            problem,
-            ops=tuple(problem.ops[index] for index in once),
-            border=bisect_left(once, problem.border),
-        )
-        first = bisect_left(once, first_recompute_op)
-        answer = _search(compact, budget_bytes, deadline, first)
-        answer = replace(answer, steps=tuple(once[index] for index in answer.steps))
-    return replace(answer, first_recompute_op=first_recompute_op)
+        return _answer(problem, once, Status.OPTIMAL, problem.min_time_ms)
+    compact = replace(
+        problem,
+        ops=tuple(problem.ops[index] for index in once),
+        border=bisect_left(once, problem.border),
+    )
+    answer = _search(compact, budget_bytes, deadline, bisect_left(once, first_recompute_op))
+    return replace(answer, steps=tuple(once[index] for index in answer.steps))
 
 
 def _search(
@@ -75,12 +70,12 @@ def _search(
     """
     model = StagedModel(problem, budget_bytes, first_recompute_op=first_recompute_op)
     if model.is_infeasible:
-        return no_schedule(Status.INFEASIBLE)
+        return StagedSolution(status=Status.INFEASIBLE)
     while True:
         outcome = run(model.program, deadline - monotonic())
         bound_ms = _bound_ms(problem, model, outcome)
         if outcome.status in (Status.INFEASIBLE, Status.NOT_FOUND):
-            return no_schedule(outcome.status, bound_ms)
+            return StagedSolution(status=outcome.status, bound_ms=bound_ms)
         steps = without_dead_runs(problem, [index for runs in model.stages() for index in runs])
         used = in_use_bytes(problem, steps)
         if max(used) <= budget_bytes:

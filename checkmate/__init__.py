@@ -3,7 +3,7 @@
 Numbers in, plan out. This package knows ops (a time, inputs, outputs) and values (bytes), never
 tensors.
 
->>> from checkmate import Curve, Knapsack, Op, verify
+>>> from checkmate import Curve, Knapsack, Op
 >>> linear = Op(time_ms=10.0, inputs=(0,), outputs=(1,))  # value 0 is given: no op makes it
 >>> gelu = Op(time_ms=1.0, inputs=(1,), outputs=(2,))
 >>> dropout = Op(time_ms=1.5, inputs=(2,), outputs=(3, 4))  # the output and its mask
@@ -14,14 +14,13 @@ tensors.
 >>> plan = curve.plan(10)  # at most 10 bytes saved
 >>> sorted(plan.saved), plan.recomputed, plan.time_ms, plan.saved_bytes
 ([1, 4], (1,), 1.0, 10)
->>> verify(block, plan)
 >>> [(plan.saved_bytes, plan.time_ms) for plan in curve.plans()]
 [(18, 0.0), (10, 1.0), (8, 2.5), (0, 12.5)]
 
 The knapsack bounds the saved bytes. The staged form takes a whole step, forward and backward. It
 decides the order of the recomputation too, and bounds the peak:
 
->>> from checkmate import StagedOp, StagedProblem, solve_staged, verify_staged
+>>> from checkmate import StagedOp, StagedProblem, solve_staged
 >>> first = StagedOp(time_ms=3.0, inputs=(0,), outputs=(1,))
 >>> second = StagedOp(time_ms=1.0, inputs=(1,), outputs=(2,))
 >>> third = StagedOp(time_ms=2.0, inputs=(2,), outputs=(3,))
@@ -35,14 +34,12 @@ decides the order of the recomputation too, and bounds the peak:
 >>> schedule = solve_staged(step, 20)
 >>> schedule.steps, schedule.time_ms, schedule.peak_bytes, schedule.bound_ms
 ((0, 1, 2, 3, 0, 4), 18.0, 16, 18.0)
->>> verify_staged(step, schedule, budget_bytes=20)
 
 * `Curve`: plans and lower bounds for many limits on saved bytes, prepared once, in polynomial time.
 * `solve_staged`: the fastest staged schedule whose peak is within a budget, for blocks and small
   whole graphs.
-* `verify`, `verify_staged`: independent checks of a plan and of a schedule.
 
-Every answer is verified before it is returned, and equal for equal input. A plan is the fastest for
+Every answer is equal for equal input. A plan is the fastest for
 its own saved bytes. A staged schedule is the fastest within its budget unless its `Status` says
 otherwise. `checkmate.problem` and `checkmate.staged` state the problems and their sources. The
 methods stand at the heads of `reduction`, `hull`, `curve` and `staged_model`.
@@ -52,7 +49,6 @@ from checkmate.curve import Curve
 from checkmate.problem import Knapsack, Op, Solution, Status
 from checkmate.staged import StagedOp, StagedProblem, StagedSolution
 from checkmate.staged_solve import solve_staged
-from checkmate.verify import verify, verify_staged
 
 __all__ = [
     "Curve",
@@ -64,6 +60,4 @@ __all__ = [
     "StagedSolution",
     "Status",
     "solve_staged",
-    "verify",
-    "verify_staged",
 ]

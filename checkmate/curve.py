@@ -17,9 +17,8 @@ from math import inf
 import numpy as np
 
 from checkmate.hull import part_hull
-from checkmate.problem import Knapsack, Solution, check_limit
+from checkmate.problem import Knapsack, Solution
 from checkmate.reduction import assemble, ms_of_ticks, reduce
-from checkmate.verify import verify
 
 # Most ops of a part whose hull is found exactly. Hybrid models have parts of a thousand ops with a
 # thousand vertices, of which some tens give the hull to 1e-3 of its range.
@@ -41,11 +40,7 @@ class Curve:
     """
 
     def __init__(self, problem: Knapsack) -> None:
-        """Finds the points; whole models of some thousands of ops are fine.
-
-        Args:
-            problem: The values to save or recompute.
-        """
+        """Finds the points; whole models of some thousands of ops are fine."""
         self._problem, self._reduced = problem, reduce(problem)
         parts = [
             (part, 0.0 if len(part.ops) <= _MAX_EXACT_OPS else _TOLERANCE)
@@ -70,12 +65,7 @@ class Curve:
         )
 
     def bound_ms(self, max_saved_bytes: int) -> float:
-        """A lower bound on the time of plans within the limit, in milliseconds; infinite if none.
-
-        Raises:
-            ValueError: The limit is no whole number.
-        """
-        check_limit("max_saved_bytes", max_saved_bytes)
+        """A lower bound on the milliseconds of plans within the limit; infinite if none."""
         least_bytes, fastest_ticks = self.points[-1][0], self.points[0][1]
         if max_saved_bytes < least_bytes:
             return inf
@@ -83,26 +73,19 @@ class Curve:
         return ms_of_ticks(self._problem, max(fastest_ticks, on_hull - self._unknown_ticks))
 
     def plan(self, max_saved_bytes: int) -> Solution | None:
-        """The fastest plan of the hull within the limit; None if no plan saves so few bytes.
-
-        Raises:
-            ValueError: The limit is no whole number.
-        """
-        check_limit("max_saved_bytes", max_saved_bytes)
+        """The fastest plan of the hull within the limit; None if no plan saves so few bytes."""
         position = bisect_left(self.points, -max_saved_bytes, key=lambda point: -point[0])
         return self.plan_at(position) if position < len(self.points) else None
 
     def plan_at(self, position: int) -> Solution:
-        """The verified plan of a point."""
+        """The plan of a point."""
         reached = [0] * len(self._hulls)
         for which, to in self._walk[:position]:
             reached[which] = to
         recomputed = set(self._reduced.free)
         for part, hull, to in zip(self._reduced.parts, self._hulls, reached, strict=True):
             recomputed.update(part.indices[i] for i in hull[to].recomputed)
-        plan = assemble(self._problem, recomputed)
-        verify(self._problem, plan)
-        return plan
+        return assemble(self._problem, recomputed)
 
     def plans(self, max_points: int | None = None) -> tuple[Solution, ...]:
         """Plans of the hull, from the fastest down to that of the fewest saved bytes.
@@ -112,11 +95,8 @@ class Curve:
                 widest gaps, in saved bytes or in time, each against its whole range. None for all.
 
         Returns:
-            Verified plans of strictly falling saved bytes and strictly rising time, at least one.
+            Plans of strictly falling saved bytes and strictly rising time, at least one.
             The first plan saves every required value or recomputes it at no cost.
-
-        Raises:
-            ValueError: `max_points` is below 2.
         """
         plans = map(self.plan_at, choose_points(self.points, max_points))
         kept: list[Solution] = []
@@ -127,13 +107,7 @@ class Curve:
 
 
 def choose_points(points: Points, max_points: int | None) -> list[int]:
-    """Rising positions of at most so many points: the ends, and those that split wide gaps.
-
-    Raises:
-        ValueError: `max_points` is below 2.
-    """
-    if max_points is not None and max_points < 2:
-        raise ValueError(f"max_points is {max_points}; the least is 2 (both ends of the hull)")
+    """Rising positions of at most so many points: the ends, and those that split wide gaps."""
     if max_points is None or len(points) <= max_points:
         return list(range(len(points)))
     chosen = [0, len(points) - 1]

@@ -100,9 +100,6 @@ def _exponent(problem: Knapsack) -> int:
 def reduce(problem: Knapsack) -> Reduced:
     """Split a problem into independent parts.
 
-    Args:
-        problem: The problem.
-
     Returns:
         Its parts, ordered by their first op. The Pareto set of the problem is the sum of those of
         the parts.
@@ -197,13 +194,6 @@ def assemble(problem: Knapsack, recomputed: Collection[int]) -> Solution:
     """The plan that recomputes some ops and saves the values that it then has to.
 
     Recomputations that spare no bytes are left out, so plans of equal cost have one form.
-
-    Args:
-        problem: The problem.
-        recomputed: Indices of recomputable ops.
-
-    Returns:
-        The plan, not yet verified.
     """
     wanted = frozenset(recomputed)
     needed = set(problem.required)

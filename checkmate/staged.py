@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import fsum, inf
 
-from checkmate.problem import Op, Status, check_ops, check_values
+from checkmate.problem import Op, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,10 +56,6 @@ class StagedProblem:
         border: Index of an op, the first one of the backward say, or the number of ops.
         barred: Values that must not be live when the stage of the op at the border begins; none is
             held.
-
-    Raises:
-        ValueError: An index, size or time is out of range, a value has two makers, the order is not
-            topological, or a barred value is held.
     """
 
     ops: tuple[StagedOp, ...]
@@ -67,23 +63,6 @@ class StagedProblem:
     held: frozenset[int] = frozenset()
     border: int = 0
     barred: frozenset[int] = frozenset()
-
-    def __post_init__(self) -> None:
-        """Check every index, size, time and the order."""
-        check_ops(self.ops, self.value_bytes)
-        check_values(self.held, len(self.value_bytes), "held")
-        check_values(self.barred, len(self.value_bytes), "barred")
-        if not 0 <= self.border <= len(self.ops):
-            raise ValueError(f"border is {self.border}; the ops are 0..{len(self.ops) - 1}")
-        if not self.held.isdisjoint(self.barred):
-            value = min(self.held & self.barred)
-            raise ValueError(f"value {value} is barred and held; a held value lives to the end")
-        for index, op in enumerate(self.ops):
-            if not isinstance(op.overhead_bytes, int) or op.overhead_bytes < 0:
-                raise ValueError(
-                    f"op {index} has an overhead of {op.overhead_bytes!r} bytes; "
-                    "a whole number (int) of at least 0 is needed"
-                )
 
     @cached_property
     def maker(self) -> dict[int, int]:
@@ -127,40 +106,23 @@ class StagedSolution:
         status: How much is proven among staged schedules, under the restriction if there is one.
         steps: Op indices in running order; empty if there is no schedule.
         time_ms: Sum over all runs, in milliseconds; infinite if there is no schedule.
-        peak_bytes: The schedule's peak in bytes.
+        peak_bytes: The schedule's peak in bytes; 0 if there is none.
         bound_ms: A lower bound on the time of staged schedules within the budget and the
             restriction. It is `time_ms` if that is proven optimal, to about 1e-9 of all first runs'
             time, the solvers' tolerance. It is the solver's dual bound if the solver stopped early,
             and infinite if there is proven to be no schedule.
-        first_recompute_op: The restriction: nothing is recomputed in the stage of an earlier op. 0
-            for none.
     """
 
     status: Status
-    steps: tuple[int, ...]
-    time_ms: float
-    peak_bytes: int
-    bound_ms: float
-    first_recompute_op: int = 0
+    steps: tuple[int, ...] = ()
+    time_ms: float = inf
+    peak_bytes: int = 0
+    bound_ms: float = inf
 
     @property
     def found(self) -> bool:
         """Whether there is a schedule at all."""
         return self.status in (Status.OPTIMAL, Status.FEASIBLE)
-
-
-def no_schedule(
-    status: Status, bound_ms: float = inf, first_recompute_op: int = 0
-) -> StagedSolution:
-    """An answer without a schedule, for `Status.INFEASIBLE` and `Status.NOT_FOUND`."""
-    return StagedSolution(
-        status=status,
-        steps=(),
-        time_ms=inf,
-        peak_bytes=0,
-        bound_ms=bound_ms,
-        first_recompute_op=first_recompute_op,
-    )
 
 
 def time_of(problem: StagedProblem, steps: Sequence[int]) -> float:

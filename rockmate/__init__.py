@@ -175,6 +175,6 @@ def __getattr__(name: str) -> Any:
 
 refuse_older()
 if not is_tested() and not is_check_skipped():
-    from rockmate.checks.self_check import check_once
+    from rockmate.checks.run import check_once
 
     check_once()

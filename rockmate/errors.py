@@ -144,12 +144,7 @@ class UntestedVersionError(RockmateError, ImportError):
     """
 
     def __init__(self, name: str, found: str) -> None:
-        """Build the text.
-
-        Args:
-            name: of the interface.
-            found: what it did.
-        """
+        """Build the text."""
         package = name.partition(".")[0]
         version = getattr(sys.modules.get(package), "__version__", "")
         super().__init__(

@@ -214,12 +214,7 @@ class PlanCache:
             raise
 
     def empty_for(self, model: nn.Module, *, num_methods: int = 1) -> PlanCache:
-        """A cache without a plan, which plans alike.
-
-        Args:
-            model: whose calls are planned.
-            num_methods: see `PlanRequest`.
-        """
+        """A cache without a plan, which plans alike."""
         request = self.request and replace(self.request, num_methods=num_methods)
         options: Any = {"replans": self._replans, "refuses_larger": self._refuses_larger}
         made = PlanCache(model, request, trial=self._trial, **options)
@@ -231,10 +226,6 @@ class PlanCache:
 
         With opaque submodules it has no plan: they belong to the model that was captured. The copy
         is planned for at its first training call.
-
-        Args:
-            model: the copy.
-            memo: of the `copy.deepcopy` that made it.
 
         Returns:
             The cache; None with opaque submodules if the plan was given, so that no other is made.

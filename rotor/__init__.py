@@ -3,15 +3,14 @@
 A chain of stages runs forward, then backward. A stage either keeps all that its backward reads, or
 nothing. A boundary between stages can be kept, and the stages after it recomputed from it.
 
-* ``solve_table`` takes the bytes and times and finds the fastest way to run the whole chain within
+* ``Table`` takes the bytes and times and finds the fastest way to run the whole chain within
   *every* memory budget at once.
 * ``Table.breakpoints`` gives the whole curve of time over budget.
 * ``Table.sequence`` gives the steps for one budget.
-* ``replay`` checks the steps in exact bytes.
 
 The package needs numpy and knows no tensors.
 
-    >>> from rotor import Chain, Stage, replay, solve_table
+    >>> from rotor import Stage, Table
     >>> stage = Stage(
     ...     input_bytes=10,
     ...     output_gradient_bytes=10,
@@ -22,34 +21,17 @@ The package needs numpy and knows no tensors.
     ...     backward_ms=2.0,
     ...     backward_peak_bytes=60,
     ... )
-    >>> chain = Chain(stages=(stage,) * 4)
-    >>> table = solve_table(chain, max_budget_bytes=200)
+    >>> table = Table((stage,) * 4, max_budget_bytes=200)
     >>> table.breakpoints()
     ((70, 18.0), (80, 16.0), (90, 15.0), (110, 14.0), (150, 13.0), (180, 12.0))
-    >>> print(table.sequence(budget_bytes=100))
+    >>> print(*table.sequence(budget_bytes=100))
     F0 F1 F2 K3 B3 K2 B2 K1 B1 K0 B0
-    >>> replay(chain, table.sequence(100))
-    Replay(peak_bytes=90, time_ms=15.0)
 
 ``chain.py`` defines what is counted. ``solve.py`` states what is optimal, what is not, and what
 rounding can cost.
 """
 
-from rotor.chain import Backward, Chain, ForwardKeep, ForwardOnly, Sequence, Stage, Step
-from rotor.solve import InfeasibleBudgetError, Table, solve_table
-from rotor.verify import Replay, replay
+from rotor.chain import Chain, Sequence, Stage, Step
+from rotor.solve import Table
 
-__all__ = [
-    "Backward",
-    "Chain",
-    "ForwardKeep",
-    "ForwardOnly",
-    "InfeasibleBudgetError",
-    "Replay",
-    "Sequence",
-    "Stage",
-    "Step",
-    "Table",
-    "replay",
-    "solve_table",
-]
+__all__ = ["Chain", "Sequence", "Stage", "Step", "Table"]

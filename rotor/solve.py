@@ -46,78 +46,18 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from rotor.chain import (
-    Backward,
-    Chain,
-    ForwardKeep,
-    ForwardOnly,
-    Sequence,
-    Step,
-    check_size,
-)
+from rotor.chain import Chain, Sequence, Step
 
 _Array = npt.NDArray[Any]
 
 # In place of a slot: the subchain's plan of the smallest peak, whatever its time.
 _MIN_PEAK = -1
 _INF_BYTES = np.iinfo(np.int64).max
-
-
-class InfeasibleBudgetError(ValueError):
-    """No persistent schedule fits in the budget.
-
-    Attributes:
-        budget_bytes: The budget asked for.
-        minimum_bytes: The smallest budget that some schedule fits in, exactly.
-    """
-
-    def __init__(self, budget_bytes: int, minimum_bytes: int) -> None:
-        """Write both numbers into the message."""
-        super().__init__(
-            f"budget_bytes is {budget_bytes}; no schedule fits in less than {minimum_bytes} bytes, "
-            "so ask for at least that"
-        )
-        self.budget_bytes = budget_bytes
-        self.minimum_bytes = minimum_bytes
-
-    def __reduce__(self) -> tuple[type[InfeasibleBudgetError], tuple[int, int]]:
-        """Let the error cross a process boundary with both numbers."""
-        return type(self), (self.budget_bytes, self.minimum_bytes)
-
-
-def solve_table(chain: Chain, max_budget_bytes: int, num_slots: int = 1000) -> Table:
-    """Return the table of the least times of ``chain`` for every budget up to ``max_budget_bytes``.
-
-    Args:
-        chain: The stages.
-        max_budget_bytes: The largest budget that will be asked for.
-        num_slots: Resolution: budgets are ``max_budget_bytes / num_slots`` apart, rounded up to
-            whole bytes.
-
-    Returns:
-        The table; what it holds is exact or bounded as stated at the head of the module.
-
-    Raises:
-        ValueError: A number is not whole, or out of range.
-    """
-    _check_whole("max_budget_bytes", max_budget_bytes, least=0)
-    check_size("max_budget_bytes", max_budget_bytes)
-    _check_whole("num_slots", num_slots, least=1)
-    return Table(chain, int(max_budget_bytes), int(num_slots))
-
-
-def _check_whole(name: str, value: int, *, least: int | None = None) -> None:
-    """Raise ``ValueError`` unless an argument is a whole number, and not below ``least``."""
-    if not isinstance(value, Integral) or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be a whole number (int)")
-    if least is not None and value < least:
-        raise ValueError(f"{name} is {value}; it must be at least {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,17 +72,21 @@ class _Plan:
 class Table:
     """The least time of a chain for every budget, and sequences that reach it.
 
-    ``solve_table`` makes it.
+    What it holds is exact or bounded as stated at the head of the module.
     """
 
-    def __init__(self, chain: Chain, max_budget_bytes: int, num_slots: int) -> None:
-        """Find the smallest peaks; use ``solve_table``, which checks the arguments.
+    def __init__(self, chain: Chain, max_budget_bytes: int, num_slots: int = 1000) -> None:
+        """Find the smallest peaks. The rest of the table is filled when it is first asked for.
 
-        The rest of the table is filled when it is first asked for.
+        Args:
+            chain: The stages.
+            max_budget_bytes: The largest budget that will be asked for.
+            num_slots: Resolution: budgets are ``max_budget_bytes / num_slots`` apart, rounded up to
+                whole bytes.
         """
         self.chain, self.max_budget_bytes = chain, max_budget_bytes
         self.unit_bytes: int = max(1, -(-max_budget_bytes // num_slots))
-        n, width = len(chain.stages), -(-max_budget_bytes // self.unit_bytes) + 1
+        n, width = len(chain), -(-max_budget_bytes // self.unit_bytes) + 1
         self._slots = np.arange(width)
         self._budgets = max_budget_bytes - self.unit_bytes * self._slots[::-1]
         self._set_terms()
@@ -163,7 +107,7 @@ class Table:
 
     def _set_terms(self) -> None:
         """Lay out the numbers of the recurrence, with times in whole ticks."""
-        stages = self.chain.stages
+        stages = self.chain
         # No plan runs a stage forward more than num_stages times.
         bound_ms = sum(len(stages) * stage.forward_ms + stage.backward_ms for stage in stages)
         self._tick_ms = math.ldexp(1.0, max(math.frexp(bound_ms)[1] - 52, -1022))
@@ -201,7 +145,7 @@ class Table:
 
     def _fill(self, s: int, length: int) -> None:
         """Enter the best plans of a subchain: the fastest of a slot, of ties the smallest peak."""
-        stage, t = self.chain.stages[s], s + length - 1
+        stage, t = self.chain[s], s + length - 1
         kept_time, kept_peak = self._charged(s + 1, length - 1, stage.saved_bytes)
         times = np.empty((length, len(self._slots)), np.float64)
         peaks = np.empty((length, len(self._slots)), np.int64)
@@ -229,23 +173,23 @@ class Table:
 
     def _keep_peak(self, s: int, length: int) -> int:
         """Return the peak of stage ``s``, kept, beside what else it takes."""
-        stage, last = self.chain.stages[s], self.chain.stages[s + length - 1]
+        stage, last = self.chain[s], self.chain[s + length - 1]
         return max(stage.keep_peak_bytes + last.output_gradient_bytes, stage.backward_peak_bytes)
 
     def _forward_peak(self, s: int, length: int) -> _Array:
         """Return the peaks of the forwards from ``s`` to each later stage of a subchain."""
-        gradient_bytes = self.chain.stages[s + length - 1].output_gradient_bytes
+        gradient_bytes = self.chain[s + length - 1].output_gradient_bytes
         return self._rerun_peak[s][: length - 1] + gradient_bytes
 
     def _fill_min_peak(self, length: int) -> None:
         """Enter the smallest peaks of all subchains of one length; of such plans the fastest."""
         time, peak = self._min_time, self._min_peak
-        first = np.arange(len(self.chain.stages) - length + 1)
+        first = np.arange(len(self.chain) - length + 1)
         s, j = first[:, None], first[:, None] + np.arange(1, length)  # at [subchain, boundary]
         right, left = (j, s + length - j), (s, j - s)
         peaks = np.empty((len(first), length), np.int64)
         times = np.empty(peaks.shape, np.float64)
-        saved = np.array([self.chain.stages[each].saved_bytes for each in first])
+        saved = np.array([self.chain[each].saved_bytes for each in first])
         own = [self._keep_peak(each, length) for each in first.tolist()]
         peaks[:, 0] = np.maximum(saved + peak[first + 1, length - 1], own)
         times[:, 0] = np.array(self._cost)[first] + time[first + 1, length - 1]
@@ -264,7 +208,7 @@ class Table:
     @property
     def minimum_bytes(self) -> int:
         """The exact smallest budget of any schedule; it may exceed ``max_budget_bytes``."""
-        return int(self._min_peak[0, len(self.chain.stages)])
+        return int(self._min_peak[0, len(self.chain)])
 
     def breakpoints(self) -> tuple[tuple[int, float], ...]:
         """Return (budget_bytes, time_ms) wherever the least time drops: budgets grow, times fall.
@@ -274,24 +218,17 @@ class Table:
         return tuple((plan.peak, plan.time * self._tick_ms) for plan in self._frontier)
 
     def time_ms(self, budget_bytes: int) -> float:
-        """Return the least time within ``budget_bytes``, or infinity where no schedule fits.
-
-        Raises:
-            ValueError: The budget is no whole number, or above the table's ``max_budget_bytes``.
-        """
+        """Return the least time within ``budget_bytes``, or infinity where no schedule fits."""
         plan = self._plan_within(budget_bytes)
         return math.inf if plan is None else plan.time * self._tick_ms
 
     def sequence(self, budget_bytes: int) -> Sequence:
         """Return a sequence of time ``time_ms(budget_bytes)``; its exact peak is within the budget.
 
-        Raises:
-            InfeasibleBudgetError: The budget is below ``minimum_bytes``.
-            ValueError: The budget is no whole number, or above the table's ``max_budget_bytes``.
+        The budget is at least ``minimum_bytes``.
         """
         plan = self._plan_within(budget_bytes)
-        if plan is None:
-            raise InfeasibleBudgetError(budget_bytes, self.minimum_bytes)
+        assert plan is not None
         return self._backtrack(plan.slot)
 
     def smallest(self) -> Sequence:
@@ -300,28 +237,24 @@ class Table:
 
     def _backtrack(self, slot: int) -> Sequence:
         steps: list[Step] = []
-        todo: list[Step | tuple[int, int, int]] = [(0, len(self.chain.stages), slot)]
+        todo: list[Step | tuple[int, int, int]] = [(0, len(self.chain), slot)]
         while todo:
             item = todo.pop()
-            if isinstance(item, tuple):
-                todo.extend(reversed(self._expand(*item)))
-            else:
+            if isinstance(item, Step):
                 steps.append(item)
-        return Sequence(tuple(steps))
+            else:
+                todo.extend(reversed(self._expand(*item)))
+        return tuple(steps)
 
     def _plan_within(self, budget_bytes: int) -> _Plan | None:
-        _check_whole("budget_bytes", budget_bytes)
-        if budget_bytes > self.max_budget_bytes:
-            raise ValueError(
-                f"budget_bytes is {budget_bytes}; the table goes up to {self.max_budget_bytes}"
-            )
+        assert budget_bytes <= self.max_budget_bytes
         index = bisect_right(self._frontier, budget_bytes, key=lambda plan: plan.peak)
         return self._frontier[index - 1] if index else None
 
     @cached_property
     def _frontier(self) -> list[_Plan]:
         """The plans of the whole chain that are faster than every plan of a smaller peak."""
-        n = len(self.chain.stages)
+        n = len(self.chain)
         for length in range(1, n + 1):
             for s in range(n - length + 1):
                 self._fill(s, length)
@@ -356,7 +289,7 @@ class Table:
             return first, rest, int(self._beside(first, rest, charge)[slot]) if is_slot else slot
 
         if j == s:
-            rest = beside(s + 1, length - 1, self.chain.stages[s].saved_bytes)
-            return [ForwardKeep(s), rest, Backward(s)]
+            rest = beside(s + 1, length - 1, self.chain[s].saved_bytes)
+            return [Step("K", s), rest, Step("B", s)]
         right = beside(j, s + length - j, int(self._input[j]))
-        return [*map(ForwardOnly, range(s, j)), right, (s, j - s, slot)]
+        return [*(Step("F", each) for each in range(s, j)), right, (s, j - s, slot)]

@@ -40,7 +40,7 @@ def test_algorithm_packages_know_no_tensors(package: str, other: str) -> None:
 def test_rockmate_needs_no_extra_and_no_solver() -> None:
     none_of = "assert not {'pulp', 'highspy', 'rotor', 'checkmate'} & {*sys.modules}"
     loaded = modules_after(
-        f"import sys, rockmate\n{none_of}\nimport rockmate.cli.demo, rockmate.cli.plot"
+        f"import sys, rockmate\n{none_of}\nimport rockmate.cli.demo, rockmate.cli.demo_report"
     )
     assert "torch" in loaded
     assert not loaded & {"transformers", "matplotlib"}

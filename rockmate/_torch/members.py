@@ -7,6 +7,7 @@ back under its name.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -150,6 +151,35 @@ def set_compiled_call(module: nn.Module, call: Any) -> None:
     vars(module)["_compiled_call_impl"] = call
     if call is None:
         del vars(module)["_compiled_call_impl"]
+
+
+_plain_compile = nn.Module.compile
+_after_compile = Counter[Callable[[nn.Module, Any], None]]()
+
+
+def call_after_compile(function: Callable[[nn.Module, Any], None]) -> Callable[[], None]:
+    """Has a function called behind each `module.compile()`, until what is returned is called.
+
+    It gets the module, and what its calls ran before, which PyTorch's own method replaces.
+    """
+
+    def compile_and_call(module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        before = compiled_call(module)
+        _plain_compile(module, *args, **kwargs)
+        for each in [*_after_compile]:
+            each(module, before)
+
+    def end() -> None:
+        _after_compile[function] -= 1
+        if not _after_compile[function]:
+            del _after_compile[function]
+        if not _after_compile:
+            setattr(nn.Module, "compile", _plain_compile)  # noqa: B010
+
+    if not _after_compile:
+        setattr(nn.Module, "compile", compile_and_call)  # noqa: B010
+    _after_compile[function] += 1
+    return end
 
 
 class _Finder:

@@ -9,6 +9,7 @@ holds against eager, or gives back to the plain model, is the user's.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.members import compiled_call, set_compiled_call
+from rockmate._torch.members import call_after_compile, compiled_call, set_compiled_call
 from rockmate.budget import Budget
 from rockmate.errors import InvalidArgumentError
 from rockmate.module import RockmateModule
@@ -71,12 +72,13 @@ class InPlace:
         """Takes what makes a `RockmateModule` of the model; `given` for the first one alone."""
         self.module: RockmateModule = make(**given)
         self._make, self._before = make, compiled_call(model)  # by `model.compile()`
-        self._forward, self._is_released = vars(model).get("forward"), False
+        self._forward = vars(model).get("forward")
+        self._end = weakref.finalize(self, call_after_compile(_leave_plan))
         set_compiled_call(model, self)
 
     def release(self) -> None:
         """Has the module's calls run what they ran before."""
-        self._is_released = True
+        self._end()
         set_compiled_call(self.module.original, self._before)
 
     def renew(self, **changed: Any) -> None:
@@ -109,7 +111,7 @@ class InPlace:
         try:
             return self._output(model, args, kwargs)
         finally:
-            if not self._is_released:
+            if self._end.alive:
                 set_compiled_call(model, self)
 
     def _output(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -134,16 +136,8 @@ class InPlace:
         return type(None), ()
 
 
-compile_in_place = nn.Module.compile
-
-
-def _compile(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Leaves a plan where it is."""
-    call = compiled_call(model)
-    compile_in_place(model, *args, **kwargs)
-    if isinstance(call, InPlace):
-        call._before = compiled_call(model)
-        set_compiled_call(model, call)
-
-
-setattr(nn.Module, "compile", _compile)  # noqa: B010
+def _leave_plan(model: nn.Module, before: Any) -> None:
+    """Leaves a plan where it is, in front of what `model.compile()` has left."""
+    if isinstance(before, InPlace):
+        before._before = compiled_call(model)
+        set_compiled_call(model, before)

@@ -166,7 +166,8 @@ class Session:
         what = f"{type(model).__name__}, trained by {type(trainer).__name__} at {_caller()}"
 
         def make(**given: Any) -> RockmateModule:
-            module, _ = wrap_model_of(trainer, **given)
+            bound = {name: given.pop(name, None) for name in ("budget", "memory_limit")}
+            module, _ = wrap_model_of(trainer, bound, given)
             trainer.model = trainer.model_wrapped = model  # which is planned in place
             return module
 

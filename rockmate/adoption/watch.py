@@ -18,7 +18,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from rockmate._torch.members import compiled_call, find_calls, modules_within, set_compiled_call
+from rockmate._torch.members import (
+    call_after_compile,
+    compiled_call,
+    find_calls,
+    modules_within,
+    set_compiled_call,
+)
 from rockmate.module import RockmateModule
 from rockmate.runtime.ddp import REPLICATED
 
@@ -47,16 +53,13 @@ class Watch:
             self._num_steps[optimizer] = 0
             self._look()
 
-        compile_model = nn.Module.compile
-
-        def compiled(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-            compile_model(model, *args, **kwargs)
+        def compiled(model: nn.Module, _: Any) -> None:
             if model not in self._known:
                 call = compiled_call(model)
                 set_compiled_call(model, functools.partial(self._run_compiled, model, call))
 
         setattr(Optimizer, "__init__", init)  # noqa: B010
-        setattr(nn.Module, "compile", compiled)  # noqa: B010
+        call_after_compile(compiled)
 
     def _run_compiled(self, model: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
         """Looks at a compiled model, since PyTorch asks no finder for what its calls run."""

@@ -72,12 +72,6 @@ class ProgramPoints:
     """
 
     def __init__(self, graph: Graph, costs: Costs) -> None:
-        """Computes nothing yet.
-
-        Args:
-            graph: ops and storages.
-            costs: costs of the ops.
-        """
         self.graph = graph
         self.costs = costs
 

@@ -18,7 +18,7 @@ from rockmate.capture.read_values import NO_VALUES, ReadValues
 from rockmate.capture.structure import Structure
 from rockmate.capture.wrapping import Wrapping
 from rockmate.ops.collectives import is_communication
-from rockmate.ops.observed_layouts import call_key
+from rockmate.ops.kernel_layouts import call_key
 
 
 class RoleKind(enum.Enum):

@@ -278,10 +278,6 @@ def loss_of(output: Any, *, has_labels: bool) -> torch.Tensor | None:
 
     The loss is the entry `loss`, or the leading scalar of a tuple if the model was given `labels`.
     It has one element and requires a gradient.
-
-    Args:
-        output: what the model returned.
-        has_labels: whether the model was given `labels`.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is None and has_labels and isinstance(output, tuple | list) and output:

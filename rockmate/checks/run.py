@@ -1,13 +1,20 @@
-"""Runs small steps eager and planned, and tells whether each promise holds."""
+"""Runs small steps eager and planned, and tells whether each promise holds.
+
+For a version of PyTorch that this package was not tested with, a tiny one is run at import.
+"""
 
 from __future__ import annotations
 
 import copy
+import hashlib
+import logging
+import platform
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +22,10 @@ import torch
 from torch import nn
 
 from rockmate._torch.pytree import tree_map
+from rockmate._torch.version import known_range
+from rockmate._util import cache_folder
 from rockmate.capture.behaviour import check_behaviour
-from rockmate.checks.cases import Case, InBfloat16
+from rockmate.checks.cases import Case, InBfloat16, tiny_case
 from rockmate.curves.measure import (
     Measurement,
     SideBySide,
@@ -24,10 +33,12 @@ from rockmate.curves.measure import (
     state_kept,
     tensor_difference,
 )
-from rockmate.errors import RockmateError
+from rockmate.errors import RockmateError, UntestedVersionError
 from rockmate.extras import MissingExtraError
 from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
+
+logger = logging.getLogger(__name__)
 
 _NUM_STEPS = 3
 _NUM_FIRST_STEPS = 5
@@ -226,3 +237,49 @@ def _num_waits(call: Callable[..., Any], sample: Any) -> int:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     return sum("synchroniz" in str(each.message) for each in caught)
+
+
+# --- at import ---------------------------------------------------------------------------------
+
+
+def check_once() -> None:
+    """Tries each interface, and one tiny step eager and planned, once for these versions.
+
+    A file in the user's cache folder notes that it has passed. It takes one to two seconds.
+
+    Raises:
+        UntestedVersionError: something differs; the text names it.
+    """
+    passed = _note()
+    if passed is not None and passed.exists():
+        return
+    check_behaviour()
+    row = check_case(tiny_case(), torch.device("cpu"))
+    if row.failures:
+        raise UntestedVersionError("torch", f"a tiny planned step failed: {row.failures[0]}")
+    logger.warning(
+        "PyTorch %s is outside of the versions tested (%s); the self-check passed. `rockmate "
+        "check` tries more.",
+        torch.__version__,
+        known_range(),
+    )
+    try:
+        if passed is not None:
+            passed.parent.mkdir(parents=True, exist_ok=True)
+            passed.touch()
+    except OSError:
+        logger.info("the self-check cannot be noted in %s, so each process repeats it", passed)
+
+
+def _note() -> Path | None:
+    """The file that says that the check has passed for these versions on this machine."""
+    versions = (
+        torch.__version__,
+        torch.version.git_version,
+        metadata.version("rockmate-planner"),
+        platform.python_version(),
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+    )
+    folder = cache_folder()
+    return folder and folder / hashlib.sha256(" ".join(versions).encode()).hexdigest()[:16]

@@ -257,14 +257,14 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _run_demo(arguments: argparse.Namespace) -> int:
-    from rockmate.cli import demo, demo_report, plot
+    from rockmate.cli import demo, demo_report
 
     options = _demo_options(arguments)
     _make_folder(arguments.out)
     result = demo.run(options)
     sys.stdout.write(demo_report.report(result))
     path = arguments.out / _PLOT_NAME
-    plot.save_memory_plot(result, path, backward_mark=demo.BACKWARD_MARK)
+    demo_report.save_memory_plot(result, path)
     sys.stdout.write(f"Plot: {path}\n")
     return 0 if result.succeeded else 1
 

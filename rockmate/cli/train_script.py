@@ -19,13 +19,7 @@ OPTIMIZERS |= {"adamw_8bit": "adamw_bnb_8bit"}
 
 
 def script(arguments: argparse.Namespace, model: nn.Module, found: Fit) -> str:
-    """The script.
-
-    Args:
-        arguments: of `rockmate fit`.
-        model: the language model that was fitted.
-        found: the sizes.
-    """
+    """The script."""
     row, base, imports, adapted, given = found.fastest, model, "", "", vars(arguments)
     if arguments.lora:
         base = model.get_base_model()  # pyright: ignore

@@ -51,7 +51,7 @@ from rockmate.costs.machine import Machine
 from rockmate.graph.ir import Graph, Op
 from rockmate.ops import kernels
 from rockmate.ops.collectives import is_communication
-from rockmate.ops.observed_layouts import call_key
+from rockmate.ops.kernel_layouts import call_key
 
 _aten = torch.ops.aten
 _GPU_ATTENTION_BACKWARD = {

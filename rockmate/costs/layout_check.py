@@ -19,7 +19,7 @@ from rockmate._torch.autocast import autocast_off
 from rockmate.capture.roles import TracedCall
 from rockmate.costs.synthetic_inputs import synthetic_tensor
 from rockmate.errors import KernelLayoutError, advise_frames
-from rockmate.ops.observed_layouts import differences, is_observed, observe
+from rockmate.ops.kernel_layouts import differences, is_observed, observe
 
 logger = logging.getLogger(__name__)
 _Made = TypeVar("_Made")

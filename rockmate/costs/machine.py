@@ -187,13 +187,7 @@ def _how_to() -> str:
 
 
 def _read(name: str, origin: str, text: str) -> Machine:
-    """The machine that a file describes.
-
-    Args:
-        name: the machine's name.
-        origin: name of the file in errors.
-        text: its content.
-    """
+    """The machine that a text describes; errors name its origin."""
     try:
         content = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

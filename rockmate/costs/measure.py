@@ -38,8 +38,8 @@ from rockmate.costs.synthetic_inputs import InputPool, Layout, synthetic_value
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 from rockmate.graph.ir import Graph, Op, SlicedMatmul
 from rockmate.ops.collectives import is_communication
+from rockmate.ops.kernel_layouts import call_key, observe
 from rockmate.ops.kernels import cross_entropy_backward, scatter_slice
-from rockmate.ops.observed_layouts import call_key, observe
 
 _ADD = torch.ops.aten.add_.Tensor
 _ADD_PRODUCT = torch.ops.aten.addmm_.default

@@ -21,12 +21,7 @@ PlannerOf = Callable[[CapturedStep], Planner]
 
 
 class SizedPlanners:
-    """Planners at any size: of the step as captured, and of the step in chunks.
-
-    Args:
-        step_of: the captured step at a size.
-        planner_of: makes a planner of a step.
-    """
+    """Planners at any size: of the step as captured, and of the step in chunks."""
 
     def __init__(self, step_of: Callable[[int], CapturedStep], planner_of: PlannerOf) -> None:
         self._step_of = step_of

@@ -31,12 +31,7 @@ Point = tuple[float, float]
 
 
 def sweep_figure(rows: Sequence[SweepRow], *, baseline_peak_bytes: int) -> Any:
-    """Time over peak, a curve for each strategy: predicted, and below it measured.
-
-    Args:
-        rows: by strategy and budget.
-        baseline_peak_bytes: the predicted peak without recomputation.
-    """
+    """Time over peak, a curve for each strategy: predicted, and below it measured."""
     has_measured = any(row.measured_ratio is not None for row in rows)
     most = max(baseline_peak_bytes, *(row.eager_peak_bytes or 0 for row in rows), 1)
     num_bytes, unit = unit_of(most)
@@ -195,14 +190,7 @@ def times_ms(schedule: Schedule, costs: Costs) -> list[float]:
 
 
 def fit_figure(rows: Sequence[FitRow], *, title: str, memory_bytes: int, axis: str) -> Any:
-    """The speed, and below it memory by part, at each size.
-
-    Args:
-        rows: by size.
-        title: the model.
-        memory_bytes: the memory.
-        axis: "batch" or "tokens".
-    """
+    """The speed, and below it memory by part, at each size."""
     num_bytes, unit = unit_of(memory_bytes)
     places, below = range(len(rows)), [0.0] * len(rows)
     with style():

@@ -49,16 +49,6 @@ class SizedSteps:
         machine: Machine,
         options: StepOptions,
     ) -> None:
-        """Takes what is captured; nothing is captured yet.
-
-        Args:
-            model: in training mode.
-            sample: `sample_input`, taken apart for `machine`.
-            sample_input: as for `Planner`.
-            axis: of the size.
-            machine: that the steps are for.
-            options: of the steps.
-        """
         self._model = model
         self._sample = sample
         self._sample_input = sample_input

@@ -55,11 +55,7 @@ class Agreement:
         return [int(each) for each in found.tolist()]
 
     def of_all(self, value: Any) -> list[Any]:
-        """The values of all ranks, in the order of these. Collective, and slow.
-
-        Args:
-            value: this rank's, which can be pickled.
-        """
+        """The values of all ranks, in the order of these. Collective, and slow."""
         known = {distributed.get_rank(): value} if self._groups else {0: value}
         for group in self._groups:
             found: list[Any] = [None] * group.size()

@@ -35,13 +35,6 @@ class Frame:
     """It runs as in eager."""
 
     def __init__(self, call: Call, order: int, memory: Memory) -> None:
-        """Holds nothing yet.
-
-        Args:
-            call: that runs.
-            order: see above.
-            memory: counts what frames hold.
-        """
         self.key, self.order, self._memory = call.key, order, memory
         self.step = memory.in_flight.present
         self._call = call
@@ -227,11 +220,7 @@ class KeptFrame:
         self._known_bytes, self.num_bytes = num_bytes, 0
 
     def end_forward(self, output: Any) -> None:
-        """The forward has run: takes its place among what is held.
-
-        Args:
-            output: of the call.
-        """
+        """The forward has run: takes its place among what is held."""
         nodes = {node for each in tensors_in(output) if (node := each.grad_fn) is not None}
         for node in nodes:
             node.register_prehook(self._begin_backward)

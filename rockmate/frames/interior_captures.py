@@ -65,12 +65,6 @@ class InteriorCaptures:
     """What is known of insides, and what is still to be captured."""
 
     def __init__(self, clock: Callable[[], float], model: nn.Module) -> None:
-        """Nothing yet.
-
-        Args:
-            clock: seconds.
-            model: whose submodules are frames.
-        """
         self._capturing, self._model = Capturing(clock), model
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self._present, self._is_noting = _Shape(), False

@@ -202,12 +202,7 @@ class Memory:
             self.is_inside = was_inside
 
     def bytes_if_kept(self, key: FrameKey, sizes: Any) -> int | None:
-        """Bytes that a frame saves if it is kept; None if it is to have hooks.
-
-        Args:
-            key: which frame.
-            sizes: of its inputs.
-        """
+        """Bytes that a frame saves if it is kept; None if it is to have hooks."""
         option, needs = self.decision.get(key), self.needs
         if option is None or not option.is_kept or self.room_bytes is None or needs is None:
             return None

@@ -24,11 +24,7 @@ _TICK_S = 1e-4
 
 
 def clock_of(device: torch.device) -> Callable[[], float]:
-    """Seconds. On one thread of a CPU its own, which other work on the machine does not drive.
-
-    Args:
-        device: of the model.
-    """
+    """Seconds. On one thread of a CPU its own, which other work on the machine does not drive."""
     is_own = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if is_own else time.perf_counter
 

@@ -225,10 +225,6 @@ class FrameRunner:
 
         Calls that were not recorded may have raised the smallest peak above the budget.
 
-        Args:
-            size: of the step.
-            shapes: of its inputs.
-
         Raises:
             InfeasibleBudgetError: so they have.
         """

@@ -119,13 +119,7 @@ class Slots:
         self.num_bytes = 0
 
     def add(self, tensor: torch.Tensor, keys: tuple[int, ...], version: int) -> Slot:
-        """Takes a tensor that is saved.
-
-        Args:
-            tensor: with its history.
-            keys: its storages.
-            version: its number of in-place writes.
-        """
+        """Takes a tensor that is saved."""
         saved = Saved(tensor.detach(), keys, version)
         slot = Slot(self, len(self._slots), saved)
         self._slots.append(weakref.ref(slot))

@@ -12,10 +12,10 @@ from torch import nn
 from rockmate._torch.autocast import autocast_uncached
 from rockmate.frames.memory import Memory
 from rockmate.state.call_state import CallState
-from rockmate.state.iterators import IteratorError, iterators_guarded, reach_iterators
+from rockmate.state.iterators import IteratorError, reach_iterators
 from rockmate.state.members import objects_and_members
 from rockmate.state.objects import Objects
-from rockmate.state.writes import Writes
+from rockmate.state.random_state import random_state_kept
 from rockmate.trial.conditions import Conditions
 from rockmate.trial.run import run_beside_eager
 from rockmate.trial.steps import TrialOption, TrialSteps
@@ -53,12 +53,6 @@ class FrameTrials:
         memory: Memory,
     ) -> Any:
         """The output of a step of frames, held against eager if the step is a trial.
-
-        Args:
-            model: the model.
-            call: positional and keyword arguments.
-            ours: runs the step's forward.
-            memory: of the frames.
 
         Raises:
             TrialError: the step differs from eager.
@@ -104,12 +98,12 @@ class FrameTrials:
         is_on = self._steps.option != "never" and memory.agreement is None
         if not is_on or paths == self._repeated:
             return paths
-        before, writes, found = CallState(model, *call), Writes(), dict[str, str]()
+        before, found = CallState(model, *call), dict[str, str]()
         if before.has_iterators():
             return paths
-        random, memory.tried = before.random_now(), []
+        memory.tried = []
         try:
-            with writes.noted(), iterators_guarded(before.objects), autocast_uncached():
+            with before.undone(), random_state_kept([memory.device]), autocast_uncached():
                 output = ours()  # it holds the frames
                 for frame in reversed(memory.tried):
                     try:
@@ -117,14 +111,13 @@ class FrameTrials:
                     except Exception as error:  # noqa: BLE001 - also the script's own
                         found.setdefault(frame.key.path, f"{error}")
                     frame.drop()
-            del output
+                del output
         except IteratorError as error:  # of the forward: what reaches none repeats
             part_of = model.get_submodule
             found.update((each, str(error)) for each in paths if _reaches_iterators(part_of(each)))
         finally:
             memory.tried = None
             memory.calls.forget()
-            before.put_back(writes, random)
         for reason in list(found.values())[:1]:
             logger.warning("left whole, as by keep=%r, since %s", sorted(found), reason)
         self._repeated = [each for each in paths if each not in found]

@@ -33,7 +33,7 @@ from torch import fx
 
 from rockmate.capture.nodes import call_name
 from rockmate.capture.roles import Role, RoleKind
-from rockmate.ops.observed_layouts import call_key
+from rockmate.ops.kernel_layouts import call_key
 from rockmate.ops.rng import CPU_STATE_BYTES
 
 # Roles of outputs that the forward makes.

@@ -47,10 +47,6 @@ class SampleShape:
 def make_sample(model: nn.Module, shape: SampleShape) -> Sample:
     """Keyword arguments for one training call of a Hugging Face model.
 
-    Args:
-        model: built from a configuration.
-        shape: the size of the sample.
-
     Raises:
         SampleError: the model takes something that is not known here, or the shape does not suit
             it.

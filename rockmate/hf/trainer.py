@@ -78,40 +78,39 @@ def wrap_trainer(
         InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for
             its state.
     """
-    module, options = wrap_model_of(
-        trainer, budget, memory_limit=memory_limit, optimizer=optimizer, buckets=buckets, fit=fit,
-        **options,
-    )  # fmt: skip
-    return _planned_loss(trainer, module, options)
+    bound = {"budget": budget, "memory_limit": memory_limit}
+    if memory_limit is not None and optimizer is not None:
+        options["optimizer"] = optimizer
+    module, options = wrap_model_of(trainer, bound, options, buckets=buckets, fit=fit)
+    return _planned_loss(trainer, module, {**options, **bound})
 
 
 def wrap_model_of(
     trainer: Trainer,
-    budget: Budget | None = None,
+    bound: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
-    memory_limit: int | str | None = None,
-    optimizer: Optimizer | None = None,
     buckets: int | Sequence[int] | None = None,
-    fit: Literal["batch"] | None = None,
-    **options: Any,
+    fit: str | None = None,
 ) -> tuple[RockmateModule, dict[str, Any]]:
-    """The module that is the trainer's model from here on, and its options.
+    """The module that is the trainer's model from here on, and its options beside the bound.
 
-    Arguments and errors are those of `wrap_trainer`.
+    Arguments and errors are those of `wrap_trainer`, with `budget` and `memory_limit` as one
+    mapping, the bound.
     """
     model = _model_of(trainer)
-    if memory_limit is not None:
-        options["optimizer"] = optimizer or _optimizer_of(trainer)
+    if bound["memory_limit"] is not None:
+        options = {"optimizer": _optimizer_of(trainer), **options}
     options = {**_options_for(trainer, options), **options}
     if buckets is not None:
         _pad_to(trainer, model, buckets)
     # Before the fit, which takes longer: it looks at the options.
-    module = RockmateModule(model, budget=budget, memory_limit=memory_limit, **options)
+    module = RockmateModule(model, **bound, **options)
     if fit is not None:
-        _fit(trainer, fit, memory_limit, options)
+        _fit(trainer, fit, bound["memory_limit"], options)
     module.plan_cache.largest = partial(largest_call, trainer)
     trainer.model = trainer.model_wrapped = module
-    return module, {**options, "budget": budget, "memory_limit": memory_limit}
+    return module, options
 
 
 def _computes_loss(trainer: Trainer) -> bool:

@@ -1,79 +1,28 @@
-"""Layouts that kernels give results, where PyTorch's fake tensors are laid out otherwise.
+"""Layouts of results as kernels gave them in this process, where fake tensors lie otherwise.
 
 Autograd goes by layouts: it copies a gradient only if a kernel cannot read it as it lies. A trace
 on wrong fake layouts lacks such a copy, and the kernel then reads other numbers.
+
+Each distinct call runs alone before its step is planned. What its results are then is noted here
+under the call's key. Where the fake results of a capture say otherwise, the next capture takes them
+from here: so an op that nobody knows to be wrong is right in the second capture. What a run does
+not tell is the memory behind a result (`CLONES`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import fx
 
-from rockmate._torch.dispatch import is_op, schema_of
-from rockmate.ops.kernels import dropout_apply
-from rockmate.ops.observed_layouts import in_observed_layout
+from rockmate._torch.fake import hint_of
 
 _aten = torch.ops.aten
 
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """The format with the channels last, by the number of dimensions."""
-
-# Calls whose first result the kernel lays out in the memory format of the argument at a position,
-# and contiguously where that is in none.
-_IN_FORMAT_OF: dict[Any, int] = {
-    _aten._native_batch_norm_legit.no_stats: 0,
-    _aten._native_batch_norm_legit_functional.default: 0,
-    _aten.max_unpool2d.default: 0,
-    _aten.native_batch_norm.default: 0,
-    _aten.native_batch_norm_backward.default: 1,
-    _aten.native_group_norm.default: 0,
-    _aten.native_group_norm_backward.default: 1,
-    _aten.channel_shuffle.default: 0,
-    _aten.native_channel_shuffle.default: 0,
-    _aten.reflection_pad2d_backward.default: 1,
-    _aten.reflection_pad3d.default: 0,
-    _aten.reflection_pad3d_backward.default: 1,
-    _aten.replication_pad2d_backward.default: 1,
-    _aten.replication_pad3d.default: 0,
-    _aten.replication_pad3d_backward.default: 1,
-    _aten.roll.default: 0,
-}
-
-# Calls whose kernel makes contiguous results, whatever it reads.
-_CONTIGUOUS = {
-    _aten._log_softmax.default,
-    _aten._log_softmax_backward_data.default,
-    _aten._softmax.default,
-    _aten._softmax_backward_data.default,
-    _aten.glu_backward.default,
-    _aten.huber_loss_backward.default,
-    _aten.mse_loss_backward.default,
-    _aten.native_layer_norm_backward.default,
-    _aten.pow.Scalar,
-    _aten.smooth_l1_loss_backward.default,
-}
-
-# Elementwise calls of one kernel, which lays its result out as it would a product of the arguments
-# at these positions. On fake tensors PyTorch computes them in steps, or with other dtypes.
-_LIKE_PRODUCT: dict[Any, tuple[int, int]] = {
-    _aten.copysign.Tensor: (0, 1),
-    _aten.div.Tensor_mode: (0, 1),
-    _aten.elu_backward.default: (0, 5),
-    _aten.hardsigmoid_backward.default: (0, 1),
-    _aten.hardswish_backward.default: (0, 1),
-    _aten.hardtanh_backward.default: (0, 1),
-    _aten.leaky_relu_backward.default: (1, 0),
-    _aten.log_sigmoid_backward.default: (0, 0),
-    _aten.mish_backward.default: (0, 1),
-    _aten.native_dropout_backward.default: (0, 1),
-    _aten.rrelu_with_noise_backward.default: (2, 0),
-    _aten.softplus_backward.default: (0, 1),
-    _aten.special_xlog1py.default: (0, 1),
-    _aten.xlogy.Tensor: (0, 1),
-    dropout_apply: (0, 1),
-}
 
 # Calls that clone the whole memory behind their first argument. PyTorch caches the fake results of
 # such calls, and what it takes from the cache lies elsewhere.
@@ -84,97 +33,172 @@ CLONES = {
     _aten.slice_scatter.default,
 }
 
-# Normalizations, each with the positions of its results that are statistics of the input, then of
-# those that are running statistics, which stand among its arguments from position 3.
-_STATISTICS: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {
-    _aten.native_batch_norm.default: ((1, 2), ()),
-    _aten._native_batch_norm_legit.default: ((1, 2), ()),
-    _aten._native_batch_norm_legit.no_stats: ((1, 2), ()),
-    _aten._native_batch_norm_legit_functional.default: ((1, 2), (3, 4)),
-    _aten._batch_norm_with_update_functional.default: ((1, 2), (4, 5)),
-    _aten.native_layer_norm.default: ((1, 2), ()),
-    _aten.native_group_norm.default: ((1, 2), ()),
-}
-
-_LOG_SIGMOID = _aten.log_sigmoid_forward.default  # contiguous on a CPU only
-_PLAIN = torch.contiguous_format
-_HALVES = (torch.bfloat16, torch.float16)
+_MOST_CALLS = 1 << 15  # known at a time; a step has some hundred
 
 
-def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()
+class Layout(NamedTuple):
+    """Sizes, strides and dtype of a result, and whether it has memory of its own."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    is_own: bool = True
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Layout:
+        """The layout of a tensor; symbols are the numbers that they stand for in their trace."""
+        shape, strides = (tuple(map(hint_of, each)) for each in (tensor.shape, tensor.stride()))
+        return cls(shape, strides, tensor.dtype)
+
+    def __str__(self) -> str:
+        dtype, where = str(self.dtype)[6:], "" if self.is_own else " in the memory of an argument"
+        return f"{dtype}{[*self.shape]} with strides {[*self.strides]}{where}"
+
+    def reads_like(self, other: Layout) -> bool:
+        """Whether the same elements lie at the same places, whatever dims of one element say."""
+        if (self.shape, *self[2:]) != (other.shape, *other[2:]):
+            return False
+        steps = zip(self.shape, self.strides, other.strides, strict=True)
+        return 0 in self.shape or all(mine == theirs for size, mine, theirs in steps if size > 1)
+
+    @property
+    def has_two_formats(self) -> bool:
+        """Whether the strides of dims of one element tell the memory format."""
+        if len(self.shape) not in (4, 5):
+            return False
+        return self.shape[1] == 1 or set(self.shape[2:]) == {1}
+
+
+Layouts = tuple[Layout | None, ...]
+"""Of the results of a call; None for one that is no tensor."""
+
+_observed: dict[Hashable, Layouts] = {}  # by the call's key
+_corrected: dict[str, dict[Hashable, Layouts]] = {}  # those that fakes contradict, by op
+
+
+class Difference(NamedTuple):
+    """A result of a call whose fake tensor is laid out otherwise than the kernel's.
+
+    Attributes:
+        key: of the call.
+        real: layout that the kernel gave.
+        fake: layout that the capture has.
+    """
+
+    key: Hashable
+    real: Layout
+    fake: Layout
+
+
+def call_key(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Hashable:
+    """Equal for calls of one target with equal constants and equal metadata of tensors.
+
+    Args:
+        target: the function.
+        args: its arguments: tensors, or nodes with fake ones.
+        kwargs: its keywords.
+    """
+    return str(target), _frozen(args), _frozen(kwargs)
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, fx.Node):
+        value = value.meta["val"]
+        if not isinstance(value, torch.Tensor):
+            return "several tensors"
+    if isinstance(value, torch.Tensor):
+        return Layout.of(value), value.device
+    if isinstance(value, Mapping):
+        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
+    if isinstance(value, tuple | list):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, torch.SymInt):
+        value = hint_of(value)
+    return type(value).__name__, value
+
+
+def is_observed(key: Hashable) -> bool:
+    """Whether a call of this key has run."""
+    return key in _observed
+
+
+def observe(key: Hashable, results: Any, args: Sequence[Any]) -> None:
+    """Notes the layouts that a kernel has given."""
+    given = {each.untyped_storage().data_ptr() for each in args if isinstance(each, torch.Tensor)}
+    if len(_observed) >= _MOST_CALLS:
+        del _observed[next(iter(_observed))]
+    _observed[key] = tuple(
+        Layout.of(each)._replace(is_own=each.untyped_storage().data_ptr() not in given - {0})
+        if isinstance(each, torch.Tensor)
+        else None
+        for each in _listed(results)
+    )
+
+
+def differences(key: Hashable, fakes: Any) -> list[Difference]:
+    """The results of a call that was observed whose layouts are not those of the fake results.
+
+    The next capture has those of the kernel. Where it has others all the same, that is no
+    difference if the same elements lie at the same places.
+    """
+    known, found = _observed.get(key), list[Difference]()
+    fakes = _listed(fakes)
+    if known is None or len(known) != len(fakes):
+        return found
+    name: Any = key[0]  # pyright: ignore[reportIndexIssue]
+    is_known = _corrected.get(name, {}).get(key) == known
+    for real, tensor in zip(known, fakes, strict=True):
+        # A gradient that is not asked for is no tensor to a kernel, and may be one to its fake.
+        if real is None or not isinstance(tensor, torch.Tensor):
+            continue
+        fake = Layout.of(tensor)
+        if not real.reads_like(fake) or (real != fake and fake.has_two_formats and not is_known):
+            found.append(Difference(key, real, fake))
+    if found:
+        _corrected.setdefault(name, {})[key] = known
+    return found
 
 
 def in_kernel_layout(
     target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> Any:
-    """The fake result of a call in the layout that the kernel gives it.
+    """The fake result of a call in the layout that the kernel gives it, as far as that is known.
 
-    Memory formats are known of kernels on a CPU alone. Another result is made in the fake mode that
-    is on.
-
-    Args:
-        target: the function that was called.
-        args: its arguments, fake tensors among them.
-        kwargs: its keywords.
-        result: what it returned.
+    Another result is made in the fake mode that is on.
     """
-    observed = in_observed_layout(target, args, kwargs, result)
+    observed = _in_observed_layout(target, args, kwargs, result)
     if observed is not None:
         return observed
-    result = _with_statistics(target, args, result)
-    position = _IN_FORMAT_OF.get(target)
-    if position is not None and args[position].device.type == "cpu":
-        return _first_in(_memory_format(args[position]) or _PLAIN, result)
-    if target in _CONTIGUOUS or (target is _LOG_SIGMOID and args[0].device.type == "cpu"):
-        return _all_in(_PLAIN, result)
-    if not isinstance(result, torch.Tensor):
-        return result
-    if target in CLONES:
-        return cloned(args[0], result)
-    if target in _LIKE_PRODUCT:
-        if torch.memory_format in map(type, args):
-            return result
-        operands = [args[position] for position in _LIKE_PRODUCT[target]]
-    else:
-        operands = [each for each in args if isinstance(each, torch.Tensor)]
-        if not _makes_elements(target) or not _are_halves(operands):
-            return result
-    if all(_steps(each) == _steps(result) for each in operands if isinstance(each, torch.Tensor)):
-        return result
-    # A fake result of halves is computed on copies in 32 bits, which have layouts of their own.
-    if target in _LIKE_PRODUCT:
-        again = torch.mul(*map(_in_32_bits, operands))
-    else:
-        again = target(*map(_in_32_bits, args), **kwargs)
-    return result if _steps(again) == _steps(result) else _laid_out_like(again, result)
+    return cloned(args[0], result) if target in CLONES else result
 
 
-def _with_statistics(target: Any, args: tuple[Any, ...], result: Any) -> Any:
-    """The results of a normalization, with statistics in the dtypes that CPU kernels give them.
+def _in_observed_layout(target: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> Any:
+    """The fake result of a call in the layout that its kernel gave; None if that is not known."""
+    known = _corrected.get(str(target)) if _corrected else None
+    layouts = known.get(call_key(target, args, kwargs)) if known else None
+    if not layouts:
+        return None
+    if isinstance(result, torch.Tensor):
+        return _laid_out(layouts[0], result)
+    return tuple(_laid_out(real, fake) for real, fake in zip(layouts, result, strict=True))
 
-    Of an input in half precision, kernels save statistics in the precision of the parameters or
-    running statistics, and the latter keep their dtype. PyTorch's fake results have the input's
-    dtype, and 32 bits, in their place.
-    """
-    if target is _aten.native_group_norm_backward.default and result[0] is not None:
-        # The input's, whatever the statistics'.
-        return (result[0].to(args[1].dtype), *result[1:])
-    saved, running = _STATISTICS.get(target, ((), ()))
-    if not saved:
-        return result
-    given, *others = [each for each in args if isinstance(each, torch.Tensor)]
-    if given.device.type != "cpu" or given.dtype not in _HALVES:
-        return result
-    precise = next((each.dtype for each in others if each.dtype == torch.float32), given.dtype)
-    dtypes = dict.fromkeys(saved, precise)
-    for position, source in zip(running, args[3:5], strict=False):
-        dtypes[position] = source.dtype
-    return tuple(
-        each.to(dtypes[position]) if position in dtypes else each
-        for position, each in enumerate(result)
-    )
+
+def _laid_out(real: Layout | None, fake: Any) -> Any:
+    if not isinstance(fake, torch.Tensor) or real is None:
+        return None
+    if real == Layout.of(fake) or not real.is_own:
+        return fake
+    like: Any = {"dtype": real.dtype, "device": fake.device}
+    if all(isinstance(size, int) for size in (*fake.shape, *fake.stride())):
+        return torch.empty_strided(real.shape, real.strides, **like)
+    # Of symbols the order of the dimensions is known, if that tells the strides.
+    order = sorted(range(fake.ndim), key=lambda dim: (-real.strides[dim], real.shape[dim] == 1))
+    made = torch.empty_permuted(fake.shape, order, **like)
+    return made if Layout.of(made) == real else fake
+
+
+def _listed(results: Any) -> tuple[Any, ...]:
+    return tuple(results) if isinstance(results, tuple | list) else (results,)
 
 
 def cloned(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
@@ -188,54 +212,6 @@ def cloned(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(result.shape, result.stride(), offset)
 
 
-def _laid_out_like(other: Any, result: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(
-        result.shape, other.stride(), dtype=result.dtype, device=result.device
-    )
-
-
-def _all_in(own: torch.memory_format, result: Any) -> Any:
-    if isinstance(result, torch.Tensor):
-        return _first_in(own, result)
-    return tuple(each if each is None else _first_in(own, each) for each in result)
-
-
-def _first_in(own: torch.memory_format, result: Any) -> Any:
-    """A result whose first tensor, if there is one, is in a memory format.
-
-    Whether tensors are in a format is known of symbolic ones, too, without fixing their sizes.
-    """
-    first, *others = (result,) if isinstance(result, torch.Tensor) else result
-    if first is not None and not first.is_contiguous(memory_format=own):
-        first = torch.empty_like(first, memory_format=own)
-    return first if isinstance(result, torch.Tensor) else (first, *others)
-
-
-def _memory_format(tensor: torch.Tensor) -> torch.memory_format | None:
-    """The format of a dense tensor; None if it is in none."""
-    formats = [torch.contiguous_format]
-    formats += [CHANNELS_LAST[tensor.ndim]] if tensor.ndim in CHANNELS_LAST else []
-    return next((each for each in formats if tensor.is_contiguous(memory_format=each)), None)
-
-
-def _makes_elements(target: Any) -> bool:
-    """Whether a call makes a new tensor element by element."""
-    return is_op(target) and torch.Tag.pointwise in target.tags and not schema_of(target).is_mutable
-
-
-def _are_halves(operands: list[torch.Tensor]) -> bool:
-    dtypes = {each.dtype for each in operands if each.ndim}
-    return len(operands) > 1 and len(dtypes) == 1 and dtypes <= {*_HALVES}
-
-
-def _in_32_bits(argument: Any) -> Any:
-    if not isinstance(argument, torch.Tensor) or argument.dtype == torch.float32:
-        return argument
-    return torch.empty_strided(
-        argument.shape, argument.stride(), dtype=torch.float32, device=argument.device
-    )
-
-
-def _steps(tensor: torch.Tensor) -> str:
-    """The strides as text, since to compare symbols would fix them."""
-    return str(tuple(tensor.stride()))
+def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return torch.empty(shape, device="meta").stride()

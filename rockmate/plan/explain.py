@@ -13,7 +13,6 @@ from itertools import accumulate
 from rockmate.budget import size_text
 from rockmate.errors import UnknownNameError
 from rockmate.graph.snapshot import SnapshotOp, StorageKind
-from rockmate.plan.moved_values import move_texts
 from rockmate.plan.record import PlanRecord
 from rockmate.plan.residency import LiveInterval
 
@@ -214,12 +213,7 @@ def _unknown_name_text(plan: PlanRecord, name: str) -> str:
 
 
 def explain_storage(plan: PlanRecord, index: int) -> StorageExplanation:
-    """What the plan does with one storage.
-
-    Args:
-        plan: the plan.
-        index: index of the storage.
-    """
+    """What the plan does with one storage."""
     storage, ops = plan.snapshot.storages[index], plan.snapshot.ops
     producer = next((number for number, op in enumerate(ops) if index in op.writes), None)
     op = None if producer is None else ops[producer]
@@ -246,7 +240,7 @@ def explain_storage(plan: PlanRecord, index: int) -> StorageExplanation:
         option=option,
         backward_readers=tuple(dict.fromkeys(readers)),
         residency=tuple(_interval_text(plan, interval) for interval in intervals),
-        moves=move_texts(plan, index),
+        moves=_move_texts(plan, index),
     )
 
 
@@ -342,6 +336,21 @@ def _interval_text(plan: PlanRecord, interval: LiveInterval) -> str:
         return f"{text}, released when the forward has ended and it is copied to its buffer"
     last = plan.snapshot.ops[plan.schedule.steps[interval.last]].name
     return f"{text}, released after {last} at {_position_text(interval.last, num_forward)}"
+
+
+def _move_texts(plan: PlanRecord, storage: int) -> tuple[str, ...]:
+    """When a storage's copies begin and have to have ended, and what is waited for."""
+    lanes = plan.simulation.lanes
+    texts = []
+    for index, move in enumerate(plan.schedule.moves):
+        if move.storage == storage and lanes is not None:
+            sent_ms, fetched_ms = lanes.sent_waits_ms[index], lanes.fetched_waits_ms[index]
+            texts.append(
+                f"to {plan.tier_name}: copied out from step {move.send} on, gone before step "
+                f"{move.sent} (the step waits {sent_ms:.3f} ms); copied back from step "
+                f"{move.fetch} on, there before step {move.fetched} ({fetched_ms:.3f} ms)"
+            )
+    return tuple(texts)
 
 
 def _position_text(position: int, num_forward: int) -> str:

@@ -32,6 +32,8 @@ _REPORTED_OUTPUTS_PART = 10
 # each leave it a wide margin.
 _ROUNDING = 1e-9
 
+_TIERS = {"host": "host memory", "disk": "the disk"}
+
 PlanStatus = Literal["optimal", "within_gap", "time_limit", "stalled"]
 
 
@@ -289,6 +291,11 @@ class PlanRecord:
     def block_text(self, number: int) -> str:
         """A block's number and name."""
         return f"block {number} ({self.block_tree.blocks()[number].name})"
+
+    @property
+    def tier_name(self) -> str:
+        """The tier that values move to, in words."""
+        return _TIERS[self.offload.kind] if self.offload else "another memory tier"
 
     # --- the peak -----------------------------------------------------------------------------
 

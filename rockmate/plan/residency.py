@@ -65,10 +65,6 @@ class Residency:
     def __init__(self, snapshot: StepSnapshot, schedule: Schedule) -> None:
         """Derives the intervals.
 
-        Args:
-            snapshot: the step.
-            schedule: a schedule of its ops.
-
         Raises:
             ValueError: an op reads a storage before it is made; the text names both.
         """

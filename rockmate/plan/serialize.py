@@ -36,8 +36,7 @@ from rockmate.graph.snapshot import (
 )
 from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
-from rockmate.plan.mark_check import broken_mark
-from rockmate.plan.moved_values import broken_move
+from rockmate.plan.faults import fault_of
 from rockmate.plan.record import ChunkingNote, KnownNotes, PlanRecord
 from rockmate.plan.residency import Residency
 from rockmate.schedule.move import move_rows, moves_of_rows
@@ -240,7 +239,7 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
         msg = f"{len(rows)} costs for {len(snapshot.ops)} ops"
         raise ValueError(msg)
     module, text = content.get("loss_block", ("", ""))
-    fault = _fault(snapshot, schedule)
+    fault = fault_of(snapshot, schedule)
     if fault:
         raise ValueError(fault)
     return PlanRecord(
@@ -304,43 +303,6 @@ def _schedule(rows: list[Any]) -> Schedule:
         msg = "the schedule has a step of the forward after one of the backward"
         raise ValueError(msg)
     return Schedule.from_text("\n".join(rows))
-
-
-def _fault(snapshot: StepSnapshot, schedule: Schedule) -> str:
-    """The fault of an edited schedule, but for missing values; empty if there is none."""
-    seen: set[int] = set()
-    num_ops = len(snapshot.ops)
-    for position, index in enumerate(schedule.steps):
-        step = f"step {position} of the schedule runs"
-        if index >= num_ops:
-            return f"{step} op {index}, and the last is op {num_ops - 1}"
-        op = snapshot.ops[index]
-        if position < len(schedule.forward) and op.phase != "forward":
-            return f"{step} {op.name} in the forward, which is an op of the backward"
-        if index in seen and not op.is_recomputable:
-            return f"{step} {op.name} again, which can run only once"
-        seen.add(index)
-    for index, op in enumerate(snapshot.ops):
-        if index not in seen and _is_needed(snapshot, op):
-            return f"the schedule never runs {op.name}, whose result the step returns or hands over"
-    broken = broken_mark(snapshot, schedule) or broken_move(snapshot, schedule)
-    if broken:
-        return broken
-    drawn = [index for index in dict.fromkeys(schedule.steps) if snapshot.ops[index].is_random]
-    is_draw_missing = any(
-        op.is_random and index not in seen for index, op in enumerate(snapshot.ops)
-    )
-    if is_draw_missing or drawn != sorted(drawn):
-        return "the schedule draws random numbers in another order than the model"
-    return ""
-
-
-def _is_needed(snapshot: StepSnapshot, op: SnapshotOp) -> bool:
-    """Whether the step returns a result of the op, copies it to a buffer or hands it to `.grad`."""
-    return bool(op.final_gradients) or any(
-        snapshot.storages[storage].kind.is_result or storage in snapshot.updates
-        for storage in op.writes
-    )
 
 
 def _check_schedule_rows(plan: PlanRecord, rows: list[str], origin: str) -> None:

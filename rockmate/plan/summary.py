@@ -8,7 +8,6 @@ from math import inf
 
 from rockmate.budget import size_text
 from rockmate.plan.block_table import passing_text
-from rockmate.plan.moved_values import moved_text
 from rockmate.plan.record import PlanRecord
 
 # Number of calls named as those that are recomputed most often.
@@ -47,9 +46,22 @@ def _content_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     named = _most_recomputed(plan)
     num_recomputed = f"{plan.schedule.num_recomputations()} of {len(plan.snapshot.ops)} ops"
     if plan.schedule.moves:
-        yield "moved", moved_text(plan)
+        yield "moved", _moved_text(plan)
     yield "recomputed", f"{num_recomputed}, most often {named}" if named else num_recomputed
     yield "blocks", f"{len(plan.chain.blocks)}; {passing_text(plan)}"
+
+
+def _moved_text(plan: PlanRecord) -> str:
+    """How many values move, of how many bytes, and for how long the step waits for them."""
+    moves, lanes = plan.schedule.moves, plan.simulation.lanes
+    assert lanes is not None
+    moved_bytes = sum(plan.snapshot.storages[move.storage].num_bytes for move in moves)
+    values = f"{len(moves)} value{'s' if len(moves) > 1 else ''}"
+    return (
+        f"{values} to {plan.tier_name} and back, {size_text(moved_bytes)}, which take "
+        f"{size_text(plan.simulation.host_bytes)} there; the step waits {lanes.waited_ms:.1f} ms "
+        "for them"
+    )
 
 
 def _mark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:

@@ -16,7 +16,7 @@ from rockmate.graph.ir import Graph
 from rockmate.planning.candidate import Candidate, by_peak, evaluate, feasible
 from rockmate.planning.lowering import lower_sequence
 from rockmate.schedule.schedule import Schedule, baseline_schedule
-from rotor import Backward, ForwardKeep, ForwardOnly, Sequence, Step
+from rotor import Step
 
 
 class Searcher(Protocol):
@@ -35,13 +35,7 @@ class Searcher(Protocol):
 
 
 class FamilySearch:
-    """The choice among the baseline and the schedules of a family, none of them changed.
-
-    Args:
-        graph: ops and storages.
-        costs: of its ops.
-        family: schedules.
-    """
+    """The choice among the baseline and the schedules of a family, none of them changed."""
 
     def __init__(self, graph: Graph, costs: Costs, family: Iterable[Schedule]) -> None:
         schedules = (baseline_schedule(graph), *family)
@@ -65,9 +59,9 @@ def chen_schedule(graph: Graph, chain: BlockChain) -> Schedule:
     num_blocks = len(chain.blocks)
     length = isqrt(num_blocks - 1) + 1
     firsts = list(range(0, num_blocks, length))
-    steps: list[Step] = [ForwardOnly(stage) for stage in range(firsts[-1])]
+    steps = [Step("F", stage) for stage in range(firsts[-1])]
     for first in reversed(firsts):
         segment = range(first, min(first + length, num_blocks))
-        steps += map(ForwardKeep, segment)
-        steps += map(Backward, reversed(segment))
-    return lower_sequence(graph, chain, Sequence(tuple(steps)))
+        steps += [Step("K", stage) for stage in segment]
+        steps += [Step("B", stage) for stage in reversed(segment)]
+    return lower_sequence(graph, chain, tuple(steps))

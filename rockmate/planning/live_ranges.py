@@ -70,12 +70,6 @@ class LiveRanges:
     Intervals are stored as events: numbers as in `DefUse.keys`, in ascending order. So a value is
     live wherever its next event is a read. Results are left out, since they are never released.
 
-    Args:
-        graph: ops and storages.
-        costs: of its ops.
-        schedule: the schedule to change.
-        simulation: of that schedule.
-
     Attributes:
         live_bytes: at each position, while its run is running.
     """

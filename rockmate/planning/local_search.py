@@ -173,13 +173,7 @@ class LocalSearch:
     def _from_starts(
         self, best: Candidate, starts: Iterable[tuple[str, Candidate]], budget_bytes: int
     ) -> Candidate:
-        """The fastest of an incumbent and of the starts, each made to fit and refined.
-
-        Args:
-            best: the incumbent.
-            starts: with the name of their source.
-            budget_bytes: the budget.
-        """
+        """The fastest of an incumbent and of the starts, each made to fit and refined."""
         for source, start in starts:
             if self.problem.is_solved(best, budget_bytes):
                 break

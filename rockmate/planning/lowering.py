@@ -12,7 +12,6 @@ from rockmate.graph.blocks import Block, BlockChain
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.graph.marking import forced_recomputations
 from rockmate.schedule.schedule import Schedule, finish
-from rotor import Backward
 from rotor import Sequence as RotorSequence
 
 
@@ -87,9 +86,9 @@ def lower_sequence(graph: Graph, chain: BlockChain, sequence: RotorSequence) -> 
     num_forward: int | None = None
     ran: set[Op] = set()
     uncounted = {*chain.carried, *_outputs(graph.ops)}
-    for step in sequence.steps:
+    for step in sequence:
         block = chain.blocks[step.stage]
-        if isinstance(step, Backward):
+        if step.kind == "B":
             num_forward = len(steps) if num_forward is None else num_forward
             boundaries = {each for each in (block.input, block.output) if each}
             steps += backward_steps(block, uncounted | saved_by(block) | boundaries)

@@ -53,15 +53,7 @@ def forms_without_each(
 def price_within(
     source: str, without: Form, budget_bytes: int, strategy: str, *, marked: Form
 ) -> MarkPrice:
-    """The price of one mark.
-
-    Args:
-        source: the mark.
-        without: the step without it.
-        budget_bytes: the budget.
-        strategy: the planning strategy.
-        marked: the step with it.
-    """
+    """The price of one mark."""
     search, marked_search = without.search(strategy), marked.search(strategy)
     ms_with = time_of(marked_search.best_within(budget_bytes))
     ms_without = min(ms_with, time_of(search.best_within(budget_bytes)))

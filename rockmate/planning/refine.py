@@ -28,12 +28,7 @@ _MAX_FAILED_DEFERRALS = 4
 
 
 class ScheduleRefiner:
-    """Repairs and refines schedules of one graph.
-
-    Args:
-        graph: ops and storages.
-        costs: of its ops.
-    """
+    """Repairs and refines schedules of one graph."""
 
     def __init__(self, graph: Graph, costs: Costs) -> None:
         self._graph = graph

@@ -14,7 +14,7 @@ from rockmate.graph.ir import Graph, Phase, Storage
 from rockmate.planning.lowering import backward_steps, lower_sequence, saved_by
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import simulate_part
-from rotor import Chain, Stage, solve_table
+from rotor import Stage, Table
 
 # Largest ratio of a schedule's time to the least of its table. Slower ones are long: the smallest
 # peak of GPT-2 with 96 layers would be 2 % smaller, and its step would take 18 times as long.
@@ -42,7 +42,7 @@ class RotorFamily:
         self._uncounted = chain.carried | {s for op in graph.ops for s in op.writes if s.is_output}
         stages = tuple(map(self._stage, chain.blocks))
         slots = max(_MIN_SLOTS, min(_MAX_SLOTS, _TABLE_CELLS // len(stages) ** 2))
-        self._table = solve_table(Chain(stages=stages), max(max_bytes, slots), num_slots=slots)
+        self._table = Table(stages, max(max_bytes, slots), num_slots=slots)
 
     def schedules(self) -> Iterator[Schedule]:
         """A schedule for each budget at which the least time drops, up to `_MAX_SLOWDOWN`."""

@@ -31,7 +31,7 @@ from rockmate.capture.options import Numerics
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
 from rockmate.fusion.report import FusionReport
-from rockmate.plan.mark_check import broken_mark
+from rockmate.plan.faults import broken_mark
 from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.checked_forms import (
@@ -423,9 +423,6 @@ def never_slower(plans: Mapping[int, Plan]) -> dict[int, Plan]:
 
     A search is a heuristic, and now and then the plan that it finds for more memory is a little
     slower. A plan that fits a smaller budget fits a larger one.
-
-    Args:
-        plans: by budget in bytes.
     """
     found: dict[int, Plan] = {}
     fastest: Plan | None = None

@@ -30,7 +30,7 @@ from rockmate.bound.protocol import StoredBound
 from rockmate.capture.roles import TracedCall
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.graph.snapshot import digest
-from rockmate.ops.observed_layouts import Layout
+from rockmate.ops.kernel_layouts import Layout
 from rockmate.plan.plan import Plan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.simulated_capture import machine_of

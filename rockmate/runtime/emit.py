@@ -71,8 +71,7 @@ def emit(
     )  # fmt: skip
     gradients = _returned_gradients(graph)
     _write_backward(backward, saved, [node for node, _ in gradients])
-    written = backward.graph, backward.arguments, backward.sources
-    variants = BackwardVariants(*written, graph.storage_of)
+    variants = BackwardVariants(backward.graph, backward.arguments, backward.sources)
     forward_module, backward_module = compiled(forward.graph), compiled(backward.graph)
     return Program(
         forward=forward_module.forward,

@@ -72,10 +72,6 @@ def confirm_order(model: nn.Module, order: Order) -> None:
     the model's last step. A rank that runs other collectives would leave the others waiting, or
     give them wrong numbers.
 
-    Args:
-        model: whose step it is.
-        order: of the step.
-
     Raises:
         PlanMismatchError: a rank runs others, or in another order, or has not planned within
             `WAIT_S` or the timeout of the process group.

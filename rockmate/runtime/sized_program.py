@@ -19,12 +19,7 @@ from rockmate.runtime.program import Argument, BackwardVariant, Program
 
 
 def specialize(program: Program, numbers: SizedNumbers) -> Program:
-    """The program at the sizes of one call, with the same code.
-
-    Args:
-        program: emitted from a generic capture.
-        numbers: values of the names of sizes.
-    """
+    """The program at the sizes of one call, with the same code."""
     return replace(
         program,
         forward=_bound(program.forward, numbers.by_name),

@@ -11,9 +11,9 @@ An op that reads undefined and defined gradients is
 - the backward of an opaque module: it takes None for an undefined gradient;
 - any other op, such as the concatenation behind a split: it reads zeros, as in autograd.
 
-The variant needs no more memory than the backward with all tangents. A sum's result takes the place
-of an operand. Zeros exist during the one op that reads them, in place of the value that they stand
-for.
+The variant needs no more memory than the backward with all tangents. A copy of the defined operand
+takes the place of a sum's result. Zeros exist during the one op that reads them, in place of the
+value that they stand for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from rockmate.capture.opaque_call import OpaqueBackward
 from rockmate.capture.roles import Role
 from rockmate.capture.size_template import Size, SizeNames, layout_of_node
 from rockmate.errors import BackwardError
-from rockmate.graph.ir import Storage
 from rockmate.ops.moves import send, sent
 from rockmate.ops.rng import exchange_random_state
 from rockmate.runtime.direct_call import compiled
@@ -69,7 +68,6 @@ class BackwardVariants:
         graph: fx.Graph,
         arguments: Sequence[Argument],
         sources: Mapping[fx.Node, fx.Node],
-        storage_of: Mapping[fx.Node, Storage],
     ) -> None:
         """Notes the ops of the graph, which direct calls may replace afterwards.
 
@@ -77,19 +75,13 @@ class BackwardVariants:
             graph: the backward with all tangents.
             arguments: its arguments, in order.
             sources: node of `graph` -> node of the joint graph whose value it holds.
-            storage_of: the storage of each node of the joint graph that is a tensor.
         """
         self._graph, self._targets = graph, {node: node.target for node in graph.nodes}
         self._arguments, self._sources = tuple(arguments), sources
-        self._storage_of = storage_of
         self._variants: dict[frozenset[int], BackwardVariant] = {}
 
     def without(self, undefined: frozenset[int]) -> BackwardVariant:
-        """The backward without the tangents of some outputs.
-
-        Args:
-            undefined: indices of the outputs.
-        """
+        """The backward without the tangents of some outputs."""
         if undefined not in self._variants:
             self._variants[undefined] = self._write(undefined)
         return self._variants[undefined]
@@ -100,7 +92,7 @@ class BackwardVariants:
         for node, copied in copies.items():
             copied.target = self._targets[node]
         sources = {copies[node]: source for node, source in self._sources.items()}
-        writer = _VariantWriter(graph, sources, self._storage_of)
+        writer = _VariantWriter(graph, sources)
         writer.leave_out(self._arguments, undefined)
         kept = [
             (node, argument)
@@ -120,28 +112,11 @@ class BackwardVariants:
 class _VariantWriter:
     """Changes one copy of a backward into a variant."""
 
-    def __init__(
-        self,
-        graph: fx.Graph,
-        sources: Mapping[fx.Node, fx.Node],
-        storage_of: Mapping[fx.Node, Storage],
-    ) -> None:
+    def __init__(self, graph: fx.Graph, sources: Mapping[fx.Node, fx.Node]) -> None:
         self.sizes: dict[Size, None] = {}
         self._graph = graph
         self._sources = dict(sources)
-        self._storage_of = storage_of
         self._names = SizeNames("gradient_size")
-        self._position = {node: position for position, node in enumerate(graph.nodes)}
-        self._last_use = self._last_uses()
-
-    def _last_uses(self) -> dict[Storage, int]:
-        """Position of the last node that reads or makes a tensor in each storage."""
-        last: dict[Storage, int] = {}
-        for node, position in self._position.items():
-            for used in (node, *node.all_input_nodes):
-                if used in self._sources:
-                    last[self._storage(used)] = position
-        return last
 
     def leave_out(self, arguments: Sequence[Argument], undefined: frozenset[int]) -> None:
         """Removes what depends on the tangents of these outputs alone."""
@@ -186,13 +161,11 @@ class _VariantWriter:
             self._graph.call_function(skip_gradient, (node.args[0], name, is_final))
 
     def _replace_sum(self, node: fx.Node, states: dict[fx.Node, _State]) -> None:
-        """Replaces a sum of two gradients by the defined one."""
+        """Replaces a sum of two gradients by the defined one, or by a copy of it."""
         (operand,) = (
             operand for operand in node.all_input_nodes if states[operand] is not _State.UNDEFINED
         )
-        if self._may_take(node, operand):
-            # From here on, readers of the sum read the operand.
-            self._last_use[self._storage(operand)] = self._last_use[self._storage(node)]
+        if node.kwargs.get("out") is operand:
             node.replace_all_uses_with(operand)
             return
         with self._graph.inserting_before(node):
@@ -200,17 +173,6 @@ class _VariantWriter:
         copy.meta["val"], self._sources[copy] = node.meta["val"], self._sources[node]
         states[copy] = _State.DEFINED
         node.replace_all_uses_with(copy)
-
-    def _may_take(self, node: fx.Node, operand: fx.Node) -> bool:
-        """Whether the result of a sum can be its operand: same layout, and nobody else reads it."""
-        mine, other, storage = node.meta["val"], operand.meta["val"], self._storage(operand)
-        return (
-            not (storage.is_static or storage.is_tangent or storage.is_result)
-            and self._last_use[storage] <= self._position[node]
-            and (mine.shape, mine.stride()) == (other.shape, other.stride())
-            and mine.dtype == other.dtype
-            and mine.untyped_storage().nbytes() == other.untyped_storage().nbytes()
-        )
 
     def _zeros(self, value: fx.Node, reader: fx.Node, zeros: dict[fx.Node, fx.Node]) -> fx.Node:
         fake = value.meta["val"]
@@ -226,9 +188,6 @@ class _VariantWriter:
         named = (size for size in (*sizes, *strides) if isinstance(size, Size))
         self.sizes.update(dict.fromkeys(named))
         return sizes, strides
-
-    def _storage(self, node: fx.Node) -> Storage:
-        return self._storage_of[self._sources[node]]
 
     def _replace_undefined(
         self,

@@ -80,14 +80,7 @@ class Flights:
 
 
 def flights_of(graph: Graph, schedule: Schedule, costs: Costs, simulation: Simulation) -> Flights:
-    """The flights of a schedule within its own peak.
-
-    Args:
-        graph: ops and storages.
-        schedule: the order of runs.
-        costs: time and workspace of each op.
-        simulation: of the schedule.
-    """
+    """The flights of a schedule within its own peak."""
     search = _Search(graph, schedule, costs, simulation)
     if not search.has_any:
         return Flights()

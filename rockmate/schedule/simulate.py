@@ -74,13 +74,7 @@ def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
 
 
 def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simulation:
-    """Memory and time of a schedule whose definitions and uses are known; needs no graph.
-
-    Args:
-        def_use: definitions and uses of `schedule`.
-        schedule: the runs.
-        costs: costs of the ops.
-    """
+    """Memory and time of a schedule whose definitions and uses are known; needs no graph."""
     ops, steps, num_forward = def_use.ops, def_use.steps, len(schedule.forward)
     if not len(steps):
         return Simulation(peak_bytes=0, peak_position=0, time_ms=0.0, live_bytes=(), saved_bytes=0)

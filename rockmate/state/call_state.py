@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,13 +35,7 @@ class CallState:
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Takes the present state.
-
-        Args:
-            model: the model.
-            args: positional arguments of the call.
-            kwargs: keyword arguments.
-        """
+        """Takes the present state."""
         classes = dict.fromkeys(map(type, modules_within(model)))
         tables = _globals_of(classes)
         self._model, self.arguments = model, [list(args), dict(kwargs)]
@@ -60,11 +54,7 @@ class CallState:
         return Objects(self._roots, follows=objects_and_members)
 
     def storages_of(self, key: int) -> tuple[int, ...]:
-        """The storages that a tensor had.
-
-        Args:
-            key: its address.
-        """
+        """The storages that a tensor had."""
         tensor = self.objects.tensors[key]
         state = self.objects.content_of(tensor)
         return storages_of(state.memory if isinstance(state, TensorState) else tensor)
@@ -89,6 +79,25 @@ class CallState:
             writes.restore()
         if random is not None:
             random.restore()
+
+    @contextmanager
+    def undone(self, known: Writes | None = None) -> Iterator[Writes]:
+        """Puts back what a run changes; yields what at its end has the tensors among it.
+
+        Random state is left: taking it takes memory, which would count as that of the run.
+
+        Args:
+            known: what an equal run has changed. Ops are not observed then, since a run that is
+                observed may take other memory.
+        """
+        writes = Writes() if known is None else known.copied()
+        try:
+            noted = writes.noted() if known is None else nullcontext()
+            with noted, iterators_guarded(self.objects):
+                yield writes
+        finally:
+            self.put_back(writes)
+            writes.forget_others(self.storages)
 
     def name_of(self, key: int) -> str:
         """Where an object stands, in words: `layers.0.weight`, an argument, a global name.
@@ -138,25 +147,9 @@ def caches_passed_by(model: nn.Module) -> Iterator[None]:
             table[name] = value
 
 
-@contextmanager
-def undone(model: nn.Module, known: Writes | None = None) -> Iterator[Writes]:
-    """Puts all back that a run of a model changes; yields what at its end has the tensors among it.
-
-    Random state is left: taking it takes memory, which would count as that of the run.
-
-    Args:
-        model: the model.
-        known: what an equal run has changed. Ops are not observed then, since a run that is
-            observed may take other memory.
-    """
-    before, writes = CallState(model, (), {}), Writes() if known is None else known.copied()
-    try:
-        noted = writes.noted() if known is None else nullcontext()
-        with noted, iterators_guarded(before.objects):
-            yield writes
-    finally:
-        before.put_back(writes)
-        writes.forget_others(before.storages)
+def undone(model: nn.Module, known: Writes | None = None) -> AbstractContextManager[Writes]:
+    """Puts all back that a run of a model changes; see `CallState.undone`."""
+    return CallState(model, (), {}).undone(known)
 
 
 def steps_of(content: Any) -> list[tuple[Any, Any]]:

@@ -181,15 +181,7 @@ class Comparison:
     def __init__(
         self, before: CallState, reader: Reader, eager: Outcome, ours: Outcome, tolerance: float
     ) -> None:
-        """Takes both.
-
-        Args:
-            before: the state that both began in.
-            reader: took them.
-            eager: the outcome of the plain model.
-            ours: the other.
-            tolerance: see `Fingerprint.difference`.
-        """
+        """Takes the state that both began in and what takes up outcomes."""
         self._before, self._reader, self._tolerance = before, reader, tolerance
         self._eager, self._ours = eager, ours
         self._seen: set[tuple[int, int]] = set()

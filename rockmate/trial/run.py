@@ -63,14 +63,6 @@ def run_beside_eager(
 ) -> Any:
     """The output of `ours`, a step of a call of a model, held against the plain model's.
 
-    Args:
-        model: the plain model.
-        args: positional arguments of the call.
-        kwargs: keyword arguments.
-        ours: runs the step's forward.
-        conditions: what the trial keeps.
-        steps: those of which it is one.
-
     Raises:
         TrialError: they differ.
     """

@@ -134,11 +134,6 @@ class RunnableCall:
     ) -> Any:
         """The model's output, in some steps held against eager's; see `run` and `TrialSteps`.
 
-        Args:
-            tensors: of the call.
-            args: its arguments.
-            kwargs: its keywords.
-
         Raises:
             TrialError: the step differs from eager's. It is undone.
         """

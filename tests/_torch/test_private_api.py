@@ -1024,6 +1024,18 @@ class TestMembers:
         members.find_calls(None)
         assert nn.Module._compiled_call_impl is None
 
+    def test_what_follows_a_compilation_gets_the_call_of_before_it(self) -> None:
+        module, plain, found = nn.Linear(2, 2), nn.Module.compile, list[Any]()
+        members.set_compiled_call(module, print)
+        ends = [members.call_after_compile(lambda *given: found.append(given)) for _ in range(2)]
+        module.compile(backend="eager")
+        assert found == [(module, print)] * 2
+        assert members.compiled_call(module) not in (None, print)
+        for end in ends:
+            assert nn.Module.compile is not plain
+            end()
+        assert nn.Module.compile is plain
+
 
 class TestInductor:
     LAYOUTS: ClassVar = [((8, 4), (4, 1), torch.float32, CPU)] * 2

@@ -7,10 +7,10 @@ from math import inf, nextafter
 import numpy as np
 import pulp
 import pytest
-from checkmate_cases import exhaustive, first_ops, random_graph, transformer
+from checkmate_cases import exhaustive, first_ops, random_graph, transformer, verify
 from stopwatch import least_seconds
 
-from checkmate import Curve, Knapsack, Op, Solution, verify
+from checkmate import Curve, Knapsack, Op, Solution
 from checkmate.backend import run
 from rockmate.planning.curve_choice import lower_hull
 
@@ -109,6 +109,8 @@ def test_the_hull_holds_every_vertex_and_only_pareto_points() -> None:
         front = exhaustive(problem)
         plans = Curve(problem).plans()
         assert vertices_of(front) <= set(costs_of(plans)) <= set(front)
+        for plan in plans:
+            verify(problem, plan)
 
 
 def test_a_plan_is_the_fastest_of_the_hull_within_the_limit() -> None:

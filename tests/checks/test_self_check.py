@@ -58,7 +58,7 @@ def test_a_step_that_differs_is_refused(tmp_path: Path) -> None:
     plant = """
 import os
 os.environ["ROCKMATE_SKIP_CHECK"] = "1"
-import rockmate.checks.self_check as self_check
+import rockmate.checks.run as self_check
 from rockmate.checks.run import CheckRow
 self_check.check_case = lambda *_: CheckRow(name="tiny", failures=("planted",))
 self_check.check_once()

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from rockmate import Planner, RockmateModule
 from rockmate.errors import KernelLayoutError
-from rockmate.ops import observed_layouts
+from rockmate.ops import kernel_layouts
 
 PLAIN = torch.contiguous_format
 
@@ -22,8 +22,8 @@ PLAIN = torch.contiguous_format
 @pytest.fixture(autouse=True)
 def nothing_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
-    monkeypatch.setattr(observed_layouts, "_observed", {})
-    monkeypatch.setattr(observed_layouts, "_corrected", {})
+    monkeypatch.setattr(kernel_layouts, "_observed", {})
+    monkeypatch.setattr(kernel_layouts, "_corrected", {})
 
 
 @pytest.fixture
@@ -71,8 +71,8 @@ def assert_equal(mine: list[Tensor], eager: list[Tensor]) -> None:
 def test_a_plan_that_is_given_to_another_process(swap: Any) -> None:
     model, x = Swapped(swap), torch.randn(4, 6, 8)
     plan = Planner(model, x, numerics="bitwise").plan(1.0)
-    observed_layouts._observed.clear()
-    observed_layouts._corrected.clear()
+    kernel_layouts._observed.clear()
+    kernel_layouts._corrected.clear()
     module = RockmateModule(model, x, plan=plan)
     assert_equal(steps_of(module, model, x), steps_of(model, model, x))
 
@@ -150,8 +150,8 @@ def test_a_call_that_a_pass_replaces_is_compared(
     laid_out = joint.in_kernel_layout
 
     def lying(target: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        key = observed_layouts.call_key(target, args, kwargs)
-        is_known = key in observed_layouts._corrected.get(str(target), {})
+        key = kernel_layouts.call_key(target, args, kwargs)
+        is_known = key in kernel_layouts._corrected.get(str(target), {})
         if target is torch.ops.aten.native_dropout.default and not is_known:
             return tuple(each.new_empty(each.t().shape).t() for each in result)
         return laid_out(target, args, kwargs, result)

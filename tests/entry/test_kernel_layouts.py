@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from rockmate import RockmateModule
 from rockmate.errors import KernelLayoutError
-from rockmate.ops import kernel_layouts, observed_layouts
+from rockmate.ops import kernel_layouts
 
 CHANNELS_LAST = torch.channels_last
 
@@ -22,8 +22,8 @@ CHANNELS_LAST = torch.channels_last
 @pytest.fixture(autouse=True)
 def nothing_observed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a new process."""
-    monkeypatch.setattr(observed_layouts, "_observed", {})
-    monkeypatch.setattr(observed_layouts, "_corrected", {})
+    monkeypatch.setattr(kernel_layouts, "_observed", {})
+    monkeypatch.setattr(kernel_layouts, "_corrected", {})
 
 
 @pytest.fixture
@@ -102,9 +102,7 @@ def test_norms_of_channels_last_maps(norm: nn.Module, pooled: bool) -> None:
     assert_alike(*losses)
 
 
-@pytest.mark.parametrize("table", ["_IN_FORMAT_OF", "_CONTIGUOUS", "_LIKE_PRODUCT"])
-def test_what_the_table_lacks_is_observed(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_layouts, table, type(getattr(kernel_layouts, table))())
+def test_norms_and_pointwise_ops_of_channels_last_maps() -> None:
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Hardswish(), nn.Conv2d(8, 4, 1), nn.Flatten(2)
     )
@@ -122,6 +120,6 @@ def test_what_the_table_lacks_is_observed(table: str, monkeypatch: pytest.Monkey
 def test_one_that_a_second_capture_does_not_correct_is_refused(
     lying_op: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_layouts, "in_observed_layout", lambda *_: None)
+    monkeypatch.setattr(kernel_layouts, "_in_observed_layout", lambda *_: None)
     with pytest.raises(KernelLayoutError, match=r"turned.*register_fake.*untraced"):
         RockmateModule(Turning(lying_op), torch.randn(16, 8), 1.0)

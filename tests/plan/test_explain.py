@@ -311,7 +311,7 @@ def test_block_table_adds_up(name: str) -> None:
 
 
 def test_peak_note_of_the_plot_names_the_largest_storages() -> None:
-    from rockmate.cli.plot import peak_note
+    from rockmate.cli.demo_report import peak_note
 
     plan = plan_of("gpt2", "binding")
     note = peak_note(plan)

@@ -1,12 +1,13 @@
 """Problems for the tests of `checkmate`.
 
-Transformer blocks, random graphs, and exhaustive search.
+Transformer blocks, random graphs, exhaustive search, and a check of plans.
 """
 
 import random
 from itertools import combinations
+from math import fsum, isclose
 
-from checkmate import Knapsack, Op
+from checkmate import Knapsack, Op, Solution
 
 
 class _Builder:
@@ -154,3 +155,19 @@ def exhaustive(problem: Knapsack) -> list[tuple[int, float]]:
         if not front or saved_bytes < front[-1][0]:
             front.append((saved_bytes, time_ms))
     return front
+
+
+def verify(problem: Knapsack, plan: Solution) -> None:
+    """Goes over the recomputed ops in order, with the set of available values."""
+    made = {value for op in problem.ops for value in op.outputs}
+    assert problem.forced <= plan.saved <= made | problem.forced
+    available = set(range(len(problem.value_bytes))) - made | plan.saved
+    assert list(plan.recomputed) == sorted(set(plan.recomputed))
+    runs = [problem.ops[index] for index in plan.recomputed]
+    for op in runs:
+        assert op.recomputable
+        assert available.issuperset(op.inputs)
+        available.update(op.outputs)
+    assert problem.required <= available
+    assert plan.saved_bytes == sum(problem.value_bytes[v] for v in plan.saved - problem.forced)
+    assert isclose(plan.time_ms, fsum(op.time_ms for op in runs), rel_tol=1e-12)

@@ -47,11 +47,6 @@ class Capturing:
     """Captures insides. Costs of ops and schedules of equal structures are shared."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """None yet.
-
-        Args:
-            clock: seconds.
-        """
         self._clock = clock
         self._costs: dict[Hashable, Cost] = {}
         self._by_structure: dict[Hashable, PlannedSchedules] = {}

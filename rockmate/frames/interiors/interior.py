@@ -72,11 +72,7 @@ class Interior:
         return [each.within(copies=copies, adds=adds) for each in self._planned.costs]
 
     def is_present(self, forward: Callable[..., Any]) -> bool:
-        """Whether the submodule, its forwards, and the attributes that they read, are as they were.
-
-        Args:
-            forward: of the present submodule.
-        """
+        """Whether submodule, forwards, and the attributes that they read are as they were."""
         if forward != self._forwards[0] or forwards_of(self._module) != self._forwards:
             return False
         if any(getattr(owner, name, None) != value for owner, name, value in self._switches):
@@ -93,12 +89,7 @@ class Interior:
         return True
 
     def run(self, number: int, tensors: Sequence[torch.Tensor]) -> Any:
-        """The result of a call.
-
-        Args:
-            number: of the schedule.
-            tensors: of the arguments.
-        """
+        """The result of a call."""
         runner = self._runners.get(number)
         if runner is None:
             runner = self._runners[number] = self._new_runner(self._planned.schedules[number])

@@ -39,13 +39,7 @@ class GradientLayouts:
         self._tried: set[Hashable] = set()
 
     def add(self, place: int, own: tuple[int, ...], gradient: torch.Tensor) -> bool:
-        """Takes one; whether a trial that there was had none of its layout.
-
-        Args:
-            place: of its output.
-            own: layout of that.
-            gradient: of it.
-        """
+        """Takes one; whether a trial that there was had none of its layout."""
         layout, key = layout_of(gradient), (place, gradient.shape)
         known = self._known[key]
         self.differ |= layout != own

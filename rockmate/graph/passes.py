@@ -69,12 +69,7 @@ class PassOptions:
 
     @classmethod
     def of(
-        cls,
-        options: StepOptions,
-        owner_of: Mapping[str, str],
-        *,
-        like: Graph | None = None,
-        runs_here: bool = False,
+        cls, options: StepOptions, owner_of: Mapping[str, str], *, like: Graph | None = None
     ) -> PassOptions:
         """Those of a step that is captured with options."""
         return cls(
@@ -83,7 +78,6 @@ class PassOptions:
             like=like,
             marks=options.marks,
             reads_channels_last=options.memory_format == "channels_last",
-            runs_here=runs_here,
         )
 
 

@@ -29,8 +29,8 @@ from rockmate.ops.kernels import dropout_mask
 _aten = torch.ops.aten
 # Bytes of the columns that are made at a time. Larger products gain nothing.
 SLICE_BYTES = 1 << 21
-Layout = tuple[Sequence[int], Sequence[int]]
-"""Shape and strides."""
+_LEAST_ROWS = 16  # of a product with columns; thinner ones are added up in another order
+Layout = tuple[Sequence[int], Sequence[int]]  # shape and strides
 _exact: dict[Hashable, bool] = {}  # by the call without the sizes of its images
 
 
@@ -71,7 +71,7 @@ def convolution_backward_in_slices(
     if not makes_columns(values, weight, *how):
         return _aten.convolution_backward(gradient, values, weight, *options)
     of_weight, of_bias = torch.empty_like(weight, memory_format=torch.contiguous_format), None
-    for start, stop in _slices(weight.shape[1], column_bytes(gradient, weight)):
+    for start, stop in _channel_slices(gradient, weight):
         part, kernels = values[:, start:stop], weight[:, start:stop]
         mask = [False, True, wanted[2] and not start]
         _, of_weight[:, start:stop], bias = _aten.convolution_backward(
@@ -106,7 +106,7 @@ def input_gradient(
     if len(size) != 5 or not can_take_slices((size, layout), weight, how, run=False):
         return of(size, weight)
     result = gradient.new_empty(size)
-    for start, stop in _slices(size[1], column_bytes(gradient, weight)):
+    for start, stop in _channel_slices(gradient, weight):
         part = size[0], stop - start, *size[2:]
         result[:, start:stop] = of(part, weight[:, start:stop])
     return result
@@ -128,6 +128,8 @@ def can_take_slices(values: Layout, weight: torch.Tensor, how: Sequence[Any], *,
         run: whether bits are compared; if not, and none were before, they are taken to be equal.
     """
     layouts = values, (list(weight.shape), list(weight.stride()))
+    if how[1][0] > how[2][0] * (weight.shape[2] - 1):  # windows of padding alone
+        return False
     if not makes_columns(*(_without_memory(*each, weight.dtype) for each in layouts), *how):
         return False
     key = str((layouts[1], [*how])), weight.dtype
@@ -147,13 +149,12 @@ def _compared(layouts: Sequence[Layout], dtype: torch.dtype, how: Sequence[Any])
         return False
     gradient = result.normal_(generator=generator)
     options = gradient, values, weight, None, *how
-    of_input, of_weight = [True, False, False], [False, True, False]
-    mine: list[Any] = [
-        input_gradient(*layouts[0], gradient, weight, *how),
-        convolution_backward_in_slices(*options, of_weight)[1],
-    ]
-    whole = [_aten.convolution_backward(*options, mask) for mask in (of_input, of_weight)]
-    return torch.equal(mine[0], whole[0][0]) and torch.equal(mine[1], whole[1][1])
+    of_input = _aten.convolution_backward(*options, [True, False, False])[0]
+    if not torch.equal(input_gradient(*layouts[0], gradient, weight, *how), of_input):
+        return False
+    mask = [False, True, False]
+    mine: Any = convolution_backward_in_slices(*options, mask)[1]
+    return torch.equal(mine, _aten.convolution_backward(*options, mask)[1])
 
 
 def _without_memory(size: Sequence[int], layout: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -161,7 +162,8 @@ def _without_memory(size: Sequence[int], layout: Sequence[int], dtype: torch.dty
     extent = 1 + sum((number - 1) * step for number, step in zip(size, layout, strict=True))
     if 0 in size:
         return torch.empty(size, dtype=dtype, device="cpu")
-    addresses = mmap.mmap(-1, extent * dtype.itemsize)
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    addresses = mmap.mmap(-1, extent * dtype.itemsize, flags=private)
     return torch.frombuffer(addresses, dtype=dtype).as_strided(size, layout)
 
 
@@ -171,13 +173,12 @@ def column_bytes(result: torch.Tensor, weight: torch.Tensor) -> int:
     return num_windows * prod(weight.shape[1:]) * result.element_size()
 
 
-def _slices(number: int, num_bytes: int) -> Iterator[tuple[int, int]]:
-    """Starts and ends of slices of nearly the same size, if possible of no more than it is to be.
+def _channel_slices(gradient: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[int, int]]:
+    least = -(-_LEAST_ROWS // prod(weight.shape[2:]))
+    return _slices(weight.shape[1], column_bytes(gradient, weight), least)
 
-    Args:
-        number: of what is sliced.
-        num_bytes: of the columns of all.
-    """
-    most = max(1, number * SLICE_BYTES // max(1, num_bytes))
-    size = -(-number // -(-number // most))
-    return ((start, min(start + size, number)) for start in range(0, number, size))
+
+def _slices(number: int, num_bytes: int, least: int = 1) -> Iterator[tuple[int, int]]:
+    """Starts and ends of slices of at least `least`; `num_bytes` are those of all columns."""
+    parts = max(1, min(number // least, -(-num_bytes // SLICE_BYTES)))
+    return ((i * number // parts, (i + 1) * number // parts) for i in range(parts))

@@ -30,7 +30,7 @@ def options(stride: int = 1, padding: int = 1, dilation: int = 1, num_dims: int 
 
 CASES: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Any]]] = {
     "plain": ((1, 16, 24, 24, 24), (16, 16, 3, 3, 3), options()),
-    "steps": ((1, 16, 21, 32, 33), (16, 16, 3, 3, 3), options(stride=2)),
+    "steps": ((1, 16, 21, 32, 65), (16, 16, 3, 3, 3), options(stride=2)),
     "without padding": ((1, 16, 24, 24, 24), (8, 16, 3, 3, 3), options(padding=0)),
     "dilated": ((1, 16, 24, 24, 24), (8, 16, 3, 3, 3), options(padding=2, dilation=2)),
     "flat": ((1, 16, 40, 32, 32), (16, 16, 1, 3, 3), [[1] * 3, [0, 1, 1], *options()[2:]]),
@@ -72,11 +72,13 @@ def test_slices_have_the_bits_of_the_whole_in_a_small_part_of_its_memory(name: s
             assert torch.equal(own, other)
             assert own.stride() == other.stride()
         assert peak_beyond_result(theirs, CPU) >= columns
-        assert peak_beyond_result(mine, CPU) <= SLICE_BYTES + values.nbytes < columns
+        assert peak_beyond_result(mine, CPU) <= 2 * SLICE_BYTES + values.nbytes < columns
 
 
 def test_where_no_windows_are_written_out_there_are_no_slices() -> None:
     weight = torch.randn(16, 16, 3, 3, 3)
+    padded = options(padding=3)  # there are windows without a value
+    assert not can_take_slices(([1, 16, 8, 8, 8], [8192, 512, 64, 8, 1]), weight, padded, run=True)
     for values in (torch.randn(2, 16, 16, 16, 16), torch.randn(1, 16, 48, 48, 48)):
         assert not can_take_slices(layout_of(values), weight, options(), run=True)
         result = aten.convolution(values, weight, None, *options())

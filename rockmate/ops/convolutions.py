@@ -130,7 +130,8 @@ def can_take_slices(values: Layout, weight: torch.Tensor, how: Sequence[Any], *,
     layouts = values, (list(weight.shape), list(weight.stride()))
     if how[1][0] > how[2][0] * (weight.shape[2] - 1):  # windows of padding alone
         return False
-    if not makes_columns(*(_without_memory(*each, weight.dtype) for each in layouts), *how):
+    alike = [_without_memory(*each, weight.dtype) for each in layouts]
+    if not makes_columns(alike[0], alike[1], *how):
         return False
     key = str((layouts[1], [*how])), weight.dtype
     if key not in _exact and run:

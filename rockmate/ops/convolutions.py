@@ -7,8 +7,8 @@ Slices of them give the same sums, so they are made and multiplied a few at a ti
 * the result by depth, each slice with the margin that its windows reach into;
 * both gradients by channels of the input.
 
-That takes less time, too: a slice stays in the cache. A library may still add up a thin slice in
-another order, so `can_take_slices` compares bits before they are taken.
+With one thread that takes less time, too: a slice stays in the cache. A library may add up a thin
+slice in another order, so `can_take_slices` compares bits before they are taken.
 
 The gradient of the input needs no values of the input, only its layout. As a call of its own it
 does not hold them.

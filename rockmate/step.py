@@ -282,7 +282,8 @@ def capture_step(
         state = replace(state, hooked=state.hooked | shared_names(capture, owners))
     marks, hooked = decided_request(capture, options.marks), hooked_of(state, options)
     options = replace(options, marks=marks, hooked=hooked, sums_shared=False)
-    capture = run_passes(REWRITES, capture, PassOptions.of(options, owners))
+    passes = replace(PassOptions.of(options, owners), runs_here=sample.device is None)
+    capture = run_passes(REWRITES, capture, passes)
     step = step_of(
         capture,
         model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeGuard
 
 import torch
@@ -14,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # Types of the functions that PyTorch generates. Other functions of the same name are Python code,
 # which may do more than call the op.
 _GENERATED_TYPES = (type(torch.mm), type(torch.Tensor.mm))
+_CONVOLUTIONS: Any = torch._C._ConvBackend  # pyright: ignore[reportAttributeAccessIssue]
+_COLUMN_BACKENDS = (_CONVOLUTIONS.Slow3d, _CONVOLUTIONS.SlowDilated3d)
 _NN_FUNCTIONS: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -126,3 +129,24 @@ def schema_of(op: Any) -> torch.FunctionSchema:
     `str(op)` has the name alone; nothing public has the schema.
     """
     return op._schema
+
+
+def makes_columns(
+    values: torch.Tensor,
+    weight: torch.Tensor,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    is_transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+) -> bool:
+    """Whether the kernel of a convolution in three dimensions writes out its windows, on a CPU.
+
+    Which kernel takes a call goes by dtype, sizes and number of threads. No public name tells it.
+    The arguments are those of `aten.convolution`, the bias aside.
+    """
+    if groups > 1 or prod(weight.shape[2:]) == 1:
+        return False
+    how = stride, padding, dilation, is_transposed, output_padding, groups
+    return torch._C._select_conv_backend(values, weight, None, *how) in _COLUMN_BACKENDS

@@ -25,6 +25,7 @@ from rockmate.capture.nodes import layout_of, tensors_of
 from rockmate.capture.opaque_call import OpaqueForward
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.errors import UnsupportedModelError
+from rockmate.ops.convolutions import convolution_in_slices
 from rockmate.ops.kernel_layouts import CHANNELS_LAST
 from rockmate.ops.rng import is_random
 
@@ -76,8 +77,9 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 def reads_contiguous(graph: fx.Graph) -> bool:
     """Whether some convolution reads values whose channels could be last and are not."""
-    calls = graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
-    values: list[Any] = [node.args[0] for node in calls]
+    targets = torch.ops.aten.convolution.default, convolution_in_slices
+    calls = [graph.find_nodes(op="call_function", target=target) for target in targets]
+    values: list[Any] = [node.args[0] for found in calls for node in found]
     fakes = [value.meta["val"] for value in values]
     return any(each.ndim in CHANNELS_LAST and not _has_channels_last(each) for each in fakes)
 

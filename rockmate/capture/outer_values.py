@@ -50,6 +50,7 @@ class _Reader:
     def __init__(self) -> None:
         self.places: dict[tuple[int, str], Place] = {}
         self._seen: set[int] = set()
+        self._members: dict[int, set[str]] = {}
 
     def follow(self, function: Any, owner: type | None = None) -> None:
         """Takes what a function of the user's mentions, a method with others of its class."""
@@ -75,7 +76,10 @@ class _Reader:
             self.follow(value)
         elif isinstance(value, ModuleType | type):
             if _is_users(_file_of(value)):
-                for name in names & vars(value).keys():
+                known = self._members.setdefault(id(value), set())  # modules name one another
+                fresh = names & vars(value).keys() - known
+                known |= fresh
+                for name in fresh:
                     self._take(Place(value, name), names)
         elif not callable(value) or _is_users(_file_of(type(value))):
             self.places.setdefault(place.key, place)
@@ -106,4 +110,6 @@ def _file_of(value: Any) -> str:
 def _is_users(file: str) -> bool:
     """Whether code is neither of an installed package, nor of Python's library, nor of this one."""
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):  # of another prefix
+        return False
     return not any(file.startswith((place, "<frozen")) for place in (*places, _ROOT))

@@ -43,7 +43,7 @@ from rockmate.capture.size_template import (
     SizesNotCoveredError,
     SizeValues,
 )
-from rockmate.ops.kernels import dropout_mask
+from rockmate.ops.convolutions import MADE_BY_LAYOUT
 
 _MAX_DISTANCE = 64  # of generic sizes from those of the sample
 
@@ -194,7 +194,7 @@ class GenericCapture:
         self.capture = passes(_copied(capture, template, values, names))
         self._template = GraphTemplate(self.capture.joint.graph, symbolic.mode)
         for node in self.capture.joint.graph.nodes:
-            if node.target is dropout_mask:  # written by the rewrite, with the sizes that it saw
+            if node.target in MADE_BY_LAYOUT:  # written by the rewrite, with the sizes that it saw
                 drawn = self._template.layout(node)
                 node.args = (
                     *([names.size(numbers.of(item), item) for item in part] for part in drawn),

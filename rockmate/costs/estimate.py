@@ -25,6 +25,7 @@ The workspace is zero, with these exceptions:
 | layer normalization of non-contiguous rows | a copy |
 | fused attention's backward, on CUDA | the queries' gradient in float32; shared keys, by head |
 | convolutions and their backward, on CPU | a copy of their inputs in another layout |
+| the gradient of a convolution's input | the same, and a copy of the result |
 | batch normalization's backward, on CPU | as many bytes as its first result |
 | group normalization of channels last and its backward, on CPU | two sums for each channel |
 | the latter of a gradient in another layout than the values | a copy of the gradient |
@@ -51,6 +52,11 @@ from rockmate.costs.machine import Machine
 from rockmate.graph.ir import Graph, Op
 from rockmate.ops import kernels
 from rockmate.ops.collectives import is_communication
+from rockmate.ops.convolutions import (
+    convolution_backward_in_slices,
+    convolution_in_slices,
+    input_gradient,
+)
 from rockmate.ops.kernel_layouts import call_key
 
 _aten = torch.ops.aten
@@ -71,6 +77,11 @@ _CPU_ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         _aten._scaled_dot_product_flash_attention_backward
     ),
+}
+_STANDS_FOR: dict[Any, Any] = {
+    convolution_in_slices: _aten.convolution,
+    convolution_backward_in_slices: _aten.convolution_backward,
+    input_gradient: _aten.convolution_backward,
 }
 # Group normalizations, with the positions of their values.
 _GROUP_NORMS = {_aten.native_group_norm: 0, _aten.native_group_norm_backward: 1}
@@ -164,6 +175,9 @@ def num_flops(node: fx.Node) -> float:
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
+    if node.target is input_gradient:
+        _, _, gradient, weight, *how = args
+        args = gradient, node.meta["val"], weight, None, *how, [True, False, False]
     if packet is _aten.convolution_backward:
         return _convolution_backward_flops(args)
     if packet in _GPU_ATTENTION or packet in _CPU_ATTENTION:
@@ -293,6 +307,8 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
         yield from (_distinct_bytes(operand) for operand in rows if not operand.is_contiguous())
     elif packet in _GPU_ATTENTION_BACKWARD:
         yield from _attention_sum_bytes(node)
+    elif node.target is input_gradient:
+        yield num_bytes(node)
     elif machine.device == "cpu" and packet in (_aten.convolution, _aten.convolution_backward):
         yield num_bytes(node) - sum(map(_distinct_bytes, tensors_of(node)))
         yield _unrequested_bytes(node)
@@ -362,7 +378,7 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 
 def _packet(target: Any) -> Any:
-    return target.overloadpacket if is_op(target) else target
+    return target.overloadpacket if is_op(target) else _STANDS_FOR.get(target, target)
 
 
 def _ignores_values(node: fx.Node) -> bool:

@@ -16,6 +16,11 @@ from torch import fx
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.fake import mode_of
 from rockmate.capture.nodes import storage_ids, tensors_of
+from rockmate.ops.convolutions import (
+    convolution_backward_in_slices,
+    convolution_in_slices,
+    input_gradient,
+)
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 
@@ -36,6 +41,9 @@ def _masked(
 _STAND_INS: dict[Any, Any] = {
     dropout_apply: _masked,
     cross_entropy_backward: lambda _, scores, *__: torch.empty_like(scores),
+    convolution_in_slices: _aten.convolution.default,
+    convolution_backward_in_slices: _aten.convolution_backward.default,
+    input_gradient: lambda size, layout, grad, *_: grad.new_empty_strided(size, layout),
 }
 
 

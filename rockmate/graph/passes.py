@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 from torch import fx
 
 from rockmate.capture.roles import Capture
-from rockmate.graph import rewrite
+from rockmate.graph import convolutions, rewrite
 from rockmate.graph.gradient_slices import assign_sink_forms
 from rockmate.graph.hooked_gradients import (
     defer_hooked_gradients,
@@ -56,6 +56,7 @@ class PassOptions:
         marks: what the user marks.
         reads_channels_last: whether convolutions do that read contiguous values in eager.
         keeps_inputs: whether inputs stay as they are until the backward.
+        runs_here: whether the step runs on this machine, at these sizes.
     """
 
     hooked: tuple[str, ...] = ()
@@ -64,6 +65,7 @@ class PassOptions:
     marks: MarkRequest = NO_MARKS
     reads_channels_last: bool = False
     keeps_inputs: bool = False
+    runs_here: bool = False
 
     @classmethod
     def of(
@@ -125,6 +127,11 @@ def _rewrite(name: str, keeps: str, function: Callable[[fx.Graph], None]) -> Pas
     return Pass(name=name, keeps=keeps, run=run)
 
 
+def _slice_convolutions(capture: Capture, options: PassOptions) -> Capture:
+    convolutions.slice_convolutions(capture.joint.graph, run=options.runs_here)
+    return capture
+
+
 def _copy_inputs_again(capture: Capture, options: PassOptions) -> Capture:
     if options.reads_channels_last:
         rewrite.copy_inputs_again(capture.joint.graph)
@@ -171,7 +178,7 @@ REWRITES: tuple[Pass[Capture], ...] = (
     ),
     _rewrite("drop running statistics", _SAME_BITS, rewrite.drop_running_statistics),
     _rewrite("fuse cross entropy backwards", _SAME_BITS, rewrite.fuse_cross_entropy_backwards),
-    _rewrite("split convolution backwards", _SAME_BITS, rewrite.split_convolution_backwards),
+    _rewrite("split convolution backwards", _SAME_BITS, convolutions.split_convolution_backwards),
     _rewrite("read what was written", _SAME_BITS, read_what_was_written),
     _rewrite(
         "merge equal values",
@@ -181,6 +188,7 @@ REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite("remove dead calls", "every returned value and every draw", remove_dead_calls),
     _rewrite("copy reduced losses", _SAME_BITS, rewrite.copy_reduced_losses),
     _rewrite("copy slices read late", _SAME_BITS, rewrite.copy_slices_read_late),
+    Pass(name="slice convolutions", keeps=_SAME_BITS, run=_slice_convolutions),
     Pass(
         name="copy inputs of convolutions again",
         keeps=_SAME_BITS,

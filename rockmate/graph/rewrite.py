@@ -6,7 +6,6 @@ the order in which they run.
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from rockmate.capture.size_template import TEMPLATE
 from rockmate.graph.fake_values import fake_result, refresh, refresh_views
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD
 from rockmate.graph.node_marks import is_saved
+from rockmate.ops.convolutions import convolution_backward_in_slices
 from rockmate.ops.kernel_layouts import CHANNELS_LAST
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, dropout_mask
 from rockmate.ops.rng import is_random
@@ -182,34 +182,6 @@ def _fuse_gather_backward(
     graph.erase_node(gradient)
 
 
-def split_convolution_backwards(graph: fx.Graph) -> None:
-    """Makes the gradients of a convolution's input and of its weight in two calls, on CPU.
-
-    The first needs no input, the second makes nothing of the input's size, so neither holds what
-    both together do. On CPU the libraries run two kernels either way, with the same bits.
-    """
-    for node in _calls(graph, _aten.convolution_backward.default):
-        *args, mask = node.args
-        values = node.meta["val"]
-        assert isinstance(mask, list | tuple)
-        has_only_items = all(user.target is operator.getitem for user in node.users)
-        if not (mask[0] and mask[1]) or values[0].device.type != "cpu" or not has_only_items:
-            continue
-        parts: list[fx.Node] = []
-        for wanted in ([True, False, False], [False, *mask[1:]]):
-            with graph.inserting_before(node):
-                part = graph.call_function(_aten.convolution_backward.default, (*args, wanted))
-            made = tuple(
-                value if is_wanted else None
-                for value, is_wanted in zip(values, wanted, strict=True)
-            )
-            part.meta = {**node.meta, "val": made}
-            parts.append(part)
-        for user in list(node.users):
-            user.replace_input_with(node, parts[0] if user.args[1] == 0 else parts[1])
-        graph.erase_node(node)
-
-
 def copy_reduced_losses(graph: fx.Graph) -> None:
     """Copies each scalar loss out of memory as large as what it reduces."""
     for target in REDUCED_IN_PLACE:
@@ -247,7 +219,8 @@ def copy_slices_read_late(graph: fx.Graph) -> None:
 
 def copy_inputs_again(graph: fx.Graph) -> None:
     """Has the backward copy inputs of the step that convolutions read, so that no copy is held."""
-    for node in _calls(graph, _aten.convolution_backward.default):
+    targets = _aten.convolution_backward.default, convolution_backward_in_slices
+    for node in [node for target in targets for node in _calls(graph, target)]:
         copied: Any = node.args[1]
         if copied.target is _aten.clone.default and copied.args[0].op == "placeholder":
             with graph.inserting_before(node):

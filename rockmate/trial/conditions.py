@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from rockmate.ops.convolutions import column_bytes, convolution_in_slices
 from rockmate.plan.plan import Plan
 
 
@@ -48,6 +50,9 @@ def conditions_of(plan: Plan, *, is_laid_out: bool) -> Conditions:
     options, graph, simulation = plan.options, plan.graph, plan.simulation
     overheads = plan.costs.first_arrays.overhead_bytes
     workspace = max((int(overheads[op.index]) for op in graph.forward_ops), default=0)
+    for node in (op.node for op in graph.ops if op.node.target is convolution_in_slices):
+        weight: Any = node.args[1]  # the plain forward makes all columns together
+        workspace = max(workspace, column_bytes(node.meta["val"], weight.meta["val"]))
     largest = max(
         (
             max(op.written_bytes, *(each.num_bytes for each in op.reads if not each.is_static), 0)

@@ -486,6 +486,26 @@ class TestDispatch:
         assert list(dispatch.generated_functions(aten.gelu.default)) == [torch.nn.functional.gelu]
         assert list(dispatch.generated_functions(aten.slice.Tensor)) == []
 
+    @pytest.mark.parametrize(
+        ("num_images", "num_dims", "size", "dtype", "expected"),
+        [
+            (1, 3, 3, torch.float32, True),
+            (2, 3, 3, torch.float64, True),
+            (2, 3, 3, torch.float32, False),
+            (1, 2, 3, torch.float32, False),
+            (1, 3, 1, torch.float32, False),
+        ],
+    )
+    def test_which_convolutions_write_out_their_windows(
+        self, num_images: int, num_dims: int, size: int, dtype: torch.dtype, expected: bool
+    ) -> None:
+        values = torch.randn(num_images, 4, *[8] * num_dims, dtype=dtype)
+        weight = torch.randn(4, 4, *[size] * num_dims, dtype=dtype)
+        how = [*([each] * num_dims for each in (1, size // 2, 1)), False, [0] * num_dims, 1]
+        assert dispatch.makes_columns(values, weight, *how) == expected
+        run = functools.partial(aten.convolution, values, weight, None, *how)
+        assert (allocator.peak_beyond_result(run, CPU) >= 27 * values.nbytes) == expected
+
 
 class TestRecording:
     def test_stretches_between_marks(self) -> None:

@@ -49,6 +49,14 @@ class Skips(nn.Module):
         return functional.mse_loss(self.last(torch.cat((x, skip), 1)), torch.zeros(x.shape[0], 4))
 
 
+@made_of(lambda: {"first": nn.Conv3d(8, 8, 3, padding=1), "last": nn.Conv3d(8, 8, 3, 2)})
+class Volumes(nn.Module):
+    """One small image in three dimensions, whose windows are written out."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).tanh()).square().mean()
+
+
 @made_of(lambda: {"layer": nn.Linear(4, 4)})
 class Classes(nn.Module):
     """`one_hot` checks its values."""
@@ -120,6 +128,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, tuple[str, ...]]]] = {
     "gated": lambda: (Gated(), torch.randn(4, 8), ("gate",)),
     "wide product": lambda: (WideProduct(), torch.randn(4, 1024), ()),
     "tiled": lambda: (Tiled(), torch.randn(4, 8), ()),
+    "volumes": lambda: (Volumes(), torch.randn(1, 8, 12, 12, 12), ()),
     "gpt2": lambda: (*workload("gpt2"), ("transformer.wte.weight",)),
 }
 

@@ -1,0 +1,44 @@
+"""Which values outside of a forward are looked at."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+
+from rockmate.capture.outer_values import values_read_by
+
+SOURCE = """
+from torch import nn
+
+import {other}
+
+scale = 2.0
+
+
+class Net(nn.Module):
+    def forward(self, x):
+        return x * {other}.{name}.scale
+"""
+NAMES = "ours_first", "ours_second"
+
+
+def scales_read_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Those found for a network of two modules in a folder that import one another."""
+    monkeypatch.syspath_prepend(folder)
+    for name, other in (NAMES, NAMES[::-1]):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        (folder / f"{name}.py").write_text(SOURCE.format(name=name, other=other))
+    network = importlib.import_module(NAMES[0]).Net()
+    return [place.value() for place in values_read_by(network, ()) if place.name == "scale"]
+
+
+@pytest.mark.parametrize(("name", "found"), [("ours", [2.0, 2.0]), ("site-packages", [])])
+def test_modules_that_import_one_another(
+    name: str, found: list[float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of packages are taken for constant, also of another prefix than the interpreter's."""
+    (tmp_path / name).mkdir()
+    assert scales_read_in(tmp_path / name, monkeypatch) == found

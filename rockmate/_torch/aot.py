@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +57,33 @@ def compile_flags() -> Iterator[None]:
             yield
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+@contextlib.contextmanager
+def scripts_traced(model: nn.Module) -> Iterator[None]:
+    """Has the interpreter of TorchScript run submodules op by op, where a trace can follow.
+
+    Where `is_exporting()` is true, a script calls the Python code that it was compiled from, without
+    its module.
+    """
+
+    def run(script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = torch.compiler._is_exporting_flag
+        torch.compiler._is_exporting_flag = False
+        try:
+            with torch.jit.optimized_execution(False):
+                return script(*args, **kwargs)
+        finally:
+            torch.compiler._is_exporting_flag = before
+
+    scripts = [each for each in model.modules() if isinstance(each, torch.jit.ScriptModule)]
+    try:
+        for each in scripts:
+            vars(each)["forward"] = partial(run, each.forward)
+        yield
+    finally:
+        for each in scripts:
+            del vars(each)["forward"]  # it is looked up anew
 
 
 @contextlib.contextmanager

@@ -30,9 +30,10 @@ from rockmate._torch.aot import (
     compile_flags,
     joint_graph,
     linalg_checks_kept,
+    scripts_traced,
     value_checks_as_ops,
 )
-from rockmate._torch.fake import errors_unlogged, is_fake, results_corrected
+from rockmate._torch.fake import LIFTS, errors_unlogged, is_fake, results_corrected
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
@@ -230,7 +231,33 @@ def _captured(
     attributes, joint, forward = attributes_left(model, joint, forward, trace)
     outer = values_read_by(model, functions.met) if functions.met else outside
     attributes = attributes.also_reading(outer) if outer else attributes
-    return replace(_with_roles(joint, forward, wrappings), attributes=attributes)
+    capture = _with_roles(joint, forward, wrappings)
+    attributes = attributes.with_constants(_lifted(capture))
+    return replace(capture, attributes=attributes)
+
+
+def _lifted(capture: Capture) -> list[torch.Tensor]:
+    """The tensors that the step reads and that are neither parameters, buffers nor inputs.
+
+    Raises:
+        UnsupportedModelError: one of them requires a gradient.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for node, role in capture.inputs:
+        if role.kind is RoleKind.CONSTANT and not all(user.target in LIFTS for user in node.users):
+            tensor = capture.constants[role.name]
+            found[id(tensor)] = tensor
+            if tensor.requires_grad:
+                raise UnsupportedModelError(
+                    f"the forward reads a tensor of shape {tuple(tensor.shape)} that requires a "
+                    "gradient and is neither parameter nor input. Make it a parameter, or pass it."
+                )
+    if found:
+        logger.info(
+            "inputs of the step are tensors that are neither parameters nor buffers: %s",
+            ", ".join(str(list(each.shape)) for each in found.values()),
+        )
+    return list(found.values())
 
 
 def _run_once(model: nn.Module, tensors: list[torch.Tensor], structure: Structure) -> None:
@@ -266,12 +293,13 @@ def _traced(
         stack.enter_context(value_checks_as_ops())
         stack.enter_context(linalg_checks_kept())
         stack.enter_context(eager_kernels())
-        stack.enter_context(results_corrected(in_kernel_layout))
+        fakes = stack.enter_context(results_corrected(in_kernel_layout))
         stack.enter_context(training_only_features_off(model, keeps_checkpoints))
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))
         stack.enter_context(padded_places(model))
+        stack.enter_context(scripts_traced(model))
         stack.enter_context(traced_as_ops(calls))
         modules = stack.enter_context(record_module_stack(model))
         checkpoints = stack.enter_context(checkpoint_regions())
@@ -282,6 +310,9 @@ def _traced(
         except Exception as error:
             explained = explain_failure(error, model, modules.innermost)
             raise forward.held.explained(explained, modules.innermost) from error
+        for node in joint.graph.find_nodes(op="get_attr"):
+            constant = getattr(joint, str(node.target))
+            node.meta["val"] = fakes.get(id(constant), node.meta.get("val"))
         install(joint.graph, calls)
     checkpoints.note_decisions()
     modules.name_backward(joint.graph)

@@ -183,7 +183,7 @@ class _Field(nn.Module):
         self.net = nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8))
         self.is_flow = is_flow
 
-    def forward(self, time: Tensor, state: Any) -> Any:  # noqa: D102
+    def forward(self, time: Tensor, state: Any) -> Any:
         if not self.is_flow:
             return self.net(state) * (1 + time)
         with torch.enable_grad():
@@ -254,9 +254,16 @@ def _near(points: Tensor, radius: float = 2.5) -> Tensor:
     return (apart < radius).nonzero().t().contiguous()
 
 
+def _points(number: int) -> Tensor:
+    """Places of atoms, none too near to another."""
+    side = torch.arange(4.0)
+    grid = torch.cartesian_prod(side, side, side)
+    return 1.3 * grid[:number] + 0.1 * torch.randn(number, 3)
+
+
 def molecules(number: int, _: int) -> dict[str, Tensor]:
     """Two molecules, as MACE reads them."""
-    points = 1.5 * torch.randn(number, 3)
+    points = _points(number)
     half = number // 2
     edges = torch.cat([_near(points[:half]), half + _near(points[half:])], 1)
     kinds = torch.nn.functional.one_hot(torch.randint(3, (number,)), 3).float()
@@ -280,7 +287,7 @@ class _Training(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         found = self.model(dict(batch), training=True)
         return found["energy"], found["forces"]
 
@@ -301,7 +308,7 @@ def mace(kind: str = "MACE", **options: Any) -> nn.Module:
 
 def neighbours(number: int) -> dict[str, Tensor]:
     """One molecule, as NequIP reads it."""
-    points = 1.5 * torch.randn(number, 3)
+    points = _points(number)
     kinds = torch.randint(3, (number,))
     return {"pos": points, "edge_index": _near(points), "atom_types": kinds}
 
@@ -313,7 +320,7 @@ class _Forces(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         found = self.model(dict(batch))
         return found["total_energy"], found["forces"]
 
@@ -331,7 +338,7 @@ def nequip() -> nn.Module:
 
 def schnetpack_batch(number: int) -> dict[str, Tensor]:
     """One molecule, as SchNetPack reads it."""
-    points = 1.5 * torch.randn(number, 3)
+    points = _points(number)
     first, second = _near(points)
     return {
         "_atomic_numbers": torch.randint(1, 9, (number,)),
@@ -351,7 +358,7 @@ class _SchNetPack(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:  # noqa: D102
+    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         found = self.model(dict(batch))
         return found["energy"], found["forces"]
 

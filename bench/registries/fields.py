@@ -1,13 +1,14 @@
 """Models of packages of other fields, from a table of expressions, with a batch and a loss.
 
 An entry of fields.toml is a list of two expressions in Python: the model, and what it is called
-with, a tuple of arguments or a dict of keywords. They have the names of the modules in `import`, and
-those of this file.
+with, a tuple of arguments or a dict of keywords. They know the names of the modules in `import`,
+and those of this file.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import tomllib
 from collections.abc import Callable
 from functools import cache, partial
@@ -62,9 +63,12 @@ def _build(package: str, name: str) -> nn.Module:
 @cache
 def _names_of(package: str) -> dict[str, Any]:
     torch.serialization.add_safe_globals([slice])  # in the tables of e3nn 0.4
-    modules = [importlib.import_module(each) for each in TABLE[package]["import"]]
-    known = {name: value for each in modules for name, value in vars(each).items()}
-    return known | _HELPERS | {"torch": torch, "nn": nn}
+    entry = TABLE[package]
+    words = set(re.findall(r"\w+", str(entry["models"])))
+    known = {"torch": torch, "nn": nn} | _HELPERS
+    for module in map(importlib.import_module, entry["import"]):
+        known |= {word: getattr(module, word) for word in words if hasattr(module, word)}
+    return known
 
 
 def make_batch(model: Any, seed: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The page of `bench.zoo` and `bench.fields`: counts for each registry, then each model that is not right."""
+"""The pages of `bench.zoo` and `bench.fields`: counts, then each model that is not right."""
 
 from __future__ import annotations
 

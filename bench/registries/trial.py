@@ -10,6 +10,7 @@ that are off by one rounding: ours may be no farther from eager than that run is
 from __future__ import annotations
 
 import copy
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,7 @@ def _train(module: nn.Module, model: nn.Module, batches: list[Batch]) -> Run:
     for seed, batch in enumerate(batches):
         torch.manual_seed(100 + seed)
         numpy.random.seed(100 + seed)  # speech models mask time steps by it
+        random.seed(100 + seed)  # layers are dropped by it
         optimizer.zero_grad(set_to_none=True)
         loss = module(**batch).loss
         loss.backward()

@@ -247,6 +247,7 @@ class _Recorder:
             or id(owner) not in self._accesses.owners
             or threading.get_ident() != self._thread
             or (isinstance(owner, nn.Module) and name in _UNRECORDED)
+            or isinstance(owner, torch.jit.ScriptModule)
         )
 
     def _reach(self, value: Any) -> None:
@@ -270,6 +271,8 @@ class _Recorder:
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
     """The attributes of an object, less those that every module has."""
+    if isinstance(owner, torch.jit.ScriptModule):  # its own are fixed, but for a cache of methods
+        return {}
     if not isinstance(owner, nn.Module):
         return dict(vars(owner))
     return {name: value for name, value in vars(owner).items() if name not in _UNRECORDED}

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from rockmate._torch.engine import active_transform

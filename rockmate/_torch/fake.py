@@ -70,7 +70,7 @@ def results_corrected(
     dispatch = FakeTensorMode.dispatch
     fakes: dict[int, torch.Tensor] = {}
 
-    def fake(mode: FakeTensorMode, value: Any) -> Any:
+    def fake(mode: Any, value: Any) -> Any:
         if isinstance(value, list | tuple) and any(map(torch.is_tensor, value)):
             return [fake(mode, each) for each in value]
         if type(value) not in (torch.Tensor, torch.nn.Parameter):

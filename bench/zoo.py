@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -38,11 +38,40 @@ _TIMM = "timm"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs what is missing and writes the page; 0 whether models are right or wrong."""
-    options = _parse(arguments)
+    return campaign("zoo", __doc__, arguments, [*REGISTRIES, _TIMM], _names_of, _measure)
+
+
+def campaign(
+    name: str,
+    text: str | None,
+    arguments: Sequence[str] | None,
+    registries: Sequence[str],
+    names_of: Callable[[str], list[str]],
+    measure: Callable[[tuple[str, str]], Record],
+) -> int:
+    """Runs the models of registries that have no line yet, and writes the page; 0.
+
+    Args:
+        name: of the module, of its page and of the page's template.
+        text: the module's docstring.
+        arguments: the command line; None takes the process's own.
+        registries: what `--registry` may be.
+        names_of: the models of one.
+        measure: tries a registry's model, in a process of its own.
+    """
+    parser = command.parser(name, text, stem=f"{name}_cpu")
+    add = parser.add_argument
+    add("--registry", action="append", choices=registries, help="repeatable; default: all")
+    add("--name", action="append", help="of a model; repeatable; default: all")
+    add("--again", action="append", default=[], metavar="VERDICT", help="run these once more")
+    add("--limit", type=float, default=60, metavar="S", help="seconds for one model")
+    add("--parallel", type=int, default=2, metavar="N", help="processes at a time")
+    options = parser.parse_args(arguments)
+    options.registry = options.registry or registries
     lines = command.lines_of(options)
     if not options.page:
-        _run(options, lines)
-    command.write(options, page(read(lines)))
+        _run(name, options, lines, names_of, measure)
+    command.write(options, page(read(lines), name))
     return 0
 
 
@@ -51,21 +80,13 @@ def read(path: Path) -> list[Record]:
     return command.newest(command.read(path), "registry", "name")
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser("zoo", __doc__, stem="zoo_cpu")
-    add = parser.add_argument
-    every = [*REGISTRIES, _TIMM]
-    add("--registry", action="append", choices=every, help="repeatable; default: all")
-    add("--name", action="append", help="a type of configuration; repeatable; default: all")
-    add("--again", action="append", default=[], metavar="VERDICT", help="run these once more")
-    add("--limit", type=float, default=60, metavar="S", help="seconds for one model")
-    add("--parallel", type=int, default=2, metavar="N", help="processes at a time")
-    options = parser.parse_args(arguments)
-    options.registry = options.registry or every
-    return options
-
-
-def _run(options: argparse.Namespace, lines: Path) -> None:
+def _run(
+    command_name: str,
+    options: argparse.Namespace,
+    lines: Path,
+    names_of: Callable[[str], list[str]],
+    measure: Callable[[tuple[str, str]], Record],
+) -> None:
     torch.set_num_threads(1)
     finished = {
         (each["registry"], each["name"])
@@ -75,11 +96,11 @@ def _run(options: argparse.Namespace, lines: Path) -> None:
     models = [
         (registry, name)
         for registry in options.registry
-        for name in _names_of(registry)
+        for name in names_of(registry)
         if (registry, name) not in finished and name in (options.name or [name])
     ]
-    head = machine_record("bench.zoo")
-    found = run_each(models, _measure, parallel=options.parallel, limit_s=options.limit)
+    head = machine_record(f"bench.{command_name}")
+    found = run_each(models, measure, parallel=options.parallel, limit_s=options.limit)
     for (registry, name), record in tqdm(found, total=len(models), unit="model"):
         command.add_line(lines, head | {"registry": registry, "name": name} | record)
 

@@ -239,6 +239,7 @@ class PlanCache:
             copied.adopt(
                 replace(
                     planned,
+                    program=planned.program.of_copy(memo),
                     state=ModelSignature.of(model),
                     attributes=planned.attributes.of_copy(memo),
                 )

@@ -1,4 +1,4 @@
-"""The page of `bench.zoo`: counts for each registry, then each model that is not right."""
+"""The pages of `bench.zoo` and `bench.fields`: counts, then each model that is not right."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _FAULTS = ("WRONG", "refused", "error", "timeout")
 _LONGEST = 300
 
 
-def page(records: Sequence[Record]) -> list[str]:
-    """The lines of the page."""
+def page(records: Sequence[Record], template: str = "zoo") -> list[str]:
+    """The lines of the page, by one of the templates."""
     if not records:
         return ["# Registered architectures", "", "No model is finished."]
     registries: dict[str, list[Record]] = {}
     for record in records:
         registries.setdefault(record["registry"], []).append(record)
     return filled(
-        "zoo",
+        template,
         verdicts=["bitwise", "within rounding", *_FAULTS],
         registries=registries,
         records=records,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ def joint_graph(
 
 
 @contextlib.contextmanager
-def compile_flags() -> Iterator[None]:
-    """Makes `torch.compiler.is_compiling()` and `is_exporting()` true.
+def compile_flags(*, are_on: bool = True) -> Iterator[None]:
+    """Makes `torch.compiler.is_compiling()` and `is_exporting()` true, or leaves them out.
 
     Model code then reads no tensor values. Only `torch.compile` and `torch.export` set the flags
     publicly. The backward is traced outside the user's autocast, where eager runs it; not every
@@ -49,13 +50,41 @@ def compile_flags() -> Iterator[None]:
 
     compiler = torch.compiler
     before = compiler._is_compiling_flag, compiler._is_exporting_flag
-    compiler._is_compiling_flag = compiler._is_exporting_flag = True
+    if are_on:
+        compiler._is_compiling_flag = compiler._is_exporting_flag = True
     has_setting = hasattr(config, "backward_pass_autocast")
     try:
         with config.patch({"backward_pass_autocast": "off"} if has_setting else {}):
             yield
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = before
+
+
+@contextlib.contextmanager
+def scripts_traced(model: nn.Module) -> Iterator[None]:
+    """Has the interpreter of TorchScript run submodules op by op, where a trace can follow.
+
+    Where `is_exporting()` is true, a script calls the Python code that it was compiled from,
+    without its module. `optimized_execution` is no documented switch, and there is no other.
+    """
+
+    def run(script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = torch.compiler._is_exporting_flag
+        torch.compiler._is_exporting_flag = False
+        try:
+            with torch.jit.optimized_execution(False):
+                return script(*args, **kwargs)
+        finally:
+            torch.compiler._is_exporting_flag = before
+
+    scripts = [each for each in model.modules() if isinstance(each, torch.jit.ScriptModule)]
+    try:
+        for each in scripts:
+            vars(each)["forward"] = partial(run, each.forward)
+        yield
+    finally:
+        for each in scripts:
+            del vars(each)["forward"]  # it is looked up anew
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 
 __all__ = [
+    "LIFTS",
     "FakeTensor",
     "FakeTensorMode",
     "errors_unlogged",
@@ -23,6 +24,9 @@ __all__ = [
     "move_to",
     "results_corrected",
 ]
+
+LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+"""Ops through which a trace takes the tensors that code makes of Python numbers."""
 
 
 def mode_of(fake: Any) -> FakeTensorMode:
@@ -53,27 +57,39 @@ def move_to(fake: FakeTensor, device: torch.device) -> None:
 @contextlib.contextmanager
 def results_corrected(
     correct: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Any],
-) -> Iterator[None]:
+) -> Iterator[Mapping[int, torch.Tensor]]:
     """Replaces the result of each call on fake tensors.
 
     A trace makes its fake mode itself, so a subclass cannot be given to it. Calls in other threads
-    are corrected, too.
+    are corrected, too. An op may read a tensor that has values, as one in an attribute: the mode
+    refuses those, so a fake tensor, the same one each time, stands for it. Yields these by address.
 
     Args:
         correct: gets the op, its arguments, its keywords and its result, within the fake mode.
     """
     dispatch = FakeTensorMode.dispatch
+    fakes: dict[int, torch.Tensor] = {}
+
+    def fake(mode: Any, value: Any) -> Any:
+        if isinstance(value, list | tuple) and any(map(torch.is_tensor, value)):
+            return [fake(mode, each) for each in value]
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            return value
+        fakes[id(value)] = mode.fake_tensor_converter.from_real_tensor(mode, value)
+        return fakes[id(value)]
 
     def dispatch_corrected(
         self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func not in LIFTS:
+            args = [fake(self, each) for each in args]
         result = dispatch(self, func, types, args, kwargs or {})
         with self:
             return correct(func, tuple(args), kwargs or {}, result)
 
     FakeTensorMode.dispatch = dispatch_corrected
     try:
-        yield
+        yield fakes
     finally:
         FakeTensorMode.dispatch = dispatch
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.members import RECURRENT_WEIGHTS, is_member
+from rockmate._torch.members import RECURRENT_WEIGHTS, is_member, tensor_tables
 from rockmate.capture.attribute_values import is_container, items_of, snapshot
 from rockmate.state.members import objects_and_members
 from rockmate.state.objects import ABSENT, OF_ATTRIBUTES, Handler, Objects
@@ -62,8 +62,15 @@ class Place:
             return f"{self.name} of {self.owner.__name__}"
         return f"{self.name} of a {type(self.owner).__name__}"
 
+    @property
+    def is_buffer(self) -> bool:
+        """Whether it is a buffer of a module."""
+        return isinstance(self.owner, nn.Module) and self.name in tensor_tables(self.owner)[1]
+
     def value(self) -> Any:
         """What stands there now; `ABSENT` if nothing does."""
+        if self.is_buffer:
+            return tensor_tables(self.owner)[1][self.name]
         if isinstance(self.owner, nn.Module):  # whose `__getattr__` takes long to fail
             found = vars(self.owner).get(self.name, ABSENT)
             return getattr(type(self.owner), self.name, ABSENT) if found is ABSENT else found
@@ -73,6 +80,8 @@ class Place:
         """Has `value` stand there."""
         if isinstance(self.owner, types.CellType):
             self.owner.cell_contents = value
+        elif self.is_buffer:
+            tensor_tables(self.owner)[1][self.name] = value
         elif value is ABSENT:
             vars(self.owner).pop(self.name, None)
         else:
@@ -238,6 +247,7 @@ class _Recorder:
             or id(owner) not in self._accesses.owners
             or threading.get_ident() != self._thread
             or (isinstance(owner, nn.Module) and name in _UNRECORDED)
+            or isinstance(owner, torch.jit.ScriptModule)
         )
 
     def _reach(self, value: Any) -> None:
@@ -261,6 +271,8 @@ class _Recorder:
 
 def _attributes_of(owner: Any) -> dict[str, Any]:
     """The attributes of an object, less those that every module has."""
+    if isinstance(owner, torch.jit.ScriptModule):  # its own are fixed, but for a cache of methods
+        return {}
     if not isinstance(owner, nn.Module):
         return dict(vars(owner))
     return {name: value for name, value in vars(owner).items() if name not in _UNRECORDED}

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from rockmate._torch.fake import is_plain
+from rockmate._torch.storage import version_of
 from rockmate.capture.deferred_values import Deferred
 from rockmate.state.objects import objects_of_python
 from rockmate.state.opened_object import copied_with
@@ -57,6 +59,8 @@ def snapshot(value: Any, within: tuple[int, ...] = ()) -> Any:
         return kind, frozenset(value)
     if isinstance(value, types.SimpleNamespace):
         return kind, snapshot(vars(value), inner)
+    if isinstance(value, torch.Tensor) and is_plain(value):
+        return kind, [_Same(value), version_of(value)]
     if isinstance(value, np.ndarray):
         digest = hashlib.blake2b(value.tobytes()).digest()
         return kind, value.dtype, value.shape, digest
@@ -67,7 +71,7 @@ def is_mutable(value: Any) -> bool:
     """Whether the snapshot of one and the same object can change."""
     if isinstance(value, tuple):
         return any(map(is_mutable, value))
-    return is_container(value) or isinstance(value, np.ndarray)
+    return is_container(value) or isinstance(value, np.ndarray | torch.Tensor)
 
 
 def is_container(value: Any) -> bool:

@@ -53,12 +53,11 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             f"or{advice_to_leave(model, path)}.{_layerdrop_advice(model, path)} ({text})"
         )
         return UnknownValueError(msg)
-    if "convert all Tensors to FakeTensors" in str(error):
+    if any(each in str(error) for each in ("entirely functional graph", "a non-functional tensor")):
         msg = (
-            f"{type(model).__name__} uses a tensor that is neither parameter, buffer nor "
-            f"input{where}, typically an attribute. Register it with "
-            "register_buffer(name, tensor, persistent=False). For a step of rockmate.plan_step, "
-            "pass it as an argument; or, if it is of a module, give that in the list of modules."
+            f"the forward of {type(model).__name__} changes a tensor in place that is neither "
+            f"parameter, buffer nor input{where}, typically an attribute. Register it with "
+            "register_buffer(name, tensor, persistent=False)."
         )
         return UnsupportedModelError(msg)
     what = f"{type(error).__name__}: {text}"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rockmate._torch.storage import version_of, versions_of
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.attribute_values import (
     is_container,
@@ -39,6 +40,7 @@ class ForwardAttributes:
         values: rebuilds the values that it assigns, the tables, and the arguments of writes, from
             the step's output tensors.
         fixed: attributes that it gives an object without tensors, and that object.
+        constants: tensors that the graph reads, neither parameters nor buffers, and their versions.
     """
 
     read: tuple[Place, ...] = ()
@@ -48,9 +50,13 @@ class ForwardAttributes:
     writes: tuple[Write, ...] = ()
     values: Structure
     fixed: tuple[tuple[Place, Any], ...] = ()
+    constants: tuple[tuple[torch.Tensor, int], ...] = ()
 
     def difference(self) -> str:
         """Which attribute has none of its accepted values now, in words; empty if all have."""
+        for tensor, version in self.constants:
+            if version_of(tensor) != version:
+                return f"a tensor of shape {tuple(tensor.shape)} that it reads has been changed"
         for place, accepted in zip(self.read, self.accepted, strict=True):
             value = place.value()
             if snapshot(value) not in accepted:
@@ -64,6 +70,10 @@ class ForwardAttributes:
         accepted = tuple((snapshot(place.value()),) for place in places)
         return replace(self, read=(*self.read, *places), accepted=(*self.accepted, *accepted))
 
+    def with_constants(self, tensors: Sequence[torch.Tensor]) -> ForwardAttributes:
+        """The same, of a graph that reads these tensors, as they are now."""
+        return replace(self, constants=tuple((each, version_of(each)) for each in tensors))
+
     @property
     def leaves_any(self) -> bool:
         """Whether the forward leaves anything behind."""
@@ -72,7 +82,8 @@ class ForwardAttributes:
     def release(self) -> None:
         """Drops values of the last call, so that they take no memory beside those of this one."""
         for place in self.assigned:
-            place.put(None)
+            if not place.is_buffer:  # which the step may read
+                place.put(None)
 
     def deliver(self, outputs: list[torch.Tensor]) -> None:
         """Leaves behind what the forward leaves behind.
@@ -102,6 +113,10 @@ class ForwardAttributes:
         return replace(
             self,
             read=read,
+            constants=tuple(
+                (own, version_of(own))
+                for own in (memo.get(id(each), each) for each, _ in self.constants)
+            ),
             accepted=tuple((snapshot(place.value()),) for place in read),
             assigned=tuple(place.of_copy(memo) for place in self.assigned),
             tables=tuple(place.of_copy(memo) for place in self.tables),
@@ -149,9 +164,13 @@ class AttributeWatch:
         self._lacking = [(table.keys(), frozenset(names)) for table, names in lacking.values()]
         self._of_classes = [(cls, name, value) for (cls, name), value in of_classes.items()]
         self._values = self._present()
+        self._constants = [tensor for tensor, _ in attributes.constants]
+        self._versions = versions_of(self._constants)
 
     def has_changed(self) -> bool:
         """Whether an attribute has none of the values that the plan accepts."""
+        if self._constants and versions_of(self._constants) != self._versions:
+            return True
         try:
             values = self._present()
         except KeyError:

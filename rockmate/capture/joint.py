@@ -30,6 +30,7 @@ from rockmate._torch.aot import (
     compile_flags,
     joint_graph,
     linalg_checks_kept,
+    scripts_traced,
     value_checks_as_ops,
 )
 from rockmate._torch.fake import errors_unlogged, is_fake, results_corrected
@@ -40,6 +41,7 @@ from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoi
 from rockmate.capture.collectives import wait_for_collectives
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.diagnose import explain_failure, refuse_effects
+from rockmate.capture.given_tensors import cloned_with_strides, lifted_tensors
 from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.nodes import call_name
 from rockmate.capture.opaque_call import OpaqueCall
@@ -107,7 +109,7 @@ def capture_joint(
             line.
     """
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
-    clone = _cloned_with_strides if keeps_strides else torch.Tensor.clone
+    clone = cloned_with_strides if keeps_strides else torch.Tensor.clone
     tensors = [clone(each.detach()).requires_grad_(each.requires_grad) for each in tensors]
     make = partial(
         TracedForward, model, structure,
@@ -130,26 +132,6 @@ def capture_joint(
         except BaseException:
             before.restore()
             raise
-
-
-def _cloned_with_strides(tensor: torch.Tensor) -> torch.Tensor:
-    if type(tensor) is not torch.Tensor or _overlaps(tensor):
-        return tensor.clone()
-    like = {"dtype": tensor.dtype, "device": tensor.device}
-    return torch.empty_strided(tensor.shape, tensor.stride(), **like).copy_(tensor)
-
-
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether elements may share memory, or are not laid out by strides."""
-    if tensor.layout != torch.strided:
-        return True
-    needed = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride < needed:
-                return True
-            needed = stride * size
-    return False
 
 
 def _captured_with_values(
@@ -195,6 +177,7 @@ def _captured(
     functions = ForeignFunctions(are_recorded=is_elsewhere)
     outside = values_read_by(model, ())
     make = partial(make, outside=outside)
+    failure: InvalidSampleError | None = None  # of a trace as a compiler's
 
     def trace(logs: Sequence[Place] = ()) -> tuple[fx.GraphModule, TracedForward]:
         # Hooks put tensors into dictionaries of the script, where those of a trace are no use.
@@ -209,7 +192,7 @@ def _captured(
                     with_functions=functions.are_recorded and not is_elsewhere,
                 )
             forward = make(logs=logs)
-            with functions.traced():
+            with functions.traced(), compile_flags(are_on=failure is None):
                 joint, wrapped[:] = _traced(model, forward, tensors, calls, keeps_checkpoints)
         return joint, forward
 
@@ -220,8 +203,13 @@ def _captured(
         except (InvalidSampleError, UnsupportedModelError) as error:
             # What is opaque may see layouts, which are as given then.
             is_final = is_elsewhere or make().memory_format != "as_given"
-            if is_final or not functions.may_be_traced_again(error):
+            if not is_final and functions.may_be_traced_again(error):
+                continue
+            if failure is not None:
+                raise failure from error
+            if type(error) is not InvalidSampleError:
                 raise
+            failure = error  # a library's code for compilers may leave out what training needs
     wrappings = _wrappings(wrapped, padded_parts(model))
     if forward.notice:
         logger.warning(
@@ -230,7 +218,9 @@ def _captured(
     attributes, joint, forward = attributes_left(model, joint, forward, trace)
     outer = values_read_by(model, functions.met) if functions.met else outside
     attributes = attributes.also_reading(outer) if outer else attributes
-    return replace(_with_roles(joint, forward, wrappings), attributes=attributes)
+    capture = _with_roles(joint, forward, wrappings)
+    attributes = attributes.with_constants(lifted_tensors(capture))
+    return replace(capture, attributes=attributes)
 
 
 def _run_once(model: nn.Module, tensors: list[torch.Tensor], structure: Structure) -> None:
@@ -260,18 +250,18 @@ def _traced(
         stack.enter_context(CAPTURE_LOCK)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(errors_unlogged())
-        stack.enter_context(compile_flags())
         stack.enter_context(values_marked())
         stack.enter_context(known_masks(args, kwargs))
         stack.enter_context(value_checks_as_ops())
         stack.enter_context(linalg_checks_kept())
         stack.enter_context(eager_kernels())
-        stack.enter_context(results_corrected(in_kernel_layout))
+        fakes = stack.enter_context(results_corrected(in_kernel_layout))
         stack.enter_context(training_only_features_off(model, keeps_checkpoints))
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))
         stack.enter_context(padded_places(model))
+        stack.enter_context(scripts_traced(model))
         stack.enter_context(traced_as_ops(calls))
         modules = stack.enter_context(record_module_stack(model))
         checkpoints = stack.enter_context(checkpoint_regions())
@@ -282,6 +272,9 @@ def _traced(
         except Exception as error:
             explained = explain_failure(error, model, modules.innermost)
             raise forward.held.explained(explained, modules.innermost) from error
+        for node in joint.graph.find_nodes(op="get_attr"):
+            constant = getattr(joint, str(node.target))
+            node.meta["val"] = fakes.get(id(constant), node.meta.get("val"))
         install(joint.graph, calls)
     checkpoints.note_decisions()
     modules.name_backward(joint.graph)

@@ -188,8 +188,9 @@ class TracedForward(nn.Module):
             self.changed_outside = [each for each, one in pairs if snapshot(each.value()) != one]
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())
-            _refuse_reassigned(buffers, _buffers_by_place(self.model))
+            replaced = _replaced(self.model, buffers, _buffers_by_place(self.model))
             self.left = LeftBehind.of(accesses, before)
+            self.left.assigned += replaced
             flat = self._output_tensors(output, has_labels=kwargs.get("labels") is not None)
             if not any(tensor.requires_grad for tensor in flat):
                 msg = (
@@ -307,18 +308,23 @@ def _buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.named_buffers(remove_duplicate=False))
 
 
-def _refuse_reassigned(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> None:
-    """Raises if the forward has assigned another tensor to a buffer, which no graph can repeat."""
-    changed = sorted(
-        name for name in before.keys() | after.keys() if before.get(name) is not after.get(name)
-    )
-    if changed:
-        msg = (
-            f"the model's forward assigns a new tensor to its buffer {changed[0]}, which a "
-            "captured graph cannot repeat. Change it in place instead (`buffer.copy_(...)`, "
-            "`buffer.add_(...)`)."
-        )
-        raise UnsupportedModelError(msg)
+def _replaced(
+    model: nn.Module, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+) -> list[tuple[Place, torch.Tensor]]:
+    """The buffers that a forward has assigned another tensor to, which are outputs of the step."""
+    found = []
+    for name in sorted(before.keys() | after.keys()):
+        if before.get(name) is after.get(name):
+            continue
+        path, _, own = name.rpartition(".")
+        if name not in after:
+            msg = (
+                f"the model's forward removes its buffer {name}, which a captured graph cannot "
+                "repeat. Leave the buffer there, and change it."
+            )
+            raise UnsupportedModelError(msg)
+        found.append((Place(model.get_submodule(path), own), after[name]))
+    return found
 
 
 def _unshared(flat: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -105,6 +105,8 @@ class Machine:
         Raises:
             MachineError: the machine has no peak for the dtype.
         """
+        if dtype.is_complex:  # a product of four
+            flops, dtype = 4 * flops, dtype.to_real()
         name = str(dtype).removeprefix("torch.")
         if name not in self.peak_tflops:
             msg = (

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
 from rockmate._torch.engine import active_transform
@@ -37,20 +36,6 @@ def refuse_uninitialized(model: nn.Module) -> None:
         raise InvalidSampleError(msg)
 
 
-def refuse_scripted(model: nn.Module, opaque: list[str]) -> None:
-    """Raises for a submodule in TorchScript, unless it is part of one that is not traced."""
-    for path, module in model.named_modules():
-        if not isinstance(module, torch.jit.ScriptModule):
-            continue
-        if not any(path.startswith(f"{name}.") for name in opaque):
-            msg = (
-                f"{path or type(model).__name__} is compiled by torch.jit.script or "
-                "torch.jit.trace, and cannot be captured. Use the module that it was compiled "
-                "from, or put it in an nn.Module of its own and leave that one untraced."
-            )
-            raise UnsupportedModelError(msg)
-
-
 def check_model(model: nn.Module, untraced: Sequence[str], machine: Machine | None) -> None:
     """Raises for a model that cannot be captured. Warns of hooks that will not run."""
     from rockmate.capture.model_signature import acting_hooks
@@ -67,7 +52,6 @@ def check_model(model: nn.Module, untraced: Sequence[str], machine: Machine | No
         logger.info("the plan decides what is gathered again, whatever reshard_after_forward says")
     refuse_uninitialized(model)
     opaque = opaque_modules(model, untraced)
-    refuse_scripted(model, list(opaque))
     for path, module in opaque.items():
         if not sharded.isdisjoint(module.modules()):
             msg = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -138,6 +138,11 @@ class Program:
     num_in_flight: int = 1
     slots: SlotPlan | None = None
     offload: OffloadRequest | None = None
+
+    def of_copy(self, memo: dict[int, Any]) -> Program:
+        """The same for a copy of the model, which `copy.deepcopy` has made."""
+        own = {name: memo.get(id(each), each) for name, each in self.constants.items()}
+        return replace(self, constants=own)
 
     def order_of(self, arguments: Sequence[Argument]) -> list[int]:
         """Positions of a backward's arguments among all that one may take.

@@ -29,6 +29,8 @@ from rockmate.state.objects import (
 @cache
 def objects_and_members(kind: type) -> Handler | None:
     """The handler of a type, of modules, tensors, functions and classes of users too."""
+    if issubclass(kind, torch.jit.ScriptModule):
+        return _OF_SCRIPT
     if issubclass(kind, nn.Module):
         return _OF_MODULE
     if kind in (torch.Tensor, nn.Parameter):
@@ -64,6 +66,8 @@ def _put_module(module: nn.Module, content: dict[str, Any]) -> None:
 
 
 _OF_MODULE = Handler(_module_state, _put_module, is_named=True)
+# What else TorchScript has is fixed, and its tables are no containers of Python.
+_OF_SCRIPT = Handler(lambda script: [*script.parameters(), *script.buffers()], keep)
 
 
 # --- tensors and functions ------------------------------------------------------------------------

@@ -118,9 +118,22 @@ def copied_with(value: Any, replaced: dict[int, Any]) -> Any:
         UnsupportedModelError: its class cannot be copied.
     """
     try:
-        return copy.deepcopy(value, replaced)
+        return _completed(copy.deepcopy(value, replaced), value, replaced)
     except Exception as error:
         raise cannot_copy(type(value)) from error
+
+
+def _completed(copied: Any, value: Any, replaced: dict[int, Any]) -> Any:
+    """A copy in which all attributes are copies: a class's `__deepcopy__` may pass over some."""
+    if not hasattr(type(copied), "__deepcopy__") or isinstance(copied, torch.Tensor):
+        return copied
+    own, before = (getattr(each, "__dict__", {}) for each in (copied, value))
+    for name, each in own.items():
+        if each is before.get(name):
+            own[name] = copy.deepcopy(each, replaced)
+        else:
+            _completed(each, before.get(name), replaced)
+    return copied
 
 
 def cannot_copy(cls: type) -> UnsupportedModelError:

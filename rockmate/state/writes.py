@@ -46,7 +46,7 @@ class Writes:
         self._copies: dict[int, torch.UntypedStorage] = {}
         self.most_bytes = most_bytes
         self._new: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._new_bytes = 0
+        self._new_bytes, self._is_over = 0, False
         self._evict: Callable[[], bool] = lambda: False
 
     @property
@@ -68,11 +68,15 @@ class Writes:
             OutOfBudget: it holds too much.
         """
         before = self.most_bytes, self._evict
-        self._evict = evict
+        self._evict, self._is_over = evict, False
         self.most_bytes = None if self.most_bytes is None else self.most_bytes + more_bytes
         try:
             with ops_observed(self._run):
                 yield
+        except RuntimeError as error:
+            if self._is_over:  # TorchScript's interpreter raises an error of its own instead
+                raise OutOfBudget from error
+            raise
         finally:
             self.most_bytes, self._evict = before
 
@@ -111,6 +115,7 @@ class Writes:
         if makes_new and self.most_bytes is not None and self._exceeds(self._largest_bytes):
             num_bytes = _result_bytes(op, args, kwargs, otherwise=self._largest_bytes)
             if self._exceeds(num_bytes):
+                self._is_over = True
                 raise OutOfBudget
         result = op(*args, **kwargs)
         if makes_new:
@@ -141,6 +146,7 @@ class Writes:
 
     def _add(self, num_bytes: int) -> None:
         if self._exceeds(num_bytes):
+            self._is_over = True
             raise OutOfBudget
         self._new_bytes += num_bytes
 

@@ -908,10 +908,22 @@ class TestFake:
             assert kwargs is not None
             return result[:2] if op is torch.ops.aten.ones.default and args == ([4],) else result
 
+        real = torch.ones(2)
         with fake.FakeTensorMode():
-            with fake.results_corrected(halved):
+            with fake.results_corrected(halved) as fakes:
                 assert torch.ones(4).shape == (2,)
+                assert (torch.ones(2) * real).shape == (2,)
+                assert fake.is_fake(fakes[id(real)])
             assert torch.ones(4).shape == (4,)
+
+    @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:`torch.jit")
+    def test_scripts_are_traced_op_by_op(self) -> None:
+        model = nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(3, 3), nn.Tanh())))
+        stack = contextlib.ExitStack()
+        with aot.compile_flags(), aot.scripts_traced(model), stack:
+            graph, _ = aot.joint_graph(stack, model, [torch.ones(2, 3)])
+        assert "aten.tanh_backward.default" in {str(node.target) for node in graph.graph.nodes}
+        assert model(torch.ones(2, 3)).shape == (2, 3)
 
     def test_symbolic_sizes(self) -> None:
         environment = symbolic_sizes.ShapeEnv()

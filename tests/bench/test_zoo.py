@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bench import zoo
+from bench.registries import fields
 from bench.registries import trial as trials
 from bench.registries.batches import make_batch
 from bench.registries.page import page
@@ -43,6 +44,17 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     found = trial(list(builders("causal-lm", "gpt2")), partial(make_batch, "causal-lm"))
     assert found["verdict"] == "WRONG"
     assert found["difference"].startswith("step 2, gradient of")
+
+
+def test_a_model_of_another_field_is_an_expression(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = {"mlp": ["Sequential(Linear(4, 8), Tanh(), Linear(8, 2))", "(randn(16 - seed, 4),)"]}
+    table = {"torch": {"field": "layers", "import": ["torch.nn"], "models": models}}
+    monkeypatch.setattr(fields, "TABLE", table)
+    found = trial([fields.builder("torch", "mlp")], fields.make_batch)
+    assert (found["verdict"], found["mode"]) == ("bitwise", "plan")
+    of_table = {"registry": "torch", "name": "mlp", "field": "layers"}
+    lines = page([found | of_table | zoo.machine_record("bench.fields")], "fields")
+    assert any(each.startswith("| torch | layers | 1 | 1 | 1 | 0 | 0 |") for each in lines)
 
 
 def test_registries_are_known() -> None:

@@ -160,6 +160,11 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
         load_machine(tmp_path / "absent.toml")
 
 
+def test_a_complex_product_takes_the_time_of_four() -> None:
+    time_of = load_machine("cpu-avx2").compute_ms
+    assert time_of(1e9, torch.complex64, "matmul") == time_of(4e9, torch.float32, "matmul")
+
+
 def test_a_dtype_without_peak_is_told(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="bfloat16"):
         Planner(

@@ -14,6 +14,7 @@ from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import InvalidSampleError, Planner, RockmateModule, UnsupportedModelError
+from rockmate.state.writes import OutOfBudget, Writes
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
@@ -115,13 +116,22 @@ class Around(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit")
-@pytest.mark.filterwarnings("ignore:`torch.jit")
-def test_torchscript_is_refused_and_runs_within_what_is_untraced() -> None:
-    inner = nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh())
-    model = nn.Sequential(Net(), Around(torch.jit.script(inner)), Net())
-    with pytest.raises(UnsupportedModelError, match=r"1\.inner is compiled by torch\.jit"):
-        RockmateModule(model, X, 0.9)
+class Scripted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("scale", torch.full((16,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * x + self.scale
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:`torch.jit")
+@pytest.mark.parametrize(
+    ("options", "tolerance"), [({}, 1e-5), ({"untraced": ["1"]}, 0), ({"mode": "frames"}, 0)]
+)
+def test_torchscript_is_traced_op_by_op(options: dict[str, Any], tolerance: float) -> None:
+    model = nn.Sequential(Net(), Around(torch.jit.script(Scripted())), Net())
     start = {name: value.clone() for name, value in model.state_dict().items()}
 
     def loss_of(callee: Any, _: int) -> tuple[Tensor, Tensor]:
@@ -134,10 +144,100 @@ def test_torchscript_is_refused_and_runs_within_what_is_untraced() -> None:
 
     for _ in range(2):  # its first runs are compiled otherwise than later ones
         theirs = steps(model)
-    for options in ({"untraced": ["1"]}, {"mode": "frames"}):
-        module = RockmateModule(model, X, 0.9, on_infeasible="least", **options)
-        for mine, eager in zip(steps(module), theirs, strict=True):
+    module = RockmateModule(model, X, 0.9, on_infeasible="least", **options)
+    assert module.is_planned == (options != {"mode": "frames"})
+    for mine, eager in zip(steps(module), theirs, strict=True):
+        if not tolerance:
             assert_same(mine, eager)
+        assert torch.allclose(mine.loss, eager.loss, rtol=tolerance)
+        assert mine.gradients.keys() == eager.gradients.keys()
+        for name, gradient in eager.gradients.items():
+            assert torch.allclose(mine.gradients[name], gradient, rtol=tolerance, atol=tolerance)
+
+
+class Gradient(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling():  # as a library of force fields has it
+            x = x.detach().requires_grad_()
+        return torch.autograd.grad(super().forward(x).tanh().sum(), x, create_graph=True)[0]
+
+
+TABLE = torch.linspace(0.5, 1.5, 16)
+
+
+class Unregistered(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order, self.number = [torch.arange(15, -1, -1)], torch.tensor(2.0)
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)[:, self.order[0]] * TABLE[None]
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        return x * 2 if self.number > 1 else x + self.mean
+
+
+class Partly:
+    """As a graph of a library, copies some of its attributes."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.more = x, {"x": x * 2}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partly:
+        copied = copy.copy(self)
+        copied.x = copy.deepcopy(self.x, memo)
+        return copied
+
+
+class OfObject(Net):
+    def forward(self, graph: Partly) -> Tensor:
+        return super().forward(graph.x) + graph.more["x"]
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments"), [(Gradient, X), (Unregistered, X), (OfObject, Partly(X))]
+)
+def test_what_libraries_do(make: type[Net], arguments: Any) -> None:
+    model = make()
+    plain = copy.deepcopy(model)
+    module = RockmateModule(model, (arguments,), 0.9, on_infeasible="least", numerics="bitwise")
+    same_steps(module, plain, lambda each, step: each(arguments))
+    if make is not Unregistered:
+        return
+    assert torch.equal(model.mean, plain.mean)
+    for each in (model, plain, twin := copy.deepcopy(module)):
+        each.number.fill_(0.0)
+        each.order[0].copy_(torch.arange(16))
+    assert twin.original.order[0] is not model.order[0]
+    for each in (module, twin):
+        each.zero_grad()
+        same_steps(each, copy.deepcopy(plain), lambda each, step: each(arguments))
+
+
+@pytest.mark.parametrize(
+    ("table", "change", "message"),
+    [
+        (TABLE.clone().requires_grad_(), lambda _: None, "requires a gradient and is neither"),
+        (TABLE.clone(), lambda table: table.add_(1), "changes a tensor in place that is neither"),
+    ],
+)
+def test_unregistered_tensors_that_are_not_constant(
+    table: Tensor, change: Callable[[Tensor], Any], message: str
+) -> None:
+    class Reading(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            change(table)
+            return super().forward(x) * table
+
+    with pytest.raises(UnsupportedModelError, match=message):
+        RockmateModule(Reading(), X, 0.9)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:`torch.jit")
+def test_a_script_that_passes_the_budget_of_a_trial_ends_it() -> None:
+    script = torch.jit.script(Scripted())
+    with pytest.raises(OutOfBudget), Writes(most_bytes=64).noted():
+        script(X)
 
 
 def test_sizes_that_coincide_in_the_sample_and_not_in_a_later_call() -> None:

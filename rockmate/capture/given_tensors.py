@@ -1,0 +1,63 @@
+"""Tensors that a step is given: those of a sample, and those that code holds by itself.
+
+A forward may read tensors that nobody registered: in plain attributes, lists, closures, tables of a
+library. The trace takes each as a constant of the graph, which is the very tensor, so a step reads
+what it holds then.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from rockmate._torch.fake import LIFTS
+from rockmate.capture.roles import Capture, RoleKind
+from rockmate.errors import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+
+def cloned_with_strides(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, where no elements share memory."""
+    if type(tensor) is not torch.Tensor or _overlaps(tensor):
+        return tensor.clone()
+    like = {"dtype": tensor.dtype, "device": tensor.device}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **like).copy_(tensor)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether elements may share memory, or are not laid out by strides."""
+    if tensor.layout != torch.strided:
+        return True
+    needed = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < needed:
+                return True
+            needed = stride * size
+    return False
+
+
+def lifted_tensors(capture: Capture) -> list[torch.Tensor]:
+    """The tensors that the step reads and that are neither parameters, buffers nor inputs.
+
+    Raises:
+        UnsupportedModelError: one of them requires a gradient.
+    """
+    found: dict[int, torch.Tensor] = {}
+    for node, role in capture.inputs:
+        if role.kind is RoleKind.CONSTANT and not all(user.target in LIFTS for user in node.users):
+            tensor = capture.constants[role.name]
+            found[id(tensor)] = tensor
+            if tensor.requires_grad:
+                raise UnsupportedModelError(
+                    f"the forward reads a tensor of shape {tuple(tensor.shape)} that requires a "
+                    "gradient and is neither parameter nor input. Make it a parameter, or pass it."
+                )
+    if found:
+        logger.info(
+            "inputs of the step are tensors that are neither parameters nor buffers: %s",
+            ", ".join(str(list(each.shape)) for each in found.values()),
+        )
+    return list(found.values())

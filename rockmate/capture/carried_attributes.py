@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rockmate._torch.fake import hint_of
+from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.attribute_values import is_container, snapshot, traced_in
 from rockmate.capture.deferred_values import Deferred
@@ -68,7 +70,7 @@ def _forward_attributes(
     Raises:
         UnsupportedModelError: calls leave one another a value that changes from call to call.
     """
-    _refuse_carried_tensors(model, joint, forward)
+    _refuse_carried_tensors(model, joint, forward, trace)
     of_tensors = {place.key for place in forward.carried_outputs.values()}
     written = {write.place.key for write in forward.writes}
     settled = [pair for pair in forward.left.carried if pair[0].key not in of_tensors]
@@ -129,11 +131,12 @@ def _is_same_later(
 
 
 def _refuse_carried_tensors(
-    model: nn.Module, joint: fx.GraphModule, forward: TracedForward
+    model: nn.Module, joint: fx.GraphModule, forward: TracedForward, trace: _Trace
 ) -> None:
     """Raises for a tensor that one call leaves to the next, unless all calls make the same one.
 
-    A table that the forward makes from constants, in its first call, is such a tensor.
+    A table that the forward makes from constants, in its first call, is such a tensor. One that the
+    next call replaces without an op on it is none.
     """
     returned = joint.graph.output_node()
     values = {place.key: value for place, value in forward.left.carried}
@@ -141,8 +144,30 @@ def _refuse_carried_tensors(
         if type(descriptor).__name__ != "PlainAOTOutput":
             continue
         place = forward.carried_outputs.get(descriptor.idx)
-        if place is not None and not _is_constant(node):
+        if place is None or _is_constant(node):
+            continue
+        if not _is_replaced(joint, forward, (place, values[place.key]), trace):
             raise _carried_error(model, place, values[place.key])
+
+
+def _is_replaced(
+    joint: fx.GraphModule, forward: TracedForward, left: tuple[Place, Any], trace: _Trace
+) -> bool:
+    """Whether the next call has the same graph, whatever tensor this one leaves in an attribute."""
+    (place, value), present = left, left[0].value()
+    if not isinstance(value, torch.Tensor):
+        return False
+    if isinstance(present, torch.Tensor):  # as an earlier call has left it
+        constants = joint.graph.find_nodes(op="get_attr")
+        found = [getattr(joint, str(node.target)) for node in constants]
+        return all(storage_id(each) != storage_id(present) for each in found)
+    before = vars(place.owner).get(place.name, ABSENT)
+    try:
+        place.put(torch.zeros([*map(hint_of, value.shape)], dtype=value.dtype, device=value.device))
+        later_joint, later = trace()
+    finally:
+        place.put(before)
+    return _are_equal(joint, later_joint) and _leave_the_same(forward, later)
 
 
 def _is_constant(node: fx.Node) -> bool:

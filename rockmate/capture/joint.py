@@ -33,6 +33,7 @@ from rockmate._torch.aot import (
     value_checks_as_ops,
 )
 from rockmate._torch.fake import errors_unlogged, is_fake, results_corrected
+from rockmate.capture import input_functions
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
@@ -84,6 +85,7 @@ def capture_joint(
     memory_format: MemoryFormat = "as_given",
     keeps_strides: bool = False,
     values: SampleValues | None = None,
+    num_carriers: int = 0,
 ) -> Capture:
     """Traces forward and backward of `model` for one input signature.
 
@@ -99,6 +101,7 @@ def capture_joint(
         memory_format: in which convolutions read their inputs.
         keeps_strides: whether inputs with gaps between elements are traced so, not as dense ones.
         values: what the forward may read values of; None for `tensors` and the model's buffers.
+        num_carriers: how many tensors at the end carry numbers that it reads; see `read_values`.
 
     Raises:
         InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
@@ -114,6 +117,15 @@ def capture_joint(
         differentiable=differentiable, outputs=outputs, memory_format=memory_format,
     )  # fmt: skip
     try:
+        if num_carriers:
+            with uncompiled(model), caches_passed_by(model):
+                return _captured(
+                    model,
+                    partial(make, sample=values, num_carriers=num_carriers),
+                    tensors,
+                    untraced,
+                    keeps_checkpoints,
+                )
         return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
     except ModuleReplacedError:
         if not RUNS_FIRST.get():
@@ -171,9 +183,10 @@ def _captured_with_values(
             return _captured(model, make, tensors, untraced, keeps_checkpoints)
         except UnknownValueError as error:
             values = values or SampleValues(tensors, dict(model.named_buffers()))
-            if any(map(is_fake, values.inputs)):
+            inputs = [each for each in values.inputs if each is not None]
+            if any(map(is_fake, inputs)):
                 raise
-            if any(each.is_meta for each in values.inputs):
+            if any(each.is_meta for each in inputs):
                 msg = f"{error} The sample is on the meta device: one on the CPU has the values."
                 raise UnknownValueError(msg) from error
             made, rest = partial(make, sample=values), (tensors, untraced, keeps_checkpoints)
@@ -273,6 +286,7 @@ def _traced(
         stack.enter_context(plain_places(model))
         stack.enter_context(padded_places(model))
         stack.enter_context(traced_as_ops(calls))
+        stack.enter_context(input_functions.input_functions_as_ops(model))
         modules = stack.enter_context(record_module_stack(model))
         checkpoints = stack.enter_context(checkpoint_regions())
         try:
@@ -283,6 +297,7 @@ def _traced(
             explained = explain_failure(error, model, modules.innermost)
             raise forward.held.explained(explained, modules.innermost) from error
         install(joint.graph, calls)
+        input_functions.install(joint.graph)
     checkpoints.note_decisions()
     modules.name_backward(joint.graph)
     refuse_effects(joint.graph, model)

@@ -160,6 +160,7 @@ class GraphTemplate:
             all(isinstance(item, int) for item in layout)
             and (is_new or self._first[memory].fixed is not None)
             and viewed is None
+            and not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
         )
         template = _TensorTemplate(
             memory, layout, value.dtype, value.device, value if is_fixed else None

@@ -26,13 +26,14 @@ from typing import Any
 
 import sympy
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rockmate._torch.fake import FakeTensorMode
 from rockmate._torch.symbolic_sizes import ConstantSource, DimDynamic, ShapeEnv
 from rockmate.capture.fake_device import fake_device_tensors, move_to
 from rockmate.capture.joint import capture_joint
-from rockmate.capture.roles import Capture, traced_calls, with_graph
+from rockmate.capture.read_values import ReadValues, SampleValues
+from rockmate.capture.roles import Capture, Role, RoleKind, traced_calls, with_graph
 from rockmate.capture.signature import CallSignature
 from rockmate.capture.size_template import (
     MIN_SYMBOLIC_SIZE,
@@ -58,6 +59,7 @@ class SymbolicCapture:
         groups: SizeGroups,
         *,
         device: torch.device | None = None,
+        values: SampleValues | None = None,
         **options: Any,
     ) -> None:
         """Traces the model.
@@ -65,9 +67,10 @@ class SymbolicCapture:
         Args:
             model: the module, in the mode that it will be trained in.
             call: a call whose sizes decide wherever the model's code branches on them; its tensors
-                are contiguous.
+                are contiguous. Carriers of numbers that are read stand behind those of `values`.
             groups: its dimensions that share a symbol; those in no group are numbers.
             device: that the step is planned for, if the model is on another kind of device.
+            values: what the forward may read values of; None if it reads none.
             **options: as for `capture_joint`.
 
         Raises:
@@ -80,11 +83,20 @@ class SymbolicCapture:
         traced = call if device is None else call.on(torch.device("cpu"))
         tensors = _symbolic_tensors(mode, traced, groups, sizes)
         fakes = fake_device_tensors(model, [], device, mode) if device else nullcontext()
+        self._num_inputs = len(tensors if values is None else values.inputs)
+        num_carriers = len(tensors) - self._num_inputs
         with fakes:
-            self._capture = capture_joint(model, tensors, call.structure, **options)
+            self._capture = capture_joint(
+                model, tensors, call.structure, values=values, num_carriers=num_carriers, **options
+            )
         if device is not None:
             move_to(self._capture.joint, device)
         self._template = GraphTemplate(self._capture.joint.graph, mode)
+
+    @property
+    def read_values(self) -> ReadValues:
+        """What the forward reads; its `expected` are those of the call that was traced."""
+        return self._capture.read_values
 
     @property
     def num_checkpoints(self) -> int:
@@ -97,12 +109,30 @@ class SymbolicCapture:
         Raises:
             SizesNotCoveredError: the symbolic graph may not be the model's at these sizes.
         """
-        capture = _copied(self._capture, self._template, self.values(call))
+        capture = self.copied(self._capture, self._template, self.values(call))
         values = [node.meta.get("val") for node in capture.joint.graph.nodes]
         for each in filter(lambda value: isinstance(value, torch.Tensor), values):
             if any(not isinstance(size, int) for size in (*each.shape, *each.stride())):
                 raise SizesNotCoveredError("sizes that coincide in the sample do not in general")
         return capture
+
+    def copied(
+        self,
+        capture: Capture,
+        template: GraphTemplate,
+        values: Mapping[sympy.Symbol, sympy.Integer],
+        names: SizeNames | None = None,
+    ) -> Capture:
+        """A copy of a capture at numbers for its symbols, without carriers."""
+        graph, copies = template.copy(values, names)
+        capture = replace(with_graph(capture, graph, copies), traced=traced_calls(graph))
+        inputs = list[tuple[fx.Node, Role]]()
+        for node, role in capture.inputs:
+            if role.kind is RoleKind.INPUT and role.index >= self._num_inputs:
+                graph.erase_node(node)
+            else:
+                inputs.append((node, role))
+        return replace(capture, inputs=tuple(inputs))
 
     def generic(self, passes: Callable[[Capture], Capture]) -> GenericCapture:
         """The capture at generic sizes, rewritten.
@@ -191,7 +221,7 @@ class GenericCapture:
         self._symbolic = symbolic
         names, numbers = SizeNames(), SizeValues(values)
         # The template is read after the passes, since it has to know every node.
-        self.capture = passes(_copied(capture, template, values, names))
+        self.capture = passes(symbolic.copied(capture, template, values, names))
         self._template = GraphTemplate(self.capture.joint.graph, symbolic.mode)
         for node in self.capture.joint.graph.nodes:
             if node.target is dropout_mask:  # written by the rewrite, with the sizes that it saw
@@ -206,7 +236,7 @@ class GenericCapture:
 
         `SizesNotCoveredError` as for `SymbolicCapture.instance`.
         """
-        return _copied(self.capture, self._template, self._symbolic.values(call))
+        return self._symbolic.copied(self.capture, self._template, self._symbolic.values(call))
 
     def numbers(self, call: CallSignature) -> SizedNumbers:
         """All that depends on the sizes of `call`.
@@ -230,16 +260,6 @@ def _sizes_nearby(
                 yield {
                     symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)
                 }
-
-
-def _copied(
-    capture: Capture,
-    template: GraphTemplate,
-    values: Mapping[sympy.Symbol, sympy.Integer],
-    names: SizeNames | None = None,
-) -> Capture:
-    graph, copies = template.copy(values, names)
-    return replace(with_graph(capture, graph, copies), traced=traced_calls(graph))
 
 
 def _symbolic_sizes(

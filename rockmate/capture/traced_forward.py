@@ -128,6 +128,7 @@ class TracedForward(nn.Module):
         outputs: str,
         memory_format: MemoryFormat = "as_given",
         sample: SampleValues | None = None,
+        num_carriers: int = 0,
         defers: bool = False,
         outside: Sequence[Place] = (),
         logs: Sequence[Place] = (),
@@ -135,6 +136,7 @@ class TracedForward(nn.Module):
         """Takes the model and how it is called.
 
         With a `sample`, reads of values that follow from its values are answered, or deferred.
+        The last `num_carriers` tensors carry the numbers that are read; see `read_values`.
         Containers at the places of `logs` are only written to. What stands `outside` is looked at.
         """
         super().__init__()
@@ -153,6 +155,7 @@ class TracedForward(nn.Module):
         self.carried_outputs: dict[int, Place] = {}
         self.read_values = NO_VALUES
         self._sample, self._defers, self._logs = sample, defers, logs
+        self._num_carriers = num_carriers
         self._outside = [place for place in outside if can_watch(place.value())]
         self.log, self.writes = WriteLog(), list[Write]()
         self.changed_outside: list[Place] = []
@@ -164,6 +167,8 @@ class TracedForward(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model once."""
+        num_inputs = len(tensors) - self._num_carriers
+        tensors, carriers = tensors[:num_inputs], tensors[num_inputs:]
         args, kwargs = self.structure.rebuild(list(tensors))
         self.held.put(dict(self.named_buffers(recurse=False)))
         buffers = _buffers_by_place(self.model)
@@ -172,7 +177,8 @@ class TracedForward(nn.Module):
             if not isinstance(place.owner, types.ModuleType):
                 before.save(place.owner)  # as it is without what stands in its place
         outside = [snapshot(place.value()) for place in self._outside]
-        self.reader, self.log = ValueReader(defers=self._defers), WriteLog()
+        self.reader = ValueReader(defers=self._defers, carriers=carriers)
+        self.log = WriteLog()
         try:
             with (
                 self._reads_answered(tensors),
@@ -223,7 +229,7 @@ class TracedForward(nn.Module):
         reader.know_buffers(dict(self.model.named_buffers()), self._sample.buffers)
         with reader.answering():
             yield
-        self.read_values = reader.read_values()
+        self.read_values = reader.read_values(self._sample.inputs)
 
     def _output_tensors(self, output: Any, *, has_labels: bool) -> list[torch.Tensor]:
         """The tensors of the model's output, detached where they get no gradient."""

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor, nn
@@ -87,9 +88,12 @@ class StepFamily:
         self._options = replace(planned.plan.options, loss_chunks=None)  # of the capture
         self._groups = SizeGroups.of(planned.call)
         self._first = planned.call  # sized
+        self._fixed = frozenset[tuple[int, int]]()  # places whose size is no symbol yet
         if planned.read_values.read is not None:
             self._first = planned.read_values.sized(planned.call) or planned.call
             self._groups = SizeGroups.of(self._first)
+            # Where numbers are read, much hangs on dimensions that never change.
+            self._fixed = frozenset(chain.from_iterable(SizeGroups.of(planned.call).places))
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         self._sized_programs: dict[PlannedCall, _SizedCall] = {}
@@ -127,7 +131,7 @@ class StepFamily:
         try:
             with gc_paused():
                 sized_call, read_values = self._sized(call, tensors)
-                generic = self._generic_capture()
+                generic = self._generic_capture(sized_call)
                 numbers = generic.numbers(sized_call)
                 sized = self._sized_programs.get(planned)
                 if sized is None:
@@ -252,8 +256,17 @@ class StepFamily:
     def _symbolic_capture(self, call: CallSignature, sized_call: CallSignature) -> SymbolicCapture:
         groups = self._groups.refined(sized_call)
         groups.check_symbolic(self._first, sized_call)
-        if groups != self._groups:  # a symbol would stand for sizes that differ
+        changed = {
+            place
+            for group, *sizes in zip(
+                groups.places, groups.sizes(self._first), groups.sizes(sized_call), strict=True
+            )
+            if len(set(sizes)) > 1
+            for place in group
+        }
+        if groups != self._groups or changed & self._fixed:  # symbols would stand for others
             self._groups, self._symbolic, self._generic = groups, None, None
+            self._fixed -= changed
             self._sized_programs.clear()
             self._refusals.clear()
         if self._symbolic is None:
@@ -267,11 +280,13 @@ class StepFamily:
             self._symbolic = self._once("symbolic capture", self._equal_capture)
         return self._symbolic
 
-    def _generic_capture(self) -> GenericCapture:
+    def _generic_capture(self, sized_call: CallSignature) -> GenericCapture:
         symbolic = self._symbolic
         assert symbolic is not None
         if self._generic is None:
-            self._generic = self._once("generic capture", lambda: symbolic.generic(self._rewritten))
+            self._generic = self._once(
+                "generic capture", lambda: symbolic.generic(self._rewritten, sized_call)
+            )
         return self._generic
 
     def _rewritten(self, capture: Capture) -> Capture:
@@ -309,8 +324,11 @@ class StepFamily:
         from rockmate.capture.symbolic import SymbolicCapture  # loads sympy
 
         with source_lines():
+            groups = SizeGroups(
+                tuple(each for each in self._groups.places if not self._fixed.issuperset(each))
+            )
             symbolic = SymbolicCapture(
-                self._model, self._first, self._groups, values=values, **options.traced
+                self._model, self._first, groups, values=values, **options.traced
             )
         if [*map(str, symbolic.read_values.expected)] != [*map(str, read.expected)]:
             raise SizesNotCoveredError("the forward reads other values where sizes are symbols")

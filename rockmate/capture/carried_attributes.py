@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rockmate._torch.fake import hint_of
 from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.attribute_values import is_container, snapshot, traced_in
@@ -157,13 +156,15 @@ def _is_replaced(
     (place, value), present = left, left[0].value()
     if not isinstance(value, torch.Tensor):
         return False
+    if any(isinstance(size, torch.SymInt) for size in value.shape):
+        return True  # the capture without symbols has shown it
     if isinstance(present, torch.Tensor):  # as an earlier call has left it
         constants = joint.graph.find_nodes(op="get_attr")
         found = [getattr(joint, str(node.target)) for node in constants]
         return all(storage_id(each) != storage_id(present) for each in found)
     before = vars(place.owner).get(place.name, ABSENT)
     try:
-        place.put(torch.zeros([*map(hint_of, value.shape)], dtype=value.dtype, device=value.device))
+        place.put(torch.zeros(value.shape, dtype=value.dtype, device=value.device))
         later_joint, later = trace()
     finally:
         place.put(before)

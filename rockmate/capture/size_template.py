@@ -105,9 +105,16 @@ class GraphTemplate:
     take what its sizes and strides span.
     """
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        mode: FakeTensorMode,
+        solved: Mapping[sympy.Symbol, sympy.Expr] | None = None,
+    ) -> None:
+        """Reads a graph; `solved` are expressions to put in the place of symbols."""
         self._graph = graph
         self._mode = mode
+        self._solved = solved or {}
         self._memories: dict[int, int] = {}  # by the identity of a storage
         self._first: list[_TensorTemplate] = []  # tensor of each storage
         self._expressions: dict[sympy.Expr, sympy.Expr | int] = {}
@@ -179,7 +186,7 @@ class GraphTemplate:
         written = value.node.expr
         known = self._expressions.get(written)
         if known is None:
-            expression = value.node.shape_env.simplify(written).expand()
+            expression = value.node.shape_env.simplify(written).xreplace(self._solved).expand()
             known = self._expressions[written] = (
                 int(expression) if expression.is_number else expression
             )

@@ -9,7 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
@@ -88,12 +87,12 @@ class StepFamily:
         self._options = replace(planned.plan.options, loss_chunks=None)  # of the capture
         self._groups = SizeGroups.of(planned.call)
         self._first = planned.call  # sized
-        self._fixed = frozenset[tuple[int, int]]()  # places whose size is no symbol yet
+        self._fixed = set[tuple[int, int]]()  # places whose size is no symbol yet
         if planned.read_values.read is not None:
             self._first = planned.read_values.sized(planned.call) or planned.call
             self._groups = SizeGroups.of(self._first)
             # Where numbers are read, much hangs on dimensions that never change.
-            self._fixed = frozenset(chain.from_iterable(SizeGroups.of(planned.call).places))
+            self._fixed = set(chain.from_iterable(SizeGroups.of(planned.call).places))
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         self._sized_programs: dict[PlannedCall, _SizedCall] = {}
@@ -131,7 +130,7 @@ class StepFamily:
         try:
             with gc_paused():
                 sized_call, read_values = self._sized(call, tensors)
-                generic = self._generic_capture(sized_call)
+                generic = self._generic_capture()
                 numbers = generic.numbers(sized_call)
                 sized = self._sized_programs.get(planned)
                 if sized is None:
@@ -147,17 +146,11 @@ class StepFamily:
             program=specialize(sized.program, numbers),
             call=call,
             read_values=read_values,
-            plan_of=partial(self._plan, planned, generic, sized_call, call),
+            plan_of=lambda: self._plan(planned, generic.instance(sized_call), call),
         )
 
-    def _plan(
-        self,
-        planned: PlannedCall,
-        generic: GenericCapture,
-        sized_call: CallSignature,
-        call: CallSignature,
-    ) -> Plan:
-        step = self._step_of(generic.instance(sized_call), call, like=planned.plan.graph)
+    def _plan(self, planned: PlannedCall, capture: Capture, call: CallSignature) -> Plan:
+        step = self._step_of(capture, call, like=planned.plan.graph)
         plan = step.adapted(planned.plan, in_place=planned.plan.schedule.in_place)
         assert plan is not None, "a smaller step does not fit the schedule that it runs"
         return plan
@@ -178,14 +171,11 @@ class StepFamily:
             )
         program = emit(graph, plan.schedule, owner_names(self._model), plan.flights, plan.offload)
         program = replace(program, slots=planned.program.slots)
-        numbers = generic.numbers(self._sized_as_planned(planned))
+        numbers = generic.numbers(planned.read_values.sized(planned.call) or planned.call)
         found = difference(program, numbers, planned.program)
         if found:
             raise SizesNotCoveredError(f"at the sample's sizes the program is another: {found}")
         return _SizedCall(program, numbers)
-
-    def _sized_as_planned(self, planned: PlannedCall) -> CallSignature:
-        return planned.read_values.sized(planned.call) or planned.call
 
     def step(self, tensors: Sequence[Tensor], call: CallSignature) -> CapturedStep:
         """The model's step for a call of other sizes, with its loss block whole.
@@ -256,17 +246,10 @@ class StepFamily:
     def _symbolic_capture(self, call: CallSignature, sized_call: CallSignature) -> SymbolicCapture:
         groups = self._groups.refined(sized_call)
         groups.check_symbolic(self._first, sized_call)
-        changed = {
-            place
-            for group, *sizes in zip(
-                groups.places, groups.sizes(self._first), groups.sizes(sized_call), strict=True
-            )
-            if len(set(sizes)) > 1
-            for place in group
-        }
-        if groups != self._groups or changed & self._fixed:  # symbols would stand for others
+        fixed = {at for at in self._fixed if self._first.size_at(*at) == call.size_at(*at)}
+        if groups != self._groups or fixed != self._fixed:  # symbols would stand for others
             self._groups, self._symbolic, self._generic = groups, None, None
-            self._fixed -= changed
+            self._fixed = fixed
             self._sized_programs.clear()
             self._refusals.clear()
         if self._symbolic is None:
@@ -280,13 +263,11 @@ class StepFamily:
             self._symbolic = self._once("symbolic capture", self._equal_capture)
         return self._symbolic
 
-    def _generic_capture(self, sized_call: CallSignature) -> GenericCapture:
+    def _generic_capture(self) -> GenericCapture:
         symbolic = self._symbolic
         assert symbolic is not None
         if self._generic is None:
-            self._generic = self._once(
-                "generic capture", lambda: symbolic.generic(self._rewritten, sized_call)
-            )
+            self._generic = self._once("generic capture", lambda: symbolic.generic(self._rewritten))
         return self._generic
 
     def _rewritten(self, capture: Capture) -> Capture:

@@ -23,6 +23,7 @@ def make_batch(registry: str, model: nn.Module, seed: int) -> dict[str, Tensor]:
     batch = _images(model, generator) if registry.startswith("image") else {}
     if registry == "video-classification":
         batch = _video(model, generator)
+        batch = batch | {"pixel_values_videos": batch["pixel_values"]}
     if not batch and main in ("input_values", "input_features", "audio_values"):
         batch = {main: _sound(main, registry, model, generator)}
     if not batch or registry == "causal-lm":
@@ -61,6 +62,7 @@ def _images_and_text(
     elif "image_sizes" in accepted:
         side = images["pixel_values"].shape[-1]
         images["image_sizes"] = torch.tensor([[side, side]] * _BATCH)
+    images |= _further(model, images, generator)
     place = getattr(
         model.config, "image_token_id", getattr(model.config, "image_token_index", None)
     )
@@ -83,6 +85,25 @@ def _images_and_text(
         "labels": words.masked_fill(is_image, -100),
     }
     return {name: value for name, value in batch.items() if name in accepted}
+
+
+def _further(
+    model: Any, images: dict[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """What some models take beside images: questions to them, their sizes in patches."""
+    words = _words(generator)
+    further = {
+        "qformer_input_ids": words,
+        "qformer_attention_mask": torch.ones_like(words),
+        "image_merge_sizes": torch.ones(_BATCH, dtype=torch.int64),
+        "aspect_ratio_ids": torch.ones(_BATCH, 1, dtype=torch.int64),
+        "aspect_ratio_mask": torch.ones(_BATCH, 1, 4, dtype=torch.int64),
+    }
+    if "pixel_values" in images:
+        further["high_res_pixel_values"] = images["pixel_values"]
+    takers = (model.forward, getattr(model, "get_image_features", model.forward))
+    names = {name for each in takers for name in inspect.signature(each).parameters}
+    return {name: value for name, value in further.items() if name in names}
 
 
 def _patches(model: Any, generator: torch.Generator) -> dict[str, Tensor]:

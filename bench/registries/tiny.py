@@ -71,6 +71,9 @@ def _set_special_tokens(config: Any, registry: str) -> None:
     """Those that the default configuration leaves out and training needs."""
     if registry == "ctc" and getattr(config, "vocab_size", None) is None:
         config.vocab_size = VOCABULARY
+    for name in ("image_token_id", "image_token_index"):
+        if getattr(config, name, 0) is None:
+            setattr(config, name, _FIRST_SPECIAL)
     if getattr(config, "is_encoder_decoder", False):
         for name in ("decoder_start_token_id", "pad_token_id"):
             if getattr(config, name, None) is None:
@@ -142,7 +145,25 @@ def _shrunk_fields(config: PreTrainedConfig) -> dict[str, Any]:
     heads, shared = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if heads is not None and heads == shared:
         shrunk["num_key_value_heads"] = shrunk["num_attention_heads"]
-    return shrunk | _TABLE["fields"].get(config.model_type, {})
+    shrunk |= _TABLE["fields"].get(config.model_type, {})
+    _fit_sections(fields, shrunk)
+    return shrunk
+
+
+def _fit_sections(fields: dict[str, Any], shrunk: dict[str, Any]) -> None:
+    """Parts of a head that turn with time, height and width: as many of it as before."""
+    rope = shrunk.get("rope_parameters")
+    if not isinstance(rope, dict) or not rope.get("mrope_section"):
+        return
+    before, after = map(_head_size, (fields, shrunk))
+    given = fields["rope_parameters"]["mrope_section"]
+    parts = [max(1, part * after // before) for part in given]
+    parts[0] += sum(given) * after // before - sum(parts)
+    rope["mrope_section"] = parts
+
+
+def _head_size(fields: dict[str, Any]) -> int:
+    return fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
 
 
 def _num_layers(config: PreTrainedConfig) -> int | None:
@@ -158,6 +179,8 @@ def _shrunk(name: str, value: Any, num_layers: int | None) -> Any:
         return _shrunk_number(name, value)
     if isinstance(value, list) and value:
         return _shrunk_list(name, value, num_layers)
+    if isinstance(value, dict):
+        return {key: _shrunk(key, each, num_layers) for key, each in value.items()}
     return value
 
 
@@ -175,6 +198,4 @@ def _shrunk_list(name: str, value: list[Any], num_layers: int | None) -> list[An
     limit = _limit("lists", name)
     if limit is not None and all(isinstance(v, int) for v in value):
         return [min(v, limit) for v in value]
-    if name == "mrope_section":
-        return [4, 2, 2]
     return value

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.attribute_values import is_container, snapshot, traced_in
 from rockmate.capture.deferred_values import Deferred
@@ -153,18 +152,14 @@ def _is_replaced(
     joint: fx.GraphModule, forward: TracedForward, left: tuple[Place, Any], trace: _Trace
 ) -> bool:
     """Whether the next call has the same graph, whatever tensor this one leaves in an attribute."""
-    (place, value), present = left, left[0].value()
+    place, value = left
     if not isinstance(value, torch.Tensor):
         return False
     if any(isinstance(size, torch.SymInt) for size in value.shape):
         return True  # the capture without symbols has shown it
-    if isinstance(present, torch.Tensor):  # as an earlier call has left it
-        constants = joint.graph.find_nodes(op="get_attr")
-        found = [getattr(joint, str(node.target)) for node in constants]
-        return all(storage_id(each) != storage_id(present) for each in found)
     before = vars(place.owner).get(place.name, ABSENT)
     try:
-        place.put(torch.zeros(value.shape, dtype=value.dtype, device=value.device))
+        place.put(torch.full(value.shape, 3, dtype=value.dtype, device=value.device))
         later_joint, later = trace()
     finally:
         place.put(before)

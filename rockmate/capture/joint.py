@@ -115,17 +115,9 @@ def capture_joint(
     make = partial(
         TracedForward, model, structure,
         differentiable=differentiable, outputs=outputs, memory_format=memory_format,
+        sample=values if num_carriers else None, num_carriers=num_carriers,
     )  # fmt: skip
     try:
-        if num_carriers:
-            with uncompiled(model), caches_passed_by(model):
-                return _captured(
-                    model,
-                    partial(make, sample=values, num_carriers=num_carriers),
-                    tensors,
-                    untraced,
-                    keeps_checkpoints,
-                )
         return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
     except ModuleReplacedError:
         if not RUNS_FIRST.get():
@@ -183,10 +175,9 @@ def _captured_with_values(
             return _captured(model, make, tensors, untraced, keeps_checkpoints)
         except UnknownValueError as error:
             values = values or SampleValues(tensors, dict(model.named_buffers()))
-            inputs = [each for each in values.inputs if each is not None]
-            if any(map(is_fake, inputs)):
+            if any(each is None or is_fake(each) for each in values.inputs):
                 raise
-            if any(each.is_meta for each in inputs):
+            if any(each.is_meta for each in values.inputs if each is not None):
                 msg = f"{error} The sample is on the meta device: one on the CPU has the values."
                 raise UnknownValueError(msg) from error
             made, rest = partial(make, sample=values), (tensors, untraced, keeps_checkpoints)

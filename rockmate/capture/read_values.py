@@ -32,7 +32,7 @@ from rockmate._torch.fake import functional_part, hint_of, is_plain
 from rockmate._torch.storage import storage_id
 from rockmate.capture.counted_masks import CountedMasks
 from rockmate.capture.deferred_values import Deferred
-from rockmate.capture.input_functions import InputFunction, input_functions_met
+from rockmate.capture.input_functions import InputFunction, meets
 from rockmate.capture.signature import CallSignature, TensorSignature
 from rockmate.errors import UnsupportedModelError
 
@@ -201,8 +201,12 @@ class ValueReader:
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Answers the reads of what runs within."""
-        with ops_observed(self._run), CountedMasks(self), input_functions_met(self.result_of):
-            yield
+        meets.append(self.result_of)
+        try:
+            with ops_observed(self._run), CountedMasks(self):
+                yield
+        finally:
+            meets.pop()
 
     def read_values(self, inputs: Sequence[torch.Tensor | None]) -> ReadValues:
         """What has been read so far from the sample's inputs. The reader is used up."""

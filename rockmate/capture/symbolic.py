@@ -20,7 +20,6 @@ where a guard does not hold, so where the model's code, or PyTorch's, might have
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -137,32 +136,25 @@ class SymbolicCapture:
                 inputs.append((node, role))
         return replace(capture, inputs=tuple(inputs))
 
-    def generic(
-        self, passes: Callable[[Capture], Capture], call: CallSignature | None = None
-    ) -> GenericCapture:
+    def generic(self, passes: Callable[[Capture], Capture]) -> GenericCapture:
         """The capture at generic sizes, rewritten.
 
         Args:
             passes: rewrites the captured graph; nodes that it adds have no size that depends on
                 the call, dropout masks excepted.
-            call: of other sizes. Sizes that depend on each other are moved as in this one.
 
         Raises:
             SizesNotCoveredError: no such sizes were found near those that it was traced at, or a
                 number in it is no integer.
         """
-        given = self.values(self._call)
-        other = given if call is None else self.values(call)
-        replaced = {
-            symbol: size.xreplace(self._solved)
-            for symbol, size in self._environment.replacements.items()
-        } | self._solved
-        free = {
-            symbol: value
-            for symbol, value in given.items()
-            if replaced.get(symbol, symbol) == symbol
-        }
-        for nearby in _sizes_nearby(free, [int(other[symbol] - free[symbol]) for symbol in free]):
+        given, replaced = self.values(self._call), self._solved
+        for nearby in _sizes_nearby(
+            {
+                symbol: value
+                for symbol, value in given.items()
+                if replaced.get(symbol, symbol) == symbol
+            }
+        ):
             values = {
                 symbol: sympy.Integer(replaced.get(symbol, symbol).xreplace(nearby))
                 for symbol in given
@@ -257,47 +249,43 @@ class GenericCapture:
 
 
 def _solved(environment: ShapeEnv) -> dict[sympy.Symbol, sympy.Expr]:
-    """Symbols that a linear guard leaves no choice, as expressions in others.
+    """Symbols that guards leave no choice, as expressions in others.
 
-    Without them, expressions would be equal at all sizes and not look so.
+    With them, expressions would be equal at all sizes and not look so.
     """
-    solved: dict[sympy.Symbol, sympy.Expr] = {}
-    for guard in environment.guards:
-        if not isinstance(guard.expr, sympy.Eq):
+    solved = dict[sympy.Symbol, sympy.Expr]()
+    equal = [each.expr for each in environment.guards if isinstance(each.expr, sympy.Eq)]
+    for kinds, each in itertools.product((sympy.Symbol, sympy.Expr), equal):
+        difference = environment.simplify(each.lhs - each.rhs).xreplace(solved).expand()
+        terms = difference.as_coefficients_dict()
+        powers = [term for term in terms if term != 1]
+        if not difference.is_polynomial() or not all(isinstance(term, kinds) for term in powers):
             continue
-        difference = environment.simplify(guard.expr.lhs - guard.expr.rhs)
-        terms = difference.xreplace(solved).expand().as_coefficients_dict()
-        symbols = [term for term in terms if term != 1]
-        if not all(isinstance(term, sympy.Symbol) for term in symbols):
-            continue
-        divisor = sympy.gcd_list([terms[term] for term in terms]) if symbols else 0
-        for symbol in symbols:
-            if abs(terms[symbol]) == divisor:
-                rest = sympy.Add(*(terms[term] * term for term in terms if term != symbol))
-                given = {symbol: sympy.expand(-rest / terms[symbol])}
-                solved = {each: size.xreplace(given) for each, size in solved.items()} | given
+        for symbol in powers:
+            rest = sympy.expand(symbol - difference / terms[symbol])
+            is_whole = all(number.is_integer for number in rest.as_coefficients_dict().values())
+            if isinstance(symbol, sympy.Symbol) and is_whole and not rest.has(symbol):
+                given = {symbol: rest}
+                solved = {name: size.xreplace(given) for name, size in solved.items()} | given
                 break
-    return solved
+    replaced = environment.replacements.items()
+    return {symbol: size.xreplace(solved) for symbol, size in replaced} | solved
 
 
 def _sizes_nearby(
-    values: Mapping[sympy.Symbol, sympy.Integer], way: Sequence[int]
+    values: Mapping[sympy.Symbol, sympy.Integer],
 ) -> Iterator[dict[sympy.Symbol, sympy.Integer]]:
-    """Sizes near the given ones, nearest first.
-
-    Each is moved by another distance, or those that change in a call as they change there: sums,
-    products with constants and divisors of sizes stay what they are.
-    """
-    divisor = math.gcd(*way)
-    along = [step // divisor if divisor else 0 for step in way]
-    ways = itertools.product(range(1, _MAX_DISTANCE), (1, -1), ([0] * len(along), along))
-    for distance, sign, steps in ways:
-        moved = [
-            int(value) + sign * (distance * step or distance + 2 * index)
-            for index, (value, step) in enumerate(zip(values.values(), steps, strict=True))
-        ]
-        if min(moved, default=MIN_SYMBOLIC_SIZE) >= MIN_SYMBOLIC_SIZE:
-            yield {symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)}
+    """Sizes near the given ones, each moved by another distance, nearest first."""
+    for distance in range(1, _MAX_DISTANCE):
+        for sign in (1, -1):
+            moved = [
+                int(value) + sign * (distance + 2 * index)
+                for index, value in enumerate(values.values())
+            ]
+            if min(moved, default=MIN_SYMBOLIC_SIZE) >= MIN_SYMBOLIC_SIZE:
+                yield {
+                    symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)
+                }
 
 
 def _symbolic_sizes(

@@ -152,11 +152,11 @@ def _shrunk_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 def _fit_sections(fields: dict[str, Any], shrunk: dict[str, Any]) -> None:
     """Parts of a head that turn with time, height and width: as many of it as before."""
-    rope = shrunk.get("rope_parameters")
-    if not isinstance(rope, dict) or not rope.get("mrope_section"):
+    rope, given = shrunk.get("rope_parameters"), fields.get("rope_parameters")
+    given = given.get("mrope_section") if isinstance(given, dict) else None
+    if not isinstance(rope, dict) or not given:
         return
     before, after = map(_head_size, (fields, shrunk))
-    given = fields["rope_parameters"]["mrope_section"]
     parts = [max(1, part * after // before) for part in given]
     parts[0] += sum(given) * after // before - sum(parts)
     rope["mrope_section"] = parts

@@ -51,22 +51,23 @@ class InputFunction:
     """One call of such a function as an op: `(tensors) -> tensors`."""
 
     def __init__(self, run: Callable[..., Any], call: Any) -> None:
-        """Of a call of `run`: positional and keyword arguments, `_TENSOR` for each tensor."""
+        """Of a call of `run`, whose arguments are a form."""
         self._run, self._call = run, call
-        self._sample, self.results = list[Tensor](), list[Tensor]()
+        self.form, self.results, self._sample = None, list[Tensor](), list[Tensor]()
         self.__name__ = self.__qualname__ = f"input_function_{run.__name__}"
 
-    def run(self, tensors: Sequence[Tensor]) -> Any:
-        """What the function returns."""
-        rest = iter(tensors)
-        args, kwargs = map_aggregate(self._call, lambda x: next(rest) if x is _TENSOR else x)  # pyright: ignore
-        return self._run(*args, **kwargs)
+    def __str__(self) -> str:
+        return f"rockmate.{self.__name__}"
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors that it returns, contiguous and in memory of their own."""
-        taken = {storage_id(each) for each in tensors}
-        made = [each for each in _parts(self.run(tensors)) if each is not None]
-        return [each.clone() if storage_id(each) in taken else each.contiguous() for each in made]
+        """The tensors that the function returns, contiguous and in memory of their own."""
+        return self._parted(tensors)[1]
+
+    def _parted(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
+        args, kwargs = filled(self._call, tensors)
+        form, made = parted(self._run(*args, **kwargs))
+        given = {storage_id(each) for each in tensors}
+        return form, [x.clone() if storage_id(x) in given else x.contiguous() for x in made]
 
     def on_sample(self, _: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments: the sample's."""
@@ -75,28 +76,30 @@ class InputFunction:
     def on_values(self, tensors: list[Tensor]) -> list[Tensor] | None:
         """The results on the sample's values; None if it returns more than tensors."""
         self._sample = tensors
-        found = self.run([each.clone() for each in tensors])
-        self._is_tuple = isinstance(found, tuple)
-        self._are_there = [each is not None for each in _parts(found)]
-        if not all(isinstance(each, Tensor | None) for each in _parts(found)):
-            return None
-        self.results = self([each.clone() for each in tensors])
-        return self.results
+        self.form, self.results = self._parted([each.clone() for each in tensors])
+        parts = self.form if isinstance(self.form, tuple) else (self.form,)
+        return self.results if all(each in (None, _TENSOR) for each in parts) else None
 
     def traced(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         """Leaves the op in the trace that goes on; its results have these sizes, one by one."""
         _traced[str(id(self))] = self
         return torch.ops.rockmate.input_function([*tensors], sizes, str(id(self)))
 
-    def returned(self, tensors: Sequence[Tensor]) -> Any:
-        """What the function returns, of the tensors in it."""
-        rest = iter(tensors)
-        parts = tuple(next(rest) if is_there else None for is_there in self._are_there)
-        return parts if self._is_tuple else parts[0]
+
+def parted(value: Any) -> tuple[Any, list[Tensor]]:
+    """The form of nested containers, and the tensors in them."""
+    tensors = list[Tensor]()
+
+    def part(item: Any) -> Any:
+        return tensors.append(item) or _TENSOR if isinstance(item, Tensor) else item
+
+    return map_aggregate(value, part), tensors
 
 
-def _parts(result: Any) -> tuple[Any, ...]:
-    return result if isinstance(result, tuple) else (result,)
+def filled(form: Any, tensors: Sequence[Tensor]) -> Any:
+    """The containers of a form with these tensors."""
+    rest = iter(tensors)
+    return map_aggregate(form, lambda item: next(rest) if item is _TENSOR else item)
 
 
 @contextlib.contextmanager
@@ -126,15 +129,11 @@ def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
 def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensors, own = list[Tensor](), {n: each for n, each in kwargs.items() if n != _GIVEN}
-
-        def without_tensors(item: Any) -> Any:
-            return tensors.append(item) or _TENSOR if isinstance(item, Tensor) else item
-
-        op = InputFunction(function, map_aggregate((args, own), without_tensors))
+        form, tensors = parted((args, {n: x for n, x in kwargs.items() if n != _GIVEN}))
+        op = InputFunction(function, form)
         is_given = any(map(_COMPUTED.fullmatch, kwargs.get(_GIVEN) or ()))
         made = meets[-1](op, tensors) if meets and tensors and not is_given else None
-        return function(*args, **kwargs) if made is None else op.returned(made)
+        return function(*args, **kwargs) if made is None else filled(op.form, made)
 
     return call
 

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -87,41 +87,27 @@ class ReadValues:
 
     def difference(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> str:
         """The first value that is another in this call, in words; empty if none is."""
-        if self.read is None:
-            return ""
-        values = self.values(model, tensors)
+        values = () if self.read is None else self.values(model, tensors)
         if values is None:
             return "what the forward reads from its inputs or buffers follows in another way"
-        for value, expected in zip(values, self.expected, strict=True):
-            if not _is_same(value, expected):
-                return (
-                    "a value that the forward reads from its inputs or buffers was "
-                    f"{expected!r} and is {value!r}"
-                )
-        return ""
+        pairs = zip(values, self.expected, strict=True)
+        different = (pair for pair in pairs if not _is_same(*pair))
+        text = "a value that the forward reads from its inputs or buffers was {1!r} and is {0!r}"
+        return next((text.format(*pair) for pair in different), "")
 
     def sized(
         self, call: CallSignature, values: Sequence[Any] | None = None
     ) -> CallSignature | None:
-        """A call with the carriers of its numbers behind its tensors.
+        """A call with the carriers of the numbers that the forward reads behind its tensors.
 
-        Args:
-            call: the call.
-            values: what the forward reads in it; None for those expected.
-
-        Returns:
-            None if another value than a size is not as expected.
+        The values are those expected, unless others are given. None if one differs that is no size.
         """
-        values = self.expected if values is None else values
-        for value, expected in zip(values, self.expected, strict=True):
-            if not (_is_size(value) and _is_size(expected)) and not _is_same(value, expected):
-                return None
+        pairs = [*zip(self.expected if values is None else values, self.expected, strict=True)]
+        if not all(all(map(_is_size, pair)) or _is_same(*pair) for pair in pairs):
+            return None
+        like = partial(TensorSignature, dtype=torch.uint8, requires_grad=False)
         device = call.tensors[0].device if call.tensors else torch.device("cpu")
-        carriers = (
-            TensorSignature((value,), torch.uint8, device, requires_grad=False)
-            for value in values
-            if _is_size(value)
-        )
+        carriers = (like(shape=(each,), device=device) for each, _ in pairs if _is_size(each))
         return replace(call, tensors=(*call.tensors, *carriers))
 
 
@@ -180,13 +166,11 @@ class ValueReader:
         for index, (tensor, value) in enumerate(zip(traced, values, strict=True)):
             node = self._graph.placeholder(f"input_{index}")
             for dim, size in enumerate(tensor.shape):
-                self._know_size(size, node, dim)
+                if isinstance(size, torch.SymInt):
+                    number = self._graph.call_function(_SIZE, (node, dim))
+                    self._symbols.setdefault(size.node.expr, number)
             if value is not None:
                 self._learn(tensor, node, _copy(value).to(tensor.device))
-
-    def _know_size(self, size: int | torch.SymInt, node: fx.Node, dim: int) -> None:
-        if isinstance(size, torch.SymInt) and size.node.expr not in self._symbols:
-            self._symbols[size.node.expr] = self._graph.call_function(_SIZE, (node, dim))
 
     def know_buffers(
         self, traced: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
@@ -236,14 +220,14 @@ class ValueReader:
         self, function: InputFunction, tensors: Sequence[torch.Tensor]
     ) -> list[torch.Tensor] | None:
         """The results of a function of the call's tensors; None where those are not known."""
-        known = [self._known.get(id(each)) for each in tensors]
-        if any(each is None for each in known):
+        if any(id(each) not in self._known for each in tensors):
             return None
+        known = [self._known[id(each)] for each in tensors]
         with outside_of_modes(), torch.no_grad():
-            values = function.on_values([_copy(each.value) for each in known if each])
+            values = function.on_values([_copy(each.value) for each in known])
         if values is None:
             return None
-        node = self._graph.call_function(function, ([each.node for each in known if each],))
+        node = self._graph.call_function(function, ([each.node for each in known],))
         parts = [self._part(node, (index,)) for index in range(len(values))]
         sizes = [
             self._expect(self._graph.call_function(_SIZE, (part, dim)), size)
@@ -286,10 +270,9 @@ class ValueReader:
         self._reads.append((node, value))
         if self._carriers is None or not _is_size(value):
             return value
-        carrier = next(self._carriers, None)
-        if carrier is None or hint_of(carrier.shape[0]) != value:
+        size = next((each.shape[0] for each in self._carriers), -1)
+        if hint_of(size) != value:
             raise UnsupportedModelError("the forward reads other values where sizes are symbols")
-        size = carrier.shape[0]
         if isinstance(size, torch.SymInt):
             self._symbols.setdefault(size.node.expr, node)
         return size

@@ -130,7 +130,7 @@ class StepFamily:
         try:
             with gc_paused():
                 sized_call, read_values = self._sized(call, tensors)
-                generic = self._generic_capture()
+                generic = self._generic_capture(sized_call)
                 numbers = generic.numbers(sized_call)
                 sized = self._sized_programs.get(planned)
                 if sized is None:
@@ -263,11 +263,13 @@ class StepFamily:
             self._symbolic = self._once("symbolic capture", self._equal_capture)
         return self._symbolic
 
-    def _generic_capture(self) -> GenericCapture:
+    def _generic_capture(self, sized_call: CallSignature) -> GenericCapture:
         symbolic = self._symbolic
         assert symbolic is not None
         if self._generic is None:
-            self._generic = self._once("generic capture", lambda: symbolic.generic(self._rewritten))
+            self._generic = self._once(
+                "generic capture", lambda: symbolic.generic(self._rewritten, sized_call)
+            )
         return self._generic
 
     def _rewritten(self, capture: Capture) -> Capture:

@@ -15,6 +15,7 @@ from rockmate.capture.deferred_values import Deferred
 from rockmate.capture.diagnose import advice_to_leave
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.huggingface import is_switched_off
+from rockmate.capture.input_functions import InputFunction
 from rockmate.capture.traced_forward import TracedForward
 from rockmate.capture.write_log import can_watch
 from rockmate.errors import UnsupportedModelError
@@ -68,7 +69,7 @@ def _forward_attributes(
     Raises:
         UnsupportedModelError: calls leave one another a value that changes from call to call.
     """
-    _refuse_carried_tensors(model, joint, forward, trace)
+    _refuse_carried_tensors(model, joint, forward)
     of_tensors = {place.key for place in forward.carried_outputs.values()}
     written = {write.place.key for write in forward.writes}
     settled = [pair for pair in forward.left.carried if pair[0].key not in of_tensors]
@@ -129,12 +130,11 @@ def _is_same_later(
 
 
 def _refuse_carried_tensors(
-    model: nn.Module, joint: fx.GraphModule, forward: TracedForward, trace: _Trace
+    model: nn.Module, joint: fx.GraphModule, forward: TracedForward
 ) -> None:
     """Raises for a tensor that one call leaves to the next, unless all calls make the same one.
 
-    A table that the forward makes from constants, in its first call, is such a tensor. One that the
-    next call replaces without an op on it is none.
+    A table that the forward makes from constants, in its first call, is such a tensor.
     """
     returned = joint.graph.output_node()
     values = {place.key: value for place, value in forward.left.carried}
@@ -142,32 +142,15 @@ def _refuse_carried_tensors(
         if type(descriptor).__name__ != "PlainAOTOutput":
             continue
         place = forward.carried_outputs.get(descriptor.idx)
-        if place is None or _is_constant(node):
-            continue
-        if not _is_replaced(joint, forward, (place, values[place.key]), trace):
+        if place is not None and not _is_constant(node):
             raise _carried_error(model, place, values[place.key])
 
 
-def _is_replaced(
-    joint: fx.GraphModule, forward: TracedForward, left: tuple[Place, Any], trace: _Trace
-) -> bool:
-    """Whether the next call has the same graph, whatever tensor this one leaves in an attribute."""
-    place, value = left
-    if not isinstance(value, torch.Tensor):
-        return False
-    if any(isinstance(size, torch.SymInt) for size in value.shape):
-        return True  # the capture without symbols has shown it
-    before = vars(place.owner).get(place.name, ABSENT)
-    try:
-        place.put(torch.full(value.shape, 3, dtype=value.dtype, device=value.device))
-        later_joint, later = trace()
-    finally:
-        place.put(before)
-    return _are_equal(joint, later_joint) and _leave_the_same(forward, later)
-
-
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a value is the same in all calls."""
+    """Whether a value is the same in all calls, or nothing to the next one.
+
+    What an input function makes (positions, after an image) is read with a key/value cache alone.
+    """
     pending, seen = [node], set()
     while pending:
         each = pending.pop()
@@ -177,6 +160,8 @@ def _is_constant(node: fx.Node) -> bool:
         if torch.Tag.nondeterministic_seeded in tags:
             return False
         seen.add(each)
+        if isinstance(each.target, InputFunction):
+            continue
         pending += [operand for operand in each.all_input_nodes if operand not in seen]
     return True
 

@@ -106,15 +106,10 @@ class GraphTemplate:
     """
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        mode: FakeTensorMode,
-        solved: Mapping[sympy.Symbol, sympy.Expr] | None = None,
+        self, graph: fx.Graph, mode: FakeTensorMode, solved: Mapping[sympy.Symbol, sympy.Expr]
     ) -> None:
         """Reads a graph; `solved` are expressions to put in the place of symbols."""
-        self._graph = graph
-        self._mode = mode
-        self._solved = solved or {}
+        self._graph, self._mode, self._solved = graph, mode, solved
         self._memories: dict[int, int] = {}  # by the identity of a storage
         self._first: list[_TensorTemplate] = []  # tensor of each storage
         self._expressions: dict[sympy.Expr, sympy.Expr | int] = {}

@@ -20,6 +20,7 @@ where a guard does not hold, so where the model's code, or PyTorch's, might have
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -92,8 +93,8 @@ class SymbolicCapture:
             )
         if device is not None:
             move_to(self._capture.joint, device)
-        self._solved = _solved(self._environment)
-        self._template = GraphTemplate(self._capture.joint.graph, mode, self._solved)
+        self.solved = _solved(self._environment)
+        self._template = GraphTemplate(self._capture.joint.graph, mode, self.solved)
 
     @property
     def read_values(self) -> ReadValues:
@@ -136,25 +137,24 @@ class SymbolicCapture:
                 inputs.append((node, role))
         return replace(capture, inputs=tuple(inputs))
 
-    def generic(self, passes: Callable[[Capture], Capture]) -> GenericCapture:
+    def generic(
+        self, passes: Callable[[Capture], Capture], call: CallSignature | None = None
+    ) -> GenericCapture:
         """The capture at generic sizes, rewritten.
 
         Args:
             passes: rewrites the captured graph; nodes that it adds have no size that depends on
                 the call, dropout masks excepted.
+            call: of other sizes, as they go together.
 
         Raises:
             SizesNotCoveredError: no such sizes were found near those that it was traced at, or a
                 number in it is no integer.
         """
-        given, replaced = self.values(self._call), self._solved
-        for nearby in _sizes_nearby(
-            {
-                symbol: value
-                for symbol, value in given.items()
-                if replaced.get(symbol, symbol) == symbol
-            }
-        ):
+        given, replaced = self.values(self._call), self.solved
+        other = given if call is None else self.values(call)
+        free = {symbol: given[symbol] for symbol in given if replaced.get(symbol, symbol) == symbol}
+        for nearby in _sizes_nearby(free, [int(other[each] - size) for each, size in free.items()]):
             values = {
                 symbol: sympy.Integer(replaced.get(symbol, symbol).xreplace(nearby))
                 for symbol in given
@@ -224,7 +224,7 @@ class GenericCapture:
         names, numbers = SizeNames(), SizeValues(values)
         # The template is read after the passes, since it has to know every node.
         self.capture = passes(symbolic.copied(capture, template, values, names))
-        self._template = GraphTemplate(self.capture.joint.graph, symbolic.mode)
+        self._template = GraphTemplate(self.capture.joint.graph, symbolic.mode, symbolic.solved)
         for node in self.capture.joint.graph.nodes:
             if node.target is dropout_mask:  # written by the rewrite, with the sizes that it saw
                 drawn = self._template.layout(node)
@@ -273,19 +273,21 @@ def _solved(environment: ShapeEnv) -> dict[sympy.Symbol, sympy.Expr]:
 
 
 def _sizes_nearby(
-    values: Mapping[sympy.Symbol, sympy.Integer],
+    values: Mapping[sympy.Symbol, sympy.Integer], way: Sequence[int]
 ) -> Iterator[dict[sympy.Symbol, sympy.Integer]]:
-    """Sizes near the given ones, each moved by another distance, nearest first."""
-    for distance in range(1, _MAX_DISTANCE):
-        for sign in (1, -1):
-            moved = [
-                int(value) + sign * (distance + 2 * index)
-                for index, value in enumerate(values.values())
-            ]
-            if min(moved, default=MIN_SYMBOLIC_SIZE) >= MIN_SYMBOLIC_SIZE:
-                yield {
-                    symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)
-                }
+    """Sizes near the given ones, nearest first: each by another distance, or on the way of a call.
+
+    On that way, what sizes have in common stays so: sums, products with constants, divisors.
+    """
+    along = [step // (math.gcd(*way) or 1) for step in way]
+    ways = itertools.product(range(1, _MAX_DISTANCE), (1, -1), ([0] * len(along), along))
+    for distance, sign, steps in ways:
+        moved = [
+            int(value) + sign * (distance * step or distance + 2 * index)
+            for index, (value, step) in enumerate(zip(values.values(), steps, strict=True))
+        ]
+        if min(moved, default=MIN_SYMBOLIC_SIZE) >= MIN_SYMBOLIC_SIZE:
+            yield {symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)}
 
 
 def _symbolic_sizes(

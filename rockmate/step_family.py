@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
@@ -85,14 +86,11 @@ class StepFamily:
         self._fused_calls: list[CallSignature] = []  # of other sizes, in order of their coming
         self._is_warned_of_kernels = False
         self._options = replace(planned.plan.options, loss_chunks=None)  # of the capture
-        self._groups = SizeGroups.of(planned.call)
-        self._first = planned.call  # sized
-        self._fixed = set[tuple[int, int]]()  # places whose size is no symbol yet
-        if planned.read_values.read is not None:
-            self._first = planned.read_values.sized(planned.call) or planned.call
-            self._groups = SizeGroups.of(self._first)
-            # Where numbers are read, much hangs on dimensions that never change.
-            self._fixed = set(chain.from_iterable(SizeGroups.of(planned.call).places))
+        self._first = planned.read_values.sized(planned.call) or planned.call
+        self._groups = SizeGroups.of(self._first)
+        # Places without a symbol. Where numbers are read, much hangs on dims that never change.
+        places = chain.from_iterable(SizeGroups.of(planned.call).places)
+        self._fixed = set() if planned.read_values.read is None else set(places)
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         self._sized_programs: dict[PlannedCall, _SizedCall] = {}
@@ -230,8 +228,7 @@ class StepFamily:
         The symbolic capture is there then: it is made when it is first worth it, and tells how to
         read the values of a call of any sizes.
         """
-        num_carriers = len(self._first.tensors) - len(call.tensors)
-        carriers = self._first.tensors[-num_carriers:] if num_carriers else ()
+        carriers = self._first.tensors[len(call.tensors) :]
         symbolic = self._symbolic_capture(call, replace(call, tensors=(*call.tensors, *carriers)))
         read = symbolic.read_values
         if read.read is None:
@@ -264,12 +261,10 @@ class StepFamily:
         return self._symbolic
 
     def _generic_capture(self, sized_call: CallSignature) -> GenericCapture:
-        symbolic = self._symbolic
-        assert symbolic is not None
+        assert self._symbolic is not None
         if self._generic is None:
-            self._generic = self._once(
-                "generic capture", lambda: symbolic.generic(self._rewritten, sized_call)
-            )
+            make = partial(self._symbolic.generic, self._rewritten, sized_call)
+            self._generic = self._once("generic capture", make)
         return self._generic
 
     def _rewritten(self, capture: Capture) -> Capture:

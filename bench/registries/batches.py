@@ -66,11 +66,7 @@ def _images_and_text(
     place = getattr(
         model.config, "image_token_id", getattr(model.config, "image_token_index", None)
     )
-    try:
-        count = _num_places(model, images)
-    except (ValueError, RuntimeError):  # an image is a list of tiles
-        images["pixel_values"] = images["pixel_values"][:, None]
-        count = _num_places(model, images)
+    images, count = _as_taken(model, images)
     words = _words(generator, count + _LENGTH // 2)
     if isinstance(place, int):
         words[:, 1 : 1 + count] = place
@@ -114,6 +110,29 @@ def _patches(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     grid = torch.tensor([[1, 8, 8]] * _BATCH)
     patches = torch.randn(int(grid.prod(1).sum()), width, generator=generator)
     return {"pixel_values": patches, "image_grid_thw": grid}
+
+
+def _as_taken(model: Any, images: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Images in the form that the model takes, and how many rows it makes of each.
+
+    As they are, without their sizes, as lists of tiles, or as tiles behind the whole image.
+    """
+    unsized = {name: value for name, value in images.items() if name != "image_sizes"}
+    tiles = images["pixel_values"][:, None]
+    several = tiles.repeat(1, 2, *[1] * (tiles.ndim - 2))
+    first: Exception | None = None
+    for more in (
+        images,
+        unsized,
+        images | {"pixel_values": tiles},
+        images | {"pixel_values": several},
+    ):
+        try:
+            return more, _num_places(model, more)
+        except (ValueError, RuntimeError, AttributeError) as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 @torch.no_grad()

@@ -195,6 +195,10 @@ def _shrunk_list(name: str, value: list[Any], num_layers: int | None) -> list[An
     if num_layers is not None and len(value) == num_layers and num_layers > NUM_LAYERS:
         kinds = list(dict.fromkeys(value)) if all(isinstance(v, str) for v in value) else []
         return (kinds + value)[:NUM_LAYERS] if len(kinds) > 1 else value[:NUM_LAYERS]
+    if name == "image_grid_pinpoints":
+        return [[_limit("integers", "image_size")] * 2]
+    if name.startswith("vision_feature_layer"):
+        return [max(-NUM_LAYERS, min(layer, NUM_LAYERS - 1)) for layer in value]
     limit = _limit("lists", name)
     if limit is not None and all(isinstance(v, int) for v in value):
         return [min(v, limit) for v in value]

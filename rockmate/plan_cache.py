@@ -292,7 +292,7 @@ class PlanCache:
         alike = [each for each in current if differs_in_shapes(each.planned.call, call)]
         same = [each for each in current if call == each.planned.call]  # for other values
         if alike or len(same) > 1:  # two such plans: symbols for the values may be worth it
-            return self._plan_for_shapes([*alike, *same], call, tensors, values)
+            return self._plan_for_shapes([*alike, *same], call, tensors)
         reason, is_value = changed or values, True
         if not reason:
             reason, is_value = self._difference_in(call)
@@ -326,11 +326,7 @@ class PlanCache:
             check_call(self._samples[0].call, call)
 
     def _plan_for_shapes(
-        self,
-        alike: Sequence[RunnableCall],
-        call: CallSignature,
-        tensors: Sequence[Tensor],
-        reason: str = "",
+        self, alike: Sequence[RunnableCall], call: CallSignature, tensors: Sequence[Tensor]
     ) -> RunnableCall:
         """Reuses the schedule of a larger call if there is one, else plans within its bytes.
 
@@ -350,8 +346,9 @@ class PlanCache:
             num_before = family.num_separate
             step = family.step(tensors, call)
             if family.num_separate > num_before:
-                reads_values = any(each.planned.read_values.read for each in known)
-                self.new_plans.add(reason or "tensors have other sizes", is_value=reads_values)
+                reads = any(each.planned.read_values.read for each in known)
+                reason = "it reads other values" if reads else "tensors have other sizes"
+                self.new_plans.add(reason, is_value=reads)
             shaped = step.with_chunks_of(larger[-1].plan.options) if larger else step
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:

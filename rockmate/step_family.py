@@ -290,9 +290,10 @@ class StepFamily:
         planned, options = self._planned, self._options
         read, values = planned.read_values, None
         if read.read is not None:
-            if not 0 < len(self._first.tensors) - len(planned.call.tensors) <= _MOST_NUMBERS:
+            number = len(self._first.tensors) - len(planned.call.tensors)
+            if not 0 < number <= _MOST_NUMBERS:
                 raise SizesNotCoveredError("the forward reads values of its inputs or buffers")
-            values = SampleValues(read.sample, dict(self._model.named_buffers()))
+            values = SampleValues(read.sample, dict(self._model.named_buffers()), number)
         apart = list(opaque_modules(self._model, options.untraced))
         if apart:
             raise SizesNotCoveredError(

@@ -10,8 +10,7 @@ descriptors become `Role`s. What would let the trace differ from eager is set fo
   without `position_ids` there is no packing. The graph then has the attention kernel of eager.
 * The key/value cache and gradient checkpointing of Hugging Face models are off.
 
-Nothing of it outlives the capture: module, mode, buffers, `.grad`, random state and flags are
-restored.
+Nothing of it outlives the capture: module, buffers, `.grad`, random state, flags are restored.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from rockmate._torch.aot import (
     value_checks_as_ops,
 )
 from rockmate._torch.fake import errors_unlogged, is_fake, results_corrected
-from rockmate.capture import input_functions
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
@@ -85,7 +83,6 @@ def capture_joint(
     memory_format: MemoryFormat = "as_given",
     keeps_strides: bool = False,
     values: SampleValues | None = None,
-    num_carriers: int = 0,
 ) -> Capture:
     """Traces forward and backward of `model` for one input signature.
 
@@ -101,7 +98,6 @@ def capture_joint(
         memory_format: in which convolutions read their inputs.
         keeps_strides: whether inputs with gaps between elements are traced so, not as dense ones.
         values: what the forward may read values of; None for `tensors` and the model's buffers.
-        num_carriers: how many tensors at the end carry numbers that it reads; see `read_values`.
 
     Raises:
         InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
@@ -115,7 +111,7 @@ def capture_joint(
     make = partial(
         TracedForward, model, structure,
         differentiable=differentiable, outputs=outputs, memory_format=memory_format,
-        sample=values if num_carriers else None, num_carriers=num_carriers,
+        sample=values if values and values.num_carriers else None,
     )  # fmt: skip
     try:
         return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
@@ -276,8 +272,7 @@ def _traced(
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))
         stack.enter_context(padded_places(model))
-        stack.enter_context(traced_as_ops(calls))
-        stack.enter_context(input_functions.input_functions_as_ops(model))
+        stack.enter_context(traced_as_ops(calls, model))
         modules = stack.enter_context(record_module_stack(model))
         checkpoints = stack.enter_context(checkpoint_regions())
         try:
@@ -288,7 +283,6 @@ def _traced(
             explained = explain_failure(error, model, modules.innermost)
             raise forward.held.explained(explained, modules.innermost) from error
         install(joint.graph, calls)
-        input_functions.install(joint.graph)
     checkpoints.note_decisions()
     modules.name_backward(joint.graph)
     refuse_effects(joint.graph, model)

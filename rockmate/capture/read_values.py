@@ -124,6 +124,7 @@ class SampleValues:
 
     inputs: Sequence[torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor]
+    num_carriers: int = 0  # behind the inputs of the trace
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,12 +85,9 @@ class SymbolicCapture:
         traced = call if device is None else call.on(torch.device("cpu"))
         tensors = _symbolic_tensors(mode, traced, groups, sizes)
         fakes = fake_device_tensors(model, [], device, mode) if device else nullcontext()
-        self._num_inputs = len(tensors if values is None else values.inputs)
-        num_carriers = len(tensors) - self._num_inputs
+        self._num_inputs = len(tensors) - (values.num_carriers if values else 0)
         with fakes:
-            self._capture = capture_joint(
-                model, tensors, call.structure, values=values, num_carriers=num_carriers, **options
-            )
+            self._capture = capture_joint(model, tensors, call.structure, values=values, **options)
         if device is not None:
             move_to(self._capture.joint, device)
         self.solved = _solved(self._environment)

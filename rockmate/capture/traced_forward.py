@@ -128,7 +128,6 @@ class TracedForward(nn.Module):
         outputs: str,
         memory_format: MemoryFormat = "as_given",
         sample: SampleValues | None = None,
-        num_carriers: int = 0,
         defers: bool = False,
         outside: Sequence[Place] = (),
         logs: Sequence[Place] = (),
@@ -136,7 +135,6 @@ class TracedForward(nn.Module):
         """Takes the model and how it is called.
 
         With a `sample`, reads of values that follow from its values are answered, or deferred.
-        The last `num_carriers` tensors carry the numbers that are read; see `read_values`.
         Containers at the places of `logs` are only written to. What stands `outside` is looked at.
         """
         super().__init__()
@@ -155,7 +153,6 @@ class TracedForward(nn.Module):
         self.carried_outputs: dict[int, Place] = {}
         self.read_values = NO_VALUES
         self._sample, self._defers, self._logs = sample, defers, logs
-        self._num_carriers = num_carriers
         self._outside = [place for place in outside if can_watch(place.value())]
         self.log, self.writes = WriteLog(), list[Write]()
         self.changed_outside: list[Place] = []
@@ -167,7 +164,7 @@ class TracedForward(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model once."""
-        num_inputs = len(tensors) - self._num_carriers
+        num_inputs = len(tensors) - (self._sample.num_carriers if self._sample else 0)
         tensors, carriers = tensors[:num_inputs], tensors[num_inputs:]
         args, kwargs = self.structure.rebuild(list(tensors))
         self.held.put(dict(self.named_buffers(recurse=False)))

@@ -245,13 +245,13 @@ class GenericCapture:
         return self._template.numbers(self._symbolic.values(call), self.capture.inputs)
 
 
-def _solved(environment: ShapeEnv) -> dict[sympy.Symbol, sympy.Expr]:
+def _solved(environment: ShapeEnv) -> dict[sympy.Symbol, Any]:
     """Symbols that guards leave no choice, as expressions in others.
 
     With them, expressions would be equal at all sizes and not look so.
     """
-    solved = dict[sympy.Symbol, sympy.Expr]()
-    equal = [each.expr for each in environment.guards if isinstance(each.expr, sympy.Eq)]
+    solved = dict[sympy.Symbol, Any]()
+    equal: list[Any] = [each.expr for each in environment.guards if isinstance(each.expr, sympy.Eq)]
     for kinds, each in itertools.product((sympy.Symbol, sympy.Expr), equal):
         difference = environment.simplify(each.lhs - each.rhs).xreplace(solved).expand()
         terms = difference.as_coefficients_dict()

@@ -129,7 +129,7 @@ def _as_taken(model: Any, images: dict[str, Tensor]) -> tuple[dict[str, Tensor],
     ):
         try:
             return more, _num_places(model, more)
-        except (ValueError, RuntimeError, AttributeError) as error:
+        except Exception as error:  # noqa: BLE001
             first = first or error
     assert first is not None
     raise first

@@ -177,8 +177,8 @@ def _shrunk(name: str, value: Any, num_layers: int | None) -> Any:
         return value
     if isinstance(value, int):
         return _shrunk_number(name, value)
-    if isinstance(value, list) and value:
-        return _shrunk_list(name, value, num_layers)
+    if isinstance(value, list | tuple) and value:
+        return _shrunk_list(name, [*value], num_layers)
     if isinstance(value, dict):
         return {key: _shrunk(key, each, num_layers) for key, each in value.items()}
     return value

@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-
-if TYPE_CHECKING:
-    from rockmate.capture.read_values import ValueReader
 
 _READS = (torch.Tensor.item, torch.Tensor.tolist)  # whose results may be deferred
 
@@ -24,7 +21,8 @@ class CountedMasks(TorchFunctionMode):
     Reads may be deferred. It stands above autograd, so that backwards work with them, too.
     """
 
-    def __init__(self, reader: ValueReader) -> None:
+    def __init__(self, reader: Any) -> None:
+        """Asks a `ValueReader`."""
         super().__init__()
         self._reader = reader
 

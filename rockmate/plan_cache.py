@@ -24,7 +24,6 @@ from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.signature import (
     CallSignature,
-    SampleCall,
     check_call,
     difference_in_constants,
     differs_in_shapes,
@@ -283,8 +282,9 @@ class PlanCache:
                 return runnable
         self._check_size(call)
         alike = [each for each in current if differs_in_shapes(each.planned.call, call)]
-        if alike:
-            return self._plan_for_shapes(alike, call, tensors)
+        same = [each for each in current if call == each.planned.call]  # for other values
+        if alike or len(same) > 1:  # two such plans: symbols for the values may be worth it
+            return self._plan_for_shapes([*alike, *same], call, tensors)
         reason, is_value = changed or values, True
         if not reason:
             reason, is_value = self._difference_in(call)
@@ -333,13 +333,14 @@ class PlanCache:
             if is_no_larger(call, each.planned.call)
             and family.has_kernels_alike(call, each.planned.call)
         ]
-        adapted = family.resized(larger[-1], call) if larger and kin else None
+        adapted = family.resized(larger[-1], call, tensors) if larger and kin else None
         if adapted is None:
             num_before = family.num_separate
-            step = family.step(SampleCall(*call.structure.rebuild(list(tensors))), call)
+            step = family.step(tensors, call)
             if family.num_separate > num_before:
-                reads_values = any(each.planned.read_values.check for each in known)
-                self.new_plans.add("tensors have other sizes", is_value=reads_values)
+                reads = any(each.planned.read_values.read for each in known)
+                reason = "it reads other values" if reads else "tensors have other sizes"
+                self.new_plans.add(reason, is_value=reads)
             shaped = step.with_chunks_of(larger[-1].plan.options) if larger else step
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:

@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from rockmate._util import gc_paused
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.provenance import source_lines
+from rockmate.capture.read_values import ReadValues, SampleValues
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, SampleCall
 from rockmate.capture.size_template import SizedNumbers, SizeGroups, SizesNotCoveredError
@@ -49,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 # Sizes beside the sample's for which kernels are compiled; each takes seconds.
 MAX_FUSED_SIZES = 8
+_MOST_NUMBERS = 512  # that a forward reads and that are symbols
 _MANY_LENGTHS = 4  # beside the sample's, captured one by one: worth a warning
 # Why a capture for all sizes is not made.
 _NO_CAPTURE = (InvalidSampleError, UnsupportedModelError, SizesNotCoveredError, MarkError)
@@ -57,6 +60,9 @@ _NUM_BUCKETS, _LEAST_BUCKET = 8, 8  # how many lengths it advises at most, and t
 
 class StepFamily:
     """Captures a model for other sizes than the planned ones, while its state is the plan's.
+
+    Numbers that the forward reads from inputs (the grid of an image, how many elements of a mask
+    are true) are sizes, too: of the carriers in a `sized` call.
 
     The first call of other sizes is worth a symbolic capture, which takes several times as long as
     one of fixed sizes and then serves every other, unless it differs in the batch alone: that is
@@ -80,10 +86,14 @@ class StepFamily:
         self._fused_calls: list[CallSignature] = []  # of other sizes, in order of their coming
         self._is_warned_of_kernels = False
         self._options = replace(planned.plan.options, loss_chunks=None)  # of the capture
-        self._groups = SizeGroups.of(planned.call)
+        self._first = planned.read_values.sized(planned.call) or planned.call
+        self._groups = SizeGroups.of(self._first)
+        # Places without a symbol. Where numbers are read, much hangs on dims that never change.
+        places = chain.from_iterable(SizeGroups.of(planned.call).places)
+        self._fixed = set() if planned.read_values.read is None else set(places)
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
-        self._sized: dict[PlannedCall, _SizedCall] = {}
+        self._sized_programs: dict[PlannedCall, _SizedCall] = {}
         self._refusals: dict[
             tuple[str, PlannedCall | None], str
         ] = {}  # what there is not, of which call, and why
@@ -98,7 +108,9 @@ class StepFamily:
         """The planned call whose step is known."""
         return self._planned
 
-    def resized(self, planned: PlannedCall, call: CallSignature) -> PlannedCall | None:
+    def resized(
+        self, planned: PlannedCall, call: CallSignature, tensors: Sequence[Tensor]
+    ) -> PlannedCall | None:
         """A planned call at sizes that are nowhere larger, its program with other numbers.
 
         None where that is not known to be right.
@@ -106,6 +118,7 @@ class StepFamily:
         Args:
             planned: a planned call of this family.
             call: signature of the smaller one.
+            tensors: those of that call.
         """
         options = planned.plan.options
         if options.loss_chunks:  # whose sizes are no expressions of the call's
@@ -114,11 +127,12 @@ class StepFamily:
             return None
         try:
             with gc_paused():
-                generic = self._generic_capture(call)
-                numbers = generic.numbers(call)
-                sized = self._sized.get(planned)
+                sized_call, read_values = self._sized(call, tensors)
+                generic = self._generic_capture(sized_call)
+                numbers = generic.numbers(sized_call)
+                sized = self._sized_programs.get(planned)
                 if sized is None:
-                    sized = self._sized[planned] = self._once(
+                    sized = self._sized_programs[planned] = self._once(
                         "program", lambda: self._sized_call(planned, generic), planned
                     )
         except SizesNotCoveredError:  # `step` finds the same, and says it
@@ -129,11 +143,12 @@ class StepFamily:
             planned,
             program=specialize(sized.program, numbers),
             call=call,
-            plan_of=partial(self._plan, planned, generic, call),
+            read_values=read_values,
+            plan_of=lambda: self._plan(planned, generic.instance(sized_call), call),
         )
 
-    def _plan(self, planned: PlannedCall, generic: GenericCapture, call: CallSignature) -> Plan:
-        step = self._step_of(generic.instance(call), call, like=planned.plan.graph)
+    def _plan(self, planned: PlannedCall, capture: Capture, call: CallSignature) -> Plan:
+        step = self._step_of(capture, call, like=planned.plan.graph)
         plan = step.adapted(planned.plan, in_place=planned.plan.schedule.in_place)
         assert plan is not None, "a smaller step does not fit the schedule that it runs"
         return plan
@@ -154,17 +169,17 @@ class StepFamily:
             )
         program = emit(graph, plan.schedule, owner_names(self._model), plan.flights, plan.offload)
         program = replace(program, slots=planned.program.slots)
-        numbers = generic.numbers(planned.call)
+        numbers = generic.numbers(planned.read_values.sized(planned.call) or planned.call)
         found = difference(program, numbers, planned.program)
         if found:
             raise SizesNotCoveredError(f"at the sample's sizes the program is another: {found}")
         return _SizedCall(program, numbers)
 
-    def step(self, sample: SampleCall, call: CallSignature) -> CapturedStep:
+    def step(self, tensors: Sequence[Tensor], call: CallSignature) -> CapturedStep:
         """The model's step for a call of other sizes, with its loss block whole.
 
         Args:
-            sample: the call.
+            tensors: those of the call.
             call: its signature.
 
         Raises:
@@ -172,7 +187,10 @@ class StepFamily:
         """
         with gc_paused():
             try:
-                capture = self._symbolic_capture(call).instance(call)
+                sized_call, read_values = self._sized(call, tensors)
+                assert self._symbolic is not None
+                capture = self._symbolic.instance(sized_call)
+                capture = replace(capture, read_values=read_values)
                 check_traced(capture.traced)
                 capture = run_passes(REWRITES, capture, self._pass_options)
                 return self._step_of(capture, call)
@@ -181,6 +199,7 @@ class StepFamily:
                 logger.info("captured for these sizes alone, since %s: %s", reason, call)
                 self._warn_of_lengths(call, str(reason))
             options, limit_s = self._options_for(call), self._compile_limit_s
+            sample = SampleCall(*call.structure.rebuild([*tensors]))
             return checked_step(
                 lambda: capture_step(self._model, sample, options, compile_limit_s=limit_s)
             )
@@ -201,16 +220,38 @@ class StepFamily:
                 _MANY_LENGTHS, " ".join(reason.split()), size, size, size,
             )  # fmt: skip
 
-    def _symbolic_capture(self, call: CallSignature) -> SymbolicCapture:
-        """The symbolic capture, made when it is first worth it."""
-        groups = self._groups.refined(call)
-        groups.check_symbolic(self._planned.call, call)
-        if groups != self._groups:  # a symbol would stand for sizes that differ
+    def _sized(
+        self, call: CallSignature, tensors: Sequence[Tensor]
+    ) -> tuple[CallSignature, ReadValues]:
+        """A call with its carriers, and what is read in it.
+
+        The symbolic capture is there then: it is made when it is first worth it, and tells how to
+        read the values of a call of any sizes.
+        """
+        carriers = self._first.tensors[len(call.tensors) :]
+        symbolic = self._symbolic_capture(call, replace(call, tensors=(*call.tensors, *carriers)))
+        read = symbolic.read_values
+        if read.read is None:
+            return call, read
+        values = read.values(self._model, tensors)
+        sized_call = None if values is None else read.sized(call, values)
+        if sized_call is None or len(sized_call.tensors) != len(self._first.tensors):
+            raise SizesNotCoveredError("the forward branches on values of its inputs or buffers")
+        self._symbolic_capture(call, sized_call)
+        return sized_call, replace(read, expected=values)
+
+    def _symbolic_capture(self, call: CallSignature, sized_call: CallSignature) -> SymbolicCapture:
+        groups = self._groups.refined(sized_call)
+        groups.check_symbolic(self._first, sized_call)
+        fixed = {at for at in self._fixed if self._first.size_at(*at) == call.size_at(*at)}
+        if groups != self._groups or fixed != self._fixed:  # symbols would stand for others
             self._groups, self._symbolic, self._generic = groups, None, None
-            self._sized.clear()
+            self._fixed = fixed
+            self._sized_programs.clear()
             self._refusals.clear()
         if self._symbolic is None:
-            if self._other_batch is None and _differs_in_batch(self._planned.call, call):
+            is_other = call != self._planned.call and self._other_batch is None
+            if is_other and _differs_in_batch(self._planned.call, call):
                 self._other_batch = call
             if call == self._other_batch:
                 raise SizesNotCoveredError(
@@ -219,10 +260,11 @@ class StepFamily:
             self._symbolic = self._once("symbolic capture", self._equal_capture)
         return self._symbolic
 
-    def _generic_capture(self, call: CallSignature) -> GenericCapture:
-        symbolic = self._symbolic_capture(call)
+    def _generic_capture(self, sized_call: CallSignature) -> GenericCapture:
+        assert self._symbolic is not None
         if self._generic is None:
-            self._generic = self._once("generic capture", lambda: symbolic.generic(self._rewritten))
+            make = partial(self._symbolic.generic, self._rewritten, sized_call)
+            self._generic = self._once("generic capture", make)
         return self._generic
 
     def _rewritten(self, capture: Capture) -> Capture:
@@ -246,8 +288,12 @@ class StepFamily:
         """A symbolic capture that equals the planned step at that one's sizes."""
         begin = time.perf_counter()
         planned, options = self._planned, self._options
-        if planned.read_values.check is not None:
-            raise SizesNotCoveredError("the forward reads values of its inputs or buffers")
+        read, values = planned.read_values, None
+        if read.read is not None:
+            number = len(self._first.tensors) - len(planned.call.tensors)
+            if not 0 < number <= _MOST_NUMBERS:
+                raise SizesNotCoveredError("the forward reads values of its inputs or buffers")
+            values = SampleValues(read.sample, dict(self._model.named_buffers()), number)
         apart = list(opaque_modules(self._model, options.untraced))
         if apart:
             raise SizesNotCoveredError(
@@ -257,8 +303,15 @@ class StepFamily:
         from rockmate.capture.symbolic import SymbolicCapture  # loads sympy
 
         with source_lines():
-            symbolic = SymbolicCapture(self._model, planned.call, self._groups, **options.traced)
-        capture = symbolic.instance(planned.call)
+            groups = SizeGroups(
+                tuple(each for each in self._groups.places if not self._fixed.issuperset(each))
+            )
+            symbolic = SymbolicCapture(
+                self._model, self._first, groups, values=values, **options.traced
+            )
+        if [*map(str, symbolic.read_values.expected)] != [*map(str, read.expected)]:
+            raise SizesNotCoveredError("the forward reads other values where sizes are symbols")
+        capture = symbolic.instance(self._first)
         capture = run_passes(REWRITES, capture, self._pass_options)
         step = self._step_of(capture, planned.call).with_chunks_of(planned.plan.options)
         found = planned.plan.snapshot.difference(snapshot_of(step.graph, planned.call))

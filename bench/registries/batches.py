@@ -23,6 +23,7 @@ def make_batch(registry: str, model: nn.Module, seed: int) -> dict[str, Tensor]:
     batch = _images(model, generator) if registry.startswith("image") else {}
     if registry == "video-classification":
         batch = _video(model, generator)
+        batch = batch | {"pixel_values_videos": batch["pixel_values"]}
     if not batch and main in ("input_values", "input_features", "audio_values"):
         batch = {main: _sound(main, registry, model, generator)}
     if not batch or registry == "causal-lm":
@@ -61,14 +62,11 @@ def _images_and_text(
     elif "image_sizes" in accepted:
         side = images["pixel_values"].shape[-1]
         images["image_sizes"] = torch.tensor([[side, side]] * _BATCH)
+    images |= _further(model, images, generator)
     place = getattr(
         model.config, "image_token_id", getattr(model.config, "image_token_index", None)
     )
-    try:
-        count = _num_places(model, images)
-    except (ValueError, RuntimeError):  # an image is a list of tiles
-        images["pixel_values"] = images["pixel_values"][:, None]
-        count = _num_places(model, images)
+    images, count = _as_taken(model, images)
     words = _words(generator, count + _LENGTH // 2)
     if isinstance(place, int):
         words[:, 1 : 1 + count] = place
@@ -85,6 +83,25 @@ def _images_and_text(
     return {name: value for name, value in batch.items() if name in accepted}
 
 
+def _further(
+    model: Any, images: dict[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """What some models take beside images: questions to them, their sizes in patches."""
+    words = _words(generator)
+    further = {
+        "qformer_input_ids": words,
+        "qformer_attention_mask": torch.ones_like(words),
+        "image_merge_sizes": torch.ones(_BATCH, dtype=torch.int64),
+        "aspect_ratio_ids": torch.ones(_BATCH, 1, dtype=torch.int64),
+        "aspect_ratio_mask": torch.ones(_BATCH, 1, 4, dtype=torch.int64),
+    }
+    if "pixel_values" in images:
+        further["high_res_pixel_values"] = images["pixel_values"]
+    takers = (model.forward, getattr(model, "get_image_features", model.forward))
+    names = {name for each in takers for name in inspect.signature(each).parameters}
+    return {name: value for name, value in further.items() if name in names}
+
+
 def _patches(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """Images cut into patches, as many a side as their grids say."""
     config = model.config.vision_config
@@ -93,6 +110,29 @@ def _patches(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     grid = torch.tensor([[1, 8, 8]] * _BATCH)
     patches = torch.randn(int(grid.prod(1).sum()), width, generator=generator)
     return {"pixel_values": patches, "image_grid_thw": grid}
+
+
+def _as_taken(model: Any, images: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+    """Images in the form that the model takes, and how many rows it makes of each.
+
+    As they are, without their sizes, as lists of tiles, or as tiles behind the whole image.
+    """
+    unsized = {name: value for name, value in images.items() if name != "image_sizes"}
+    tiles = images["pixel_values"][:, None]
+    several = tiles.repeat(1, 2, *[1] * (tiles.ndim - 2))
+    first: Exception | None = None
+    for more in (
+        images,
+        unsized,
+        images | {"pixel_values": tiles},
+        images | {"pixel_values": several},
+    ):
+        try:
+            return more, _num_places(model, more)
+        except Exception as error:  # noqa: BLE001
+            first = first or error
+    assert first is not None
+    raise first
 
 
 @torch.no_grad()

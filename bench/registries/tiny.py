@@ -71,6 +71,9 @@ def _set_special_tokens(config: Any, registry: str) -> None:
     """Those that the default configuration leaves out and training needs."""
     if registry == "ctc" and getattr(config, "vocab_size", None) is None:
         config.vocab_size = VOCABULARY
+    for name in ("image_token_id", "image_token_index"):
+        if getattr(config, name, 0) is None:
+            setattr(config, name, _FIRST_SPECIAL)
     if getattr(config, "is_encoder_decoder", False):
         for name in ("decoder_start_token_id", "pad_token_id"):
             if getattr(config, name, None) is None:
@@ -142,7 +145,25 @@ def _shrunk_fields(config: PreTrainedConfig) -> dict[str, Any]:
     heads, shared = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if heads is not None and heads == shared:
         shrunk["num_key_value_heads"] = shrunk["num_attention_heads"]
-    return shrunk | _TABLE["fields"].get(config.model_type, {})
+    shrunk |= _TABLE["fields"].get(config.model_type, {})
+    _fit_sections(fields, shrunk)
+    return shrunk
+
+
+def _fit_sections(fields: dict[str, Any], shrunk: dict[str, Any]) -> None:
+    """Parts of a head that turn with time, height and width: as many of it as before."""
+    rope, given = shrunk.get("rope_parameters"), fields.get("rope_parameters")
+    given = given.get("mrope_section") if isinstance(given, dict) else None
+    if not isinstance(rope, dict) or not given:
+        return
+    before, after = map(_head_size, (fields, shrunk))
+    parts = [max(1, part * after // before) for part in given]
+    parts[0] += sum(given) * after // before - sum(parts)
+    rope["mrope_section"] = parts
+
+
+def _head_size(fields: dict[str, Any]) -> int:
+    return fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
 
 
 def _num_layers(config: PreTrainedConfig) -> int | None:
@@ -156,8 +177,10 @@ def _shrunk(name: str, value: Any, num_layers: int | None) -> Any:
         return value
     if isinstance(value, int):
         return _shrunk_number(name, value)
-    if isinstance(value, list) and value:
-        return _shrunk_list(name, value, num_layers)
+    if isinstance(value, list | tuple) and value:
+        return _shrunk_list(name, [*value], num_layers)
+    if isinstance(value, dict):
+        return {key: _shrunk(key, each, num_layers) for key, each in value.items()}
     return value
 
 
@@ -172,9 +195,11 @@ def _shrunk_list(name: str, value: list[Any], num_layers: int | None) -> list[An
     if num_layers is not None and len(value) == num_layers and num_layers > NUM_LAYERS:
         kinds = list(dict.fromkeys(value)) if all(isinstance(v, str) for v in value) else []
         return (kinds + value)[:NUM_LAYERS] if len(kinds) > 1 else value[:NUM_LAYERS]
+    if name == "image_grid_pinpoints":
+        return [[_limit("integers", "image_size")] * 2]
+    if name.startswith("vision_feature_layer"):
+        return [max(-NUM_LAYERS, min(layer, NUM_LAYERS - 1)) for layer in value]
     limit = _limit("lists", name)
     if limit is not None and all(isinstance(v, int) for v in value):
         return [min(v, limit) for v in value]
-    if name == "mrope_section":
-        return [4, 2, 2]
     return value

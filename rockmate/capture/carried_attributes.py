@@ -15,6 +15,7 @@ from rockmate.capture.deferred_values import Deferred
 from rockmate.capture.diagnose import advice_to_leave
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.huggingface import is_switched_off
+from rockmate.capture.input_functions import InputFunction
 from rockmate.capture.traced_forward import TracedForward
 from rockmate.capture.write_log import can_watch
 from rockmate.errors import UnsupportedModelError
@@ -146,7 +147,10 @@ def _refuse_carried_tensors(
 
 
 def _is_constant(node: fx.Node) -> bool:
-    """Whether a value is the same in all calls."""
+    """Whether a value is the same in all calls, or nothing to the next one.
+
+    What an input function makes (positions, after an image) is read with a key/value cache alone.
+    """
     pending, seen = [node], set()
     while pending:
         each = pending.pop()
@@ -156,6 +160,8 @@ def _is_constant(node: fx.Node) -> bool:
         if torch.Tag.nondeterministic_seeded in tags:
             return False
         seen.add(each)
+        if isinstance(each.target, InputFunction):
+            continue
         pending += [operand for operand in each.all_input_nodes if operand not in seen]
     return True
 

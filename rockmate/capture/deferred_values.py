@@ -33,7 +33,7 @@ class Deferred:
         is_delivered: whether it is among what each step leaves behind.
     """
 
-    __slots__ = ("__weakref__", "is_delivered", "number_of", "read", "tensor")
+    __slots__ = ("__weakref__", "_number", "is_delivered", "number_of", "read", "tensor")
 
     def __init__(
         self, read: Callable[..., Any], tensor: torch.Tensor, number_of: Callable[..., Any]
@@ -42,9 +42,15 @@ class Deferred:
         self.read, self.tensor, self.number_of = read, tensor, number_of
         self.is_delivered = False
 
+    def number(self) -> Any:
+        """The number itself, which is asked for once."""
+        if not hasattr(self, "_number"):
+            self._number = self.number_of(self.read, self.tensor)
+        return self._number
+
 
 def _needing(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(self.number_of(self.read, self.tensor), name)(*args)
+    return lambda self, *args: getattr(self.number(), name)(*args)
 
 
 for _name in methods_of(bool, int, float, list):

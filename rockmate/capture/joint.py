@@ -10,8 +10,7 @@ descriptors become `Role`s. What would let the trace differ from eager is set fo
   without `position_ids` there is no packing. The graph then has the attention kernel of eager.
 * The key/value cache and gradient checkpointing of Hugging Face models are off.
 
-Nothing of it outlives the capture: module, mode, buffers, `.grad`, random state and flags are
-restored.
+Nothing of it outlives the capture: module, buffers, `.grad`, random state, flags are restored.
 """
 
 from __future__ import annotations
@@ -114,6 +113,7 @@ def capture_joint(
     make = partial(
         TracedForward, model, structure,
         differentiable=differentiable, outputs=outputs, memory_format=memory_format,
+        sample=values if values and values.num_carriers else None,
     )  # fmt: skip
     try:
         return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
@@ -153,9 +153,9 @@ def _captured_with_values(
             return _captured(model, make, tensors, untraced, keeps_checkpoints)
         except UnknownValueError as error:
             values = values or SampleValues(tensors, dict(model.named_buffers()))
-            if any(map(is_fake, values.inputs)):
+            if any(each is None or is_fake(each) for each in values.inputs):
                 raise
-            if any(each.is_meta for each in values.inputs):
+            if any(each.is_meta for each in values.inputs if each is not None):
                 msg = f"{error} The sample is on the meta device: one on the CPU has the values."
                 raise UnknownValueError(msg) from error
             made, rest = partial(make, sample=values), (tensors, untraced, keeps_checkpoints)
@@ -262,7 +262,7 @@ def _traced(
         stack.enter_context(plain_places(model))
         stack.enter_context(padded_places(model))
         stack.enter_context(scripts_traced(model))
-        stack.enter_context(traced_as_ops(calls))
+        stack.enter_context(traced_as_ops(calls, model))
         modules = stack.enter_context(record_module_stack(model))
         checkpoints = stack.enter_context(checkpoint_regions())
         try:

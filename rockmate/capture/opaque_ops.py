@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from rockmate.capture import input_functions
 from rockmate.capture.opaque_call import OpaqueBackward, OpaqueCall, OpaqueForward
 from rockmate.capture.structure import flatten
 from rockmate.errors import UnsupportedModelError
@@ -73,8 +74,11 @@ _forward.register_autograd(_differentiate, setup_context=_keep_handle)
 
 
 @contextlib.contextmanager
-def traced_as_ops(calls: Mapping[str, OpaqueCall]) -> Iterator[None]:
-    """Makes each of the submodules one op of the trace; only one trace may go on at a time."""
+def traced_as_ops(calls: Mapping[str, OpaqueCall], model: nn.Module) -> Iterator[None]:
+    """Makes each of the submodules one op of the trace, and each function of the model's inputs.
+
+    Only one trace may go on at a time.
+    """
     by_module: dict[nn.Module, list[OpaqueCall]] = {}
     for call in calls.values():
         by_module.setdefault(call.module, []).append(call)
@@ -87,7 +91,8 @@ def traced_as_ops(calls: Mapping[str, OpaqueCall]) -> Iterator[None]:
             module.forward = partial(
                 _call_op, module, itertools.cycle(own)
             )  # the tracer runs the model more than once
-        yield
+        with input_functions.input_functions_as_ops(model):
+            yield
     finally:
         _traced_calls.clear()
         for module in by_module:
@@ -121,3 +126,4 @@ def install(graph: fx.Graph, calls: Mapping[str, OpaqueCall]) -> None:
             node.target, node.args = OpaqueForward(calls[node.args[1]]), node.args[:1]
         elif node.target is torch.ops.rockmate.untraced_backward.default:
             node.target, node.args = OpaqueBackward(calls[node.args[3]]), node.args[:3]
+    input_functions.install(graph)

@@ -8,6 +8,9 @@ that lead to them are kept, so that each call is checked before its plan runs.
 Results whose size follows from values, as of `unique_consecutive`, are constants of such a graph.
 How many elements of a mask are true is such a value, too. `x[mask]`, `nonzero` and `masked_select`
 then have fixed shapes, and where the elements are is computed in each step.
+
+In a symbolic capture, each number that is read is the size of a further input, the *carrier* of
+that number, and thereby a symbol as sizes are. A call of other numbers is then one of other sizes.
 """
 
 from __future__ import annotations
@@ -16,20 +19,21 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import reduce
-from itertools import chain
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.node import has_side_effect, map_aggregate
-from torch.overrides import TorchFunctionMode
+from torch.fx.node import map_aggregate
 
 from rockmate._torch.dispatch import OpOverload, ops_observed, outside_of_modes, schema_of
-from rockmate._torch.fake import functional_part, is_plain
+from rockmate._torch.fake import functional_part, hint_of, is_plain
 from rockmate._torch.storage import storage_id
+from rockmate.capture.counted_masks import CountedMasks
 from rockmate.capture.deferred_values import Deferred
+from rockmate.capture.input_functions import InputFunction, meets
+from rockmate.capture.signature import CallSignature, TensorSignature
 from rockmate.errors import UnsupportedModelError
 
 _ITEM, _EQUAL = torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default
@@ -42,7 +46,7 @@ _SIZED_BY_VALUES = {
     torch.ops.aten.unique_dim.default,
     torch.ops.aten.bincount.default,
 }
-_READS = (torch.Tensor.item, torch.Tensor.tolist)  # whose results may be deferred
+_SIZE = torch.ops.aten.sym_size.int
 _NAMESPACES = ("aten", "prims")  # of ops that run on any values
 
 
@@ -50,38 +54,61 @@ class UnknownValueError(UnsupportedModelError):
     """The forward reads a value of a tensor, which the tracer does not have."""
 
 
-class _OtherValueError(Exception):
-    """A call reads another value than the sample."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadValues:
     """What a forward has read from the tensors of its call and from buffers.
 
     Attributes:
-        check: takes the tensors of a call and the buffers; raises `_OtherValueError` where a value
-            is not the sample's. None where nothing was read.
+        read: takes the tensors of a call and the buffers; returns the values in order. None where
+            nothing was read.
+        expected: the values of the calls that the graph holds for.
         buffers: names of the buffers that it takes.
         changes: whether it changes its arguments in place, so that it needs copies.
+        sample: the tensors of the sample's call; None for those of floating point numbers.
     """
 
-    check: Callable[..., None] | None = None
+    read: Callable[..., tuple[Any, ...]] | None = None
+    expected: tuple[Any, ...] = ()
     buffers: tuple[str, ...] = ()
     changes: bool = False
+    sample: tuple[torch.Tensor | None, ...] = ()
 
-    def difference(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> str:
-        """The first value that is another in this call, in words; empty if none is."""
-        if self.check is None:
-            return ""
+    def values(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[Any, ...] | None:
+        """What the forward reads in a call; None if ops that lead there fail on its values."""
+        assert self.read is not None
         arguments = [*tensors, *map(model.get_buffer, self.buffers)]
         if self.changes:
             arguments = [argument.clone() for argument in arguments]
         try:
             with torch.no_grad():
-                self.check(*arguments)
-        except _OtherValueError as error:
-            return str(error)
-        return ""
+                return self.read(*arguments)
+        except Exception:  # noqa: BLE001 (of the model's own functions, too)
+            return None
+
+    def difference(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> str:
+        """The first value that is another in this call, in words; empty if none is."""
+        values = () if self.read is None else self.values(model, tensors)
+        if values is None:
+            return "what the forward reads from its inputs or buffers follows in another way"
+        pairs = zip(values, self.expected, strict=True)
+        different = (pair for pair in pairs if not _is_same(*pair))
+        text = "a value that the forward reads from its inputs or buffers was {1!r} and is {0!r}"
+        return next((text.format(*pair) for pair in different), "")
+
+    def sized(
+        self, call: CallSignature, values: Sequence[Any] | None = None
+    ) -> CallSignature | None:
+        """A call with the carriers of the numbers that the forward reads behind its tensors.
+
+        The values are those expected, unless others are given. None if one differs that is no size.
+        """
+        pairs = [*zip(self.expected if values is None else values, self.expected, strict=True)]
+        if not all(all(map(_is_size, pair)) or _is_same(*pair) for pair in pairs):
+            return None
+        like = partial(TensorSignature, dtype=torch.uint8, requires_grad=False)
+        device = call.tensors[0].device if call.tensors else torch.device("cpu")
+        carriers = (like(shape=(each,), device=device) for each, _ in pairs if _is_size(each))
+        return replace(call, tensors=(*call.tensors, *carriers))
 
 
 NO_VALUES = ReadValues()
@@ -92,11 +119,12 @@ NO_VALUES = ReadValues()
 class SampleValues:
     """The tensors of a sample and the model's buffers by name, as they are before the trace.
 
-    Buffers on the meta device have no values.
+    Buffers on the meta device have no values, nor have inputs that are None.
     """
 
-    inputs: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor]
+    num_carriers: int = 0  # behind the inputs of the trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,22 +142,36 @@ class _Known:
 class ValueReader:
     """Answers the reads of one run of a forward, and keeps the ops that lead to them."""
 
-    def __init__(self, *, defers: bool = False) -> None:
-        """Begins with nothing known; may defer reads until their number is needed."""
+    def __init__(self, *, defers: bool = False, carriers: Sequence[torch.Tensor] = ()) -> None:
+        """Begins with nothing known.
+
+        Args:
+            defers: whether reads are deferred until their number is needed.
+            carriers: of the numbers that it will read, in order; none without symbols.
+        """
         self._defers = defers
+        self._carriers = iter(carriers) if carriers else None
+        self._symbols: dict[Any, fx.Node] = {}  # the nodes that give their numbers
         self._deferred: list[weakref.ref[Deferred]] = []
         self._graph = fx.Graph()
         self._root = nn.Module()  # holds constants
         self._known: dict[int, _Known] = {}
-        self._reads = 0
+        self._reads: list[tuple[fx.Node, Any]] = []
         self._names: list[str] = []
         self._changes = False
 
-    def know_inputs(self, traced: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    def know_inputs(
+        self, traced: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]
+    ) -> None:
         """Takes the call's tensors, as the tracer passes them, and the sample's."""
         for index, (tensor, value) in enumerate(zip(traced, values, strict=True)):
             node = self._graph.placeholder(f"input_{index}")
-            self._learn(tensor, node, _copy(value).to(tensor.device))
+            for dim, size in enumerate(tensor.shape):
+                if isinstance(size, torch.SymInt):
+                    number = self._graph.call_function(_SIZE, (node, dim))
+                    self._symbols.setdefault(size.node.expr, number)
+            if value is not None:
+                self._learn(tensor, node, _copy(value).to(tensor.device))
 
     def know_buffers(
         self, traced: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
@@ -144,17 +186,25 @@ class ValueReader:
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Answers the reads of what runs within."""
-        with ops_observed(self._run), _CountedMasks(self):
-            yield
+        meets.append(self.result_of)
+        try:
+            with ops_observed(self._run), CountedMasks(self):
+                yield
+        finally:
+            meets.pop()
 
-    def read_values(self) -> ReadValues:
-        """What has been read so far. The reader is used up."""
+    def read_values(self, inputs: Sequence[torch.Tensor | None]) -> ReadValues:
+        """What has been read so far from the sample's inputs. The reader is used up."""
         if not self._reads:
             return NO_VALUES
-        self._graph.output(None)
+        nodes, expected = zip(*self._reads, strict=True)
+        self._graph.output(nodes)
         self._graph.eliminate_dead_code()
-        check = fx.GraphModule(self._root, self._graph).forward
-        return ReadValues(check, tuple(self._names), self._changes)
+        read = fx.GraphModule(self._root, self._graph).forward
+        sample = (
+            None if each is None or each.is_floating_point() else _copy(each) for each in inputs
+        )
+        return ReadValues(read, expected, tuple(self._names), self._changes, tuple(sample))
 
     def true_elements(self, mask: Any) -> tuple[torch.Tensor, ...] | None:
         """The indices of a mask's true elements, one tensor a dim; None if it is not known."""
@@ -164,8 +214,31 @@ class ValueReader:
         with outside_of_modes():
             count = int(known.value.count_nonzero())
         node = self._graph.call_function(torch.ops.aten.count_nonzero.default, (known.node,))
-        self._expect(self._graph.call_function(_ITEM, (node,)), count)
-        return torch.nonzero_static(mask, size=count).unbind(1)
+        size = self._expect(self._graph.call_function(_ITEM, (node,)), count)
+        return torch.nonzero_static(mask, size=size).unbind(1)
+
+    def result_of(
+        self, function: InputFunction, tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor] | None:
+        """The results of a function of the call's tensors; None where those are not known."""
+        if any(id(each) not in self._known for each in tensors):
+            return None
+        known = [self._known[id(each)] for each in tensors]
+        with outside_of_modes(), torch.no_grad():
+            values = function.on_values([_copy(each.value) for each in known])
+        if values is None:
+            return None
+        node = self._graph.call_function(function, ([each.node for each in known],))
+        parts = [self._part(node, (index,)) for index in range(len(values))]
+        sizes = [
+            self._expect(self._graph.call_function(_SIZE, (part, dim)), size)
+            for part, value in zip(parts, values, strict=True)
+            for dim, size in enumerate(value.shape)
+        ]
+        results = function.traced(tensors, sizes)
+        for result, part, value in zip(results, parts, values, strict=True):
+            self._learn(result, part, value)
+        return results
 
     def read(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
         """What `func` reads of a tensor; deferred if it may be."""
@@ -193,9 +266,17 @@ class ValueReader:
         finally:
             self._defers = defers
 
-    def _expect(self, node: fx.Node, value: complex) -> None:
-        self._reads += 1
-        self._graph.call_function(_expect, (node, value))
+    def _expect(self, node: fx.Node, value: Any) -> Any:
+        """Notes a value that is read; returns it, or the symbol that stands for it."""
+        self._reads.append((node, value))
+        if self._carriers is None or not _is_size(value):
+            return value
+        size = next((each.shape[0] for each in self._carriers), -1)
+        if hint_of(size) != value:
+            raise UnsupportedModelError("the forward reads other values where sizes are symbols")
+        if isinstance(size, torch.SymInt):
+            self._symbols.setdefault(size.node.expr, node)
+        return size
 
     def _learn(self, traced: torch.Tensor, node: fx.Node, value: torch.Tensor) -> None:
         for tensor in (traced, functional_part(traced)):
@@ -243,11 +324,12 @@ class ValueReader:
             return op(*args, **kwargs)
 
     def _value(self, item: Any) -> Any:
+        if isinstance(item, torch.SymInt):
+            return hint_of(item)
         return self._known[id(item)].value if isinstance(item, torch.Tensor) else item
 
     def _read(self, op: OpOverload, args: tuple[Any, ...], value: bool | float) -> bool | float:
-        self._expect(self._call(op, args, {}), value)
-        return value
+        return self._expect(self._call(op, args, {}), value)
 
     def _of_known_size(
         self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
@@ -287,12 +369,17 @@ class ValueReader:
         return node
 
     def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-        def node(item: Any) -> Any:
-            return self._known[id(item)].node if isinstance(item, torch.Tensor) else item
-
-        args, kwargs = map_aggregate((args, kwargs), node)
+        args, kwargs = map_aggregate((args, kwargs), self._node)
         self._changes |= schema_of(op).is_mutable
         return self._graph.call_function(op, args, kwargs)
+
+    def _node(self, item: Any) -> Any:
+        if isinstance(item, torch.SymInt):
+            expression = item.node.expr
+            symbols = sorted(expression.free_symbols, key=str)
+            numbers = [self._symbols[symbol] for symbol in symbols]
+            return self._graph.call_function(_number_of, (expression.xreplace, symbols, numbers))
+        return self._known[id(item)].node if isinstance(item, torch.Tensor) else item
 
     def _forget_changed(
         self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -309,69 +396,17 @@ class ValueReader:
         }
 
 
-class _CountedMasks(TorchFunctionMode):
-    """Has what depends on the number of a mask's true elements work with their indices.
-
-    Reads may be deferred. It stands above autograd, so that backwards work with them, too.
-    """
-
-    def __init__(self, reader: ValueReader) -> None:
-        super().__init__()
-        self._reader = reader
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func in _READS:
-            return self._reader.read(func, *args, **kwargs)
-        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
-            tensor, index, *value = args
-            return func(tensor, self._without_masks(index), *value, **kwargs)
-        if func in (torch.masked_select, torch.Tensor.masked_select):
-            return self._selected(func, *args, **kwargs)
-        if func in (torch.nonzero, torch.Tensor.nonzero):
-            return self._nonzero(func, *args, **kwargs)
-        if func is torch.tensor and isinstance(args[0], list | tuple):
-            return self._made_of_scalars(args[0], kwargs)
-        return func(*args, **kwargs)
-
-    def _made_of_scalars(self, data: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor:
-        """`torch.tensor` of a list of tensors reads their memory, without an op."""
-        dtypes = {item.dtype for item in data if isinstance(item, torch.Tensor)}
-        if len(dtypes) == 1:
-            kwargs = {"dtype": dtypes.pop(), **kwargs}
-            data = [item.item() if isinstance(item, torch.Tensor) else item for item in data]
-        return torch.tensor(data, **kwargs)
-
-    def _without_masks(self, index: Any) -> Any:
-        parts = index if isinstance(index, tuple) else (index,)
-        found = [self._reader.true_elements(part) for part in parts]
-        if not any(found):
-            return index
-        pairs = zip(parts, found, strict=True)
-        return tuple(chain.from_iterable(true or (part,) for part, true in pairs))
-
-    def _selected(self, func: Any, input: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        if input.shape != mask.shape:
-            return func(input, mask)
-        true = self._reader.true_elements(mask)
-        return func(input, mask) if true is None else input[true]
-
-    def _nonzero(self, func: Any, input: torch.Tensor, *, as_tuple: bool = False) -> Any:
-        true = self._reader.true_elements(input)
-        if true is None:
-            return func(input, as_tuple=as_tuple)
-        return true if as_tuple else torch.stack(true, 1)
+def _number_of(at: Callable[[Any], Any], symbols: Sequence[Any], numbers: Sequence[int]) -> int:
+    return int(at(dict(zip(symbols, numbers, strict=True))))
 
 
-@has_side_effect
-def _expect(value: complex, expected: complex) -> None:
-    """Raises `_OtherValueError` unless the values are equal or both not a number."""
-    are_nan = value != value and expected != expected
-    if value != expected and not are_nan:
-        msg = f"a value that the forward reads from its inputs or buffers was {expected!r} and is "
-        raise _OtherValueError(f"{msg}{value!r}")
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_same(value: Any, expected: Any) -> bool:
+    """Whether values are equal or both not a number."""
+    return value == expected or (value != value and expected != expected)
 
 
 def _is_equal(value: torch.Tensor, expected: torch.Tensor) -> bool:

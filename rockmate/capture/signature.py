@@ -77,6 +77,10 @@ class CallSignature:
             self, tensors=tuple(replace(tensor, device=device) for tensor in self.tensors)
         )
 
+    def size_at(self, tensor: int, dim: int) -> int:
+        """The size of a dimension of a tensor."""
+        return self.tensors[tensor].shape[dim]
+
     @property
     def keywords(self) -> frozenset[str]:
         """Names of its keyword arguments."""

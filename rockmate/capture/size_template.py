@@ -105,9 +105,11 @@ class GraphTemplate:
     take what its sizes and strides span.
     """
 
-    def __init__(self, graph: fx.Graph, mode: FakeTensorMode) -> None:
-        self._graph = graph
-        self._mode = mode
+    def __init__(
+        self, graph: fx.Graph, mode: FakeTensorMode, solved: Mapping[sympy.Symbol, sympy.Expr]
+    ) -> None:
+        """Reads a graph; `solved` are expressions to put in the place of symbols."""
+        self._graph, self._mode, self._solved = graph, mode, solved
         self._memories: dict[int, int] = {}  # by the identity of a storage
         self._first: list[_TensorTemplate] = []  # tensor of each storage
         self._expressions: dict[sympy.Expr, sympy.Expr | int] = {}
@@ -160,6 +162,7 @@ class GraphTemplate:
             all(isinstance(item, int) for item in layout)
             and (is_new or self._first[memory].fixed is not None)
             and viewed is None
+            and not any(isinstance(size, torch.SymInt) for size in (*value.shape, *value.stride()))
         )
         template = _TensorTemplate(
             memory, layout, value.dtype, value.device, value if is_fixed else None
@@ -178,7 +181,7 @@ class GraphTemplate:
         written = value.node.expr
         known = self._expressions.get(written)
         if known is None:
-            expression = value.node.shape_env.simplify(written).expand()
+            expression = value.node.shape_env.simplify(written).xreplace(self._solved).expand()
             known = self._expressions[written] = (
                 int(expression) if expression.is_number else expression
             )

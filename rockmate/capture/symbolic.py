@@ -19,6 +19,8 @@ where a guard does not hold, so where the model's code, or PyTorch's, might have
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -26,13 +28,14 @@ from typing import Any
 
 import sympy
 import torch
-from torch import nn
+from torch import fx, nn
 
 from rockmate._torch.fake import FakeTensorMode
 from rockmate._torch.symbolic_sizes import ConstantSource, DimDynamic, ShapeEnv
 from rockmate.capture.fake_device import fake_device_tensors, move_to
 from rockmate.capture.joint import capture_joint
-from rockmate.capture.roles import Capture, traced_calls, with_graph
+from rockmate.capture.read_values import ReadValues, SampleValues
+from rockmate.capture.roles import Capture, Role, RoleKind, traced_calls, with_graph
 from rockmate.capture.signature import CallSignature
 from rockmate.capture.size_template import (
     MIN_SYMBOLIC_SIZE,
@@ -58,6 +61,7 @@ class SymbolicCapture:
         groups: SizeGroups,
         *,
         device: torch.device | None = None,
+        values: SampleValues | None = None,
         **options: Any,
     ) -> None:
         """Traces the model.
@@ -65,9 +69,10 @@ class SymbolicCapture:
         Args:
             model: the module, in the mode that it will be trained in.
             call: a call whose sizes decide wherever the model's code branches on them; its tensors
-                are contiguous.
+                are contiguous. Carriers of numbers that are read stand behind those of `values`.
             groups: its dimensions that share a symbol; those in no group are numbers.
             device: that the step is planned for, if the model is on another kind of device.
+            values: what the forward may read values of; None if it reads none.
             **options: as for `capture_joint`.
 
         Raises:
@@ -80,11 +85,18 @@ class SymbolicCapture:
         traced = call if device is None else call.on(torch.device("cpu"))
         tensors = _symbolic_tensors(mode, traced, groups, sizes)
         fakes = fake_device_tensors(model, [], device, mode) if device else nullcontext()
+        self._num_inputs = len(tensors) - (values.num_carriers if values else 0)
         with fakes:
-            self._capture = capture_joint(model, tensors, call.structure, **options)
+            self._capture = capture_joint(model, tensors, call.structure, values=values, **options)
         if device is not None:
             move_to(self._capture.joint, device)
-        self._template = GraphTemplate(self._capture.joint.graph, mode)
+        self.solved = _solved(self._environment)
+        self._template = GraphTemplate(self._capture.joint.graph, mode, self.solved)
+
+    @property
+    def read_values(self) -> ReadValues:
+        """What the forward reads; its `expected` are those of the call that was traced."""
+        return self._capture.read_values
 
     @property
     def num_checkpoints(self) -> int:
@@ -97,32 +109,49 @@ class SymbolicCapture:
         Raises:
             SizesNotCoveredError: the symbolic graph may not be the model's at these sizes.
         """
-        capture = _copied(self._capture, self._template, self.values(call))
+        capture = self.copied(self._capture, self._template, self.values(call))
         values = [node.meta.get("val") for node in capture.joint.graph.nodes]
         for each in filter(lambda value: isinstance(value, torch.Tensor), values):
             if any(not isinstance(size, int) for size in (*each.shape, *each.stride())):
                 raise SizesNotCoveredError("sizes that coincide in the sample do not in general")
         return capture
 
-    def generic(self, passes: Callable[[Capture], Capture]) -> GenericCapture:
+    def copied(
+        self,
+        capture: Capture,
+        template: GraphTemplate,
+        values: Mapping[sympy.Symbol, sympy.Integer],
+        names: SizeNames | None = None,
+    ) -> Capture:
+        """A copy of a capture at numbers for its symbols, without carriers."""
+        graph, copies = template.copy(values, names)
+        capture = replace(with_graph(capture, graph, copies), traced=traced_calls(graph))
+        inputs = list[tuple[fx.Node, Role]]()
+        for node, role in capture.inputs:
+            if role.kind is RoleKind.INPUT and role.index >= self._num_inputs:
+                graph.erase_node(node)
+            else:
+                inputs.append((node, role))
+        return replace(capture, inputs=tuple(inputs))
+
+    def generic(
+        self, passes: Callable[[Capture], Capture], call: CallSignature | None = None
+    ) -> GenericCapture:
         """The capture at generic sizes, rewritten.
 
         Args:
             passes: rewrites the captured graph; nodes that it adds have no size that depends on
                 the call, dropout masks excepted.
+            call: of other sizes, as they go together.
 
         Raises:
             SizesNotCoveredError: no such sizes were found near those that it was traced at, or a
                 number in it is no integer.
         """
-        given, replaced = self.values(self._call), self._environment.replacements
-        for nearby in _sizes_nearby(
-            {
-                symbol: value
-                for symbol, value in given.items()
-                if replaced.get(symbol, symbol) == symbol
-            }
-        ):
+        given, replaced = self.values(self._call), self.solved
+        other = given if call is None else self.values(call)
+        free = {symbol: given[symbol] for symbol in given if replaced.get(symbol, symbol) == symbol}
+        for nearby in _sizes_nearby(free, [int(other[each] - size) for each, size in free.items()]):
             values = {
                 symbol: sympy.Integer(replaced.get(symbol, symbol).xreplace(nearby))
                 for symbol in given
@@ -191,8 +220,8 @@ class GenericCapture:
         self._symbolic = symbolic
         names, numbers = SizeNames(), SizeValues(values)
         # The template is read after the passes, since it has to know every node.
-        self.capture = passes(_copied(capture, template, values, names))
-        self._template = GraphTemplate(self.capture.joint.graph, symbolic.mode)
+        self.capture = passes(symbolic.copied(capture, template, values, names))
+        self._template = GraphTemplate(self.capture.joint.graph, symbolic.mode, symbolic.solved)
         for node in self.capture.joint.graph.nodes:
             if node.target in MADE_BY_LAYOUT:  # written by the rewrite, with the sizes that it saw
                 drawn = self._template.layout(node)
@@ -206,7 +235,7 @@ class GenericCapture:
 
         `SizesNotCoveredError` as for `SymbolicCapture.instance`.
         """
-        return _copied(self.capture, self._template, self._symbolic.values(call))
+        return self._symbolic.copied(self.capture, self._template, self._symbolic.values(call))
 
     def numbers(self, call: CallSignature) -> SizedNumbers:
         """All that depends on the sizes of `call`.
@@ -216,30 +245,46 @@ class GenericCapture:
         return self._template.numbers(self._symbolic.values(call), self.capture.inputs)
 
 
+def _solved(environment: ShapeEnv) -> dict[sympy.Symbol, Any]:
+    """Symbols that guards leave no choice, as expressions in others.
+
+    With them, expressions would be equal at all sizes and not look so.
+    """
+    solved = dict[sympy.Symbol, Any]()
+    equal: list[Any] = [each.expr for each in environment.guards if isinstance(each.expr, sympy.Eq)]
+    for kinds, each in itertools.product((sympy.Symbol, sympy.Expr), equal):
+        difference = environment.simplify(each.lhs - each.rhs).xreplace(solved).expand()
+        terms = difference.as_coefficients_dict()
+        powers = [term for term in terms if term != 1]
+        if not difference.is_polynomial() or not all(isinstance(term, kinds) for term in powers):
+            continue
+        for symbol in powers:
+            rest = sympy.expand(symbol - difference / terms[symbol])
+            is_whole = all(number.is_integer for number in rest.as_coefficients_dict().values())
+            if isinstance(symbol, sympy.Symbol) and is_whole and not rest.has(symbol):
+                given = {symbol: rest}
+                solved = {name: size.xreplace(given) for name, size in solved.items()} | given
+                break
+    replaced = environment.replacements.items()
+    return {symbol: size.xreplace(solved) for symbol, size in replaced} | solved
+
+
 def _sizes_nearby(
-    values: Mapping[sympy.Symbol, sympy.Integer],
+    values: Mapping[sympy.Symbol, sympy.Integer], way: Sequence[int]
 ) -> Iterator[dict[sympy.Symbol, sympy.Integer]]:
-    """Sizes near the given ones, each moved by another distance, nearest first."""
-    for distance in range(1, _MAX_DISTANCE):
-        for sign in (1, -1):
-            moved = [
-                int(value) + sign * (distance + 2 * index)
-                for index, value in enumerate(values.values())
-            ]
-            if min(moved, default=MIN_SYMBOLIC_SIZE) >= MIN_SYMBOLIC_SIZE:
-                yield {
-                    symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)
-                }
+    """Sizes near the given ones, nearest first: each by another distance, or on the way of a call.
 
-
-def _copied(
-    capture: Capture,
-    template: GraphTemplate,
-    values: Mapping[sympy.Symbol, sympy.Integer],
-    names: SizeNames | None = None,
-) -> Capture:
-    graph, copies = template.copy(values, names)
-    return replace(with_graph(capture, graph, copies), traced=traced_calls(graph))
+    On that way, what sizes have in common stays so: sums, products with constants, divisors.
+    """
+    along = [step // (math.gcd(*way) or 1) for step in way]
+    ways = itertools.product(range(1, _MAX_DISTANCE), (1, -1), ([0] * len(along), along))
+    for distance, sign, steps in ways:
+        moved = [
+            int(value) + sign * (distance * step or distance + 2 * index)
+            for index, (value, step) in enumerate(zip(values.values(), steps, strict=True))
+        ]
+        if min(moved, default=MIN_SYMBOLIC_SIZE) >= MIN_SYMBOLIC_SIZE:
+            yield {symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)}
 
 
 def _symbolic_sizes(

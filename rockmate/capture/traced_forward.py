@@ -164,6 +164,8 @@ class TracedForward(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Runs the model once."""
+        num_inputs = len(tensors) - (self._sample.num_carriers if self._sample else 0)
+        tensors, carriers = tensors[:num_inputs], tensors[num_inputs:]
         args, kwargs = self.structure.rebuild(list(tensors))
         self.held.put(dict(self.named_buffers(recurse=False)))
         buffers = _buffers_by_place(self.model)
@@ -172,7 +174,8 @@ class TracedForward(nn.Module):
             if not isinstance(place.owner, types.ModuleType):
                 before.save(place.owner)  # as it is without what stands in its place
         outside = [snapshot(place.value()) for place in self._outside]
-        self.reader, self.log = ValueReader(defers=self._defers), WriteLog()
+        self.reader = ValueReader(defers=self._defers, carriers=carriers)
+        self.log = WriteLog()
         try:
             with (
                 self._reads_answered(tensors),
@@ -224,7 +227,7 @@ class TracedForward(nn.Module):
         reader.know_buffers(dict(self.model.named_buffers()), self._sample.buffers)
         with reader.answering():
             yield
-        self.read_values = reader.read_values()
+        self.read_values = reader.read_values(self._sample.inputs)
 
     def _output_tensors(self, output: Any, *, has_labels: bool) -> list[torch.Tensor]:
         """The tensors of the model's output, detached where they get no gradient."""

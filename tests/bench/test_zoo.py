@@ -62,6 +62,12 @@ def test_registries_are_known() -> None:
     assert "vit" in names_of("image-classification")
 
 
+def test_a_tiny_build_of_images_and_text_has_rows_for_each_image() -> None:
+    model = next(builders("image-text-to-text", "cosmos3_edge"))()  # heads turn in three parts
+    batch = make_batch("image-text-to-text", model, 0)
+    assert model(**batch).loss.isfinite()
+
+
 def record(name: str, verdict: str, **more: Any) -> dict[str, Any]:
     return {"registry": "ctc", "name": name, "verdict": verdict, "detail": f"of {name}", **more}
 

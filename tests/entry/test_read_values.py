@@ -265,3 +265,47 @@ def test_values_of_a_sample_without_any_are_asked_for() -> None:
     assert Planner(model, (given, given), machine="h100").baseline_ms > 0
     with pytest.raises(UnsupportedModelError, match=r"reads the value .*on the CPU has the values"):
         Planner(model, (given.to("meta"), given.to("meta")), machine="h100")
+
+
+@made_of(lambda: {"layer": nn.Linear(8, 8), "head": nn.Linear(8, 8)})
+class Grids(nn.Module):
+    """Packed rows of images: split by lengths that follow from an input, and positions in them."""
+
+    def forward(self, x: torch.Tensor, grids: torch.Tensor) -> torch.Tensor:
+        ends = torch.nn.functional.pad(grids.prod(-1).cumsum(0), (1, 0))
+        parts = [
+            self.layer(part).tanh() * (1 + self.layer(part).softmax(0))
+            for part in x.split((ends[1:] - ends[:-1]).tolist())
+        ]
+        rows = torch.cat([torch.arange(h).repeat_interleave(w) for h, w in grids.tolist()])
+        return self.head(torch.cat(parts)).sin() * (1 + rows[:, None])
+
+
+def of_grids(*grids: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+    return x(0, sum(h * w for h, w in grids)), torch.tensor(grids)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "calls"),
+    [
+        (Masked, [(x(0, 24), torch.arange(24) < number) for number in (20, 12, 7, 9, 15)]),
+        (
+            Grids,
+            [
+                of_grids((4, 3), (3, 4)),
+                of_grids((2, 3), (3, 3)),
+                of_grids((3, 4), (2, 3)),
+                of_grids((2, 2), (4, 5)),
+                of_grids((3, 2), (2, 2)),
+            ],
+        ),
+    ],
+)
+def test_other_numbers_take_over_a_schedule(
+    model_class: Callable[[], nn.Module], calls: Calls, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rockmate")
+    module = check_equal(model_class, calls)
+    assert sum(each.is_adapted for each in module._plans.runnables) >= len(calls) - 3
+    assert "captured with symbolic sizes" in caplog.text
+    assert "there is no" not in caplog.text

@@ -104,7 +104,7 @@ def check_capture(capture: Capture) -> None:
     attributes, read = capture.attributes, capture.read_values
     refused = {
         "it assigns attributes": attributes.leaves_any,
-        "it reads the values of tensors": read.check is not None,
+        "it reads the values of tensors": read.read is not None,
         "it has checkpoints of its own": capture.num_checkpoints > 0,
         "it has outputs without a gradient": bool(capture.non_differentiable_outputs),
     }

@@ -200,10 +200,11 @@ def _captured(
         try:
             joint, forward = trace()
             break
-        except (InvalidSampleError, UnsupportedModelError) as error:
+        except Exception as error:
+            is_told = isinstance(error, InvalidSampleError | UnsupportedModelError)
             # What is opaque may see layouts, which are as given then.
             is_final = is_elsewhere or make().memory_format != "as_given"
-            if not is_final and functions.may_be_traced_again(error):
+            if is_told and not is_final and functions.may_be_traced_again(error):
                 continue
             if failure is not None:
                 raise failure from error

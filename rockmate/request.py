@@ -18,6 +18,7 @@ from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.traced_forward import first_call_awaited
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.memory_limit import MemoryLimit
+from rockmate.offload.weight_home import homes_of
 from rockmate.plan.plan import Plan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.simulated_capture import captured_step, machine_of
@@ -112,8 +113,8 @@ class PlanRequest:
             session = PlanningSession(model, sample_input, self.options, captured=captured)
         if budget is None:
             # The process holds more memory once it has planned.
-            self._call_within(session, self._room(model))
-            budget = self._room(model)
+            self._call_within(session, self._room(model, session.weight_bytes))
+            budget = self._room(model, session.weight_bytes)
         elif share_bytes is None:
             budget = self._less(budget, session.baseline_peak_bytes)
         return self._session_call(session, budget, stored)
@@ -137,10 +138,12 @@ class PlanRequest:
             return self.budget if share_bytes is None else share_bytes
         return None if self.budget is None else parse_budget(self.budget, 0) // self.num_methods
 
-    def _room(self, model: nn.Module) -> int:
-        """What the limit leaves now to one method."""
+    def _room(self, model: nn.Module, weight_bytes: int = 0) -> int:
+        """What the limit leaves now to one method, and to so many bytes of frozen weights."""
         assert self.memory_limit is not None
-        room_bytes = self.memory_limit.activation_budget_bytes(model) // self.num_methods
+        movable_bytes = weight_bytes and weight_bytes - homes_of(plain_model(model)).num_bytes
+        room_bytes = self.memory_limit.activation_budget_bytes(model, movable_bytes)
+        room_bytes //= self.num_methods
         return max(1, room_bytes - self.excess_bytes)
 
     def _less(self, budget: Budget, baseline_peak_bytes: int) -> Budget:

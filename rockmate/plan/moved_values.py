@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rockmate.budget import size_text
-from rockmate.graph.snapshot import StepSnapshot
+from rockmate.graph.snapshot import StepSnapshot, StorageKind
 from rockmate.plan.record import PlanRecord
+from rockmate.schedule.fetch import broken_fetch
 from rockmate.schedule.move import MoveError, MoveWalk
 from rockmate.schedule.schedule import Schedule
 
@@ -21,11 +22,27 @@ def moved_text(plan: PlanRecord) -> str:
     moves, lanes = plan.schedule.moves, plan.simulation.lanes
     assert lanes is not None
     moved_bytes = sum(plan.snapshot.storages[move.storage].num_bytes for move in moves)
+    number = len(moves)
+    waited_ms = sum(lanes.sent_waits_ms[:number]) + sum(lanes.fetched_waits_ms[:number])
     values = f"{len(moves)} value{'s' if len(moves) > 1 else ''}"
     return (
         f"{values} to {tier_name(plan)} and back, {size_text(moved_bytes)}, which take "
-        f"{size_text(plan.simulation.host_bytes)} there; the step waits {lanes.waited_ms:.1f} ms "
+        f"{size_text(plan.simulation.host_bytes)} there; the step waits {waited_ms:.1f} ms "
         "for them"
+    )
+
+
+def fetched_text(plan: PlanRecord) -> str:
+    """How many frozen weights are at home, of how many bytes, and how long the step waits."""
+    fetches, lanes = plan.schedule.fetches, plan.simulation.lanes
+    assert lanes is not None
+    sizes = {each.storage: plan.snapshot.storages[each.storage].num_bytes for each in fetches}
+    copied_bytes = sum(sizes[each.storage] for each in fetches)
+    waited_ms = sum(lanes.fetched_waits_ms[len(plan.schedule.moves) :])
+    return (
+        f"{len(sizes)} frozen ones of {size_text(sum(sizes.values()))} at home in "
+        f"{tier_name(plan)}; {len(fetches)} copies of {size_text(copied_bytes)} a step, for which "
+        f"it waits {waited_ms:.1f} ms"
     )
 
 
@@ -45,7 +62,7 @@ def move_texts(plan: PlanRecord, storage: int) -> tuple[str, ...]:
 
 
 def broken_move(snapshot: StepSnapshot, schedule: Schedule) -> str:
-    """The first fault of a schedule's moves, in words; empty if there is none."""
+    """The first fault of a schedule's moves and fetches, in words; empty if there is none."""
     for move in schedule.moves:
         if move.storage >= len(snapshot.storages):
             return f"storage {move.storage} moves, and the last is {len(snapshot.storages) - 1}"
@@ -61,4 +78,11 @@ def broken_move(snapshot: StepSnapshot, schedule: Schedule) -> str:
         walk.end()
     except MoveError as error:
         return str(error)
-    return ""
+    for fetch in schedule.fetches:
+        if fetch.storage >= len(snapshot.storages):
+            return f"storage {fetch.storage} is fetched, and there are {len(snapshot.storages)}"
+        kind = snapshot.storages[fetch.storage].kind
+        if kind is not StorageKind.PARAMETER:
+            return f"{snapshot.storages[fetch.storage].name} is fetched, which is no weight"
+    reads = [snapshot.ops[index].reads for index in schedule.steps]
+    return broken_fetch(schedule.fetches, reads, len(schedule.forward))

@@ -8,7 +8,7 @@ from math import inf
 
 from rockmate.budget import size_text
 from rockmate.plan.block_table import passing_text
-from rockmate.plan.moved_values import moved_text
+from rockmate.plan.moved_values import fetched_text, moved_text
 from rockmate.plan.record import PlanRecord
 
 # Number of calls named as those that are recomputed most often.
@@ -48,6 +48,8 @@ def _content_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     num_recomputed = f"{plan.schedule.num_recomputations()} of {len(plan.snapshot.ops)} ops"
     if plan.schedule.moves:
         yield "moved", moved_text(plan)
+    if plan.schedule.fetches:
+        yield "weights", fetched_text(plan)
     yield "recomputed", f"{num_recomputed}, most often {named}" if named else num_recomputed
     yield "blocks", f"{len(plan.chain.blocks)}; {passing_text(plan)}"
 

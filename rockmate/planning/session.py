@@ -21,6 +21,7 @@ from rockmate.budget import (
     OnInfeasible,
     budgets_in_bytes,
     check_on_infeasible,
+    is_share,
     parse_budget,
     parse_budgets,
     size_text,
@@ -55,6 +56,7 @@ from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.search_trace import gap_bar
 from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.strategies import DEFAULT, UNMOVED
+from rockmate.planning.weights import WeightSearch
 from rockmate.runtime.program import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
@@ -153,6 +155,7 @@ class PlanningSession:
         )
         with timed(self.timings, "solve"):
             self._forms.minimum("rockmate")
+        self._weights = WeightSearch(self._forms) if options.weights == "auto" else None
         baseline = self._forms.captured.baseline
         self.baseline_peak_bytes = baseline.peak_bytes
         self.baseline_ms = baseline.time_ms
@@ -169,6 +172,11 @@ class PlanningSession:
     def minimum_peak_bytes(self) -> int:
         """See `Planner`."""
         return self.minimum_peak()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the frozen weights that a budget bounds beside activations."""
+        return 0 if self._weights is None else self._weights.num_bytes
 
     def plan(
         self, budget: Budget, *, strategy: str = "rockmate", on_infeasible: OnInfeasible = "error"
@@ -196,6 +204,7 @@ class PlanningSession:
                 values.
         """
         check_on_infeasible(on_infeasible)
+        self._check_bounds_weights(budget)
         slowdown = slowdown_of(budget)
         if slowdown is not None:
             return self._chosen(slowdown, strategy)
@@ -206,7 +215,7 @@ class PlanningSession:
         if plan is not None:
             return plan
         with gc_paused():
-            minimum_bytes = self._forms.min_peak(strategy).peak_bytes
+            minimum_bytes = self._min_bytes(strategy)
             smallest = self.plan(minimum_bytes, strategy=strategy)
         if on_infeasible == "error":
             error = InfeasibleBudgetError(
@@ -288,11 +297,40 @@ class PlanningSession:
             with gc_paused():
                 self._rule.begin()
                 with gap_bar(is_shown=self.options.progress):
+                    if self._weights is not None:
+                        return self._plan_with_weights(budget_bytes, strategy)
                     best = self._forms.best_within(budget_bytes, strategy)
                 if best is None:
                     return None
                 self._keep({budget_bytes: self._as_plan(budget_bytes, strategy, *best)}, strategy)
         return self._plans[budget_bytes, strategy]
+
+    def _plan_with_weights(self, budget_bytes: int, strategy: str) -> Plan | None:
+        """A plan whose frozen weights may be at home, within a budget that bounds them, too."""
+        assert self._weights is not None
+        best = self._weights.best_within(budget_bytes, strategy)
+        if best is None:
+            return None
+        left_bytes = budget_bytes - best.resident_bytes
+        plan = self._as_plan(left_bytes, strategy, *best.found)
+        plan = replace(plan, bounds=self._weights.bounds_within(budget_bytes))
+        self._plans[budget_bytes, strategy] = plan
+        return plan
+
+    def _min_bytes(self, strategy: str) -> int:
+        """The smallest budget of all with a plan."""
+        if self._weights is not None:
+            return self._weights.minimum(strategy)
+        return self._forms.min_peak(strategy).peak_bytes
+
+    def _check_bounds_weights(self, budget: Budget) -> None:
+        """Raises `InvalidBudgetError` for a share of activations where weights count, too."""
+        if self._weights is not None and (is_share(budget) or slowdown_of(budget) is not None):
+            msg = (
+                f"budget {budget!r} is a share of what activations take, and with weights='auto' a "
+                'budget bounds frozen weights, too. Give bytes, or a size as "12GiB".'
+            )
+            raise InvalidBudgetError(msg)
 
     def _keep(self, plans: Mapping[int, Plan], strategy: str) -> None:
         """Takes plans of a strategy that are faster than the known ones for their budgets.
@@ -324,6 +362,9 @@ class PlanningSession:
         """
         listed = parse_budgets(budgets)
         wanted = sorted({parse_budget(each, self.baseline_peak_bytes) for each in listed})
+        if self._weights is not None:
+            each = {budget: self._plan_within(budget, DEFAULT) for budget in wanted}
+            return {budget: plan for budget, plan in each.items() if plan is not None}
         with gc_paused():
             self._rule.begin(max(1, len(wanted)))
             found = self._forms.best_within_each(wanted, progress=progress)

@@ -185,8 +185,8 @@ class GraphWriter:
             self.emit_gradient(node, role)
 
     def move(self, placed: PlacedEvent) -> None:
-        """Writes an event of a move."""
-        storage = self.source.storages[self.schedule.moves[placed.index].storage]
+        """Writes an event of a move, or of a fetch."""
+        storage = self.source.storages[self.schedule.copies[placed.index].storage]
         moves, index = self._moves(), placed.index
         match placed.event:
             case MoveEvent.SEND:
@@ -195,6 +195,7 @@ class GraphWriter:
                 self.graph.call_function(sent, (moves, self.value(storage.root), index))
                 self._forget(storage)
             case MoveEvent.FETCH:
+                self._forget(storage)
                 self._hold(storage.root, self.graph.call_function(fetch, (moves, index)))
             case MoveEvent.FETCHED:
                 coming = (moves, self.value(storage.root), index)

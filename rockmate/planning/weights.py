@@ -103,8 +103,7 @@ class WeightSearch:
 
     def minimum(self, strategy: str) -> int:
         """The smallest budget with a plan, as far as fetches right before each read find it."""
-        starts = [Found(self._forms.captured, self._forms.minimum(strategy))]
-        return min(self._placement(each).least_bytes for each in starts)
+        return self._placement(self._smallest(strategy)).least_bytes
 
     def bounds_within(self, budget_bytes: int) -> Bounds:
         """Bounds that hold with weights at home: those of activations, and the time of copies."""
@@ -128,16 +127,21 @@ class WeightSearch:
 
     def _starts(self, budget_bytes: int, strategy: str) -> Iterator[Found]:
         """Schedules with all weights in memory, for smaller and smaller budgets."""
-        captured = self._forms.captured
-        smallest = Found(captured, self._forms.minimum(strategy))
+        smallest = self._smallest(strategy)
         ways = (UNMOVED, DEFAULT) if strategy == DEFAULT else (strategy,)
-        start_bytes = captured.baseline.peak_bytes
+        start_bytes = self._forms.captured.baseline.peak_bytes
         while start_bytes > smallest.candidate.peak_bytes:
             if start_bytes <= budget_bytes:
                 found = (self._within(start_bytes, way) for way in ways)
                 yield from filter(None, found)
             start_bytes = int(start_bytes / _RATIO)
         yield smallest
+
+    def _smallest(self, strategy: str) -> Found:
+        """The schedule of the smallest peak, with all weights in memory."""
+        found = self._within(self._forms.min_peak(strategy).peak_bytes, strategy)
+        assert found is not None
+        return found
 
     def _placement(self, start: Found) -> _Placement:
         form, candidate = start

@@ -1,0 +1,222 @@
+"""Frozen weights at home on a disk: eager's bits, the predicted bytes, and tensors as they were."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fine_tuning import batch, llama
+from helpers import gradients_of
+from torch import Tensor, nn
+
+from bench.measure import allocator_peak
+from rockmate import InfeasibleBudgetError, OffloadError, Plan, Planner, RockmateModule
+from rockmate.errors import InvalidArgumentError, InvalidBudgetError
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer with an adapter beside it."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer = layer.requires_grad_(False)
+        self.down = nn.Linear(layer.in_features, 4, bias=False)
+        self.up = nn.Linear(4, layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.up(self.down(x))
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    """The model with all of its parameters frozen, and adapters beside its products."""
+    model.requires_grad_(False)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.Linear) and name != "lm_head":
+                setattr(module, name, Adapted(child))
+    return model
+
+
+def adapted_llama() -> nn.Module:
+    """A Llama of 2.2 MB of frozen weights, beside which activations are small."""
+    model = llama(hidden_size=128, intermediate_size=320, num_hidden_layers=3, attention_dropout=0)
+    return with_adapters(model)
+
+
+def frozen_bytes(model: nn.Module) -> int:
+    return sum(each.nbytes for each in model.parameters() if not each.requires_grad)
+
+
+def planner_of(folder: Path, model: nn.Module, **options: Any) -> Planner:
+    return Planner(model, batch(), offload=f"disk:{folder}", weights="auto", time_limit_s=2, **options)
+
+
+def module_of(folder: Path, model: nn.Module, **options: Any) -> RockmateModule:
+    """The model within a third of its frozen weights."""
+    module = RockmateModule(
+        model,
+        batch(),
+        frozen_bytes(model) // 3,
+        offload=f"disk:{folder}",
+        weights="auto",
+        time_limit_s=2,
+        **options,
+    )
+    assert module.plan.schedule.fetches
+    return module
+
+
+def trained(module: Any, owner: nn.Module, seed: int) -> dict[str, Tensor]:
+    """Loss and gradients of one step."""
+    owner.zero_grad()
+    loss = module(**batch(seed)).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients_of(owner)}
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
+
+
+@pytest.mark.parametrize("share", [0.9, 0.5, 0.0])
+def test_steps_have_the_bits_of_eager_and_the_predicted_bytes(share: float, tmp_path: Path) -> None:
+    model = adapted_llama()
+    eager = copy.deepcopy(model)
+    planner = planner_of(tmp_path, model)
+    with pytest.raises(InfeasibleBudgetError) as caught:
+        planner.plan(1)
+    least, whole = caught.value.minimum_bytes, frozen_bytes(model) + planner.baseline_peak_bytes
+    assert least < frozen_bytes(model) / 3
+    budget = int(least + share * (whole - least))
+    plan = planner.plan(budget)
+    plan.schedule.verify(plan.graph)
+    resident = {n: p.data_ptr() for n, p in model.named_parameters() if not p.requires_grad}
+    module = planner.module_of(plan, trial="never")
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, eager)]
+    for seed in range(3):
+        assert_equal(trained(module, model, seed), trained(eager, eager, seed))
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_equal(dict(model.state_dict()), dict(eager.state_dict()))
+    storages = plan.snapshot.storages
+    home = sum(storages[i].num_bytes for i in {each.storage for each in plan.schedule.fetches})
+    moved = [n for n, p in model.named_parameters() if n in resident and p.data_ptr() != resident[n]]
+    assert home == sum(model.get_parameter(name).nbytes for name in moved)
+    assert home == planner.weight_bytes - (budget - plan.budget_bytes)
+    inputs = batch(1)
+    assert allocator_peak(lambda: module(**inputs).loss.backward()) == plan.predicted_peak_bytes
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_budget_that_holds_all_has_the_plan_of_resident_weights(tmp_path: Path) -> None:
+    model = adapted_llama()
+    planner = planner_of(tmp_path, model)
+    peak = planner.baseline_peak_bytes
+    plan = planner.plan(planner.weight_bytes + peak)
+    resident = Planner(model, batch(), offload=f"disk:{tmp_path}").plan(peak)
+    assert plan.schedule == resident.schedule
+    assert not plan.schedule.copies
+    assert (plan.budget_bytes, plan.predicted_peak_bytes) == (peak, resident.predicted_peak_bytes)
+
+
+def test_scripts_find_the_weights_whole(tmp_path: Path) -> None:
+    model = adapted_llama()
+    eager = copy.deepcopy(model)
+    module = module_of(tmp_path, model)
+    assert_equal(dict(module.state_dict()), dict(eager.state_dict()))
+    words = batch()["input_ids"]
+    ours, theirs = (each.eval().generate(words, max_new_tokens=4) for each in (module, eager))
+    assert torch.equal(ours, theirs)
+    module.train()
+    eager.train()
+    assert_equal(trained(module, model, 1), trained(eager, eager, 1))
+
+
+def test_what_a_script_writes_into_a_weight_counts(tmp_path: Path) -> None:
+    model = adapted_llama()
+    eager = copy.deepcopy(model)
+    module = module_of(tmp_path, model)
+    trained(module, model, 0)
+    for each in (model, eager):
+        weight: Any = each.get_parameter("model.layers.1.mlp.up_proj.layer.weight")
+        weight.data.mul_(1.5)
+        other: Any = each.get_parameter("model.layers.0.mlp.up_proj.layer.weight")
+        other.data = other.data * 0.5
+    assert_equal(trained(module, model, 1), trained(eager, eager, 1))
+    state = {name: 1.1 * value for name, value in eager.state_dict().items()}
+    for each in (model, eager):
+        each.load_state_dict(state)
+    assert_equal(trained(module, model, 2), trained(eager, eager, 2))
+
+
+def test_calls_of_other_sizes_have_the_bits_of_eager(tmp_path: Path) -> None:
+    model = adapted_llama()
+    eager = copy.deepcopy(model)
+    module = module_of(tmp_path, model)
+    for rows in (slice(0, 2), slice(0, 4), slice(1, 4)):
+        inputs = {name: value[rows] for name, value in batch(3).items()}
+        losses = []
+        for each in (module, eager):
+            each.zero_grad()
+            losses.append(each(**inputs).loss)
+            losses[-1].backward()
+        assert torch.equal(*losses)
+        assert_equal(gradients_of(model), gradients_of(eager))
+
+
+def test_a_kept_graph_and_two_forwards_have_the_bits_of_eager(tmp_path: Path) -> None:
+    model = adapted_llama()
+    eager = copy.deepcopy(model)
+    module = module_of(tmp_path, model, in_flight=2)
+    for each in (module, eager):
+        losses = [each(**batch(seed)).loss for seed in (1, 2)]
+        losses[0].backward(retain_graph=True)
+        losses[0].backward()
+        losses[1].backward()
+    assert_equal(gradients_of(model), gradients_of(eager))
+
+
+def test_a_plan_file_holds_the_fetches(tmp_path: Path) -> None:
+    model = adapted_llama()
+    eager = copy.deepcopy(model)
+    plan = planner_of(tmp_path, model).plan(frozen_bytes(model) // 3)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded.schedule == plan.schedule
+    assert loaded.simulation == plan.simulation
+    assert "at home in the disk" in loaded.summary()
+    module = RockmateModule(model, batch(), plan=loaded)
+    assert_equal(trained(module, model, 1), trained(eager, eager, 1))
+
+
+def test_a_full_home_is_an_error_before_anything_is_computed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted_llama()
+    plan = planner_of(tmp_path, model).plan(frozen_bytes(model) // 3)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OffloadError, match="has .* free"):
+        RockmateModule(model, batch(), plan=plan)
+    monkeypatch.undo()
+    module = RockmateModule(model, batch(), plan=plan)
+    assert_equal(trained(module, model, 1), trained(copy.deepcopy(model), model, 1))
+
+
+def test_refusals(tmp_path: Path) -> None:
+    model = adapted_llama()
+    with pytest.raises(InvalidArgumentError, match="needs a home"):
+        Planner(model, batch(), weights="auto")
+    with pytest.raises(InvalidArgumentError, match="weights is 'home'"):
+        Planner(model, batch(), offload=f"disk:{tmp_path}", weights="home")
+    with pytest.raises(InvalidBudgetError, match="bounds frozen weights, too"):
+        planner_of(tmp_path, model).plan(0.5)

@@ -224,6 +224,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add_model_arguments(plan)
     add_budget_arguments(plan)
+    add_option(plan, "weights")
     plan.add_argument(
         "--budget",
         required=True,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from rockmate.capture.options import (
     CaptureOptions,
@@ -149,8 +149,6 @@ class PlanOptions(CaptureOptions):
             )
             raise InvalidArgumentError(msg)
 
-        if self.weights not in get_args(Weights):
-            raise InvalidArgumentError(f"weights is {self.weights!r}; give 'resident' or 'auto'")
         if self.weights == "auto" and self.offload is None:
             msg = "weights='auto' needs a home for them; give offload=\"host\" or \"disk:FOLDER\""
             raise InvalidArgumentError(msg)

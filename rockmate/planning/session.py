@@ -361,6 +361,8 @@ class PlanningSession:
             InvalidBudgetError: a budget cannot be read.
         """
         listed = parse_budgets(budgets)
+        for each in listed:
+            self._check_bounds_weights(each)
         wanted = sorted({parse_budget(each, self.baseline_peak_bytes) for each in listed})
         if self._weights is not None:
             each = {budget: self._plan_within(budget, DEFAULT) for budget in wanted}
@@ -415,6 +417,8 @@ class PlanningSession:
 
         It refers to plans without chunks.
         """
+        if self._weights is not None:
+            return self._weights.whole_minimum(strategy)
         return self._forms.minimum(strategy).peak_bytes
 
     def lower_bound_ms(self, budget: Budget) -> float:

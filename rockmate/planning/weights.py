@@ -105,6 +105,11 @@ class WeightSearch:
         """The smallest budget with a plan, as far as fetches right before each read find it."""
         return self._placement(self._smallest(strategy)).least_bytes
 
+    def whole_minimum(self, strategy: str) -> int:
+        """The same without chunks."""
+        start = Found(self._forms.captured, self._forms.minimum(strategy))
+        return self._placement(start).least_bytes
+
     def bounds_within(self, budget_bytes: int) -> Bounds:
         """Bounds that hold with weights at home: those of activations, and the time of copies."""
         return _WeightBounds(self._forms.bounds_within(budget_bytes), budget_bytes, self._copy_ms)

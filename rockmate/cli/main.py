@@ -26,6 +26,7 @@ from rockmate.cli.arguments import (
     add_budget_arguments,
     add_mark_arguments,
     add_model_arguments,
+    add_option,
     at_least_two,
     fraction,
     names,

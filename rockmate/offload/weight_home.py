@@ -181,7 +181,7 @@ def has_homes(model: nn.Module) -> bool:
 
 
 def can_go_home(weight: torch.Tensor) -> bool:
-    """Whether a parameter may: a frozen dense tensor of no other class that has its memory alone."""
+    """Whether a parameter may: a frozen dense tensor of no own class, alone in its memory."""
     return (
         isinstance(weight, nn.Parameter)
         and type(weight.data) is torch.Tensor

@@ -150,7 +150,7 @@ class PlanOptions(CaptureOptions):
             raise InvalidArgumentError(msg)
 
         if self.weights == "auto" and self.offload is None:
-            msg = "weights='auto' needs a home for them; give offload=\"host\" or \"disk:FOLDER\""
+            msg = "weights='auto' needs a home for them; give offload='host' or 'disk:FOLDER'"
             raise InvalidArgumentError(msg)
 
     @classmethod

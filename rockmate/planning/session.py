@@ -21,7 +21,6 @@ from rockmate.budget import (
     OnInfeasible,
     budgets_in_bytes,
     check_on_infeasible,
-    is_share,
     parse_budget,
     parse_budgets,
     size_text,
@@ -56,7 +55,6 @@ from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.search_trace import gap_bar
 from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.strategies import DEFAULT, UNMOVED
-from rockmate.planning.weights import WeightSearch
 from rockmate.runtime.program import PlannedCall
 from rockmate.step import CapturedStep, capture_step
 
@@ -151,11 +149,11 @@ class PlanningSession:
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
         self._forms = Forms(
-            forms, form_of, numerics=self.numerics, rule=self._rule, request=self._offload
-        )
+            forms, form_of, numerics=self.numerics, rule=self._rule, request=self._offload,
+            has_homes=options.weights == "auto",
+        )  # fmt: skip
         with timed(self.timings, "solve"):
             self._forms.minimum("rockmate")
-        self._weights = WeightSearch(self._forms) if options.weights == "auto" else None
         baseline = self._forms.captured.baseline
         self.baseline_peak_bytes = baseline.peak_bytes
         self.baseline_ms = baseline.time_ms
@@ -168,15 +166,15 @@ class PlanningSession:
         """
         return self._forms.captured.text
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the frozen weights that a budget bounds beside activations."""
+        return 0 if self._forms.weights is None else self._forms.weights.num_bytes
+
     @cached_property
     def minimum_peak_bytes(self) -> int:
         """See `Planner`."""
         return self.minimum_peak()
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the frozen weights that a budget bounds beside activations."""
-        return 0 if self._weights is None else self._weights.num_bytes
 
     def plan(
         self, budget: Budget, *, strategy: str = "rockmate", on_infeasible: OnInfeasible = "error"
@@ -204,7 +202,7 @@ class PlanningSession:
                 values.
         """
         check_on_infeasible(on_infeasible)
-        self._check_bounds_weights(budget)
+        self._forms.check_budget(budget)
         slowdown = slowdown_of(budget)
         if slowdown is not None:
             return self._chosen(slowdown, strategy)
@@ -215,7 +213,7 @@ class PlanningSession:
         if plan is not None:
             return plan
         with gc_paused():
-            minimum_bytes = self._min_bytes(strategy)
+            minimum_bytes = self._forms.min_peak(strategy).peak_bytes
             smallest = self.plan(minimum_bytes, strategy=strategy)
         if on_infeasible == "error":
             error = InfeasibleBudgetError(
@@ -297,46 +295,20 @@ class PlanningSession:
             with gc_paused():
                 self._rule.begin()
                 with gap_bar(is_shown=self.options.progress):
-                    if self._weights is not None:
-                        return self._plan_with_weights(budget_bytes, strategy)
                     best = self._forms.best_within(budget_bytes, strategy)
                 if best is None:
                     return None
                 self._keep({budget_bytes: self._as_plan(budget_bytes, strategy, *best)}, strategy)
         return self._plans[budget_bytes, strategy]
 
-    def _plan_with_weights(self, budget_bytes: int, strategy: str) -> Plan | None:
-        """A plan whose frozen weights may be at home, within a budget that bounds them, too."""
-        assert self._weights is not None
-        best = self._weights.best_within(budget_bytes, strategy)
-        if best is None:
-            return None
-        left_bytes = budget_bytes - best.resident_bytes
-        plan = self._as_plan(left_bytes, strategy, *best.found)
-        plan = replace(plan, bounds=self._weights.bounds_within(budget_bytes))
-        self._plans[budget_bytes, strategy] = plan
-        return plan
-
-    def _min_bytes(self, strategy: str) -> int:
-        """The smallest budget of all with a plan."""
-        if self._weights is not None:
-            return self._weights.minimum(strategy)
-        return self._forms.min_peak(strategy).peak_bytes
-
-    def _check_bounds_weights(self, budget: Budget) -> None:
-        """Raises `InvalidBudgetError` for a share of activations where weights count, too."""
-        if self._weights is not None and (is_share(budget) or slowdown_of(budget) is not None):
-            msg = (
-                f"budget {budget!r} is a share of what activations take, and with weights='auto' a "
-                'budget bounds frozen weights, too. Give bytes, or a size as "12GiB".'
-            )
-            raise InvalidBudgetError(msg)
-
     def _keep(self, plans: Mapping[int, Plan], strategy: str) -> None:
         """Takes plans of a strategy that are faster than the known ones for their budgets.
 
         None of those that are kept is slower than one for a smaller budget.
         """
+        if self._forms.weights is not None:  # whose plans have budgets of their own
+            self._plans |= {(budget, strategy): plan for budget, plan in plans.items()}
+            return
         known = {budget: plan for (budget, each), plan in self._plans.items() if each == strategy}
         news = {
             budget: plan
@@ -362,11 +334,8 @@ class PlanningSession:
         """
         listed = parse_budgets(budgets)
         for each in listed:
-            self._check_bounds_weights(each)
+            self._forms.check_budget(each)
         wanted = sorted({parse_budget(each, self.baseline_peak_bytes) for each in listed})
-        if self._weights is not None:
-            each = {budget: self._plan_within(budget, DEFAULT) for budget in wanted}
-            return {budget: plan for budget, plan in each.items() if plan is not None}
         with gc_paused():
             self._rule.begin(max(1, len(wanted)))
             found = self._forms.best_within_each(wanted, progress=progress)
@@ -374,7 +343,7 @@ class PlanningSession:
                 budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
                 for budget_bytes, best in found.items()
             }
-        plans = never_slower(plans)
+        plans = plans if self._forms.weights is not None else never_slower(plans)
         self._keep(plans, "rockmate")
         return plans
 
@@ -417,8 +386,6 @@ class PlanningSession:
 
         It refers to plans without chunks.
         """
-        if self._weights is not None:
-            return self._weights.whole_minimum(strategy)
         return self._forms.minimum(strategy).peak_bytes
 
     def lower_bound_ms(self, budget: Budget) -> float:
@@ -438,8 +405,8 @@ class PlanningSession:
         broken = broken_mark(form.snapshot, candidate.schedule)
         assert not broken, f"the search broke a mark: {broken}"
         return Plan(
-            budget_bytes=budget_bytes,
-            predicted_peak_bytes=candidate.peak_bytes,
+            budget_bytes=budget_bytes - candidate.resident_bytes,
+            predicted_peak_bytes=candidate.simulation.peak_bytes,
             predicted_ms=candidate.time_ms,
             baseline_peak_bytes=self.baseline_peak_bytes,
             baseline_ms=self.baseline_ms,

@@ -20,19 +20,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf
-from typing import NamedTuple
+from itertools import pairwise
 
 import numpy as np
 
 from rockmate._util import Floats, Ints
 from rockmate.bound.protocol import Bounds
 from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Graph, Phase
+from rockmate.graph.ir import Phase
 from rockmate.offload.weight_home import named_weights
-from rockmate.planning.candidate import Candidate
-from rockmate.planning.form import Form, Found
-from rockmate.planning.forms import Forms
+from rockmate.planning.candidate import Candidate, by_time
+from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.strategies import DEFAULT, UNMOVED
 from rockmate.schedule.fetch import Fetch
 from rockmate.schedule.schedule import Schedule
@@ -41,25 +39,13 @@ from rockmate.schedule.simulate import simulate
 # Budgets of activations that are tried: shares of the baseline's peak, each the last one divided by
 # this ratio.
 _RATIO = 1.35
-# Shares of the room for weights that residents take, and of it that those take which are read first.
+# Shares of the room for weights that residents take, and the part of that for those read first.
 _SHARES, _FIRST = (0.0, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0), 0.1
 # Bytes that are left to copies, in largest weights.
 _RESERVES = (0.0, 1.0, 3.0)
 # A weight that is so many times as large as the middle one is kept before others.
 _OUTLIER = 3
 _NUM_REFINEMENTS = 2
-
-
-class PlannedWeights(NamedTuple):
-    """A plan for a budget that bounds frozen weights, too.
-
-    Attributes:
-        found: the schedule, with its fetches, and its form.
-        resident_bytes: of the weights that stay in memory.
-    """
-
-    found: Found
-    resident_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,56 +61,61 @@ class WeightSearch:
     """The search for plans whose frozen weights come and go.
 
     Args:
-        forms: of the step, whose plans keep all weights in memory.
+        captured: the step as captured.
+        within: gives the fastest schedule with all weights in memory within a budget of
+            activations, for a strategy.
+        smallest: gives the schedule of the smallest peak with all weights in memory.
     """
 
-    def __init__(self, forms: Forms) -> None:
-        self._forms = forms
-        self._within = cache(forms.best_within)
+    def __init__(
+        self,
+        captured: Form,
+        within: Callable[[int, str], Found | None],
+        smallest: Callable[[str], Candidate],
+    ) -> None:
+        self._captured, self._within, self._smallest = captured, cache(within), cache(smallest)
         self._weights: dict[Form, list[_Weight]] = {}
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights that can be at home."""
-        return _sum(self.weights(self._forms.captured))
+        return _sum(self._of(self._captured))
 
-    def best_within(self, budget_bytes: int, strategy: str) -> PlannedWeights | None:
+    def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
         """The fastest plan found within a budget; None if none fits."""
-        all_bytes = self.num_bytes
-        resident = self._forms.best_within(budget_bytes - all_bytes, strategy)
-        best = None if resident is None else PlannedWeights(resident, all_bytes)
-        bound_ms = self._forms.captured.baseline.time_ms
-        if best is not None and best.found.time_ms <= bound_ms:
-            return best
+        num_bytes = self.num_bytes
+        best = self._within(budget_bytes - num_bytes, strategy)
+        if best is not None:
+            candidate = replace(best.candidate, resident_bytes=num_bytes)
+            best = Found(best.form, candidate)
+            if best.time_ms <= self._captured.baseline.time_ms:
+                return best
         for start in self._starts(budget_bytes, strategy):
-            if start.time_ms < (inf if best is None else best.found.time_ms):
+            if start.time_ms < time_of(best):
                 best = self._fetched(start, budget_bytes, best)
         return best
 
-    def minimum(self, strategy: str) -> int:
-        """The smallest budget with a plan, as far as fetches right before each read find it."""
-        return self._placement(self._smallest(strategy)).least_bytes
+    def least(self, form: Form, start: Candidate) -> Candidate:
+        """A schedule with all weights at home, at its smallest peak."""
+        placement = _Placement(form, start, self._of(form))
+        found = placement.candidate(frozenset(), placement.least_bytes, 0.0)
+        assert found is not None
+        return found
 
-    def whole_minimum(self, strategy: str) -> int:
-        """The same without chunks."""
-        start = Found(self._forms.captured, self._forms.minimum(strategy))
-        return self._placement(start).least_bytes
+    def bounds(self, bounds: Bounds, budget_bytes: int) -> Bounds:
+        """Bounds that hold with weights at home: those of activations, and the time of copies.
 
-    def bounds_within(self, budget_bytes: int) -> Bounds:
-        """Bounds that hold with weights at home: those of activations, and the time of copies."""
-        return _WeightBounds(self._forms.bounds_within(budget_bytes), budget_bytes, self._copy_ms)
-
-    def _copy_ms(self, budget_bytes: int) -> float:
-        """The least time of copies: what each half reads beyond the budget has to be fetched."""
-        form = self._forms.captured
-        weights, link = self.weights(form), form.costs.link
+        What each half of the step reads beyond the budget has to be fetched in it.
+        """
+        form = self._captured
+        weights, link = self._of(form), form.costs.link
         assert link is not None
         late = {s.index for op in form.graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
-        halves = _sum(weights), _sum([each for each in weights if each.storage in late])
+        halves = _sum(weights), _sum(each for each in weights if each.storage in late)
         missing = sum(max(0, num_bytes - budget_bytes) for num_bytes in halves)
-        return missing / (link.in_gb_per_s * 1e6)
+        return _WeightBounds(bounds, budget_bytes, missing / (link.in_gb_per_s * 1e6))
 
-    def weights(self, form: Form) -> list[_Weight]:
+    def _of(self, form: Form) -> list[_Weight]:
         """The weights of a form that can be at home, in the order of their first reads."""
         if form not in self._weights:
             self._weights[form] = _weights_of(form)
@@ -132,67 +123,35 @@ class WeightSearch:
 
     def _starts(self, budget_bytes: int, strategy: str) -> Iterator[Found]:
         """Schedules with all weights in memory, for smaller and smaller budgets."""
-        smallest = self._smallest(strategy)
+        least_bytes = self._smallest(strategy).peak_bytes
         ways = (UNMOVED, DEFAULT) if strategy == DEFAULT else (strategy,)
-        start_bytes = self._forms.captured.baseline.peak_bytes
-        while start_bytes > smallest.candidate.peak_bytes:
+        start_bytes = self._captured.baseline.peak_bytes
+        while start_bytes > least_bytes:
             if start_bytes <= budget_bytes:
-                found = (self._within(start_bytes, way) for way in ways)
-                yield from filter(None, found)
+                yield from filter(None, (self._within(start_bytes, way) for way in ways))
             start_bytes = int(start_bytes / _RATIO)
-        yield smallest
+        yield from filter(None, [self._within(least_bytes, strategy)])
 
-    def _smallest(self, strategy: str) -> Found:
-        """The schedule of the smallest peak, with all weights in memory."""
-        found = self._within(self._forms.min_peak(strategy).peak_bytes, strategy)
-        assert found is not None
-        return found
-
-    def _placement(self, start: Found) -> _Placement:
-        form, candidate = start
-        weights = self.weights(form)
-        return _Placement(form.graph, form.costs, candidate, weights)
-
-    def _fetched(
-        self, start: Found, budget_bytes: int, best: PlannedWeights | None
-    ) -> PlannedWeights | None:
+    def _fetched(self, start: Found, budget_bytes: int, best: Found | None) -> Found | None:
         """The best of the plans that a start gives, and another."""
-        placement = self._placement(start)
+        form, candidate = start
+        placement = _Placement(form, candidate, self._of(form))
         room_bytes = budget_bytes - placement.least_bytes
-        if room_bytes < 0:
-            return best
         times: dict[float, float] = {}
-        shares: Sequence[float] = _SHARES
+        shares: Sequence[float] = _SHARES if room_bytes >= 0 else ()
         for _ in range(_NUM_REFINEMENTS + 1):
             for share in shares:
-                times[share] = inf
-                for residents in self._residents(start.form, int(share * room_bytes)):
-                    for reserve in _RESERVES:
-                        found = placement.candidate(residents, budget_bytes, reserve)
-                        if found is None:
-                            continue
-                        times[share] = min(times[share], found.time_ms)
-                        if found.time_ms < (inf if best is None else best.found.time_ms):
-                            own = [w for w in self.weights(start.form) if w.storage in residents]
-                            best = PlannedWeights(Found(start.form, found), _sum(own))
-            shares = _between(times)
+                found = [
+                    placement.candidate(residents, budget_bytes, reserve)
+                    for residents in _residents(self._of(form), int(share * room_bytes))
+                    for reserve in _RESERVES
+                ]
+                fastest = min(filter(None, found), key=by_time, default=None)
+                times[share] = time_of(fastest)
+                if fastest is not None and fastest.time_ms < time_of(best):
+                    best = Found(form, fastest)
+            shares = _between(times) if times else ()
         return best
-
-    def _residents(self, form: Form, room_bytes: int) -> Iterator[frozenset[int]]:
-        """Choices of weights that stay, of so many bytes at most."""
-        weights = self.weights(form)
-        if not weights:
-            return
-        middle = sorted(each.num_bytes for each in weights)[len(weights) // 2]
-        large = [each for each in weights if each.num_bytes >= _OUTLIER * middle]
-        for kept in ([], large) if large else ([],):
-            left_bytes = room_bytes - _sum(kept)
-            if left_bytes < 0:
-                continue
-            others = [each for each in weights if each not in kept]
-            yield frozenset(
-                each.storage for each in (*kept, *_spread(others, left_bytes))
-            )
 
 
 class _Placement:
@@ -202,9 +161,8 @@ class _Placement:
         least_bytes: the smallest peak with all weights at home.
     """
 
-    def __init__(
-        self, graph: Graph, costs: Costs, start: Candidate, weights: Sequence[_Weight]
-    ) -> None:
+    def __init__(self, form: Form, start: Candidate, weights: Sequence[_Weight]) -> None:
+        graph, costs = form.graph, form.costs
         self._graph, self._costs, self._start = graph, costs, start
         steps = start.schedule.steps
         self._num_forward = len(start.schedule.forward)
@@ -244,7 +202,10 @@ class _Placement:
         if simulation.peak_bytes > budget_bytes - resident_bytes:
             return None
         return Candidate(
-            schedule=schedule, simulation=simulation, is_proved=self._start.is_proved
+            schedule=schedule,
+            simulation=simulation,
+            is_proved=self._start.is_proved,
+            resident_bytes=resident_bytes,
         )
 
     def _stretches(
@@ -257,7 +218,7 @@ class _Placement:
         gaps: list[tuple[float, int, int, _Weight]] = []
         for weight in away:
             reads = self._reads[weight.storage]
-            for one, other in zip(reads, reads[1:], strict=False):
+            for one, other in pairwise(reads):
                 gaps.append((self._begin_ms[other] - self._begin_ms[one + 1], one, other, weight))
         kept: set[tuple[int, int]] = set()
         for length_ms, one, other, weight in sorted(gaps, key=lambda gap: gap[:3]):
@@ -288,10 +249,9 @@ class _Placement:
         begun = 0
         for first, last, weight in stretches:
             half = self._num_forward if first >= self._num_forward else 0
-            earliest = max(half, begun, free_from[weight.storage])
-            ahead = room[earliest:first]
-            full = np.flatnonzero(ahead < weight.num_bytes)
-            issue = earliest + (int(full[-1]) + 1 if len(full) else 0) if first > earliest else first
+            earliest = min(first, max(half, begun, free_from[weight.storage]))
+            full = np.flatnonzero(room[earliest:first] < weight.num_bytes)
+            issue = earliest + int(full[-1]) + 1 if len(full) else earliest
             room[issue:first] -= weight.num_bytes
             begun = issue
             free_from[weight.storage] = last + 1
@@ -305,18 +265,17 @@ class _WeightBounds:
 
     activations: Bounds
     budget_bytes: int
-    copy_ms: Callable[[int], float]
+    copy_ms: float
 
     def bound_ms(self, budget_bytes: int) -> float:
         """See `Bounds.bound_ms`."""
         del budget_bytes
-        return max(self.activations.bound_ms(self.budget_bytes), self.copy_ms(self.budget_bytes))
+        return max(self.activations.bound_ms(self.budget_bytes), self.copy_ms)
 
     def tight_bound_ms(self, budget_bytes: int) -> float:
         """See `Bounds.tight_bound_ms`."""
         del budget_bytes
-        quick_ms = self.copy_ms(self.budget_bytes)
-        return max(self.activations.tight_bound_ms(self.budget_bytes), quick_ms)
+        return max(self.activations.tight_bound_ms(self.budget_bytes), self.copy_ms)
 
 
 def _weights_of(form: Form) -> list[_Weight]:
@@ -340,6 +299,17 @@ def _weights_of(form: Form) -> list[_Weight]:
         _Weight(each.index, each.num_bytes, link.in_ms(each.num_bytes))
         for each in sorted(chosen, key=first.__getitem__)
     ]
+
+
+def _residents(weights: Sequence[_Weight], room_bytes: int) -> Iterator[frozenset[int]]:
+    """Choices of weights that stay, of so many bytes at most."""
+    sizes = sorted(each.num_bytes for each in weights)
+    large = [each for each in weights if each.num_bytes >= _OUTLIER * sizes[len(sizes) // 2]]
+    for kept in ([], large) if large else ([],):
+        left_bytes = room_bytes - _sum(kept)
+        if left_bytes >= 0:
+            others = [each for each in weights if each not in kept]
+            yield frozenset(each.storage for each in (*kept, *_spread(others, left_bytes)))
 
 
 def _spread(weights: Sequence[_Weight], room_bytes: int) -> list[_Weight]:
@@ -370,7 +340,7 @@ def _between(times: dict[float, float]) -> list[float]:
     ordered = sorted(times)
     place = ordered.index(best)
     around = ordered[max(place - 1, 0) : place + 2]
-    return [(one + other) / 2 for one, other in zip(around, around[1:], strict=False)]
+    return [(one + other) / 2 for one, other in pairwise(around)]
 
 
 def _times_ms(schedule: Schedule, costs: Costs) -> list[float]:

@@ -202,7 +202,7 @@ def _write_backward(
 
 
 class _Events:
-    """The events of moves and fetches in one half of a schedule, in the order in which they are written."""
+    """The events of moves and fetches in one half of a schedule, in the order of their writing."""
 
     def __init__(self, schedule: Schedule, *, is_forward: bool) -> None:
         num_forward = len(schedule.forward)

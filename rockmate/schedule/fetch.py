@@ -39,9 +39,7 @@ class Fetch:
         return self.fetch if event is MoveEvent.FETCH else self.fetched
 
 
-def broken_fetch(
-    fetches: Sequence[Fetch], reads: Sequence[Sequence[int]], num_forward: int
-) -> str:
+def broken_fetch(fetches: Sequence[Fetch], reads: Sequence[Sequence[int]], num_forward: int) -> str:
     """The first fault of a schedule's fetches, in words; empty if there is none.
 
     Args:

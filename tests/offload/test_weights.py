@@ -71,9 +71,7 @@ def planner_of(folder: Path, model: nn.Module, sample: Any = None, **options: An
     return Planner(model, rows() if sample is None else sample, **home | options)
 
 
-def module_of(
-    folder: Path, model: nn.Module, sample: Any = None, **options: Any
-) -> RockmateModule:
+def module_of(folder: Path, model: nn.Module, sample: Any = None, **options: Any) -> RockmateModule:
     """The model within a third of its frozen weights."""
     home: dict[str, Any] = {"offload": f"disk:{folder}", "weights": "auto", **QUICK}
     sample = rows() if sample is None else sample
@@ -213,7 +211,7 @@ def test_a_full_home_is_an_error_before_anything_is_computed(
         raise OSError(errno.ENOSPC, "no space")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OffloadError, match="has .* free"):
+    with pytest.raises(OffloadError, match=r"has .* free"):
         RockmateModule(model, rows(), plan=plan)
     monkeypatch.undo()
     module = RockmateModule(model, rows(), plan=plan)

@@ -123,6 +123,7 @@ class WeightHomes:
         return place is not None and _like(place.mapped) == _like(weight)
 
     def _make_places(self, weights: Iterable[torch.Tensor], request: OffloadRequest) -> None:
+        request.check_home()
         tier = tier_of(self._root(), replace(request, host_bytes=None))
         assert isinstance(tier, DiskTier)
         offsets, end = list[int](), 0

@@ -84,6 +84,8 @@ class WeightSearch:
     def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
         """The fastest plan found within a budget; None if none fits."""
         num_bytes = self.num_bytes
+        if not num_bytes:
+            return self._within(budget_bytes, strategy)
         best = self._within(budget_bytes - num_bytes, strategy)
         if best is not None:
             candidate = replace(best.candidate, resident_bytes=num_bytes)

@@ -31,12 +31,16 @@ from bench.command import Record
 from bench.models import Batch, built, makers
 from bench.pages import filled
 from rockmate import InfeasibleBudgetError, Planner
+from rockmate.costs.machine import load_machine
 from rockmate.hf.adapt import with_lora
+from rockmate.offload.link import machine_link
 from rockmate.plan.plan import Plan
 from rockmate.schedule.fetch import Fetch
 from rockmate.schedule.simulate import simulate
 
 LENGTH, RANK, RESERVE_BYTES = 2048, 16, 512 << 20
+SHARES = (0.2, 0.3, 0.45, 0.7, 1.0, 1.3, 1.8)
+"""Budgets of activations by hand, in smallest peaks without chunks."""
 
 
 class Case(NamedTuple):
@@ -147,16 +151,16 @@ def _by_hand(case: Case, rows: int, budget: int, options: argparse.Namespace) ->
     model, sample = _adapted(case, rows, options.layers)
     checkpointed: Any = model
     checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
-    planner = _planner(case, model, sample, options, existing_checkpoints="honour")
+    planner = _planner(case, model, sample, options, existing_checkpoints="honour", offload=None)
+    link = machine_link(load_machine(case.machine))
     weight_bytes = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
-    least: Any = {"strategy": "recompute", "on_infeasible": "least"}
     found: list[tuple[float, int]] = []
-    peak_bytes = planner.plan(1, **least).predicted_peak_bytes
-    for share in (1.0, 1.2, 1.5, 2.0, 3.0):
-        plan = planner.plan(int(share * peak_bytes), **least)
+    budgets = [int(share * planner.minimum_peak_bytes) for share in SHARES]
+    for plan in planner.plans([each for each in budgets if each < budget]).values():
+        costs = replace(plan.costs, link=link)
         for step in range(1, 1 + len(_layers_of(plan))):
             fetched, home_bytes = _swapped(plan, step)
-            simulation = simulate(plan.graph, fetched.schedule, plan.costs)
+            simulation = simulate(plan.graph, fetched.schedule, costs)
             if simulation.peak_bytes + weight_bytes - home_bytes <= budget:
                 found.append((simulation.time_ms, step))
     best_ms, best = min(found, default=(None, 0))

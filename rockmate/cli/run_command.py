@@ -31,7 +31,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     bound.add_argument("--memory", metavar="SIZE", help=text)
     text = "of activations: a fraction up to 1 of the peak without recomputation, or a size"
     bound.add_argument("--budget", metavar="B", help=text)
-    for name in ("offload", "host_budget", "weights"):
+    for name in ("offload", "host_budget"):
         add_option(command, name)
     text = "write a page of what budgets cost at the end"
     add("--report", type=Path, metavar="FILE", help=text)

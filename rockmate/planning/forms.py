@@ -72,7 +72,7 @@ class Forms:
             self._moved = MovedSearch(self.captured, request, self._unmoved_within)
         self.weights = None
         if has_homes:
-            self.weights = WeightSearch(self.captured, self._resident_within, self._least_resident)
+            self.weights = WeightSearch(self.captured, self._resident_within, self._least_found)
 
     def check_budget(self, budget: Budget) -> None:
         """Raises `InvalidBudgetError` for a share of activations where it bounds weights, too."""
@@ -208,12 +208,15 @@ class Forms:
 
     def min_peak(self, strategy: str) -> Candidate:
         """The schedule of the smallest peak of all forms."""
-        smallest = self._least_resident(strategy)
-        if self.weights is None:
-            return smallest
-        found = self._resident_within(smallest.peak_bytes, strategy)
-        assert found is not None
-        return self.weights.least(*found)
+        if self.weights is not None:
+            return self.weights.least(*self._least_found(strategy))
+        return self._least_resident(strategy)
+
+    def _least_found(self, strategy: str) -> Found:
+        """The schedule of the smallest peak with all weights in memory, and its form."""
+        least_bytes = self._least_resident(strategy).peak_bytes
+        found = self._resident_within(least_bytes, strategy)
+        return found or Found(self.captured, self._resident_minimum(strategy))
 
     def _least_resident(self, strategy: str) -> Candidate:
         smallest = self._resident_minimum(strategy)

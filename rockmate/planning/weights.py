@@ -71,7 +71,7 @@ class WeightSearch:
         self,
         captured: Form,
         within: Callable[[int, str], Found | None],
-        smallest: Callable[[str], Candidate],
+        smallest: Callable[[str], Found],
     ) -> None:
         self._captured, self._within, self._smallest = captured, cache(within), cache(smallest)
         self._weights: dict[Form, list[_Weight]] = {}
@@ -125,14 +125,14 @@ class WeightSearch:
 
     def _starts(self, budget_bytes: int, strategy: str) -> Iterator[Found]:
         """Schedules with all weights in memory, for smaller and smaller budgets."""
-        least_bytes = self._smallest(strategy).peak_bytes
+        smallest = self._smallest(strategy)
         ways = (UNMOVED, DEFAULT) if strategy == DEFAULT else (strategy,)
         start_bytes = self._captured.baseline.peak_bytes
-        while start_bytes > least_bytes:
+        while start_bytes > smallest.candidate.peak_bytes:
             if start_bytes <= budget_bytes:
                 yield from filter(None, (self._within(start_bytes, way) for way in ways))
             start_bytes = int(start_bytes / _RATIO)
-        yield from filter(None, [self._within(least_bytes, strategy)])
+        yield smallest
 
     def _fetched(self, start: Found, budget_bytes: int, best: Found | None) -> Found | None:
         """The best of the plans that a start gives, and another."""

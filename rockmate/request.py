@@ -75,7 +75,8 @@ class PlanRequest:
     @property
     def left_out_by_frames(self) -> list[str]:
         """Names of the options that frames do not keep."""
-        return [name for name in ("marks", "policy", "in_flight") if name in self.options.changed]
+        names = ("marks", "policy", "in_flight", "weights")
+        return [name for name in names if name in self.options.changed]
 
     def planned_call(
         self, model: nn.Module, sample_input: Any, *, share_bytes: int | None = None

@@ -14,9 +14,22 @@ from fine_tuning import batch, llama
 from helpers import gradients_of, net_allocated
 from torch import Tensor, nn
 
+import rockmate.memory_limit
 from bench.measure import allocator_peak
-from rockmate import InfeasibleBudgetError, OffloadError, Plan, Planner, RockmateModule
-from rockmate.errors import InvalidArgumentError, InvalidBudgetError
+from rockmate import (
+    InfeasibleBudgetError,
+    NothingFitsError,
+    OffloadError,
+    Plan,
+    Planner,
+    RockmateModule,
+    fit,
+)
+from rockmate.errors import (
+    InfeasibleMemoryLimitError,
+    InvalidArgumentError,
+    InvalidBudgetError,
+)
 
 QUICK: dict[str, Any] = {"time_limit_s": 0.5, "numerics": "bitwise"}
 
@@ -243,3 +256,50 @@ def test_refusals(tmp_path: Path) -> None:
         Planner(model, rows(), offload=f"disk:{tmp_path}", weights="home")
     with pytest.raises(InvalidBudgetError, match="bounds frozen weights, too"):
         planner_of(tmp_path, model).plan(0.5)
+
+
+def test_a_memory_limit_bounds_weights_beside_all_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = layers()
+    eager = copy.deepcopy(model)
+    others = 10_000_000
+    present = others + sum(each.nbytes for each in model.parameters())
+    monkeypatch.setattr(rockmate.memory_limit, "present_bytes", lambda _: present)
+    trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    room = frozen_bytes(model) // 3
+    limit: dict[str, Any] = {"memory_limit": others + 2 * trained_bytes + room, "optimizer": "sgd"}
+    home: dict[str, Any] = {"offload": f"disk:{tmp_path}", **QUICK}
+    with pytest.raises(
+        InfeasibleMemoryLimitError, match=r"are frozen weights, which weights='auto'"
+    ):
+        RockmateModule(model, rows(), **limit, **home)
+    module = RockmateModule(model, rows(), weights="auto", **limit, **home)
+    assert module.plan.schedule.fetches
+    assert module.plan.budget_bytes <= room
+    assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
+
+
+def test_a_fit_counts_the_weights_that_stay() -> None:
+    model = layers()
+    options: dict[str, Any] = {
+        "machine": "rtx4090", "offload": "host", "optimizer": "sgd", "reserve": 0, "most": 40,
+        "sizes": [40], "numerics": "bitwise",
+    }  # fmt: skip
+    memory = frozen_bytes(model) // 2 + 400_000
+    with pytest.raises(NothingFitsError):
+        fit(model, rows(), memory, **options)
+    row = fit(model, rows(), memory, weights="auto", **options).rows[-1]
+    assert row.batch_size == 40
+    assert row.total_bytes <= memory
+    assert row.parameter_bytes < frozen_bytes(model) <= row.parameter_bytes + row.host_bytes
+
+
+def test_homes_of_a_gpu_are_planned_only() -> None:
+    model = layers()
+    planner = Planner(model, rows(), machine="rtx4090", offload="host", weights="auto", **QUICK)
+    plan = planner.plan(frozen_bytes(model) // 2)
+    assert plan.schedule.fetches
+    assert plan.predicted_ms >= plan.lower_bound_ms
+    with pytest.raises(OffloadError, match=r"is planned, and no step runs so"):
+        RockmateModule(model, rows(), "1GiB", offload="host", weights="auto")

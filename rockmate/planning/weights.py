@@ -27,6 +27,7 @@ import numpy as np
 from rockmate._util import Floats, Ints
 from rockmate.bound.protocol import Bounds
 from rockmate.costs.cost import Costs
+from rockmate.graph.in_place import may_be_saved_opaquely
 from rockmate.graph.ir import Phase
 from rockmate.offload.weight_home import named_weights
 from rockmate.planning.candidate import Candidate, by_time
@@ -296,7 +297,13 @@ def _weights_of(form: Form) -> list[_Weight]:
     for op in graph.ops:
         for storage in op.reads:
             first.setdefault(storage, op.index)
-    chosen = [each for each in storages if each in first and each.num_bytes > least_bytes]
+    chosen = [
+        each
+        for each in storages
+        if each in first
+        and each.num_bytes > least_bytes
+        and not may_be_saved_opaquely(graph, each)
+    ]
     return [
         _Weight(each.index, each.num_bytes, link.in_ms(each.num_bytes))
         for each in sorted(chosen, key=first.__getitem__)

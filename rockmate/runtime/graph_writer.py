@@ -83,6 +83,7 @@ class GraphWriter:
         self._issued: dict[int, fx.Node] = {}
         self._roles = dict(source.inputs)
         self._updates = frozenset(source.updates)
+        self._fetched = frozenset(each.storage for each in schedule.fetches)
         # Node of the source -> node of `graph` that holds its value at present.
         self._holders: dict[fx.Node, fx.Node] = {}
         # Storage -> nodes of the source in it that have a holder.
@@ -116,6 +117,10 @@ class GraphWriter:
         if holder is not None:
             return holder
         role = self._roles.get(node)
+        if role is not None and self.source.storage_of[node].index in self._fetched:
+            root = self.source.storage_of[node].root  # a tied weight has several names
+            assert node is not root, f"{role.name} is read where it is at home"
+            return self.value(root)
         if role is not None:
             kind = ArgumentKind.TANGENT if role.kind is RoleKind.TANGENT else ArgumentKind.STATIC
             holder = self.add_argument(Argument(kind, role))

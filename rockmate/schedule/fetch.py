@@ -9,7 +9,7 @@ for a `Move`, whose last two events these are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,7 +27,7 @@ class Fetch:
         last: position of the last run that reads it.
     """
 
-    events: ClassVar = (MoveEvent.FETCH, MoveEvent.FETCHED)
+    events: ClassVar[Collection[MoveEvent]] = (MoveEvent.FETCH, MoveEvent.FETCHED)
 
     storage: int
     fetch: int

@@ -46,10 +46,7 @@ class MoveEvent(enum.IntEnum):
 class Copies(Protocol):
     """What has events: a `Move`, or a `Fetch`, which has the last two alone."""
 
-    @property
-    def events(self) -> Collection[MoveEvent]:
-        """Its events."""
-        ...
+    events: ClassVar[Collection[MoveEvent]]
 
     @property
     def fetched(self) -> int:
@@ -73,7 +70,7 @@ class Move:
         fetched: gap in which the step waits for it.
     """
 
-    events: ClassVar = tuple(MoveEvent)
+    events: ClassVar[Collection[MoveEvent]] = tuple(MoveEvent)
 
     storage: int
     send: int

@@ -146,8 +146,10 @@ def test_a_budget_that_holds_all_has_the_plan_of_resident_weights(tmp_path: Path
     assert (plan.budget_bytes, plan.predicted_peak_bytes) == (peak, resident.predicted_peak_bytes)
 
 
-def test_scripts_find_the_weights_of_a_language_model_whole(tmp_path: Path) -> None:
-    model = with_adapters(llama(hidden_size=128, intermediate_size=320, num_hidden_layers=3))
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_scripts_find_the_weights_of_a_language_model_whole(is_tied: bool, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 3}
+    model = with_adapters(llama(**sizes, tie_word_embeddings=is_tied))
     eager = copy.deepcopy(model)
     module = module_of(tmp_path, model, batch(), outputs="loss")
     assert_equal(dict(module.state_dict()), dict(eager.state_dict()))

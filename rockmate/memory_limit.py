@@ -114,37 +114,37 @@ class MemoryLimit:
             state_bytes=missing_state_bytes(self.optimizer, parameters),
         )
 
-    def activation_budget_bytes(self, model: nn.Module, movable_bytes: int = 0) -> int:
-        """What is left for activations, and for frozen weights that can be at home.
+    def activation_budget_bytes(self, model: nn.Module, *, has_homes: bool = False) -> int:
+        """What is left for activations.
 
         Args:
             model: the model.
-            movable_bytes: of those weights, of what is present.
+            has_homes: whether frozen weights may be elsewhere, so that no error proposes it.
 
         Raises:
             InfeasibleMemoryLimitError: nothing is.
         """
         holdings, limit_bytes = self.holdings(model), self.limit_bytes
-        held_bytes = holdings.total_bytes - movable_bytes
-        if held_bytes >= limit_bytes:
-            frozen_bytes = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
-            is_met = not movable_bytes and held_bytes - frozen_bytes < limit_bytes
+        frozen_bytes = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
+        if holdings.total_bytes >= limit_bytes:
             msg = (
                 f"the memory limit of {size_text(limit_bytes)} ({limit_bytes:,} bytes) leaves "
                 "nothing for activations: "
                 f"{size_text(holdings.present_bytes)} are allocated, and "
                 f"{size_text(holdings.gradient_bytes)} of gradients and "
                 f"{size_text(holdings.state_bytes)} of optimizer state are still to come. Ask for "
-                f"more than {held_bytes}, train "
+                f"more than {holdings.total_bytes}, train "
                 "fewer parameters, or take an optimizer with less state."
             )
-            if is_met:
+            if not has_homes and holdings.total_bytes - frozen_bytes < limit_bytes:
                 msg += (
                     f" {size_text(frozen_bytes)} are frozen weights, which weights='auto' with "
-                    "offload='host' (a GPU) or 'disk:FOLDER' (a CPU) keeps elsewhere."
+                    "offload='disk:FOLDER' keeps elsewhere, on a CPU."
                 )
-            raise InfeasibleMemoryLimitError(msg, limit_bytes=limit_bytes, held_bytes=held_bytes)
-        return limit_bytes - held_bytes
+            raise InfeasibleMemoryLimitError(
+                msg, limit_bytes=limit_bytes, held_bytes=holdings.total_bytes
+            )
+        return limit_bytes - holdings.total_bytes
 
 
 def present_bytes(device: torch.device) -> int:

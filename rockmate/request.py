@@ -23,6 +23,7 @@ from rockmate.plan.plan import Plan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.stored_plans import StoredPlan, may_store
+from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.plan_agreement import broadcast_plan
 from rockmate.runtime.program import PlannedCall
 from rockmate.step import CapturedStep, capture_step, checked_step
@@ -114,8 +115,12 @@ class PlanRequest:
             session = PlanningSession(model, sample_input, self.options, captured=captured)
         if budget is None:
             # The process holds more memory once it has planned.
-            self._call_within(session, self._room(model, session.weight_bytes))
-            budget = self._room(model, session.weight_bytes)
+            if session.weights is not None:  # what is left is left to activations and to weights
+                plain = plain_model(model)
+                if not pending_steps_of(plain).runners_of(plain):
+                    homes_of(plain).hold(session.weights.names, self.options.moves)
+            self._call_within(session, self._room(model))
+            budget = self._room(model)
         elif share_bytes is None:
             budget = self._less(budget, session.baseline_peak_bytes)
         return self._session_call(session, budget, stored)
@@ -139,11 +144,11 @@ class PlanRequest:
             return self.budget if share_bytes is None else share_bytes
         return None if self.budget is None else parse_budget(self.budget, 0) // self.num_methods
 
-    def _room(self, model: nn.Module, weight_bytes: int = 0) -> int:
-        """What the limit leaves now to one method, and to so many bytes of frozen weights."""
+    def _room(self, model: nn.Module) -> int:
+        """What the limit leaves now to one method."""
         assert self.memory_limit is not None
-        movable_bytes = weight_bytes and weight_bytes - homes_of(plain_model(model)).num_bytes
-        room_bytes = self.memory_limit.activation_budget_bytes(model, movable_bytes)
+        has_homes = self.options.weights == "auto"
+        room_bytes = self.memory_limit.activation_budget_bytes(model, has_homes=has_homes)
         room_bytes //= self.num_methods
         return max(1, room_bytes - self.excess_bytes)
 

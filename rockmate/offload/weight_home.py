@@ -74,12 +74,6 @@ class WeightHomes:
         self._places: dict[int, _Place] = {}
         self._held: tuple[str, ...] | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all weights that are at home."""
-        weights = {id(each): each for each in self._parameters()}
-        return sum(w.nbytes for i, w in weights.items() if i in self._places)
-
     def hold(self, names: tuple[str, ...], request: OffloadRequest | None) -> None:
         """Sends these weights home, and brings all others back to memory.
 

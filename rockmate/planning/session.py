@@ -152,6 +152,7 @@ class PlanningSession:
             forms, form_of, numerics=self.numerics, rule=self._rule, request=self._offload,
             has_homes=options.weights == "auto",
         )  # fmt: skip
+        self.weights = self._forms.weights
         with timed(self.timings, "solve"):
             self._forms.minimum("rockmate")
         baseline = self._forms.captured.baseline
@@ -165,11 +166,6 @@ class PlanningSession:
         It is the same on all ranks that plan for the same step, whatever times they measure.
         """
         return self._forms.captured.text
-
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the frozen weights that a budget bounds beside activations."""
-        return 0 if self._forms.weights is None else self._forms.weights.num_bytes
 
     @cached_property
     def minimum_peak_bytes(self) -> int:
@@ -306,7 +302,7 @@ class PlanningSession:
 
         None of those that are kept is slower than one for a smaller budget.
         """
-        if self._forms.weights is not None:  # whose plans have budgets of their own
+        if self.weights is not None:  # whose plans have budgets of their own
             self._plans |= {(budget, strategy): plan for budget, plan in plans.items()}
             return
         known = {budget: plan for (budget, each), plan in self._plans.items() if each == strategy}
@@ -343,7 +339,7 @@ class PlanningSession:
                 budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
                 for budget_bytes, best in found.items()
             }
-        plans = plans if self._forms.weights is not None else never_slower(plans)
+        plans = plans if self.weights is not None else never_slower(plans)
         self._keep(plans, "rockmate")
         return plans
 

@@ -82,6 +82,13 @@ class WeightSearch:
         """Bytes of all weights that can be at home."""
         return _sum(self._of(self._captured))
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names."""
+        form = self._captured
+        inputs = {form.graph.storage_of[node].index: role.name for node, role in form.graph.inputs}
+        return tuple(inputs[each.storage] for each in self._of(form))
+
     def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
         """The fastest plan found within a budget; None if none fits."""
         num_bytes = self.num_bytes
@@ -300,9 +307,7 @@ def _weights_of(form: Form) -> list[_Weight]:
     chosen = [
         each
         for each in storages
-        if each in first
-        and each.num_bytes > least_bytes
-        and not may_be_saved_opaquely(graph, each)
+        if each in first and each.num_bytes > least_bytes and not may_be_saved_opaquely(graph, each)
     ]
     return [
         _Weight(each.index, each.num_bytes, link.in_ms(each.num_bytes))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fine_tuning import batch, llama
 from helpers import gradients_of, net_allocated
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import rockmate.memory_limit
@@ -162,6 +163,17 @@ def test_scripts_find_the_weights_of_a_language_model_whole(is_tied: bool, tmp_p
         torch.manual_seed(1)
         each(**batch(1)).loss.backward()
     assert_equal(gradients_of(model), gradients_of(eager))
+
+
+def test_weights_that_are_mapped_from_a_file_go_home(tmp_path: Path) -> None:
+    """As `load_file` maps them into a model of the meta device."""
+    eager = layers()
+    save_file(eager.state_dict(), tmp_path / "weights.safetensors")
+    with torch.device("meta"):
+        model = layers()
+    model.load_state_dict(load_file(tmp_path / "weights.safetensors"), assign=True)
+    module = module_of(tmp_path, model)
+    assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
 
 
 def test_what_a_script_writes_into_a_weight_counts(tmp_path: Path) -> None:

@@ -229,6 +229,8 @@ class _Placement:
         for weight in away:
             reads = self._reads[weight.storage]
             for one, other in pairwise(reads):
+                if self._graph.num_in_flight > 1 and one < self._num_forward <= other:
+                    continue  # all forwards in flight would hold it
                 gaps.append((self._begin_ms[other] - self._begin_ms[one + 1], one, other, weight))
         kept: set[tuple[int, int]] = set()
         for length_ms, one, other, weight in sorted(gaps, key=lambda gap: gap[:3]):

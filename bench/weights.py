@@ -85,11 +85,11 @@ def _records(options: argparse.Namespace) -> Iterator[Record]:
     for name in options.case or CASES:
         case = CASES[name]
         for rows in map(int, options.rows.split(",")) if options.rows else case.rows:
-            yield record(case._replace(gib=options.gib or case.gib), rows, options)
+            yield from records_of(case._replace(gib=options.gib or case.gib), rows, options)
 
 
-def record(case: Case, rows: int, options: argparse.Namespace) -> Record:
-    """A plan for a batch, and the block swap by hand."""
+def records_of(case: Case, rows: int, options: argparse.Namespace) -> Iterator[Record]:
+    """A plan for a batch, and then the same with the block swap by hand."""
     model, sample = _adapted(case, rows, options.layers)
     trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
     budget = int(case.gib * 2**30) - 4 * trained_bytes - RESERVE_BYTES
@@ -111,11 +111,13 @@ def record(case: Case, rows: int, options: argparse.Namespace) -> Record:
     try:
         plan = planner.plan(budget)
     except InfeasibleBudgetError as error:
-        return found | {"least_bytes": error.minimum_bytes}
+        yield found | {"least_bytes": error.minimum_bytes}
+        return
     plan.schedule.verify(plan.graph)
     found |= {"plan_s": time.perf_counter() - prepared, **_figures(plan, budget)}
     found["bound_ms"] = plan.quick_lower_bound_ms
-    return found | _by_hand(case, rows, budget, options)
+    yield found
+    yield found | _by_hand(case, rows, budget, options)
 
 
 def _figures(plan: Plan, budget: int) -> Record:

@@ -15,7 +15,7 @@ def test_records_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     stem = tmp_path / "weights"
     sizes = ["--case", "8b-12", "--rows", "2", "--layers", "2", "--gib", "4.1", "--limit", "1"]
     assert weights.main([*sizes, "--output", str(stem)]) == 0
-    (line,) = Path(f"{stem}.jsonl").read_text(encoding="utf-8").splitlines()
+    *_, line = Path(f"{stem}.jsonl").read_text(encoding="utf-8").splitlines()
     found = json.loads(line)
     assert found["bound_ms"] <= found["ms"]
     assert 0 <= found["resident_bytes"] < found["weight_bytes"]

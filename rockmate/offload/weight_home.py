@@ -94,7 +94,7 @@ class WeightHomes:
             self._make_places(missing, request)
         for weight in away:
             self._places[id(weight)].write(weight)
-        for weight in self._parameters():
+        for weight in self._all_weights():
             if id(weight) in self._places and id(weight) not in weights:
                 place = self._places.pop(id(weight))
                 if place.has(weight):
@@ -140,7 +140,7 @@ class WeightHomes:
             found[id(weight)] = weight
         return found
 
-    def _parameters(self) -> Iterable[torch.Tensor]:
+    def _all_weights(self) -> Iterable[torch.Tensor]:
         return self._root().parameters()
 
     def _root(self) -> nn.Module:

@@ -61,7 +61,6 @@ def emit(
     ends = last_reads(graph, *schedule.order)
     saved_storages = _saved_storages(graph, schedule)
     results = [(node, role) for node, role in graph.outputs if role.kind in FORWARD_ENDS]
-
     forward = GraphWriter(graph, schedule, ends, recomputed, flights=flights)
     saved = _write_forward(forward, [node for node, _ in results], saved_storages)
     hooks = HookSchedule(graph, schedule, owner_of, flights)

@@ -30,7 +30,6 @@ def test_two_fetches_serve_all_reads() -> None:
         ([replace(FORWARD, fetched=1), BACKWARD], "step 0 reads storage 7"),
         ([FORWARD, replace(BACKWARD, fetch=1)], "awaited in the other half"),
         ([replace(FORWARD, last=3), BACKWARD], "begins while the weight is in memory"),
-        ([replace(FORWARD, last=2), BACKWARD], "begins while the weight is in memory"),
         ([FORWARD, replace(BACKWARD, fetched=4)], "does not end behind its begin"),
         ([replace(FORWARD, last=2), replace(BACKWARD, fetch=3)], "outlives its last read"),
     ],

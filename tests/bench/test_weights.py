@@ -13,7 +13,7 @@ from bench import weights
 def test_records_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("peft")
     stem = tmp_path / "weights"
-    sizes = ["--case", "8b-12", "--rows", "2", "--layers", "2", "--gib", "4.1", "--limit", "1"]
+    sizes = ["--case", "8b-12", "--rows", "2", "--layers", "2", "--gib", "3", "--limit", "1"]
     assert weights.main([*sizes, "--output", str(stem)]) == 0
     *_, line = Path(f"{stem}.jsonl").read_text(encoding="utf-8").splitlines()
     found = json.loads(line)

@@ -114,13 +114,18 @@ class MemoryLimit:
             state_bytes=missing_state_bytes(self.optimizer, parameters),
         )
 
-    def activation_budget_bytes(self, model: nn.Module) -> int:
+    def activation_budget_bytes(self, model: nn.Module, *, has_homes: bool = False) -> int:
         """What is left for activations.
+
+        Args:
+            model: the model.
+            has_homes: whether frozen weights may be elsewhere, so that no error proposes it.
 
         Raises:
             InfeasibleMemoryLimitError: nothing is.
         """
         holdings, limit_bytes = self.holdings(model), self.limit_bytes
+        frozen_bytes = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
         if holdings.total_bytes >= limit_bytes:
             msg = (
                 f"the memory limit of {size_text(limit_bytes)} ({limit_bytes:,} bytes) leaves "
@@ -131,6 +136,11 @@ class MemoryLimit:
                 f"more than {holdings.total_bytes}, train "
                 "fewer parameters, or take an optimizer with less state."
             )
+            if not has_homes and holdings.total_bytes - frozen_bytes < limit_bytes:
+                msg += (
+                    f" {size_text(frozen_bytes)} are frozen weights, which weights='auto' with "
+                    "offload='disk:FOLDER' keeps elsewhere, on a CPU."
+                )
             raise InfeasibleMemoryLimitError(
                 msg, limit_bytes=limit_bytes, held_bytes=holdings.total_bytes
             )

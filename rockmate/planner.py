@@ -57,6 +57,11 @@ class Planner(PlanningSession):
             `InfeasibleBudgetError.minimum_bytes` is the smallest of all.
     """
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the frozen weights that a budget bounds beside activations, if it does."""
+        return 0 if self.weights is None else self.weights.num_bytes
+
     def module(
         self,
         budget: Budget,

@@ -18,10 +18,12 @@ from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.traced_forward import first_call_awaited
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.memory_limit import MemoryLimit
+from rockmate.offload.weight_home import homes_of
 from rockmate.plan.plan import Plan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.stored_plans import StoredPlan, may_store
+from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.plan_agreement import broadcast_plan
 from rockmate.runtime.program import PlannedCall
 from rockmate.step import CapturedStep, capture_step, checked_step
@@ -74,7 +76,8 @@ class PlanRequest:
     @property
     def left_out_by_frames(self) -> list[str]:
         """Names of the options that frames do not keep."""
-        return [name for name in ("marks", "policy", "in_flight") if name in self.options.changed]
+        names = ("marks", "policy", "in_flight", "weights")
+        return [name for name in names if name in self.options.changed]
 
     def planned_call(
         self, model: nn.Module, sample_input: Any, *, share_bytes: int | None = None
@@ -112,6 +115,10 @@ class PlanRequest:
             session = PlanningSession(model, sample_input, self.options, captured=captured)
         if budget is None:
             # The process holds more memory once it has planned.
+            if session.weights is not None:  # what is left is left to activations and to weights
+                plain = plain_model(model)
+                if not pending_steps_of(plain).runners_of(plain):
+                    homes_of(plain).hold(session.weights.names, self.options.moves)
             self._call_within(session, self._room(model))
             budget = self._room(model)
         elif share_bytes is None:
@@ -140,7 +147,9 @@ class PlanRequest:
     def _room(self, model: nn.Module) -> int:
         """What the limit leaves now to one method."""
         assert self.memory_limit is not None
-        room_bytes = self.memory_limit.activation_budget_bytes(model) // self.num_methods
+        has_homes = self.options.weights == "auto"
+        room_bytes = self.memory_limit.activation_budget_bytes(model, has_homes=has_homes)
+        room_bytes //= self.num_methods
         return max(1, room_bytes - self.excess_bytes)
 
     def _less(self, budget: Budget, baseline_peak_bytes: int) -> Budget:

@@ -189,6 +189,11 @@ _OPTIONS: dict[str, tuple[str, str | None, Callable[[str], Any]]] = {
         "let values move to another memory tier and back: host, or disk:FOLDER", "TIER", str
     ),
     "host_budget": ("most that they take there, as 32GiB (default: no limit)", "SIZE", str),
+    "weights": (
+        "auto keeps frozen weights in that tier, too, where they do not fit beside activations",
+        None,
+        str,
+    ),
     "mesh": (
         "plan one rank of a cluster of --machine, with parameters sharded over N ranks, or over N "
         "ranks in each of M replicas as MxN",

@@ -39,6 +39,7 @@ def add_to(commands: Any) -> None:
     _add_search(fit)
     add_option(fit, "offload")
     add_option(fit, "host_budget")
+    add_option(fit, "weights")
     fit.add_argument("--json", type=Path, metavar="FILE", help="where the rows go, as JSON")
     fit.add_argument("--plot", type=Path, metavar="FILE", help="where the picture goes")
     fit.add_argument(

@@ -26,6 +26,7 @@ from rockmate.cli.arguments import (
     add_budget_arguments,
     add_mark_arguments,
     add_model_arguments,
+    add_option,
     at_least_two,
     fraction,
     names,
@@ -224,6 +225,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     )
     add_model_arguments(plan)
     add_budget_arguments(plan)
+    add_option(plan, "weights")
     plan.add_argument(
         "--budget",
         required=True,

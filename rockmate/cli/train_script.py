@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 OPTIMIZERS = {"adamw": "adamw_torch", "adafactor": "adafactor", "sgd": "sgd"}
 OPTIMIZERS |= {"adamw_8bit": "adamw_bnb_8bit"}
 """Those of a fit, as `TrainingArguments` calls them."""
+_PLANNING = ("numerics", "offload", "host_budget", "weights", "untraced")
 
 
 def script(arguments: argparse.Namespace, model: nn.Module, found: Fit) -> str:
@@ -35,10 +36,9 @@ def script(arguments: argparse.Namespace, model: nn.Module, found: Fit) -> str:
             "    if any(fnmatchcase(name, path) for path in paths):\n"
             "        parameter.requires_grad_(False)\n"
         )
-    options = {name: given[name] for name in ("numerics", "offload", "host_budget", "untraced")}
-    unusual = {
-        name: value for name, value in options.items() if value not in (None, (), "any_order")
-    }
+    options = {name: given[name] for name in _PLANNING}
+    usual = (None, (), "any_order", "resident")
+    unusual = {name: value for name, value in options.items() if value not in usual}
     texts = [repr(arguments.memory), *(f"{name}={value!r}" for name, value in unusual.items())]
     path, template = Path(arguments.model), resources.files("rockmate.cli") / "train_script.txt"
     values: dict[str, Any] = {"name": type(base).__name__, "memory": arguments.memory}

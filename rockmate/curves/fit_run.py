@@ -83,6 +83,7 @@ def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: 
         reserve_bytes=options.reserve_bytes,
     )
     run = _Run(model, sample_input, options, machine, fixed)
+    fixed = run.fixed
     if fixed.held_bytes + fixed.step_bytes >= limit.limit_bytes:
         raise nothing_fits(fixed, limit, model, options)
     with run.bar, run.timed("search"):
@@ -112,7 +113,11 @@ def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: 
 
 
 class _Run:
-    """The work of one fit: the search for the largest size, and the rows."""
+    """The work of one fit: the search for the largest size, and the rows.
+
+    Attributes:
+        fixed: what every batch takes, frozen weights that can be at home left out.
+    """
 
     def __init__(
         self,
@@ -126,7 +131,7 @@ class _Run:
         self._sample_input = sample_input
         self._options = options
         self._machine = machine
-        self._fixed = fixed
+        self.fixed = fixed
         self._limit_bytes = options.limit.limit_bytes
         sample = read_sample(model, sample_input, machine.torch_device)
         self._axis = SizeAxis.of(sample.call, options.vary, options.axis)
@@ -144,6 +149,11 @@ class _Run:
         self._planners = SizedPlanners(self._step, planner_of)
         self._chunks: Chunks | None = None
         self._whole = 0  # the largest size that fits without chunks
+
+        if options.planning.weights == "auto":
+            weight_bytes = self._planners.whole(self._options.step).weight_bytes
+            left_bytes = fixed.parameter_bytes - weight_bytes
+            self.fixed = replace(fixed, parameter_bytes=left_bytes)
 
         # The tokens of the table where the batch varies, and the rows where the tokens do.
         self._other = self._other_size("tokens" if options.vary == "batch" else "batch")
@@ -186,7 +196,7 @@ class _Run:
         return self._held_at(size) + planner.minimum_peak_bytes
 
     def _held_at(self, size: int) -> int:
-        return self._fixed.held_bytes + self._input_bytes(size)
+        return self.fixed.held_bytes + self._input_bytes(size)
 
     def _input_bytes(self, size: int) -> int:
         return self._options.planning.in_flight * input_bytes(self._axis.call_at(size))
@@ -265,15 +275,17 @@ class _Run:
         return self._limit_bytes - self._held_at(size)
 
     def _row(self, size: int, planner: Planner, plan: Plan) -> FitRow:
+        resident_bytes = self._budget_bytes(size) - plan.budget_bytes
+        home_bytes = planner.weight_bytes - resident_bytes if planner.weight_bytes else 0
         workspace_bytes = workspace_at_peak(plan)
         is_batch = self._options.vary == "batch"
         return FitRow(
             batch_size=size if is_batch else self._other or 1,
             num_tokens=self._other if is_batch else size,
-            device_bytes=self._fixed.device_bytes,
-            parameter_bytes=self._fixed.parameter_bytes,
-            gradient_bytes=self._fixed.gradient_bytes,
-            state_bytes=self._fixed.state_bytes,
+            device_bytes=self.fixed.device_bytes,
+            parameter_bytes=self.fixed.parameter_bytes + planner.weight_bytes - home_bytes,
+            gradient_bytes=self.fixed.gradient_bytes,
+            state_bytes=self.fixed.state_bytes,
             input_bytes=self._input_bytes(size),
             activation_bytes=plan.predicted_peak_bytes - workspace_bytes,
             workspace_bytes=workspace_bytes,
@@ -282,7 +294,7 @@ class _Run:
             baseline_ms=planner.baseline_ms,
             num_recomputations=plan.schedule.num_recomputations(),
             loss_chunks=str(plan.options.loss_chunks or ""),
-            host_bytes=plan.simulation.host_bytes,
+            host_bytes=plan.simulation.host_bytes + home_bytes,
             num_moves=len(plan.schedule.moves),
         )
 

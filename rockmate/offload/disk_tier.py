@@ -153,6 +153,10 @@ class DiskSlab:
         what = f"the copy of {size_text(target.numel())} from offload's folder"
         return self._begin(offset, target, what, is_out=False)
 
+    def mapped(self) -> mmap.mmap:
+        """The bytes of the file as memory: what is written there is in the file."""
+        return mmap.mmap(self._file.descriptor, self._file.num_bytes)
+
     def release(self) -> None:
         """See `Slab`."""
         self._tier.take_back(self._file)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rockmate.errors import OffloadError
 from rockmate.offload.tiers import Pending, Slab
+from rockmate.offload.weight_home import WeightHomes
 from rockmate.schedule.move import SlotPlan
 
 
@@ -30,17 +32,29 @@ class StepMoves:
     It moves whole storages: every view of a value comes back with it. Its slab goes back to the
     tier when nothing refers to it any more: after the backward, or when the step is given up.
 
+    Behind the moves, events name fetches of weights, in their order.
+
     Args:
-        slab: bytes of the tier for all slots.
+        slab: bytes of the tier for all slots; None if there are none.
         slots: where each move's bytes wait.
+        homes: of the weights.
+        weights: of each fetch.
     """
 
-    def __init__(self, slab: Slab, slots: SlotPlan) -> None:
-        self._slab, self._slots = slab, slots
+    def __init__(
+        self,
+        slab: Slab | None,
+        slots: SlotPlan,
+        homes: WeightHomes | None = None,
+        weights: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._slots, self._homes, self._weights = slots, homes, weights
         self._layouts: dict[int, _Layout] = {}
         self._leaving: dict[int, Pending] = {}
         self._coming: dict[int, Pending] = {}
-        weakref.finalize(self, slab.release).atexit = False
+        if slab is not None:
+            self._slab = slab
+            weakref.finalize(self, slab.release).atexit = False
 
     def send(self, value: torch.Tensor, index: int) -> None:
         """Begins to copy a value out."""
@@ -68,7 +82,12 @@ class StepMoves:
             pending.wait()
 
     def fetch(self, index: int) -> torch.Tensor:
-        """Begins to copy a value back; the result is not to be read yet."""
+        """Begins to copy a value back, or a weight; the result is not to be read yet."""
+        if index >= len(self._slots.offsets):
+            assert self._homes is not None
+            weight = self._weights[index - len(self._slots.offsets)]
+            value, self._coming[index] = self._homes.fetch(weight)
+            return value
         layout = self._layouts[index]
         target = torch.empty(layout.num_bytes, dtype=torch.uint8, device=layout.device)
         self._coming[index] = self._slab.copy_in(self._slots.offsets[index], target)

@@ -5,7 +5,8 @@ It shares no code with liveness, the simulator or the search.
 
 from __future__ import annotations
 
-from rockmate.graph.snapshot import SnapshotOp, StepSnapshot
+from rockmate.graph.snapshot import SnapshotOp, StepSnapshot, StorageKind
+from rockmate.schedule.fetch import broken_fetch
 from rockmate.schedule.move import MoveError, MoveWalk
 from rockmate.schedule.schedule import Schedule
 
@@ -85,7 +86,7 @@ def _named(snapshot: StepSnapshot, storage: int) -> str:
 
 
 def broken_move(snapshot: StepSnapshot, schedule: Schedule) -> str:
-    """The first fault of a schedule's moves, in words; empty if there is none."""
+    """The first fault of a schedule's moves and fetches, in words; empty if there is none."""
     for move in schedule.moves:
         if move.storage >= len(snapshot.storages):
             return f"storage {move.storage} moves, and the last is {len(snapshot.storages) - 1}"
@@ -101,4 +102,11 @@ def broken_move(snapshot: StepSnapshot, schedule: Schedule) -> str:
         walk.end()
     except MoveError as error:
         return str(error)
-    return ""
+    for fetch in schedule.fetches:
+        if fetch.storage >= len(snapshot.storages):
+            return f"storage {fetch.storage} is fetched, and there are {len(snapshot.storages)}"
+        kind = snapshot.storages[fetch.storage].kind
+        if kind is not StorageKind.PARAMETER:
+            return f"{snapshot.storages[fetch.storage].name} is fetched, which is no weight"
+    reads = [snapshot.ops[index].reads for index in schedule.steps]
+    return broken_fetch(schedule.fetches, reads, len(schedule.forward))

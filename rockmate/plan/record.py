@@ -170,7 +170,7 @@ class PlanRecord:
     @cached_property
     def flights(self) -> Flights:
         """Collectives that run beside other ops. They follow from schedule, costs and peak."""
-        if self.schedule.moves:  # collectives stay where they stand beside moves
+        if self.schedule.copies:  # collectives stay where they stand beside moves
             return Flights()
         return flights_of(self.graph, self.schedule, self.costs, self.simulation)
 

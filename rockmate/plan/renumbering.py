@@ -44,6 +44,7 @@ def _schedule(schedule: Schedule, ops: Sequence[int], storages: Sequence[int]) -
         forward=tuple(ops[index] for index in schedule.forward),
         backward=tuple(ops[index] for index in schedule.backward),
         moves=tuple(replace(move, storage=storages[move.storage]) for move in schedule.moves),
+        fetches=tuple(replace(each, storage=storages[each.storage]) for each in schedule.fetches),
         def_use=None,
     )
 

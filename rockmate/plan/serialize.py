@@ -39,6 +39,7 @@ from rockmate.offload.request import OffloadRequest
 from rockmate.plan.faults import fault_of
 from rockmate.plan.record import ChunkingNote, KnownNotes, PlanRecord
 from rockmate.plan.residency import Residency
+from rockmate.schedule.fetch import fetch_rows, fetches_of_rows
 from rockmate.schedule.move import move_rows, moves_of_rows
 from rockmate.schedule.schedule import Schedule
 
@@ -147,6 +148,7 @@ def _moves_content(plan: PlanRecord) -> dict[str, Any]:
         "host_budget": plan.offload.host_bytes,
         "link": None if plan.costs.link is None else asdict(plan.costs.link),
         "moves": move_rows(plan.schedule.moves, names),
+        **({"fetches": fetch_rows(plan.schedule.fetches, names)} if plan.schedule.fetches else {}),
     }
 
 
@@ -224,7 +226,8 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
         num_in_flight=options.in_flight,
     )
     moves = tuple(moves_of_rows(content.get("moves", ())))
-    schedule = replace(_schedule(content["schedule"]), moves=moves)
+    fetches = tuple(fetches_of_rows(content.get("fetches", ())))
+    schedule = replace(_schedule(content["schedule"]), moves=moves, fetches=fetches)
     rows = [
         (Cost(time_ms=a, overhead_bytes=b), Cost(time_ms=c, overhead_bytes=d))
         for a, b, c, d in content["costs"]

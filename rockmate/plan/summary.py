@@ -47,6 +47,8 @@ def _content_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     num_recomputed = f"{plan.schedule.num_recomputations()} of {len(plan.snapshot.ops)} ops"
     if plan.schedule.moves:
         yield "moved", _moved_text(plan)
+    if plan.schedule.fetches:
+        yield "weights", _fetched_text(plan)
     yield "recomputed", f"{num_recomputed}, most often {named}" if named else num_recomputed
     yield "blocks", f"{len(plan.chain.blocks)}; {passing_text(plan)}"
 
@@ -56,11 +58,26 @@ def _moved_text(plan: PlanRecord) -> str:
     moves, lanes = plan.schedule.moves, plan.simulation.lanes
     assert lanes is not None
     moved_bytes = sum(plan.snapshot.storages[move.storage].num_bytes for move in moves)
-    values = f"{len(moves)} value{'s' if len(moves) > 1 else ''}"
+    number = len(moves)
+    waited_ms = sum(lanes.sent_waits_ms[:number]) + sum(lanes.fetched_waits_ms[:number])
+    values = f"{number} value{'s' if number > 1 else ''}"
     return (
         f"{values} to {plan.tier_name} and back, {size_text(moved_bytes)}, which take "
-        f"{size_text(plan.simulation.host_bytes)} there; the step waits {lanes.waited_ms:.1f} ms "
-        "for them"
+        f"{size_text(plan.simulation.host_bytes)} there; the step waits {waited_ms:.1f} ms for them"
+    )
+
+
+def _fetched_text(plan: PlanRecord) -> str:
+    """How many frozen weights are at home, of how many bytes, and how long the step waits."""
+    fetches, lanes = plan.schedule.fetches, plan.simulation.lanes
+    assert lanes is not None
+    sizes = {each.storage: plan.snapshot.storages[each.storage].num_bytes for each in fetches}
+    copied_bytes = sum(sizes[each.storage] for each in fetches)
+    waited_ms = sum(lanes.fetched_waits_ms[len(plan.schedule.moves) :])
+    return (
+        f"{len(sizes)} frozen ones of {size_text(sum(sizes.values()))} at home in "
+        f"{plan.tier_name}; {len(fetches)} copies of {size_text(copied_bytes)} a step, for which "
+        f"it waits {waited_ms:.1f} ms"
     )
 
 

@@ -22,16 +22,18 @@ class Candidate:
         simulation: its peak and time.
         is_proved: False if a solver stopped at its time limit on the way to this schedule, or
             solved for a smaller budget.
+        resident_bytes: of frozen weights that stay in memory, where a budget bounds those, too.
     """
 
     schedule: Schedule
     simulation: Simulation
     is_proved: bool = True
+    resident_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
-        """Its simulated peak."""
-        return self.simulation.peak_bytes
+        """Its simulated peak, with the weights that a budget bounds."""
+        return self.simulation.peak_bytes + self.resident_bytes
 
     @property
     def time_ms(self) -> float:

@@ -14,7 +14,9 @@ from math import inf
 
 from rockmate.bound.moved import with_moves
 from rockmate.bound.protocol import Bounds, MinBound
+from rockmate.budget import Budget, is_share, slowdown_of
 from rockmate.capture.options import Numerics
+from rockmate.errors import InvalidBudgetError
 from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.record import ChunkingNotes
@@ -25,6 +27,7 @@ from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.moved_search import MovedSearch
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.strategies import BITWISE, DEFAULT, UNMOVED
+from rockmate.planning.weights import WeightSearch
 from rockmate.step import CapturedStep
 
 # Share of an initial schedule's gap to the lower bound that the rest of the search may close.
@@ -44,10 +47,12 @@ class Forms:
         numerics: as for `Planner`.
         rule: when searches end.
         request: where values may move; None for nowhere.
+        has_homes: whether frozen weights may be at home there.
 
     Attributes:
         captured: the step as captured.
         chunked: each form without chunks, with its forms in chunks.
+        weights: the search for plans whose frozen weights come and go; None without homes.
     """
 
     def __init__(
@@ -58,12 +63,25 @@ class Forms:
         numerics: Numerics,
         rule: StoppingRule,
         request: OffloadRequest | None = None,
+        has_homes: bool = False,
     ) -> None:
         self.captured = whole[0]
         self.chunked = [ChunkedForms(each, form_of, numerics=numerics, rule=rule) for each in whole]
         self._request, self._moved = request, None
         if request is not None:
             self._moved = MovedSearch(self.captured, request, self._unmoved_within)
+        self.weights = None
+        if has_homes:
+            self.weights = WeightSearch(self.captured, self._resident_within, self._least_found)
+
+    def check_budget(self, budget: Budget) -> None:
+        """Raises `InvalidBudgetError` for a share of activations where it bounds weights, too."""
+        if self.weights is not None and (is_share(budget) or slowdown_of(budget) is not None):
+            msg = (
+                f"budget {budget!r} is a share of what activations take, and with weights='auto' a "
+                'budget bounds frozen weights, too. Give bytes, or a size as "12GiB".'
+            )
+            raise InvalidBudgetError(msg)
 
     def _whole(self, strategy: str) -> list[Form]:
         """The forms without chunks that a strategy chooses from: "bitwise" has eager's kernels."""
@@ -101,6 +119,12 @@ class Forms:
 
     def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
         """The fastest schedule found within the budget, and its form; None if none fits."""
+        if self.weights is not None:
+            return self.weights.best_within(budget_bytes, strategy)
+        return self._resident_within(budget_bytes, strategy)
+
+    def _resident_within(self, budget_bytes: int, strategy: str) -> Found | None:
+        """The same with all weights in memory, which the budget does not bound."""
         found = self._unmoved_within(budget_bytes, strategy)
         if self._moved is None or strategy != DEFAULT:
             return found
@@ -137,6 +161,9 @@ class Forms:
         Budgets that no schedule fits are left out.
         """
         best: dict[int, Found] = {}
+        if self.weights is not None:
+            each = {budget: self.weights.best_within(budget, DEFAULT) for budget in budgets}
+            return {budget: found for budget, found in each.items() if found is not None}
         for chunked in self.chunked:
             chunked.improve(best, budgets, progress=progress)
         if self._moved is not None:
@@ -165,10 +192,15 @@ class Forms:
         )
         if self._request is None:
             return bounds
-        return with_moves(bounds, self._request.device_type, self._request.host_bytes)
+        bounds = with_moves(bounds, self._request.device_type, self._request.host_bytes)
+        return bounds if self.weights is None else self.weights.bounds(bounds, budget_bytes)
 
     def minimum(self, strategy: str) -> Candidate:
         """The schedule of the smallest peak that is the same at any times, without chunks."""
+        smallest = self._resident_minimum(strategy)
+        return smallest if self.weights is None else self.weights.least(self.captured, smallest)
+
+    def _resident_minimum(self, strategy: str) -> Candidate:
         found = [form.search(strategy).minimum() for form in self._whole(strategy)]
         if self._moved is not None and strategy == DEFAULT:
             found.append(self._moved.minimum)
@@ -176,7 +208,18 @@ class Forms:
 
     def min_peak(self, strategy: str) -> Candidate:
         """The schedule of the smallest peak of all forms."""
-        smallest = self.minimum(strategy)
+        if self.weights is not None:
+            return self.weights.least(*self._least_found(strategy))
+        return self._least_resident(strategy)
+
+    def _least_found(self, strategy: str) -> Found:
+        """The schedule of the smallest peak with all weights in memory, and its form."""
+        least_bytes = self._least_resident(strategy).peak_bytes
+        found = self._resident_within(least_bytes, strategy)
+        return found or Found(self.captured, self._resident_minimum(strategy))
+
+    def _least_resident(self, strategy: str) -> Candidate:
+        smallest = self._resident_minimum(strategy)
         if strategy in (DEFAULT, UNMOVED):
             for chunked in self.chunked:
                 smallest = chunked.smallest(smallest)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from rockmate.capture.options import (
     CaptureOptions,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from rockmate.offload.request import OffloadRequest
     from rockmate.sharding.simulated import MeshSizes, Shard
 
+Weights = Literal["resident", "auto"]
 _BUDGET_HINT = "A budget: Planner(model, sample).plan(budget)."
 
 
@@ -96,6 +97,9 @@ class PlanOptions(CaptureOptions):
             those of the `machine`. None moves nothing.
         host_budget: most bytes that moved values take there, an int or a size as "32GiB"; None for
             no limit.
+        weights: "resident" leaves the model's weights in the device's memory. "auto" lets frozen
+            ones be at home in the tier of `offload`, from which steps fetch them: a budget then
+            bounds activations and frozen weights together. See docs/guide/weights.md.
         mesh: plans the step of one rank of a cluster that need not be there, of the `machine`:
             (8,) shards parameters over 8 ranks, (2, 8) keeps 2 replicas of 8 shards each. The model
             stays as it is: a copy without memory is sharded. There are plans and a frontier, but no
@@ -125,6 +129,7 @@ class PlanOptions(CaptureOptions):
     existing_checkpoints: ExistingCheckpoints = "lift"
     offload: str | None = None
     host_budget: int | str | None = None
+    weights: Weights = "resident"
     mesh: MeshSizes | None = None
     shard: Shard | None = None
 
@@ -142,6 +147,10 @@ class PlanOptions(CaptureOptions):
                 "chooses kernels that round otherwise by the budget. Give kernels 'eager' or "
                 "'fused'."
             )
+            raise InvalidArgumentError(msg)
+
+        if self.weights == "auto" and self.offload is None:
+            msg = "weights='auto' needs a home for them; give offload='host' or 'disk:FOLDER'"
             raise InvalidArgumentError(msg)
 
     @classmethod

@@ -149,8 +149,10 @@ class PlanningSession:
         fusions = [each.fusion for each in steps if each.fusion is not None]
         self.fusion = fusions[0].report if fusions else None
         self._forms = Forms(
-            forms, form_of, numerics=self.numerics, rule=self._rule, request=self._offload
-        )
+            forms, form_of, numerics=self.numerics, rule=self._rule, request=self._offload,
+            has_homes=options.weights == "auto",
+        )  # fmt: skip
+        self.weights = self._forms.weights
         with timed(self.timings, "solve"):
             self._forms.minimum("rockmate")
         baseline = self._forms.captured.baseline
@@ -196,6 +198,7 @@ class PlanningSession:
                 values.
         """
         check_on_infeasible(on_infeasible)
+        self._forms.check_budget(budget)
         slowdown = slowdown_of(budget)
         if slowdown is not None:
             return self._chosen(slowdown, strategy)
@@ -299,6 +302,9 @@ class PlanningSession:
 
         None of those that are kept is slower than one for a smaller budget.
         """
+        if self.weights is not None:  # whose plans have budgets of their own
+            self._plans |= {(budget, strategy): plan for budget, plan in plans.items()}
+            return
         known = {budget: plan for (budget, each), plan in self._plans.items() if each == strategy}
         news = {
             budget: plan
@@ -323,6 +329,8 @@ class PlanningSession:
             InvalidBudgetError: a budget cannot be read.
         """
         listed = parse_budgets(budgets)
+        for each in listed:
+            self._forms.check_budget(each)
         wanted = sorted({parse_budget(each, self.baseline_peak_bytes) for each in listed})
         with gc_paused():
             self._rule.begin(max(1, len(wanted)))
@@ -331,7 +339,7 @@ class PlanningSession:
                 budget_bytes: self._as_plan(budget_bytes, "rockmate", *best)
                 for budget_bytes, best in found.items()
             }
-        plans = never_slower(plans)
+        plans = plans if self.weights is not None else never_slower(plans)
         self._keep(plans, "rockmate")
         return plans
 
@@ -393,8 +401,8 @@ class PlanningSession:
         broken = broken_mark(form.snapshot, candidate.schedule)
         assert not broken, f"the search broke a mark: {broken}"
         return Plan(
-            budget_bytes=budget_bytes,
-            predicted_peak_bytes=candidate.peak_bytes,
+            budget_bytes=budget_bytes - candidate.resident_bytes,
+            predicted_peak_bytes=candidate.simulation.peak_bytes,
             predicted_ms=candidate.time_ms,
             baseline_peak_bytes=self.baseline_peak_bytes,
             baseline_ms=self.baseline_ms,

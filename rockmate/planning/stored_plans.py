@@ -112,8 +112,13 @@ class StoredPlan:
 
 
 def may_store(options: PlanOptions) -> bool:
-    """Whether plans with these options are stored. With fused kernels, compiling takes the time."""
-    return options.cache and options.kernels == "eager" and cache_folder() is not None
+    """Whether plans with these options are stored.
+
+    With fused kernels, compiling takes the time. A plan with weights at home fits what a limit
+    leaves with those weights away, which is not what is left when the plan is looked for.
+    """
+    is_plain = options.kernels == "eager" and options.weights == "resident"
+    return options.cache and is_plain and cache_folder() is not None
 
 
 def _is_known(op: Any) -> bool:

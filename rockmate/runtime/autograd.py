@@ -58,6 +58,7 @@ from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
 from rockmate.offload.step_moves import StepMoves
 from rockmate.offload.tiers import tier_of
+from rockmate.offload.weight_home import has_homes, homes_of
 from rockmate.ops.held_gradients import held_gradients_of
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.backward_arguments import (
@@ -152,7 +153,8 @@ class Runner:
         self.input_layouts = _layouts(program, RoleKind.INPUT)
         self.tangent_layouts = _layouts(program, RoleKind.TANGENT)
         kinds = [argument.kind for argument in program.forward_arguments]
-        self._moves_place = kinds.index(ArgumentKind.MOVES) if program.slots else None
+        has_moves = ArgumentKind.MOVES in kinds
+        self._moves_place = kinds.index(ArgumentKind.MOVES) if has_moves else None
         self._owner_places: list[Any] = [self.binding.places[name] for name in program.accumulated]
         self._order = order_of(program.collectives)
         self._backwards: dict[frozenset[int], _Backward] = {}  # by the undefined tangents
@@ -174,6 +176,7 @@ class Runner:
                 `rockmate.runtime.ddp`.
         """
         confirm_order(self.model, self._order)
+        self.send_weights_home()
         device = inputs[0].device if inputs else torch.device("cpu")
         anchor = self._anchors.get(device) or self._anchors.setdefault(device, Anchor(device))
         layouts = self.input_layouts
@@ -205,12 +208,28 @@ class Runner:
         """The arguments of the forward of one call, and what carries out its moves."""
         arguments: list[Any] = self.forward_statics.tensors(inputs)
         slots, offload = self.program.slots, self.program.offload
-        if slots is None or self._moves_place is None:
+        if slots is None:
             return arguments, None
         assert offload is not None
-        moves = StepMoves(tier_of(self.model, offload).borrow(slots.num_bytes), slots)
-        arguments.insert(self._moves_place, moves)
+        slab = tier_of(self.model, offload).borrow(slots.num_bytes) if slots.num_bytes else None
+        homes = homes_of(self.model) if self.program.fetched else None
+        weights = [self.binding[name] for name in self.program.fetched]
+        moves = StepMoves(slab, slots, homes, weights)
+        if self._moves_place is not None:
+            arguments.insert(self._moves_place, moves)
         return arguments, moves
+
+    def send_weights_home(self) -> None:
+        """Has those weights at home that the program fetches, and no others.
+
+        While backwards are to come, the weights that those read stay where they are.
+
+        Raises:
+            OffloadError: the home has no room, or a copy has failed.
+        """
+        names = tuple(dict.fromkeys(self.program.fetched))
+        if (names or has_homes(self.model)) and not self.pending.runners_of(self.model):
+            homes_of(self.model).hold(names, self.program.offload)
 
     def gradient_owners(self) -> dict[str, torch.Tensor]:
         """Name -> parameter in the module now, for each gradient that the backward accumulates.

@@ -61,7 +61,6 @@ def emit(
     ends = last_reads(graph, *schedule.order)
     saved_storages = _saved_storages(graph, schedule)
     results = [(node, role) for node, role in graph.outputs if role.kind in FORWARD_ENDS]
-
     forward = GraphWriter(graph, schedule, ends, recomputed, flights=flights)
     saved = _write_forward(forward, [node for node, _ in results], saved_storages)
     hooks = HookSchedule(graph, schedule, owner_of, flights)
@@ -95,6 +94,7 @@ def emit(
         runs_below_autograd=all(_is_own(op.node.target) for op in graph.ops),
         num_in_flight=graph.num_in_flight,
         slots=_slots(graph, schedule),
+        fetched=_fetched(graph, schedule),
         offload=offload,
         forward_code=forward_module.code,
         backward_code=backward_module.code,
@@ -200,13 +200,13 @@ def _write_backward(
 
 
 class _Events:
-    """The events of moves in one half of a schedule, in the order in which they are written."""
+    """The events of moves and fetches in one half of a schedule, in the order of their writing."""
 
     def __init__(self, schedule: Schedule, *, is_forward: bool) -> None:
         num_forward = len(schedule.forward)
         self._waiting: list[PlacedEvent] = [
             placed
-            for placed in reversed(placed_events(schedule.moves))
+            for placed in reversed(placed_events(schedule.copies))
             if placed.is_in_forward(num_forward) == is_forward
         ]
 
@@ -217,10 +217,16 @@ class _Events:
 
 
 def _slots(graph: Graph, schedule: Schedule) -> SlotPlan | None:
-    if not schedule.moves:
+    if not schedule.copies:
         return None
     sizes = [graph.storages[move.storage].num_bytes for move in schedule.moves]
     return plan_slots(schedule.moves, sizes)
+
+
+def _fetched(graph: Graph, schedule: Schedule) -> tuple[str, ...]:
+    """The name of the weight of each fetch."""
+    names = {graph.storage_of[node].index: role.name for node, role in graph.inputs if role.name}
+    return tuple(names[each.storage] for each in schedule.fetches)
 
 
 def _returned_gradients(graph: Graph) -> list[tuple[fx.Node, Role]]:
@@ -249,16 +255,17 @@ def _own_gradients(
 
 def _saved_storages(graph: Graph, schedule: Schedule) -> list[Storage]:
     """Storages that the backward reads before it writes them, in the order of their first write."""
+    fetched = {each.storage for each in schedule.fetches}
     written: set[Storage] = set()
     saved: set[Storage] = set()
     num_forward = len(schedule.forward)
     events = [
-        placed for placed in placed_events(schedule.moves) if not placed.is_in_forward(num_forward)
+        placed for placed in placed_events(schedule.copies) if not placed.is_in_forward(num_forward)
     ][::-1]
     for position, index in enumerate(schedule.backward, start=num_forward):
         while events and events[-1].gap <= position:
             placed = events.pop()
-            moved = graph.storages[schedule.moves[placed.index].storage]
+            moved = graph.storages[schedule.copies[placed.index].storage]
             if placed.event is MoveEvent.FETCH:
                 written.add(moved)
             elif moved not in written:
@@ -267,7 +274,9 @@ def _saved_storages(graph: Graph, schedule: Schedule) -> list[Storage]:
         saved.update(
             storage
             for storage in op.reads
-            if storage not in written and not storage.is_static and not storage.is_tangent
+            if storage not in written
+            and not storage.is_tangent
+            and (not storage.is_static or storage.index in fetched)
         )
         written.update(op.writes)
     for node, role in graph.outputs:

@@ -83,6 +83,7 @@ class GraphWriter:
         self._issued: dict[int, fx.Node] = {}
         self._roles = dict(source.inputs)
         self._updates = frozenset(source.updates)
+        self._fetched = frozenset(each.storage for each in schedule.fetches)
         # Node of the source -> node of `graph` that holds its value at present.
         self._holders: dict[fx.Node, fx.Node] = {}
         # Storage -> nodes of the source in it that have a holder.
@@ -116,6 +117,10 @@ class GraphWriter:
         if holder is not None:
             return holder
         role = self._roles.get(node)
+        if role is not None and self.source.storage_of[node].index in self._fetched:
+            root = self.source.storage_of[node].root  # a tied weight has several names
+            assert node is not root, f"{role.name} is read where it is at home"
+            return self.value(root)
         if role is not None:
             kind = ArgumentKind.TANGENT if role.kind is RoleKind.TANGENT else ArgumentKind.STATIC
             holder = self.add_argument(Argument(kind, role))
@@ -185,8 +190,8 @@ class GraphWriter:
             self.emit_gradient(node, role)
 
     def move(self, placed: PlacedEvent) -> None:
-        """Writes an event of a move."""
-        storage = self.source.storages[self.schedule.moves[placed.index].storage]
+        """Writes an event of a move, or of a fetch."""
+        storage = self.source.storages[self.schedule.copies[placed.index].storage]
         moves, index = self._moves(), placed.index
         match placed.event:
             case MoveEvent.SEND:
@@ -195,6 +200,7 @@ class GraphWriter:
                 self.graph.call_function(sent, (moves, self.value(storage.root), index))
                 self._forget(storage)
             case MoveEvent.FETCH:
+                self._forget(storage)
                 self._hold(storage.root, self.graph.call_function(fetch, (moves, index)))
             case MoveEvent.FETCHED:
                 coming = (moves, self.value(storage.root), index)

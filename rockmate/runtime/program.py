@@ -110,7 +110,8 @@ class Program:
         forward_code: the forward's source.
         backward_code: the backward's source.
         num_in_flight: number of forwards before a backward that the plan's budget bounds.
-        slots: where moved values wait in the other tier; None if nothing moves.
+        slots: where moved values wait in the other tier; None if nothing moves or is fetched.
+        fetched: name of the weight of each fetch, in the order of `Schedule.fetches`.
         offload: that tier.
     """
 
@@ -137,6 +138,7 @@ class Program:
     backward_code: str
     num_in_flight: int = 1
     slots: SlotPlan | None = None
+    fetched: tuple[str, ...] = ()
     offload: OffloadRequest | None = None
 
     def of_copy(self, memo: dict[int, Any]) -> Program:
@@ -175,7 +177,7 @@ class Program:
         roles = [each.source for each in arguments if isinstance(each.source, Role)]
         roles += [*self.results, *self.gradients]
         names = [role.name for role in roles if role.name and role.kind is not RoleKind.CONSTANT]
-        return list(dict.fromkeys([*names, *self.accumulated]))
+        return list(dict.fromkeys([*names, *self.accumulated, *self.fetched]))
 
 
 class PlannedLayout:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rockmate.costs.cost import Link
-from rockmate.schedule.move import Move, MoveEvent, placed_events
+from rockmate.schedule.move import Copies, MoveEvent, placed_events
 
 # Rest of a copy that counts as done, in milliseconds: sums of floats do not end at zero.
 _EPSILON_MS = 1e-12
@@ -44,13 +44,13 @@ class LaneReplay:
 
 
 def replay(
-    times_ms: Sequence[float], moves: Sequence[Move], num_bytes: Sequence[int], link: Link
+    times_ms: Sequence[float], moves: Sequence[Copies], num_bytes: Sequence[int], link: Link
 ) -> LaneReplay:
     """Replays runs and moves.
 
     Args:
         times_ms: time of each run by itself.
-        moves: the moves between them.
+        moves: the moves between them, and the fetches of weights.
         num_bytes: bytes of each move.
         link: rates of the copies.
     """

@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -43,6 +43,21 @@ class MoveEvent(enum.IntEnum):
     FETCHED = 3
 
 
+class Copies(Protocol):
+    """What has events: a `Move`, or a `Fetch`, which has the last two alone."""
+
+    events: ClassVar[Collection[MoveEvent]]
+
+    @property
+    def fetched(self) -> int:
+        """Gap in which the step waits for its copy back."""
+        ...
+
+    def gap_of(self, event: MoveEvent) -> int:
+        """The gap of one of its events."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
     """One way out and back of one value.
@@ -54,6 +69,8 @@ class Move:
         fetch: gap in which the copy back begins.
         fetched: gap in which the step waits for it.
     """
+
+    events: ClassVar[Collection[MoveEvent]] = tuple(MoveEvent)
 
     storage: int
     send: int
@@ -85,15 +102,15 @@ class PlacedEvent(NamedTuple):
         return self.gap < num_forward or (self.gap == num_forward and is_out)
 
 
-def placed_events(moves: Sequence[Move]) -> list[PlacedEvent]:
-    """All events of some moves in the order in which they happen.
+def placed_events(copies: Sequence[Copies]) -> list[PlacedEvent]:
+    """All events of some moves and fetches in the order in which they happen.
 
     Copies back that begin in the same gap do so in the order in which they are waited for.
     """
     found = [
-        (move.gap_of(event), event, move.fetched, index)
-        for index, move in enumerate(moves)
-        for event in MoveEvent
+        (each.gap_of(event), event, each.fetched, index)
+        for index, each in enumerate(copies)
+        for event in each.events
     ]
     return [PlacedEvent(gap, event, index) for gap, event, _, index in sorted(found)]
 

@@ -21,6 +21,7 @@ import numpy as np
 from rockmate._util import Bools, Ints
 from rockmate.graph.in_place import operands_in_place
 from rockmate.graph.ir import Graph, Op, Phase, Storage
+from rockmate.schedule.fetch import Fetch, broken_fetch
 from rockmate.schedule.liveness import COPIED, KIND_MASK, DefUse, op_def_use
 from rockmate.schedule.move import Move, MoveWalk, movable_storages
 
@@ -36,6 +37,8 @@ class Schedule:
         in_place: positions in `steps` of the runs whose result takes over the memory of the first
             operand that may be overwritten and ends there.
         moves: values that leave memory between runs and come back.
+        fetches: frozen weights that come from their home and are dropped. A weight that has any is
+            in memory within them alone.
         def_use: definitions and uses of the runs; None if they have not been computed.
     """
 
@@ -43,6 +46,7 @@ class Schedule:
     backward: tuple[int, ...]
     in_place: frozenset[int] = frozenset()
     moves: tuple[Move, ...] = ()
+    fetches: tuple[Fetch, ...] = ()
     def_use: DefUse | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -54,6 +58,11 @@ class Schedule:
     def order(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Move, ...]]:
         """Forward, backward and moves: all that liveness depends on."""
         return self.forward, self.backward, self.moves
+
+    @property
+    def copies(self) -> tuple[Move | Fetch, ...]:
+        """Moves, then fetches: all that has events, by the index that events have."""
+        return self.moves + self.fetches
 
     def num_recomputations(self) -> int:
         """Number of runs beyond the first of each op."""
@@ -107,6 +116,9 @@ class Schedule:
         often than it may, random ops draw in eager's order, and runs in place are allowed.
         """
         runs = self._verify_runs(graph)
+        reads = [[each.index for each in graph.ops[index].reads] for index in self.steps]
+        broken = broken_fetch(self.fetches, reads, len(self.forward))
+        assert not broken, broken
         ends = {storage for storage in graph.storages if storage.is_result} | set(graph.updates)
         absent = [
             op
@@ -186,10 +198,12 @@ def moved_like(other: Schedule, graph: Graph) -> Schedule | None:
     None if runs are left out, since moves stand between them.
     """
     schedule = finish(graph, other.forward, other.backward)
-    if not other.moves:
+    if not other.copies:
         return schedule
-    is_same = (schedule.forward, schedule.backward) == (other.forward, other.backward)
-    return with_moves(graph, schedule, other.moves) if is_same else None
+    if (schedule.forward, schedule.backward) != (other.forward, other.backward):
+        return None
+    moved = with_moves(graph, schedule, other.moves) if other.moves else schedule
+    return replace(moved, fetches=other.fetches)
 
 
 def last_reads(

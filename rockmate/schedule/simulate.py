@@ -90,6 +90,8 @@ def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simul
     fetched_bytes = _fetched_bytes(schedule, def_use)
     made_bytes = made_bytes + fetched_bytes
     freed_bytes = np.zeros(len(steps), dtype=np.int64)
+    for each in schedule.fetches:
+        freed_bytes[each.last] += ops.num_bytes[each.storage]
     positions, storages = def_use.released()
     np.add.at(freed_bytes, positions, ops.num_bytes[storages])
     if schedule.backward:
@@ -99,7 +101,7 @@ def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simul
     running = after + freed_bytes + overhead_bytes
     in_place = list(schedule.in_place)
     running[in_place] -= ops.reusing_bytes[steps[in_place]]
-    if schedule.moves:
+    if schedule.copies:
         # What comes back before a run is there although the run may need less than nothing.
         before = after + freed_bytes - ops.written_bytes[steps]
         running = np.where(fetched_bytes > 0, np.maximum(running, before), running)
@@ -107,7 +109,7 @@ def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simul
     # While this step runs, the other forwards in flight have ended and their backwards not begun.
     running += (ops.num_in_flight - 1) * saved_bytes
     peak_position = int(running.argmax())
-    lanes = None if not schedule.moves else _replayed(schedule, def_use, time_ms, costs)
+    lanes = None if not schedule.copies else _replayed(schedule, def_use, time_ms, costs)
     return Simulation(
         peak_bytes=int(running[peak_position]),
         peak_position=peak_position,
@@ -120,26 +122,27 @@ def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simul
 
 
 def _moved_bytes(schedule: Schedule, def_use: DefUse) -> list[int]:
-    return [int(def_use.ops.num_bytes[move.storage]) for move in schedule.moves]
+    return [int(def_use.ops.num_bytes[each.storage]) for each in schedule.copies]
 
 
 def _fetched_bytes(schedule: Schedule, def_use: DefUse) -> Ints:
     """For each position the bytes that come back right before its run."""
     fetched = np.zeros(len(def_use.steps), dtype=np.int64)
-    for move, num_bytes in zip(schedule.moves, _moved_bytes(schedule, def_use), strict=True):
-        fetched[move.fetch] += num_bytes
+    for each, num_bytes in zip(schedule.copies, _moved_bytes(schedule, def_use), strict=True):
+        fetched[each.fetch] += num_bytes
     return fetched
 
 
 def host_bytes_of(schedule: Schedule, def_use: DefUse) -> int:
     """Bytes that the moved values of one forward take in the other tier."""
-    return plan_slots(schedule.moves, _moved_bytes(schedule, def_use)).num_bytes
+    moved_bytes = _moved_bytes(schedule, def_use)[: len(schedule.moves)]
+    return plan_slots(schedule.moves, moved_bytes).num_bytes
 
 
 def _replayed(schedule: Schedule, def_use: DefUse, time_ms: Floats, costs: Costs) -> LaneReplay:
     assert costs.link is not None, "a schedule with moves needs the rates of a link"
     moved_bytes = _moved_bytes(schedule, def_use)
-    return replay(time_ms.tolist(), schedule.moves, moved_bytes, costs.link)
+    return replay(time_ms.tolist(), schedule.copies, moved_bytes, costs.link)
 
 
 def _add_states(def_use: DefUse, made_bytes: Ints, freed_bytes: Ints) -> None:

@@ -50,6 +50,7 @@ class RunnableCall:
         self.family = family
         self.is_adapted = is_adapted
         self.runner = Runner(planned.program, model)
+        self.runner.send_weights_home()
         self.runner.saved_bytes = lambda: planned.plan.simulation.saved_bytes
         self.evidence = None if is_adapted else Evidence(planned)
         self._model = model

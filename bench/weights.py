@@ -1,0 +1,214 @@
+"""LoRA on models whose weights do not fit the device, by simulation.
+
+    python -m bench.weights                  # writes bench/results/weights_simulated_<yyyymm>.*
+    python -m bench.weights --case 8b-12 --rows 1,4
+
+Nothing runs: the model is on the meta device in bfloat16, with rows of 2,048 tokens, adapters of
+rank 16 beside all products, and AdamW in bfloat16. Times follow from the description of a machine.
+A budget is the card's memory less adapters, their gradients and states, and a reserve for the
+context. Beside each plan stands a *block swap by hand* on the same machine: checkpoints around
+each layer, the loss in the planner's chunks, every k-th layer fetched while the layer before it
+runs, and dropped behind its last read, with the best k of those that fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from bench import command
+from bench.command import Record
+from bench.models import Batch, built, makers
+from bench.pages import filled
+from rockmate import InfeasibleBudgetError, Planner
+from rockmate.costs.machine import load_machine
+from rockmate.hf.adapt import with_lora
+from rockmate.offload.link import machine_link
+from rockmate.plan.plan import Plan
+from rockmate.schedule.fetch import Fetch
+from rockmate.schedule.simulate import simulate
+
+LENGTH, RANK, RESERVE_BYTES = 2048, 16, 512 << 20
+SHARES = (0.2, 0.3, 0.45, 0.7, 1.0, 1.3, 1.8)
+"""Budgets of activations by hand, in smallest peaks without chunks."""
+
+
+class Case(NamedTuple):
+    """A model on a card."""
+
+    model: str
+    machine: str
+    gib: int
+    rows: tuple[int, ...]
+
+
+CASES = {
+    "8b-12": Case("llama-3-8b", "rtx4090", 12, (1, 2, 4, 8)),
+    "8b-24": Case("llama-3-8b", "rtx4090", 24, (4,)),
+    "70b-24": Case("llama-3-70b", "rtx4090", 24, (1, 4)),
+    "70b-80": Case("llama-3-70b", "h100", 80, (4,)),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command."""
+    parser = command.parser("weights", __doc__, stem="weights_simulated")
+    parser.add_argument("--case", action="append", choices=tuple(CASES), help="default: all")
+    parser.add_argument("--rows", help="of a batch, in place of the case's; commas between them")
+    parser.add_argument("--layers", type=int, help="in place of the model's")
+    parser.add_argument("--gib", type=float, help="in place of the card's")
+    parser.add_argument("--limit", type=float, default=30.0, help="seconds of a search")
+    options = parser.parse_args(argv)
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    torch.set_num_threads(1)
+    return command.run("weights", options, _records(options), page)
+
+
+def page(records: Sequence[Record]) -> list[str]:
+    """The page of all records."""
+    rows = command.newest(records, "model", "machine_name", "gib", "rows", "layers")
+    return filled("weights", rows=rows)
+
+
+def _records(options: argparse.Namespace) -> Iterator[Record]:
+    for name in options.case or CASES:
+        case = CASES[name]
+        for rows in map(int, options.rows.split(",")) if options.rows else case.rows:
+            yield from records_of(case._replace(gib=options.gib or case.gib), rows, options)
+
+
+def records_of(case: Case, rows: int, options: argparse.Namespace) -> Iterator[Record]:
+    """A plan for a batch, and then the same with the block swap by hand."""
+    model, sample = _adapted(case, rows, options.layers)
+    trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    budget = int(case.gib * 2**30) - 4 * trained_bytes - RESERVE_BYTES
+    begin = time.perf_counter()
+    planner = _planner(case, model, sample, options, weights="auto")
+    prepared = time.perf_counter()
+    found: Record = {
+        "model": case.model,
+        "machine_name": case.machine,
+        "gib": case.gib,
+        "rows": rows,
+        "layers": options.layers or 0,
+        "budget_bytes": budget,
+        "weight_bytes": planner.weight_bytes,
+        "baseline_ms": planner.baseline_ms,
+        "baseline_peak_bytes": planner.baseline_peak_bytes,
+        "prepare_s": prepared - begin,
+    }
+    try:
+        plan = planner.plan(budget)
+    except InfeasibleBudgetError as error:
+        yield found | {"least_bytes": error.minimum_bytes}
+        return
+    plan.schedule.verify(plan.graph)
+    found |= {"plan_s": time.perf_counter() - prepared, **_figures(plan, budget)}
+    found["bound_ms"] = plan.quick_lower_bound_ms
+    yield found
+    yield found | _by_hand(case, rows, budget, options)
+
+
+def _figures(plan: Plan, budget: int) -> Record:
+    lanes, sizes = plan.simulation.lanes, plan.snapshot.storages
+    moved = sum(sizes[each.storage].num_bytes for each in plan.schedule.moves)
+    copied = sum(sizes[each.storage].num_bytes for each in plan.schedule.fetches)
+    return {
+        "ms": plan.predicted_ms,
+        "resident_bytes": budget - plan.budget_bytes,
+        "copied_bytes": copied,
+        "moved_bytes": moved,
+        "num_recomputations": plan.schedule.num_recomputations(),
+        "waited_ms": lanes.waited_ms if lanes else 0.0,
+    }
+
+
+def _adapted(case: Case, rows: int, layers: int | None) -> tuple[nn.Module, Batch]:
+    sizes = {"layers": layers} if layers else {}
+    make = partial(makers("large")[case.model], length=LENGTH, **sizes)
+    workload = built(case.model, make, device="meta", dtype=torch.bfloat16)
+    return with_lora(workload.model, rank=RANK), workload.make_batch(0, rows)
+
+
+def _planner(
+    case: Case, model: nn.Module, sample: Batch, options: argparse.Namespace, **further: Any
+) -> Planner:
+    common: dict[str, Any] = {"machine": case.machine, "offload": "host", "outputs": "loss"}
+    return Planner(model, dict(sample), time_limit_s=options.limit, **common | further)
+
+
+def _by_hand(case: Case, rows: int, budget: int, options: argparse.Namespace) -> Record:
+    """The fastest block swap that fits."""
+    model, sample = _adapted(case, rows, options.layers)
+    checkpointed: Any = model
+    checkpointed.gradient_checkpointing_enable({"use_reentrant": False})
+    planner = _planner(case, model, sample, options, existing_checkpoints="honour", offload=None)
+    link = machine_link(load_machine(case.machine))
+    weight_bytes = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
+    found: list[tuple[float, int]] = []
+    budgets = [int(share * planner.minimum_peak_bytes) for share in SHARES]
+    for plan in planner.plans([each for each in budgets if each < budget]).values():
+        costs = replace(plan.costs, link=link)
+        for step in range(1, 1 + len(_layers_of(plan))):
+            fetched, home_bytes = _swapped(plan, step)
+            simulation = simulate(plan.graph, fetched.schedule, costs)
+            if simulation.peak_bytes + weight_bytes - home_bytes <= budget:
+                found.append((simulation.time_ms, step))
+    best_ms, best = min(found, default=(None, 0))
+    return {"by_hand_ms": best_ms, "by_hand_step": best}
+
+
+def _layers_of(plan: Plan) -> dict[int, list[int]]:
+    """Number of a layer -> storages of its frozen weights."""
+    found: dict[int, list[int]] = {}
+    for node, role in plan.graph.inputs:
+        _, layer, rest = role.name.partition(".layers.")
+        if layer and "lora_" not in rest:
+            number = int(rest.partition(".")[0])
+            found.setdefault(number, []).append(plan.graph.storage_of[node].index)
+    return found
+
+
+def _swapped(plan: Plan, step: int) -> tuple[Plan, int]:
+    """The schedule with every `step`-th layer swapped, and the bytes of those layers."""
+    layers, steps = _layers_of(plan), plan.schedule.steps
+    owner = {storage: layer for layer, storages in layers.items() for storage in storages}
+    border = len(plan.schedule.forward)
+    reads: dict[int, tuple[list[int], list[int]]] = {storage: ([], []) for storage in owner}
+    begins: tuple[dict[int, int], dict[int, int]] = ({}, {})
+    for position, index in enumerate(steps):
+        half = int(position >= border)
+        for storage in plan.graph.ops[index].reads:
+            if storage.index in owner:
+                reads[storage.index][half].append(position)
+                begins[half].setdefault(owner[storage.index], position)
+    fetches, chosen = list[Fetch](), [each for each in layers if each % step == 0]
+    for half, neighbour in ((0, -1), (1, 1)):
+        for layer in chosen:
+            for storage in layers[layer]:
+                if own := reads[storage][half]:
+                    start = border * half if half or layer else 0
+                    ahead = begins[half].get(layer + neighbour, start)
+                    fetches.append(
+                        Fetch(storage=storage, fetch=ahead, fetched=own[0], last=own[-1])
+                    )
+    schedule = replace(plan.schedule, fetches=tuple(fetches))
+    schedule.verify(plan.graph)
+    sizes = plan.graph.storages
+    home = {each.storage for each in fetches}
+    return replace(plan, schedule=schedule), sum(sizes[each].num_bytes for each in home)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

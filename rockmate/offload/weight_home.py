@@ -1,0 +1,193 @@
+"""Homes of frozen weights: where they are while a step does not read them.
+
+A weight at home is still a tensor of the model. On the CPU it lies in a mapping of the file that
+steps read it from: `state_dict`, `eval` calls and `generate` find it whole, and a script may write
+to it. What they read stands in the page cache, which the system takes back when it needs memory.
+Steps read the file past that cache (`disk_tier`).
+
+Files have no name. So a process that is killed leaves none, and none can vanish or change under a
+step.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockmate._torch.members import tensor_tables
+from rockmate.budget import size_text
+from rockmate.offload.disk_tier import DiskSlab, DiskTier
+from rockmate.offload.request import OffloadRequest
+from rockmate.offload.tiers import Pending, tier_of
+from rockmate.schedule.move import SLOT_ALIGNMENT
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """Bytes of a home that a weight has to itself, and the tensor that is mapped from them."""
+
+    slab: DiskSlab
+    offset: int
+    mapped: torch.Tensor
+
+    def has(self, weight: torch.Tensor) -> bool:
+        """Whether the weight lies here."""
+        return weight.data_ptr() == self.mapped.data_ptr()
+
+    def write(self, weight: torch.Tensor) -> None:
+        """Copies a weight here, and puts it here."""
+        self.slab.copy_out(self.offset, _bytes_of(weight)).wait()
+        weight.data = self.mapped
+
+    def fetch(self) -> tuple[torch.Tensor, Pending]:
+        """Memory for the weight, to which a copy has begun."""
+        target = torch.empty(self.mapped.nbytes, dtype=torch.uint8)
+        pending = self.slab.copy_in(self.offset, target)
+        value = torch.empty(0, dtype=self.mapped.dtype)
+        value.set_(target.untyped_storage(), 0, self.mapped.shape, self.mapped.stride())
+        return value, pending
+
+
+class _Ready:
+    """A copy that has ended."""
+
+    def wait(self) -> None:
+        """Waits for nothing."""
+
+
+class WeightHomes:
+    """The homes of one model's weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._tier: DiskTier | None = None
+        # By the identity of the parameter, of which tied names have one.
+        self._places: dict[int, _Place] = {}
+        self._held: tuple[str, ...] | None = None
+
+    def hold(self, names: tuple[str, ...], request: OffloadRequest | None) -> None:
+        """Sends these weights home, and brings all others back to memory.
+
+        One that a script has put elsewhere goes home again, with what it holds by then.
+
+        Raises:
+            OffloadError: the home has no room, or a copy has failed.
+        """
+        weights = self._named(names)
+        away = [w for w in weights.values() if not self._is_at_home(w)]
+        if self._held == names and not away:
+            return
+        if self._held is not None and away and self._held == names:
+            logger.info("%d weights were changed for others, which go home", len(away))
+        missing = [weight for weight in away if not self._fits(weight)]
+        if missing:
+            assert request is not None
+            self._make_places(missing, request)
+        for weight in away:
+            self._places[id(weight)].write(weight)
+        for weight in self._all_weights():
+            if id(weight) in self._places and id(weight) not in weights:
+                place = self._places.pop(id(weight))
+                if place.has(weight):
+                    weight.data = place.mapped.clone()
+        self._held = names
+
+    def fetch(self, weight: torch.Tensor) -> tuple[torch.Tensor, Pending]:
+        """A weight in memory, once what is returned with it has been waited for."""
+        if self._is_at_home(weight):
+            return self._places[id(weight)].fetch()
+        return weight.detach().clone(), _Ready()
+
+    def _is_at_home(self, weight: torch.Tensor) -> bool:
+        place = self._places.get(id(weight))
+        return place is not None and place.has(weight)
+
+    def _fits(self, weight: torch.Tensor) -> bool:
+        """Whether it has a place, for a tensor like this one."""
+        place = self._places.get(id(weight))
+        return place is not None and _like(place.mapped) == _like(weight)
+
+    def _make_places(self, weights: Iterable[torch.Tensor], request: OffloadRequest) -> None:
+        request.check_home()
+        tier = tier_of(self._root(), replace(request, host_bytes=None))
+        assert isinstance(tier, DiskTier)
+        offsets, end = list[int](), 0
+        for weight in weights:
+            offsets.append(end)
+            end += -(-weight.nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
+        slab = tier.borrow(end)
+        memory = slab.mapped()
+        for weight, offset in zip(weights, offsets, strict=True):
+            mapped = torch.frombuffer(
+                memory, dtype=weight.dtype, count=prod(weight.shape), offset=offset
+            ).view(weight.shape)
+            self._places[id(weight)] = _Place(slab, offset, mapped)
+        logger.info("%s of frozen weights are at home in %s", size_text(end), request.text)
+
+    def _named(self, names: Iterable[str]) -> dict[int, torch.Tensor]:
+        found: dict[int, torch.Tensor] = {}
+        for name in names:
+            weight = _tensor(self._root(), name)
+            found[id(weight)] = weight
+        return found
+
+    def _all_weights(self) -> Iterable[torch.Tensor]:
+        return self._root().parameters()
+
+    def _root(self) -> nn.Module:
+        model = self._model()
+        assert model is not None
+        return model
+
+
+def _tensor(model: nn.Module, name: str) -> torch.Tensor:
+    path, _, key = name.rpartition(".")
+    return tensor_tables(model.get_submodule(path))[0][key]
+
+
+def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+_OF_MODEL: weakref.WeakKeyDictionary[nn.Module, WeightHomes] = weakref.WeakKeyDictionary()
+
+
+def homes_of(model: nn.Module) -> WeightHomes:
+    """The homes of a model's weights, for all of its plans."""
+    return _OF_MODEL.setdefault(model, WeightHomes(model))
+
+
+def has_homes(model: nn.Module) -> bool:
+    """Whether weights of a model have been sent home."""
+    return model in _OF_MODEL
+
+
+def can_go_home(weight: torch.Tensor) -> bool:
+    """Whether a parameter may: a frozen dense tensor of no own class, alone in its memory."""
+    return (
+        isinstance(weight, nn.Parameter)
+        and type(weight.data) is torch.Tensor
+        and not weight.requires_grad
+        and weight.layout is torch.strided
+        and weight.is_contiguous()
+        and (weight.is_meta or weight.untyped_storage().nbytes() == weight.nbytes)
+    )
+
+
+def named_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """Name -> parameter that can go home; tied ones under each of their names."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: weight for name, weight in named if can_go_home(weight)}

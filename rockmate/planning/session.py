@@ -210,7 +210,11 @@ class PlanningSession:
             return plan
         with gc_paused():
             minimum_bytes = self._forms.min_peak(strategy).peak_bytes
-            smallest = self.plan(minimum_bytes, strategy=strategy)
+            smallest = self._plan_within(minimum_bytes, strategy)
+            if smallest is None:  # one in chunks, which the search does not meet again
+                minimum_bytes = self.minimum_peak(strategy)
+                smallest = self._plan_within(minimum_bytes, strategy)
+        assert smallest is not None, f"no plan at the smallest peak, {minimum_bytes:,} bytes"
         if on_infeasible == "error":
             error = InfeasibleBudgetError(
                 budget_bytes,

@@ -42,3 +42,27 @@ def test_modules_that_import_one_another(
     """Those of packages are taken for constant, also of another prefix than the interpreter's."""
     (tmp_path / name).mkdir()
     assert scales_read_in(tmp_path / name, monkeypatch) == found
+
+
+def test_a_global_with_the_name_of_an_attribute_is_none_that_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ours_alone", raising=False)
+    source = """
+from torch import nn
+
+scale, layer = 2.0, 3.0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, x):
+        return self.layer(x) * scale
+"""
+    (tmp_path / "ours_alone.py").write_text(source)
+    network = importlib.import_module("ours_alone").Net()
+    assert [place.name for place in values_read_by(network, ())] == ["scale"]

@@ -208,13 +208,7 @@ class PlanningSession:
         plan = self._plan_within(budget_bytes, strategy)
         if plan is not None:
             return plan
-        with gc_paused():
-            minimum_bytes = self._forms.min_peak(strategy).peak_bytes
-            smallest = self._plan_within(minimum_bytes, strategy)
-            if smallest is None:  # one in chunks, which the search does not meet again
-                minimum_bytes = self.minimum_peak(strategy)
-                smallest = self._plan_within(minimum_bytes, strategy)
-        assert smallest is not None, f"no plan at the smallest peak, {minimum_bytes:,} bytes"
+        minimum_bytes, smallest = self._smallest(strategy)
         if on_infeasible == "error":
             error = InfeasibleBudgetError(
                 budget_bytes,
@@ -300,6 +294,15 @@ class PlanningSession:
                     return None
                 self._keep({budget_bytes: self._as_plan(budget_bytes, strategy, *best)}, strategy)
         return self._plans[budget_bytes, strategy]
+
+    def _smallest(self, strategy: str) -> tuple[int, Plan]:
+        """The smallest budget with a plan, and that; one in chunks may not be met again."""
+        least_bytes = self._forms.min_peak(strategy).peak_bytes
+        smallest = self._plan_within(least_bytes, strategy)
+        if smallest is None:
+            least_bytes = self.minimum_peak(strategy)
+            smallest = self.plan(least_bytes, strategy=strategy)
+        return least_bytes, smallest
 
     def _keep(self, plans: Mapping[int, Plan], strategy: str) -> None:
         """Takes plans of a strategy that are faster than the known ones for their budgets.

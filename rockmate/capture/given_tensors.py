@@ -51,9 +51,19 @@ def lifted_tensors(capture: Capture) -> list[torch.Tensor]:
             tensor = capture.constants[role.name]
             found[id(tensor)] = tensor
             if tensor.requires_grad:
+                where = next(
+                    (
+                        f" in {user.meta['module']}"
+                        for user in node.users
+                        if user.meta.get("module")
+                    ),
+                    "",
+                )
                 raise UnsupportedModelError(
-                    f"the forward reads a tensor of shape {tuple(tensor.shape)} that requires a "
-                    "gradient and is neither parameter nor input. Make it a parameter, or pass it."
+                    f"the forward reads a tensor of shape {tuple(tensor.shape)}{where} that "
+                    "requires a gradient and is neither parameter nor input. Make it a parameter, "
+                    "or pass it. For a step of rockmate.plan_step, give its module in the list of "
+                    "modules."
                 )
     if found:
         logger.info(

@@ -251,16 +251,6 @@ def test_error_of_the_models_own_is_kept_as_the_cause() -> None:
     assert Path(__file__).name in str(caught.value)
 
 
-def test_tensor_that_is_no_buffer() -> None:
-    @made_of(lambda: {"scale": torch.full((16,), 2.0)})
-    class Careless(Branching):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) * self.scale
-
-    with pytest.raises(UnsupportedModelError, match="register_buffer"):
-        Planner(Careless(), X)
-
-
 def test_loss_only_without_a_loss() -> None:
     with pytest.raises(InvalidSampleError, match="outputs"):
         Planner(models.Stack(), X, outputs="loss")

@@ -157,7 +157,7 @@ def test_gradients_in_eval_mode_and_of_inputs_alone() -> None:
 def test_what_is_not_among_the_modules_is_named() -> None:
     model, head = mlp(8, 8), nn.Linear(8, 8)
     x = torch.randn(4, 8)
-    with pytest.raises(UnsupportedModelError, match=r"functions\.py.*head\(.*list of modules"):
+    with pytest.raises(UnsupportedModelError, match=r"shape \(8, 8\).*list of modules"):
         rockmate.plan_step(lambda x: head(model(x)).sum(), [model], x, budget=0.9)
     with pytest.raises(InvalidArgumentError, match="no modules are given"):
         rockmate.plan_step(Distillation.plain_step, budget=0.9)(x)

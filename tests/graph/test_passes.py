@@ -14,8 +14,9 @@ from made_of import made_of
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from rockmate import Planner
 from rockmate._torch.storage import storage_id
-from rockmate.capture.nodes import layout_of, tensors_of
+from rockmate.capture.nodes import tensors_of
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.build import build_graph
 from rockmate.graph.chunking.chunks import Chunks, chunk_loss_block
@@ -30,6 +31,7 @@ from rockmate.graph.passes import (
     PassOptions,
     run_passes,
 )
+from rockmate.ops.kernel_layouts import Layout
 
 
 class Skips(nn.Module):
@@ -153,7 +155,8 @@ def assert_fakes_are_true(graph: fx.Graph) -> None:
         value = fake_result(node.target, node.args, node.kwargs, like=node)
         found = [item for item in _listed(value) if isinstance(item, Tensor)]
         noted = tensors_of(node)
-        assert [layout_of(tensor) for tensor in found] == [layout_of(tensor) for tensor in noted]
+        assert len(found) == len(noted)
+        assert all(map(Layout.reads_like, map(Layout.of, found), map(Layout.of, noted))), node
         given = {storage_id(item) for each in node.all_input_nodes for item in tensors_of(each)}
         for tensor, other in zip(found, noted, strict=True):
             shared = storage_id(tensor) if storage_id(tensor) in given else None
@@ -186,7 +189,9 @@ def test_rewrites_leave_a_valid_graph_and_the_same_bits(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fake_statistics_have_the_dtypes_of_kernels(dtype: torch.dtype) -> None:
-    capture = captured_for(MixedPrecision(dtype), torch.randn(2, 8, 6, 6))
+    sample = torch.randn(2, 8, 6, 6)
+    Planner(MixedPrecision(dtype), sample)  # runs each kernel
+    capture = captured_for(MixedPrecision(dtype), sample)
     capture = run_passes(REWRITES, capture, PassOptions())
     norms = 0
 

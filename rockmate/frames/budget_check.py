@@ -96,8 +96,8 @@ class PeakCheck:
             self._num_passed = 0 if was_looked_at else self._num_passed
             return None
         self._num_passed += 1
-        if real_bytes > memory.peak_bytes:
-            memory.needs.add(int((real_bytes - memory.peak_bytes) / memory.scale))
+        unknown_bytes = max(real_bytes - memory.peak_bytes, memory.peak_bytes - budget_bytes)
+        memory.needs.add(int(unknown_bytes / memory.scale))
         if self._num_passed > 1 and self._may_refuse:
             where = "a step that runs other ops than the one that was measured"
             return InfeasibleBudgetError(budget_bytes, peak_bytes, where=where)

@@ -47,7 +47,7 @@ def test_a_wrong_gradient_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_of_another_field_is_an_expression(monkeypatch: pytest.MonkeyPatch) -> None:
-    models = {"mlp": ["Sequential(Linear(4, 8), Tanh(), Linear(8, 2))", "(randn(16 - seed, 4),)"]}
+    models = {"mlp": ["Sequential(Linear(4, 8), Tanh(), Linear(8, 2))", "(randn(6 - seed, 4),)"]}
     table = {"torch": {"field": "layers", "import": ["torch.nn"], "models": models}}
     monkeypatch.setattr(fields, "TABLE", table)
     found = trial([fields.builder("torch", "mlp")], fields.make_batch)

@@ -34,6 +34,11 @@ def mode_of(fake: Any) -> FakeTensorMode:
     return fake.fake_mode
 
 
+def forget_tensors(fake: Any) -> None:
+    """Drops weak references of a fake tensor's mode to real ones: `swap_tensors` allows none."""
+    mode_of(fake).fake_tensor_converter.meta_converter.describer.lookup_tensor.clear()
+
+
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor that an op gets in a trace has values: nobody has wrapped it."""
     return type(tensor) is torch.Tensor and not torch._is_functional_tensor(tensor)

@@ -32,7 +32,7 @@ from rockmate._torch.aot import (
     scripts_traced,
     value_checks_as_ops,
 )
-from rockmate._torch.fake import errors_unlogged, is_fake, results_corrected
+from rockmate._torch.fake import errors_unlogged, forget_tensors, is_fake, results_corrected
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
@@ -277,6 +277,7 @@ def _traced(
             constant = getattr(joint, str(node.target))
             node.meta["val"] = fakes.get(id(constant), node.meta.get("val"))
         install(joint.graph, calls)
+    forget_tensors(next(iter(joint.graph.nodes)).meta["val"])
     checkpoints.note_decisions()
     modules.name_backward(joint.graph)
     refuse_effects(joint.graph, model)

@@ -903,6 +903,16 @@ class TestFake:
         fake.move_to(values, torch.device("cuda:0"))
         assert values.device == torch.device("cuda:0")
 
+    def test_tensors_are_forgotten(self) -> None:
+        real, other = torch.ones(2), torch.zeros(2)
+        with fake.FakeTensorMode() as mode:
+            stand_in = mode.from_tensor(real)
+        with pytest.raises(RuntimeError, match="weakref"):
+            torch.utils.swap_tensors(real, other)
+        fake.forget_tensors(stand_in)
+        torch.utils.swap_tensors(real, other)
+        assert not real.any()
+
     def test_results_are_corrected_for_the_duration(self) -> None:
         def halved(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
             assert kwargs is not None

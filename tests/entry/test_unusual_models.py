@@ -250,3 +250,20 @@ def test_sizes_that_coincide_in_the_sample_and_not_in_a_later_call() -> None:
     plain = copy.deepcopy(model)
     module = RockmateModule(model, budget=0.9, on_infeasible="least", numerics="bitwise")
     same_steps(module, plain, lambda each, step: each(X[: 40 - 6 * step, :3], ptr))
+
+
+def test_parameters_are_swapped_between_steps() -> None:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 8))
+    plain = copy.deepcopy(model)
+    module = RockmateModule(model, X[:, :3], 0.9, on_infeasible="least")
+    for _ in range(2):
+        for each, owner in ((module, model), (plain, plain)):
+            each.zero_grad()
+            each(X[:, :3]).square().mean().backward()
+            weight: Any = owner[0].weight
+            torch.utils.swap_tensors(weight, nn.Parameter(weight.detach() * 2))
+            assert weight is owner[0].weight
+    module(X[:, :3]).square().mean().backward()
+    plain(X[:, :3]).square().mean().backward()
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    assert all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs)  # pyright: ignore

@@ -28,6 +28,7 @@ from torch._C._profiler import (
 
 from rockmate._torch.engine import is_profiling
 from rockmate._torch.pytree import tree_leaves
+from rockmate._util import gc_paused
 from rockmate.errors import RockmateError
 
 # A profiler label. Events count from the moment it is entered.
@@ -320,11 +321,15 @@ def _profiler_config() -> ProfilerConfig:
 
 
 def _record(function: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
-    """The function's result, and the profiler's events of each thread, in order."""
+    """The function's result, and the profiler's events of each thread, in order.
+
+    No garbage is collected meanwhile: what older objects release would count as released here.
+    """
     refuse_profiler()
-    _enable_profiler_legacy(_profiler_config())
-    try:
-        result = function()
-    finally:
-        threads = _disable_profiler_legacy()
+    with gc_paused():
+        _enable_profiler_legacy(_profiler_config())
+        try:
+            result = function()
+        finally:
+            threads = _disable_profiler_legacy()
     return result, threads

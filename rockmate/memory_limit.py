@@ -125,7 +125,6 @@ class MemoryLimit:
             InfeasibleMemoryLimitError: nothing is.
         """
         holdings, limit_bytes = self.holdings(model), self.limit_bytes
-        frozen_bytes = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
         if holdings.total_bytes >= limit_bytes:
             msg = (
                 f"the memory limit of {size_text(limit_bytes)} ({limit_bytes:,} bytes) leaves "
@@ -136,6 +135,7 @@ class MemoryLimit:
                 f"more than {holdings.total_bytes}, train "
                 "fewer parameters, or take an optimizer with less state."
             )
+            frozen_bytes = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
             if not has_homes and holdings.total_bytes - frozen_bytes < limit_bytes:
                 msg += (
                     f" {size_text(frozen_bytes)} are frozen weights, which weights='auto' with "

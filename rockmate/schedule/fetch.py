@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rockmate.schedule.move import MoveEvent
+from rockmate.schedule.move import MoveEvent, row_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +83,6 @@ def fetches_of_rows(rows: Sequence[str]) -> Iterator[Fetch]:
         ValueError: a row is none of its.
     """
     for row in rows:
-        words = row.split()
-        if words[0:6:2] != ["fetch", "fetched", "last"] or len(words) != 8:
-            msg = f"a fetch reads {row!r}, not like 'fetch 3 fetched 9 last 12 17 q_proj_weight'"
-            raise ValueError(msg)
-        fetch, fetched, last, storage = map(int, (*words[1:6:2], words[6]))
+        numbers = row_numbers(row, "fetch", "fetch 3 fetched 9 last 12 17 q_proj_weight")
+        fetch, fetched, last, storage = numbers
         yield Fetch(storage=storage, fetch=fetch, fetched=fetched, last=last)

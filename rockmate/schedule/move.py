@@ -183,13 +183,28 @@ def moves_of_rows(rows: Sequence[str]) -> Iterator[Move]:
     Raises:
         ValueError: a row is none of its.
     """
+    like = "send 3 sent 9 fetch 40 fetched 44 17 gelu"
     for row in rows:
-        words = row.split()
-        if words[0:8:2] != ["send", "sent", "fetch", "fetched"] or len(words) != 10:
-            msg = f"a move reads {row!r}, not like 'send 3 sent 9 fetch 40 fetched 44 17 gelu'"
-            raise ValueError(msg)
-        send, sent, fetch, fetched, storage = map(int, (*words[1:8:2], words[8]))
+        send, sent, fetch, fetched, storage = row_numbers(row, "move", like)
         yield Move(storage=storage, send=send, sent=sent, fetch=fetch, fetched=fetched)
+
+
+def row_numbers(row: str, what: str, like: str) -> tuple[int, ...]:
+    """The numbers of a row of a plan file, that of the storage last.
+
+    Args:
+        row: each number behind its word, then the storage's, and the storage's name.
+        what: the row stands for.
+        like: such a row, with its words.
+
+    Raises:
+        ValueError: it has others.
+    """
+    words, known = row.split(), like.split()
+    if len(words) != len(known) or words[:-2:2] != known[:-2:2]:
+        msg = f"a {what} reads {row!r}, not like {like!r}"
+        raise ValueError(msg)
+    return tuple(map(int, (*words[1:-2:2], words[-2])))
 
 
 class _Place(enum.Enum):

@@ -29,7 +29,6 @@ INTERNAL = {
     "offload/disk_tier.py",
     "plan/residency.py",
     "plan/serialize.py",
-    "schedule/fetch.py",
     "schedule/move.py",
 }
 

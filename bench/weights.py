@@ -1,14 +1,19 @@
 """LoRA on models whose weights do not fit the device, by simulation.
 
-    python -m bench.weights                  # writes bench/results/weights_simulated_<yyyymm>.*
+    python -m bench.weights                  # writes bench/results/weights_<yyyymm>.*
     python -m bench.weights --case 8b-12 --rows 1,4
+    python -m bench.weights --measured FOLDER
 
-Nothing runs: the model is on the meta device in bfloat16, with rows of 2,048 tokens, adapters of
-rank 16 beside all products, and AdamW in bfloat16. Times follow from the description of a machine.
-A budget is the card's memory less adapters, their gradients and states, and a reserve for the
-context. Beside each plan stands a *block swap by hand* on the same machine: checkpoints around
-each layer, the loss in the planner's chunks, every k-th layer fetched while the layer before it
-runs, and dropped behind its last read, with the best k of those that fit.
+Nothing runs, but for the last. The model is on the meta device in bfloat16, with rows of 2,048
+tokens, adapters of rank 16 beside all products, and AdamW in bfloat16. Times follow from the
+description of a machine. A budget is the card's memory less adapters, their gradients and states,
+and a reserve for the context. Beside each plan stands a *block swap by hand* on the same machine:
+checkpoints around each layer, the loss in the planner's chunks, every k-th layer fetched while the
+layer before it runs, and dropped behind its last read, with the best k of those that fit.
+
+Measured is a small Llama type, in float32 on one thread, whose frozen weights are a multiple of the
+budget, with a disk as their home: the gradients beside eager's, the peak by the allocator's events,
+and the time as `bench.moves.measured` says, beside the same model with all weights in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +33,9 @@ from torch import nn
 
 from bench import command
 from bench.command import Record
+from bench.measure import Trainer, same_bits
 from bench.models import Batch, built, makers
+from bench.moves.measured import planned, timed
 from bench.pages import filled
 from rockmate import InfeasibleBudgetError, Planner
 from rockmate.costs.machine import load_machine
@@ -41,6 +48,8 @@ from rockmate.schedule.simulate import simulate
 LENGTH, RANK, RESERVE_BYTES = 2048, 16, 512 << 20
 SHARES = (0.2, 0.3, 0.45, 0.7, 1.0, 1.3, 1.8)
 """Budgets of activations by hand, in smallest peaks without chunks."""
+MULTIPLES, NUM_LAYERS = (3, 2, 1.5), 16
+"""Frozen weights over the budget, where steps are measured, and the layers of that model."""
 
 
 class Case(NamedTuple):
@@ -62,23 +71,27 @@ CASES = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
-    parser = command.parser("weights", __doc__, stem="weights_simulated")
+    parser = command.parser("weights", __doc__, stem="weights")
     parser.add_argument("--case", action="append", choices=tuple(CASES), help="default: all")
     parser.add_argument("--rows", help="of a batch, in place of the case's; commas between them")
     parser.add_argument("--layers", type=int, help="in place of the model's")
     parser.add_argument("--gib", type=float, help="in place of the card's")
+    parser.add_argument("--measured", metavar="FOLDER", help="train with weights at home there")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds of a search")
     options = parser.parse_args(argv)
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    return command.run("weights", options, _records(options), page)
+    records = measured(options.measured) if options.measured else _records(options)
+    return command.run("weights", options, records, page)
 
 
 def page(records: Sequence[Record]) -> list[str]:
     """The page of all records."""
-    rows = command.newest(records, "model", "machine_name", "gib", "rows", "layers")
-    return filled("weights", rows=rows)
+    key = ("model", "machine_name", "gib", "rows", "layers", "multiple")
+    rows = command.newest(records, *key)
+    simulated = [row for row in rows if "multiple" not in row]
+    return filled("weights", rows=simulated, measured=[row for row in rows if "multiple" in row])
 
 
 def _records(options: argparse.Namespace) -> Iterator[Record]:
@@ -118,6 +131,33 @@ def records_of(case: Case, rows: int, options: argparse.Namespace) -> Iterator[R
     found["bound_ms"] = plan.quick_lower_bound_ms
     yield found
     yield found | _by_hand(case, rows, budget, options)
+
+
+def measured(folder: str) -> Iterator[Record]:
+    """Steps with weights on a disk, beside the same model with its weights in memory."""
+    make = partial(makers("small")["llama-lora"], layers=NUM_LAYERS, rows=1)
+    whole, own = (built("llama-lora", make).with_loss_inside() for _ in range(2))
+    options: dict[str, Any] = {"offload": f"disk:{folder}", "numerics": "bitwise"}
+    base = Planner(whole.model, whole.sample, **options).module(1.0, trial="never")
+    planner = Planner(own.model, own.sample, weights="auto", **options)
+    whole_trainer, trainer = Trainer(whole), Trainer(own)
+    expected = whole_trainer.gradients(whole.model)
+    for multiple in MULTIPLES:
+        budget = int(planner.weight_bytes / multiple)
+        module = planner.module(budget, trial="never")
+        ours = trainer.gradients(module)
+        yield {
+            "model": own.name,
+            "rows": own.rows,
+            "layers": NUM_LAYERS,
+            "multiple": multiple,
+            "weight_bytes": planner.weight_bytes,
+            "is_bitwise": same_bits(ours, expected),
+            "measured_peak_bytes": trainer.peak_bytes(module),
+            **planned(module.plan),
+            **_figures(module.plan, budget),
+            **timed(whole_trainer.step(base), base, trainer.step(module), module, folder),
+        }
 
 
 def _figures(plan: Plan, budget: int) -> Record:

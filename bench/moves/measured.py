@@ -32,7 +32,7 @@ from typing import Any
 from torch import nn
 
 from bench.command import Record
-from bench.measure import Trainer, allocator_peak, same_bits, time_in_turn
+from bench.measure import Step, Trainer, allocator_peak, same_bits, time_in_turn
 from bench.models import Workload, build, built, makers
 from bench.peers import eager
 from bench.peers.disk import offloaded_to_disk
@@ -72,7 +72,7 @@ def measured(name: str, folder: str) -> Iterator[Record]:
         disk = new_disk(workload.model, folder)
         ours = trainer.gradients(module)
         own_peak = trainer.peak_bytes(module)
-        found = _timed(trainer, base, module, folder)
+        found = timed(trainer.step(base), base, trainer.step(module), module, folder)
         yield {
             "kind": "measured",
             "model": name,
@@ -80,12 +80,13 @@ def measured(name: str, folder: str) -> Iterator[Record]:
             "is_bitwise_unmoved": same_bits(ours, unmoved),
             "measured_peak_bytes": own_peak,
             "measured_host_bytes": disk.num_bytes,
-            **_planned(module.plan),
+            **planned(module.plan),
             **found,
         }
 
 
-def _planned(plan: Plan) -> Record:
+def planned(plan: Plan) -> Record:
+    """What a plan promises."""
     return {
         "share": plan.budget_bytes / plan.baseline_peak_bytes,
         "budget_bytes": plan.budget_bytes,
@@ -96,11 +97,10 @@ def _planned(plan: Plan) -> Record:
     }
 
 
-def _timed(trainer: Trainer, base: Any, module: Any, folder: str) -> Record:
+def timed(base_step: Step, base: Any, own_step: Step, module: Any, folder: str) -> Record:
     """Times of both, in turn, and the predicted ones at the link's rates as they are now."""
     before = fresh_link(folder)
-    steps = {"base": trainer.step(base), "own": trainer.step(module)}
-    times = time_in_turn(steps, NUM_ROUNDS, is_wall=True)
+    times = time_in_turn({"base": base_step, "own": own_step}, NUM_ROUNDS, is_wall=True)
     link = _between(before, fresh_link(folder))
     base_ms = times["base"].median_ms
     speed = base_ms / base.plan.predicted_ms

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from rockmate.hf.buckets import PadToBuckets
     from rockmate.hf.trainer import wrap_trainer
     from rockmate.module import RockmateModule
+    from rockmate.offload.weight_home import send_home
     from rockmate.ops.value_mark import name, recompute, save
     from rockmate.plan.plan import Plan
     from rockmate.planner import Planner
@@ -119,6 +120,7 @@ __all__ = [
     "register_opaque",
     "release",
     "save",
+    "send_home",
     "simulated_ranks",
     "sweep",
     "timeline",
@@ -152,6 +154,7 @@ _LAZY_NAMES = {
     "PadToBuckets": "rockmate.hf.buckets",
     "Timeline": "rockmate._torch.allocator",
     "timeline": "rockmate._torch.allocator",
+    "send_home": "rockmate.offload.weight_home",
     "plan_in_place": "rockmate.adoption.in_place",
     "release": "rockmate.adoption.in_place",
     "wrap_trainer": "rockmate.hf.trainer",

@@ -93,9 +93,6 @@ def check_choices(larger: str, on_infeasible: str, **flags: Any) -> None:
 
 def check_options(options: PlanOptions, model: nn.Module, strategy: str | None) -> None:
     """Raises for values of options that planning would refuse, maybe hours after the call."""
-    request = options.moves
-    if options.weights == "auto" and request is not None:
-        request.check_home()
     if options.marks or options.policy is not None:
         _ = options.step
     if options.machine is not None:

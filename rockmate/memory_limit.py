@@ -138,8 +138,8 @@ class MemoryLimit:
             frozen_bytes = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
             if not has_homes and holdings.total_bytes - frozen_bytes < limit_bytes:
                 msg += (
-                    f" {size_text(frozen_bytes)} are frozen weights, which weights='auto' with "
-                    "offload='disk:FOLDER' keeps elsewhere, on a CPU."
+                    f" {size_text(frozen_bytes)} are frozen weights, which weights='auto' keeps "
+                    "elsewhere, with offload='host' for a GPU, or offload='disk:FOLDER'."
                 )
             raise InfeasibleMemoryLimitError(
                 msg, limit_bytes=limit_bytes, held_bytes=holdings.total_bytes

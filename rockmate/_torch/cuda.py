@@ -1,8 +1,10 @@
-"""CUDA: the time of kernels, the workspaces of libraries, and streams at the end of a backward."""
+"""CUDA: times of kernels, workspaces of libraries, host memory, streams at a backward's end."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -66,6 +68,46 @@ def used_bytes(device: torch.device) -> int:
     free_bytes, total_bytes = torch.cuda.mem_get_info(device)
     unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return total_bytes - free_bytes - unused_bytes
+
+
+def pinned(num_bytes: int) -> torch.Tensor:
+    """Pinned memory of the host, of just so many bytes.
+
+    PyTorch's own allocator of such memory rounds up to a power of two.
+
+    Raises:
+        RuntimeError: it cannot be had.
+    """
+    memory = torch.empty(num_bytes, dtype=torch.uint8)
+    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, 0)))
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return memory
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """Pinned bytes as CUDA's array interface has them, which keeps their memory."""
+
+    memory: torch.Tensor
+    offset: int
+    num_bytes: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        address = self.memory.data_ptr() + self.offset
+        bytes_of: dict[str, Any] = {"shape": (self.num_bytes,), "typestr": "|u1"}
+        return bytes_of | {"data": (address, False), "version": 3}
+
+
+def device_view(
+    memory: torch.Tensor, offset: int, num_bytes: int, device: torch.device
+) -> torch.Tensor:
+    """A tensor of a device whose bytes are these of `pinned` memory: kernels reach them there.
+
+    Host and device have one address space, so the address is the same for both.
+    """
+    return torch.as_tensor(_Shared(memory, offset, num_bytes), device=device)
 
 
 def join_stream_at_end(device: torch.device) -> None:

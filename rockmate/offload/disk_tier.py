@@ -136,6 +136,7 @@ class DiskSlab:
 
     def __init__(self, file: DiskFile, tier: DiskTier) -> None:
         self._file, self._tier = file, tier
+        self._mapped: mmap.mmap | None = None
 
     def copy_out(self, offset: int, source: torch.Tensor) -> FileCopy:
         """See `Slab`."""
@@ -153,9 +154,12 @@ class DiskSlab:
         what = f"the copy of {size_text(target.numel())} from offload's folder"
         return self._begin(offset, target, what, is_out=False)
 
-    def mapped(self) -> mmap.mmap:
-        """The bytes of the file as memory: what is written there is in the file."""
-        return mmap.mmap(self._file.descriptor, self._file.num_bytes)
+    def view(self, offset: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """See `Slab`. The file is mapped, and the device is the CPU."""
+        del device
+        if self._mapped is None:
+            self._mapped = mmap.mmap(self._file.descriptor, self._file.num_bytes)
+        return torch.frombuffer(self._mapped, dtype=torch.uint8, count=num_bytes, offset=offset)
 
     def release(self) -> None:
         """See `Slab`."""

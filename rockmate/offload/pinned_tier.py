@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 
+from rockmate._torch.cuda import device_view, pinned
 from rockmate.errors import OffloadError
 from rockmate.offload.disk_tier import limit_text
 
@@ -91,6 +92,13 @@ class PinnedSlab:
         place = self._memory[offset : offset + len(target)]
         return self._issue(stream, source=place, target=target, device=target.device)
 
+    def view(self, offset: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """See `Slab`. The host has a view, too."""
+        if device.type == "cpu":
+            memory = self._memory.numpy()
+            return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)
+        return device_view(self._memory, offset, num_bytes, device)
+
     def release(self) -> None:
         """See `Slab`."""
         for copy in self._pending:
@@ -143,11 +151,11 @@ class StreamCopy:
 
 def _pinned(num_bytes: int) -> torch.Tensor:
     try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return pinned(num_bytes)
     except RuntimeError as error:
         msg = (
-            f"moved values take {num_bytes:,} bytes of pinned host memory, which cannot be had: "
-            f"{error}. Bound it with host_budget, or leave offload out."
+            f"moved values or weights take {num_bytes:,} bytes of pinned host memory, which cannot "
+            f"be had: {error}. Bound it with host_budget, or leave offload out."
         )
         raise OffloadError(msg) from error
 

@@ -81,16 +81,6 @@ class OffloadRequest:
             )
         raise OffloadError(msg)
 
-    def check_home(self) -> None:
-        """Raises `OffloadError` if steps cannot fetch weights from there."""
-        if self.kind == "host":
-            msg = (
-                "weights='auto' with offload='host' is planned, and no step runs so: take a "
-                "Planner, with machine=... for a GPU that is elsewhere. On a CPU, "
-                "offload='disk:FOLDER' runs."
-            )
-            raise OffloadError(msg)
-
     @property
     def text(self) -> str:
         """The `offload` argument that it stands for."""

@@ -39,6 +39,10 @@ class Slab(Protocol):
         """Begins to fill a tensor with the bytes from `offset` on, behind copies to them."""
         ...
 
+    def view(self, offset: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Bytes from `offset` on as a tensor of a device: what is written to it is there."""
+        ...
+
     def release(self) -> None:
         """Gives the bytes back to the tier, once the copies that are under way have ended."""
         ...

@@ -1,12 +1,14 @@
 """Homes of frozen weights: where they are while a step does not read them.
 
-A weight at home is still a tensor of the model. On the CPU it lies in a mapping of the file that
-steps read it from: `state_dict`, `eval` calls and `generate` find it whole, and a script may write
-to it. What they read stands in the page cache, which the system takes back when it needs memory.
-Steps read the file past that cache (`disk_tier`).
+A weight at home is still a tensor of the model, on its device: `state_dict`, `eval` calls and
+`generate` find it whole, and a script may write to it.
 
-Files have no name. So a process that is killed leaves none, and none can vanish or change under a
-step.
+- On the CPU it lies in a mapping of the file that steps read it from. What others read stands in
+  the page cache, which the system takes back when it needs memory. Steps read the file past that
+  cache (`disk_tier`). Files have no name: a process that is killed leaves none, and none can vanish
+  or change under a step.
+- On a GPU it lies in pinned memory of the host, which kernels reach by way of the link: others than
+  planned steps read it at the link's rate.
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import logging
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from torch import nn
 
 from rockmate._torch.members import tensor_tables
 from rockmate.budget import size_text
-from rockmate.offload.disk_tier import DiskSlab, DiskTier
+from rockmate.errors import InvalidArgumentError, OffloadError
 from rockmate.offload.request import OffloadRequest
-from rockmate.offload.tiers import Pending, tier_of
+from rockmate.offload.tiers import Pending, Slab, tier_of
 from rockmate.schedule.move import SLOT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -33,9 +34,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Place:
-    """Bytes of a home that a weight has to itself, and the tensor that is mapped from them."""
+    """Bytes of a home that a weight has to itself, and the tensor whose memory they are."""
 
-    slab: DiskSlab
+    slab: Slab
     offset: int
     mapped: torch.Tensor
 
@@ -45,14 +46,19 @@ class _Place:
 
     def write(self, weight: torch.Tensor) -> None:
         """Copies a weight here, and puts it here."""
-        self.slab.copy_out(self.offset, _bytes_of(weight)).wait()
+        source = _bytes_of(weight)
+        if weight.device == self.mapped.device:
+            self.slab.copy_out(self.offset, source).wait()
+        else:
+            self.slab.view(self.offset, weight.nbytes, weight.device).copy_(source)
         weight.data = self.mapped
 
     def fetch(self) -> tuple[torch.Tensor, Pending]:
         """Memory for the weight, to which a copy has begun."""
-        target = torch.empty(self.mapped.nbytes, dtype=torch.uint8)
+        device = self.mapped.device
+        target = torch.empty(self.mapped.nbytes, dtype=torch.uint8, device=device)
         pending = self.slab.copy_in(self.offset, target)
-        value = torch.empty(0, dtype=self.mapped.dtype)
+        value = torch.empty(0, dtype=self.mapped.dtype, device=device)
         value.set_(target.untyped_storage(), 0, self.mapped.shape, self.mapped.stride())
         return value, pending
 
@@ -69,15 +75,20 @@ class WeightHomes:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._tier: DiskTier | None = None
         # By the identity of the parameter, of which tied names have one.
         self._places: dict[int, _Place] = {}
         self._held: tuple[str, ...] | None = None
 
-    def hold(self, names: tuple[str, ...], request: OffloadRequest | None) -> None:
+    def hold(
+        self,
+        names: tuple[str, ...],
+        request: OffloadRequest | None,
+        device: torch.device | None = None,
+    ) -> None:
         """Sends these weights home, and brings all others back to memory.
 
-        One that a script has put elsewhere goes home again, with what it holds by then.
+        One that a script has put elsewhere goes home again, with what it holds by then. They are
+        of their own devices thereafter, or of `device`.
 
         Raises:
             OffloadError: the home has no room, or a copy has failed.
@@ -91,7 +102,7 @@ class WeightHomes:
         missing = [weight for weight in away if not self._fits(weight)]
         if missing:
             assert request is not None
-            self._make_places(missing, request)
+            self._make_places(missing, request, device)
         for weight in away:
             self._places[id(weight)].write(weight)
         for weight in self._all_weights():
@@ -116,21 +127,24 @@ class WeightHomes:
         place = self._places.get(id(weight))
         return place is not None and _like(place.mapped) == _like(weight)
 
-    def _make_places(self, weights: Iterable[torch.Tensor], request: OffloadRequest) -> None:
-        request.check_home()
+    def _make_places(
+        self,
+        weights: Iterable[torch.Tensor],
+        request: OffloadRequest,
+        device: torch.device | None,
+    ) -> None:
         tier = tier_of(self._root(), replace(request, host_bytes=None))
-        assert isinstance(tier, DiskTier)
         offsets, end = list[int](), 0
         for weight in weights:
+            request.check_device(device or weight.device)
             offsets.append(end)
             end += -(-weight.nbytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         slab = tier.borrow(end)
-        memory = slab.mapped()
         for weight, offset in zip(weights, offsets, strict=True):
-            mapped = torch.frombuffer(
-                memory, dtype=weight.dtype, count=prod(weight.shape), offset=offset
-            ).view(weight.shape)
-            self._places[id(weight)] = _Place(slab, offset, mapped)
+            view = slab.view(offset, weight.nbytes, device or weight.device)
+            self._places[id(weight)] = _Place(
+                slab, offset, view.view(weight.dtype).view(weight.shape)
+            )
         logger.info("%s of frozen weights are at home in %s", size_text(end), request.text)
 
     def _named(self, names: Iterable[str]) -> dict[int, torch.Tensor]:
@@ -155,7 +169,7 @@ def _tensor(model: nn.Module, name: str) -> torch.Tensor:
 
 
 def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape
+    return tensor.dtype, tensor.shape, tensor.device
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,6 +182,35 @@ _OF_MODEL: weakref.WeakKeyDictionary[nn.Module, WeightHomes] = weakref.WeakKeyDi
 def homes_of(model: nn.Module) -> WeightHomes:
     """The homes of a model's weights, for all of its plans."""
     return _OF_MODEL.setdefault(model, WeightHomes(model))
+
+
+def send_home(model: nn.Module, offload: str, device: torch.device | str = "cpu") -> None:
+    """Sends the frozen weights of a model home, and all else of it to a device.
+
+    So a model whose weights do not fit a GPU comes to it from the host: load it there, and call
+    this in place of `model.to(device)`. Plans with `weights="auto"` then decide which weights stay
+    on the device.
+
+    Args:
+        model: the model, with adapters and `requires_grad` as for training.
+        offload: the home, as for `Planner`: "host" for a GPU, "disk:FOLDER" for the CPU.
+        device: that computes.
+
+    Raises:
+        InvalidArgumentError: `offload` has another form.
+        OffloadError: it is no home for that device, or has no room; or weights are on the meta
+            device.
+    """
+    request, target = OffloadRequest.parse(offload), torch.empty(0, device=device).device
+    if request is None:
+        raise InvalidArgumentError('offload is None; choose "host" or "disk:FOLDER"')
+    request.check_device(target)
+    weights = named_weights(model)
+    if missing := [name for name, weight in weights.items() if weight.is_meta]:
+        msg = f"{missing[0]} is on the meta device. Load it: load_state_dict(..., assign=True)."
+        raise OffloadError(msg)
+    homes_of(model).hold(tuple(weights), request, target)
+    model.to(target)
 
 
 def has_homes(model: nn.Module) -> bool:

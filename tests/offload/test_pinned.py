@@ -17,12 +17,14 @@ import pytest
 import torch
 from helpers import same_gradients
 from made_of import made_of
-from moves import X, module_of, step
+from moves import X, layers, module_of, step
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import rockmate.runtime.autograd
+from rockmate import RockmateModule, send_home
 from rockmate.errors import OffloadError
-from rockmate.offload import pinned_tier
+from rockmate.offload import pinned_tier, weight_home
 from rockmate.offload.pinned_tier import PinnedTier
 
 LOG: list[tuple[str, Any]] = []
@@ -105,6 +107,36 @@ def test_late_copies_bring_back_the_bits(tmp_path: Path, late_streams: PinnedTie
     assert late_streams.num_bytes == module.plan.simulation.host_bytes
 
 
+def half_frozen() -> nn.Module:
+    """The model with weights frozen, and biases trained."""
+    model = layers().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.endswith("bias"))
+    return model
+
+
+@pytest.mark.parametrize("is_home", [False, True])
+def test_weights_come_and_go_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_home: bool
+) -> None:
+    monkeypatch.setattr(weight_home, "tier_of", lambda *_: PinnedTier())
+    model = half_frozen()
+    eager = copy.deepcopy(model)
+    home = f"disk:{tmp_path}"
+    if is_home:
+        send_home(model, home)
+    budget = sum(each.nbytes for each in model.parameters())
+    module = RockmateModule(model, X, budget, offload=home, weights="auto")
+    assert len(module.plan.schedule.fetches) > len(module.plan.schedule.moves) // 2
+    for number in range(3):
+        same_gradients(module, eager, lambda callee, x=X + number: step(callee, x))
+        with torch.no_grad():
+            for each in model[0].weight, eager[0].weight:
+                each.mul_(1 + number)
+            assert torch.equal(model(X), eager(X))
+    assert all(map(torch.equal, model.state_dict().values(), eager.state_dict().values()))
+
+
 def test_each_copy_waits_for_the_step_and_is_waited_for(tmp_path: Path) -> None:
     module = module_of(tmp_path, trial="never")
     step(module)
@@ -147,10 +179,10 @@ def test_an_abandoned_step_is_waited_for_before_its_memory_goes(
 def test_pinned_memory_that_cannot_be_had_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
-    def fail(*_: object, **__: object) -> None:
+    def fail(_: int) -> None:
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(torch, "empty", fail)
+    monkeypatch.setattr(pinned_tier, "pinned", fail)
     with pytest.raises(OffloadError, match=r"take 4,096 bytes of pinned.*host_budget"):
         PinnedTier().borrow(4096)
     assert PinnedTier(8192).num_bytes == 0

@@ -316,11 +316,11 @@ def test_a_fit_counts_the_weights_that_stay() -> None:
     assert row.parameter_bytes < frozen_bytes(model) <= row.parameter_bytes + row.host_bytes
 
 
-def test_homes_of_a_gpu_are_planned_only() -> None:
+def test_homes_of_a_gpu_are_planned_on_a_cpu() -> None:
     model = layers()
     planner = Planner(model, rows(), machine="rtx4090", offload="host", weights="auto", **QUICK)
     plan = planner.plan(frozen_bytes(model) // 2)
     assert plan.schedule.fetches
     assert plan.predicted_ms >= plan.lower_bound_ms
-    with pytest.raises(OffloadError, match=r"is planned, and no step runs so"):
-        RockmateModule(model, rows(), "1GiB", offload="host", weights="auto")
+    with pytest.raises(OffloadError, match=r"this model is on cpu"):
+        RockmateModule(model, rows(), frozen_bytes(model) // 2, offload="host", weights="auto")

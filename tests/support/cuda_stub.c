@@ -73,6 +73,7 @@ int cudaThreadExchangeStreamCaptureMode(void *mode) { return OK; }
 int cudaEventCreateWithFlags(void **event, unsigned flags) { *event = (void *)8; return OK; }
 int cudaEventDestroy(void *event) { return OK; }
 int cudaEventRecord(void *event, void *stream) { return OK; }
+int cudaEventRecordWithFlags(void *event, void *stream, unsigned flags) { return OK; }
 int cudaEventQuery(void *event) { return OK; }
 int cudaEventSynchronize(void *event) { return OK; }
 
@@ -98,6 +99,8 @@ int cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const voi
   memset(attributes, 0, sizeof *attributes);
   return OK;
 }
+int cudaHostRegister(void *memory, size_t num_bytes, unsigned flags) { return OK; }
+int cudaHostUnregister(void *memory) { return OK; }
 int cudaLaunchKernel(const void *kernel, struct dim3 grid, struct dim3 block, void **arguments,
                      size_t shared_bytes, void *stream) {
   return OK;

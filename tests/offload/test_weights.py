@@ -136,6 +136,23 @@ def test_steps_have_the_bits_of_eager_and_the_predicted_bytes(share: float, tmp_
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_four_bits_go_home_as_they_are(tmp_path: Path) -> None:
+    quantized = pytest.importorskip("bitsandbytes").nn
+    model = layers()
+    for each in model.modules():
+        if isinstance(each, Adapted):
+            layer = quantized.Linear4bit(128, 128, compute_dtype=torch.float32, quant_type="nf4")
+            layer.load_state_dict(each.layer.state_dict())
+            each.layer = layer.to("cpu").requires_grad_(False)
+    eager, where = copy.deepcopy(model), {id(p): p.data_ptr() for p in model.parameters()}
+    planner = planner_of(tmp_path, model)
+    module = planner.module(planner.minimum_peak_bytes + 4096)
+    assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
+    away = [p for p in model.parameters() if p.data_ptr() != where[id(p)]]
+    assert any(type(each) is quantized.Params4bit for each in away)
+
+
 def test_a_budget_that_holds_all_has_the_plan_of_resident_weights(tmp_path: Path) -> None:
     model = layers()
     planner = planner_of(tmp_path, model)

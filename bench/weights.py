@@ -239,7 +239,7 @@ def _swapped(plan: Plan, step: int) -> tuple[Plan, int]:
             for storage in layers[layer]:
                 if own := reads[storage][half]:
                     start = border * half if half or layer else 0
-                    ahead = begins[half].get(layer + neighbour, start)
+                    ahead = min(own[0], begins[half].get(layer + neighbour, start))
                     fetches.append(
                         Fetch(storage=storage, fetch=ahead, fetched=own[0], last=own[-1])
                     )

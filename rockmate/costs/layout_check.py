@@ -60,7 +60,10 @@ def check_traced(calls: Iterable[TracedCall]) -> None:
     cuda = sorted({index for call in unknown for index in call.cuda_devices})
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
         for call in unknown:
-            args, kwargs = map_aggregate((call.args, call.kwargs), _synthetic)
+            args, kwargs = map_aggregate(
+                (call.args, call.kwargs),
+                lambda each: synthetic_tensor(each) if isinstance(each, torch.Tensor) else each,
+            )
             try:
                 observe(call.key, call.target(*args, **kwargs), args)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -87,7 +90,3 @@ def check_layouts(calls: Iterable[tuple[str, Hashable, Any]]) -> None:
             "out of the capture (untraced=[...])."
         )
         raise KernelLayoutError(msg, frozenset(found))
-
-
-def _synthetic(value: Any) -> Any:
-    return synthetic_tensor(value) if isinstance(value, torch.Tensor) else value

@@ -144,7 +144,8 @@ class _ValueNumbering:
         """The earlier node with the values of a call; neither of them may be held outside."""
         is_pure = node.op == "call_function" and _is_pure(node.target)
         self._origin[node] = node
-        self._number[node] = self._intern(self._call_key(node) if is_pure else node)
+        key = (str(node.target), self._freeze(node.args), self._freeze(node.kwargs))
+        self._number[node] = self._intern(key if is_pure else node)
         if is_pure and self._is_free(node):
             twin = self._copy_source(node) or self._equal_call(node)
             if twin is not None:
@@ -178,9 +179,6 @@ class _ValueNumbering:
 
     def _intern(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
-
-    def _call_key(self, node: fx.Node) -> Hashable:
-        return str(node.target), self._freeze(node.args), self._freeze(node.kwargs)
 
     def _freeze(self, value: Any) -> Hashable:
         """Equal for equal arguments.

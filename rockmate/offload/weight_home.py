@@ -94,7 +94,7 @@ class WeightHomes:
             self._make_places(missing, request)
         for weight in away:
             self._places[id(weight)].write(weight)
-        for weight in self._all_weights():
+        for weight in self._root().parameters():
             if id(weight) in self._places and id(weight) not in weights:
                 place = self._places.pop(id(weight))
                 if place.has(weight):
@@ -139,9 +139,6 @@ class WeightHomes:
             weight = _tensor(self._root(), name)
             found[id(weight)] = weight
         return found
-
-    def _all_weights(self) -> Iterable[torch.Tensor]:
-        return self._root().parameters()
 
     def _root(self) -> nn.Module:
         model = self._model()

@@ -110,7 +110,8 @@ class _ValueNumbering:
     def run(self) -> None:
         for node in list(self._graph.nodes):
             if node in self._stale:
-                self._refresh(node)
+                refresh(node)  # its parent lies in other memory now
+                self._stale.update(self._views_of(node))
             is_view = self._is_view(node)
             twin = self._view_twin(node) if is_view else self._call_twin(node)
             if twin is not None:
@@ -202,11 +203,6 @@ class _ValueNumbering:
                 self._stale.add(view)
         node.replace_all_uses_with(twin)
         self._graph.erase_node(node)
-
-    def _refresh(self, node: fx.Node) -> None:
-        """Sets a view's fake tensor again, since its parent lies in other memory now."""
-        refresh(node)
-        self._stale.update(self._views_of(node))
 
     def _views_of(self, node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if self._parent.get(user) is node]

@@ -60,10 +60,7 @@ def check_traced(calls: Iterable[TracedCall]) -> None:
     cuda = sorted({index for call in unknown for index in call.cuda_devices})
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
         for call in unknown:
-            args, kwargs = map_aggregate(
-                (call.args, call.kwargs),
-                lambda each: synthetic_tensor(each) if isinstance(each, torch.Tensor) else each,
-            )
+            args, kwargs = map_aggregate((call.args, call.kwargs), _synthetic)
             try:
                 observe(call.key, call.target(*args, **kwargs), args)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -90,3 +87,7 @@ def check_layouts(calls: Iterable[tuple[str, Hashable, Any]]) -> None:
             "out of the capture (untraced=[...])."
         )
         raise KernelLayoutError(msg, frozenset(found))
+
+
+def _synthetic(value: Any) -> Any:
+    return synthetic_tensor(value) if isinstance(value, torch.Tensor) else value

@@ -86,7 +86,7 @@ class MovedSearch:
         if smallest.peak_bytes > budget_bytes:
             moved = self._moved(self._captured, smallest, budget_bytes)
             found += [] if moved is None else [Found(self._captured, moved)]
-        times: dict[int, float] = {}
+        times: dict[float, float] = {}
         grid = _grid(max(budget_bytes, smallest.peak_bytes), top_bytes)
         for _ in range(_NUM_REFINEMENTS + 1):
             for start_bytes in grid:

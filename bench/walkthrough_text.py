@@ -131,7 +131,7 @@ def of_lower_bound(bound: LowerBound, search: Searcher, baseline: Simulation) ->
 
 def of_schedule(graph: Graph, schedule: Schedule) -> str:
     """An excerpt of a schedule around its first recomputation."""
-    lines = schedule.to_text(graph).splitlines()
+    lines = schedule.rows([op.name for op in graph.ops])
     again = [position for position, line in enumerate(lines) if " again" in line]
     start = max(0, min(again, default=0) - 2)
     shown = lines[start : start + _EXCERPT_LINES]

@@ -52,7 +52,8 @@ def part_hull(ops: tuple[PartOp, ...], tolerance: float = 0.0) -> tuple[Vertex, 
     """
     total_bytes = sum(op.kept_bytes + sum(op.link_bytes) for op in ops)
     fastest = _min_cut(ops, ticks_weight=total_bytes + 1, bytes_weight=1)
-    leanest = _min_bytes_vertex(ops)
+    # The fewest bytes; of those, the least time.
+    leanest = _min_cut(ops, ticks_weight=1, bytes_weight=1 + sum(op.ticks for op in ops))
     if fastest.saved_bytes == leanest.saved_bytes:
         return (fastest,)
     tolerated_ticks = tolerance * (leanest.ticks - fastest.ticks)
@@ -71,11 +72,6 @@ def part_hull(ops: tuple[PartOp, ...], tolerance: float = 0.0) -> tuple[Vertex, 
         else:
             vertices += [between, right] if below else [right]
     return tuple(vertices)
-
-
-def _min_bytes_vertex(ops: tuple[PartOp, ...]) -> Vertex:
-    """The choice of the fewest bytes; of those, the one of the least time."""
-    return _min_cut(ops, ticks_weight=1, bytes_weight=1 + sum(op.ticks for op in ops))
 
 
 def _min_cut(

@@ -52,13 +52,11 @@ class Knapsack:
         value_bytes: Size of each value in bytes; a value that no op makes is given, and its size is
             never counted.
         required: The values that the backward reads.
-        forced: Values that every plan saves; their bytes are not counted.
     """
 
     ops: tuple[Op, ...]
     value_bytes: tuple[int, ...]
     required: frozenset[int]
-    forced: frozenset[int] = frozenset()
 
 
 class Status(Enum):
@@ -79,10 +77,10 @@ class Solution:
     """A plan: the values to save, the ops to recompute, and the cost.
 
     Attributes:
-        saved: The values saved from forward to backward, the forced ones included.
+        saved: The values saved from forward to backward.
         recomputed: The recomputed ops, in topological order.
         time_ms: Total time of the recomputed ops, in milliseconds.
-        saved_bytes: Total size of the saved values that are not forced. The limit bounds it.
+        saved_bytes: Total size of the saved values. The limit bounds it.
     """
 
     saved: frozenset[int]

@@ -3,7 +3,7 @@
 The set of recomputed ops determines a plan: the values to save follow from it (`assemble`).
 **Links** decide which choices affect each other. A value is *always available* if it is
 
-* given or forced;
+* given;
 * required, so that every plan has it, saved or recomputed;
 * of zero bytes, so that saving it costs nothing; or
 * made by an op of zero time whose inputs are always available, so that recomputing it costs
@@ -110,7 +110,7 @@ def reduce(problem: Knapsack) -> Reduced:
     available = {
         value
         for value, size in enumerate(sizes)
-        if value not in maker or value in problem.forced or value in problem.required or size == 0
+        if value not in maker or value in problem.required or size == 0
     }
     free: set[int] = set()
     for index, op in enumerate(ops):
@@ -122,7 +122,7 @@ def reduce(problem: Knapsack) -> Reduced:
     useful: list[int] = []
     for index in reversed(range(len(ops))):
         op = ops[index]
-        if any(v in needed and v not in problem.forced and sizes[v] > 0 for v in op.outputs):
+        if any(v in needed and sizes[v] > 0 for v in op.outputs):
             if index not in free:
                 useful.append(index)
             if op.recomputable:
@@ -176,7 +176,7 @@ def _part(
         reads = (
             sorted({local[v] for v in op.inputs if v not in available}) if op.recomputable else []
         )
-        kept = problem.required.intersection(op.outputs) - problem.forced
+        kept = problem.required.intersection(op.outputs)
         part_ops.append(
             PartOp(
                 ticks=ticks[index],
@@ -203,18 +203,15 @@ def assemble(problem: Knapsack, recomputed: Collection[int]) -> Solution:
     for index in reversed(range(len(problem.ops))):
         op = problem.ops[index]
         made.update(op.outputs)
-        if index in wanted and any(
-            v in needed and v not in problem.forced and problem.value_bytes[v] > 0
-            for v in op.outputs
-        ):
+        if index in wanted and any(v in needed and problem.value_bytes[v] for v in op.outputs):
             kept.append(index)
             rebuilt.update(op.outputs)
             needed.update(op.inputs)
     kept.reverse()
-    chosen = (needed & made) - rebuilt - problem.forced
+    saved = frozenset((needed & made) - rebuilt)
     return Solution(
-        saved=problem.forced | chosen,
+        saved=saved,
         recomputed=tuple(kept),
         time_ms=fsum(problem.ops[index].time_ms for index in kept),
-        saved_bytes=sum(problem.value_bytes[v] for v in chosen),
+        saved_bytes=sum(problem.value_bytes[v] for v in saved),
     )

@@ -280,16 +280,16 @@ def molecules(number: int, _: int) -> dict[str, Tensor]:
     }
 
 
-class _Training(nn.Module):
+class _Potential(nn.Module):
     """A potential with its forces, as in training."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, energy: str = "energy", **options: Any) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.energy, self.options = model, energy, options
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        found = self.model(dict(batch), training=True)
-        return found["energy"], found["forces"]
+        found = self.model(dict(batch), **self.options)
+        return found[self.energy], found["forces"]
 
 
 def mace(kind: str = "MACE", **options: Any) -> nn.Module:
@@ -303,7 +303,7 @@ def mace(kind: str = "MACE", **options: Any) -> nn.Module:
         gate=torch.nn.functional.silu, atomic_energies=torch.zeros(3).numpy(),
         avg_num_neighbors=4.0, atomic_numbers=[1, 6, 8], correlation=2, **options,
     )  # fmt: skip
-    return _Training(made)
+    return _Potential(made, training=True)
 
 
 def neighbours(number: int) -> dict[str, Tensor]:
@@ -313,27 +313,16 @@ def neighbours(number: int) -> dict[str, Tensor]:
     return {"pos": points, "edge_index": _near(points), "atom_types": kinds}
 
 
-class _Forces(nn.Module):
-    """A potential that gives forces in its forward."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        found = self.model(dict(batch))
-        return found["total_energy"], found["forces"]
-
-
 def nequip() -> nn.Module:
     """A small NequIP."""
     importlib.import_module("nequip.utils.global_state").set_global_state()
     make = importlib.import_module("nequip.model").NequIPGNNModel
-    return _Forces(make(
+    made = make(
         seed=0, model_dtype="float32", type_names=["H", "C", "O"], r_max=2.5, num_layers=2,
         l_max=1, parity=True, num_features=8, radial_mlp_depth=1, radial_mlp_width=16,
         avg_num_neighbors=4.0,
-    ))  # fmt: skip
+    )  # fmt: skip
+    return _Potential(made, "total_energy")
 
 
 def schnetpack_batch(number: int) -> dict[str, Tensor]:
@@ -351,16 +340,6 @@ def schnetpack_batch(number: int) -> dict[str, Tensor]:
         "_cell": torch.zeros(1, 3, 3),
         "_pbc": torch.zeros(1, 3, dtype=torch.bool),
     }
-
-
-class _SchNetPack(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        found = self.model(dict(batch))
-        return found["energy"], found["forces"]
 
 
 def schnetpack(kind: str, **options: Any) -> nn.Module:
@@ -381,7 +360,7 @@ def schnetpack(kind: str, **options: Any) -> nn.Module:
     model = spk.model.NeuralNetworkPotential(
         representation=representation, input_modules=distances, output_modules=outputs
     )
-    return _SchNetPack(model)
+    return _Potential(model)
 
 
 class Ani(nn.Module):

@@ -24,7 +24,6 @@ def knapsack_of(
     costs: Costs,
     *,
     available: Collection[Storage] = (),
-    kept: Collection[Storage] = (),
     with_states: bool = False,
     free: Collection[Op] = (),
     recomputed: Collection[Op] = (),
@@ -39,7 +38,6 @@ def knapsack_of(
         costs: costs of the ops.
         available: storages that are in memory in any case, and whose bytes this problem does not
             count.
-        kept: storages that are saved in any case, and whose bytes it counts.
         with_states: counts the state that a recomputation replays as one more value. The op reads
             it, and it cannot be recomputed.
         free: ops of the forward whose recomputation is paid for elsewhere, so takes no time here.
@@ -55,12 +53,8 @@ def knapsack_of(
     value_bytes = [storage.num_bytes for storage in values]
     numbered = _numbered_ops(ops, costs, number, value_bytes, free, with_states=with_states)
     required = {value for op in (*readers, *recomputed) for value in _numbers(op.reads, number)}
-    forced = frozenset(_numbers(kept, number))
     problem = Knapsack(
-        ops=tuple(numbered),
-        value_bytes=tuple(value_bytes),
-        required=frozenset(required),
-        forced=forced,
+        ops=tuple(numbered), value_bytes=tuple(value_bytes), required=frozenset(required)
     )
     return problem, values
 

@@ -173,7 +173,7 @@ class GraphModule(nn.Module):
         """Makes a tensor a member of a submodule, under its path if that is free."""
         path, _, name = placeholder.path.rpartition(".")
         owner = self._place(path) if name else None
-        if owner is None or _is_taken(owner, name):
+        if owner is None or is_member(owner, name) or hasattr(owner, name):
             owner, name = self, placeholder.name
         member = _Member(owner, name)
         member.put(value)
@@ -190,10 +190,6 @@ class GraphModule(nn.Module):
                 return None
             module = child
         return module
-
-
-def _is_taken(owner: nn.Module, name: str) -> bool:
-    return is_member(owner, name) or hasattr(owner, name)
 
 
 def _is_member(placeholder: Placeholder, value: Any) -> bool:

@@ -112,11 +112,12 @@ def subgraph_of(
         group_of: the group of each op that has one.
         absorbing: the groups that absorb an op.
     """
+    returned = {graph.storage_of[node] for node, _ in graph.outputs}
     results = [
         storage
         for op in group.ops
         for storage in op.writes
-        if _is_returned(graph, storage)
+        if storage in returned
         or any(
             other is not group and (other is None or op not in other.absorbed)
             for reader in graph.readers.get(storage, ())
@@ -132,10 +133,6 @@ def subgraph_of(
     copied.target.output(tuple(copied.of(storage.root) for storage in results))
     module = fx.GraphModule(torch.nn.Module(), copied.target)
     return Subgraph(group=group, module=module, inputs=tuple(copied.inputs), results=tuple(results))
-
-
-def _is_returned(graph: Graph, storage: Storage) -> bool:
-    return any(graph.storage_of[node] is storage for node, _ in graph.outputs)
 
 
 class _Copy:

@@ -96,9 +96,10 @@ class MarkRequest:
         """The request that `to_json` wrote; earlier releases wrote the patterns as text."""
         marks = content.get("marks", ())
         patterns = json.loads(marks) if isinstance(marks, str) else marks
+        runs = re.findall(r"(\d+)([sr-])", content.get("policy", ""))
         return MarkRequest(
             patterns=tuple((pattern, word) for pattern, word in patterns),
-            decisions=_expanded(content.get("policy", "")),
+            decisions="".join(int(number) * letter for number, letter in runs),
             honours_checkpoints=content.get("existing_checkpoints") == "honour",
         )
 
@@ -200,7 +201,3 @@ def _letter(decision: Any) -> str:
         )
         raise MarkError(msg)
     return _LETTERS[decision]
-
-
-def _expanded(text: str) -> str:
-    return "".join(int(number) * letter for number, letter in re.findall(r"(\d+)([sr-])", text))

@@ -96,26 +96,17 @@ class Pass(Generic[_IR]):
     run: Callable[[_IR, PassOptions], _IR]
 
 
-def run_passes(
-    passes: Iterable[Pass[_IR]],
-    graph: _IR,
-    options: PassOptions | None = None,
-    *,
-    after: Callable[[Pass[_IR], _IR], None] | None = None,
-) -> _IR:
+def run_passes(passes: Iterable[Pass[_IR]], graph: _IR, options: PassOptions | None = None) -> _IR:
     """Runs passes one after the other.
 
     Args:
         passes: in order.
         graph: the first one's argument; it may be changed in place.
         options: for all of them.
-        after: called with each pass and the graph that it gave.
     """
     options = options or PassOptions()
     for each in passes:
         graph = each.run(graph, options)
-        if after is not None:
-            after(each, graph)
     return graph
 
 

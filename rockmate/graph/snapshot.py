@@ -123,11 +123,6 @@ class SnapshotOp:
         parts = self.call.partition("(")[0].split(".")
         return parts[1] if parts[0] == "aten" else parts[-1]
 
-    @property
-    def state_name(self) -> str:
-        """The name of the state that `state_bytes` counts."""
-        return "random state" if self.is_random else "saved state"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotBlock:

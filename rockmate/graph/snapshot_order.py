@@ -88,23 +88,19 @@ def _places(step: _Step) -> list[Any]:
         seen[which] += 1
         return seen[which]
 
-    return [
-        (
-            place("") if op.is_random or _runs_once(op) else 0,
-            [(name, place(owner_of.get(name, name))) for name in op.final_gradients],
-        )
-        for op in step.ops
-    ]
+    found = []
+    for op in step.ops:
+        runs_once = op.phase == "forward" and not op.is_recomputable
+        own = place("") if op.is_random or runs_once else 0
+        names = op.final_gradients
+        found.append((own, [(name, place(owner_of.get(name, name))) for name in names]))
+    return found
 
 
 def _given_names(step: _Step) -> list[list[str]]:
     """For each storage the names of the parameters and buffers that it holds, sorted."""
     known = {role.partition(" ")[2] for role, _ in step.inputs}
     return [sorted(known.intersection(storage.aliases)) for storage in step.storages]
-
-
-def _runs_once(op: Any) -> bool:
-    return op.phase == "forward" and not op.is_recomputable
 
 
 def _label(*parts: Any) -> str:

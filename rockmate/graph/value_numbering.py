@@ -110,7 +110,8 @@ class _ValueNumbering:
     def run(self) -> None:
         for node in list(self._graph.nodes):
             if node in self._stale:
-                self._refresh(node)
+                refresh(node)  # its parent lies in other memory now
+                self._stale.update(self._views_of(node))
             is_view = self._is_view(node)
             twin = self._view_twin(node) if is_view else self._call_twin(node)
             if twin is not None:
@@ -144,7 +145,8 @@ class _ValueNumbering:
         """The earlier node with the values of a call; neither of them may be held outside."""
         is_pure = node.op == "call_function" and _is_pure(node.target)
         self._origin[node] = node
-        self._number[node] = self._intern(self._call_key(node) if is_pure else node)
+        key = (str(node.target), self._freeze(node.args), self._freeze(node.kwargs))
+        self._number[node] = self._intern(key if is_pure else node)
         if is_pure and self._is_free(node):
             twin = self._copy_source(node) or self._equal_call(node)
             if twin is not None:
@@ -179,9 +181,6 @@ class _ValueNumbering:
     def _intern(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _call_key(self, node: fx.Node) -> Hashable:
-        return str(node.target), self._freeze(node.args), self._freeze(node.kwargs)
-
     def _freeze(self, value: Any) -> Hashable:
         """Equal for equal arguments.
 
@@ -204,11 +203,6 @@ class _ValueNumbering:
                 self._stale.add(view)
         node.replace_all_uses_with(twin)
         self._graph.erase_node(node)
-
-    def _refresh(self, node: fx.Node) -> None:
-        """Sets a view's fake tensor again, since its parent lies in other memory now."""
-        refresh(node)
-        self._stale.update(self._views_of(node))
 
     def _views_of(self, node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if self._parent.get(user) is node]

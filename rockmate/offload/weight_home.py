@@ -105,7 +105,7 @@ class WeightHomes:
             self._make_places(missing, request, device)
         for weight in away:
             self._places[id(weight)].write(weight)
-        for weight in self._all_weights():
+        for weight in self._root().parameters():
             if id(weight) in self._places and id(weight) not in weights:
                 place = self._places.pop(id(weight))
                 if place.has(weight):
@@ -153,9 +153,6 @@ class WeightHomes:
             weight = _tensor(self._root(), name)
             found[id(weight)] = weight
         return found
-
-    def _all_weights(self) -> Iterable[torch.Tensor]:
-        return self._root().parameters()
 
     def _root(self) -> nn.Module:
         model = self._model()

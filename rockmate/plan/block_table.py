@@ -160,7 +160,8 @@ def _items_at(plan: PlanRecord, position: int) -> Iterator[LiveBytes]:
     for other, first in residency.first_run.items():
         op = ops[other]
         if op.state_bytes and first <= position <= residency.last_run[other] != first:
-            yield LiveBytes(f"{op.state_name} of {op.name}", op.state_bytes)
+            state = "random state" if op.is_random else "saved state"
+            yield LiveBytes(f"{state} of {op.name}", op.state_bytes)
     is_first = residency.first_run[index] == position
     table = plan.costs.first if is_first else plan.costs.recompute
     overhead_bytes = table[index].overhead_bytes

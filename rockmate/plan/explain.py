@@ -67,7 +67,9 @@ class StorageExplanation:
         """Whether it is saved, moved, recomputed, several of these, or none."""
         if self.kind.is_static:
             return "static: there before the step and after it, not counted"
-        times = _times_text(self.num_recomputations)
+        times = {1: "once", 2: "twice"}.get(
+            self.num_recomputations, f"{self.num_recomputations} times"
+        )
         recomputed = f"recomputed {times}, {self.recompute_ms:.3f} ms in all"
         if self.moves and not self.is_kept:
             moved = "moved away and brought back"
@@ -355,7 +357,3 @@ def _move_texts(plan: PlanRecord, storage: int) -> tuple[str, ...]:
 
 def _position_text(position: int, num_forward: int) -> str:
     return f"step {position} ({'forward' if position < num_forward else 'backward'})"
-
-
-def _times_text(number: int) -> str:
-    return {1: "once", 2: "twice"}.get(number, f"{number} times")

@@ -17,7 +17,7 @@ from rockmate.costs.cost import Costs
 from rockmate.errors import PlanMismatchError
 from rockmate.fusion.report import FusionReport
 from rockmate.graph.ir import Graph
-from rockmate.graph.snapshot import SnapshotChain, SnapshotOp, StepSnapshot, StorageKind
+from rockmate.graph.snapshot import SnapshotChain, StepSnapshot, StorageKind
 from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.block_tree import BlockNode, PassThrough, block_tree, pass_through_values
@@ -308,15 +308,11 @@ class PlanRecord:
             highest[index] = max(highest.get(index, 0), live_bytes)
         return highest
 
-    @property
-    def peak_op(self) -> SnapshotOp:
-        """The op that runs at the peak."""
-        return self.snapshot.ops[self.schedule.steps[self.simulation.peak_position]]
-
     def peak_place(self) -> str:
         """The run at the peak, in words."""
-        op = self.peak_op
-        is_backward = self.simulation.peak_position >= len(self.schedule.forward)
+        position = self.simulation.peak_position
+        op = self.snapshot.ops[self.schedule.steps[position]]
+        is_backward = position >= len(self.schedule.forward)
         half = "backward" if is_backward else "forward"
         is_recomputation = op.phase == "forward" and is_backward
         run = "the recomputation of " if is_recomputation else ""

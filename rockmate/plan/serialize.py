@@ -305,7 +305,12 @@ def _schedule(rows: list[Any]) -> Schedule:
     if halves != sorted(halves, reverse=True):
         msg = "the schedule has a step of the forward after one of the backward"
         raise ValueError(msg)
-    return Schedule.from_text("\n".join(rows))
+    words = [row.split() for row in rows]
+    return Schedule(
+        tuple(int(each[1]) for each in words if each[0] == "forward"),
+        tuple(int(each[1]) for each in words if each[0] == "backward"),
+        frozenset(position for position, each in enumerate(words) if each[-1] == "in-place"),
+    )
 
 
 def _check_schedule_rows(plan: PlanRecord, rows: list[str], origin: str) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Storage
@@ -82,6 +83,18 @@ def frontier_at(
         if best is not None and (not points or best.time_ms < points[-1][1].time_ms):
             points.append((budget_bytes, best))
     return points
+
+
+def around_best(times: Mapping[float, float]) -> Iterator[tuple[float, float]]:
+    """The best of some points beside its neighbours, as pairs from the smaller to the larger.
+
+    Args:
+        times: of each point.
+    """
+    best = min(times, key=times.__getitem__)
+    ordered = sorted(times)
+    place = ordered.index(best)
+    return pairwise(ordered[max(place - 1, 0) : place + 2])
 
 
 def linspace_int(low: int, high: int, num_points: int) -> list[int]:

@@ -115,7 +115,7 @@ class ChunkableBlocks:
         forms = [
             tuple(Chunks(number, form) for number in numbers) for form in ("recompute", "at_once")
         ]
-        if self._has_large_layers():
+        if any(isinstance(each, Region) and _has_enough_rows(each) for each in self.feed_forward):
             smallest_peak = Chunks(max([1, *numbers]), "recompute", layers=_LAYER_CHUNKS)
             forms.insert(0, (smallest_peak,))
         return tuple(form for form in forms if form)
@@ -137,12 +137,6 @@ class ChunkableBlocks:
         if chunking.number == 1 or isinstance(block, Refusal):
             return 0
         return block.num_bytes // block.num_rows * -(-block.num_rows // chunking.number)
-
-    def _has_large_layers(self) -> bool:
-        """Whether a feed-forward block has enough rows for chunks."""
-        return any(
-            isinstance(block, Region) and _has_enough_rows(block) for block in self.feed_forward
-        )
 
 
 def _has_enough_rows(block: Region) -> bool:

@@ -84,7 +84,7 @@ class ChunkedForms:
         own_ms = form.baseline.time_ms
         if own_ms >= self.least_ms:
             return form
-        return form.with_costs(scaled_times(form.costs, self.least_ms / own_ms))
+        return Form(step, scaled_times(form.costs, self.least_ms / own_ms), self._rule)
 
     @property
     def least_ms(self) -> float:

@@ -15,14 +15,16 @@ SLOWDOWN = 1.05
 """The slowdown that is recommended where a curve has no knee."""
 
 
-def knee(points: Sequence[Point], *, min_depth: float = 0.05) -> int | None:
+# Least distance of a knee below the line, in time, as a share of the time between the curve's ends.
+_MIN_DEPTH = 0.05
+
+
+def knee(points: Sequence[Point]) -> int | None:
     """Index of the knee of falling time over growing memory; None if there is none.
 
     Args:
         points: (memory, time), in any order and any units; points that others beat in both are
             never the knee.
-        min_depth: least distance below the line, in time, as a share of the time between the ends
-            of the curve.
     """
     hull = lower_hull(points)
     if len(hull) < 3:
@@ -34,7 +36,7 @@ def knee(points: Sequence[Point], *, min_depth: float = 0.05) -> int | None:
         return 1 - (memory - left) / (right - left) - (time - bottom) / (top - bottom)
 
     deepest = max(hull, key=depth)
-    return deepest if depth(deepest) >= min_depth else None
+    return deepest if depth(deepest) >= _MIN_DEPTH else None
 
 
 def least_within(points: Sequence[Point], max_slowdown: float) -> int | None:

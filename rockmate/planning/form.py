@@ -33,10 +33,6 @@ class Form(Searches):
         super().__init__(step.graph, costs, rule)
         self.step = step
 
-    def with_costs(self, costs: Costs) -> Form:
-        """The same step with other costs."""
-        return Form(self.step, costs, self._rule)
-
     @property
     def snapshot(self) -> StepSnapshot:
         """The step as plain values."""

@@ -98,7 +98,7 @@ class LocalSearch:
         if budget_bytes < self.minimum().peak_bytes:
             return self.best_within(budget_bytes)
         if budget_bytes not in self._initial:
-            best = self.min_peak.fastest_within(budget_bytes)
+            best = feasible(self.min_peak.candidates, budget_bytes)[0]
             self._note("smallest peaks", best, budget_bytes)
             self._initial[budget_bytes] = self._from_starts(
                 best, self._quick_starts(budget_bytes), budget_bytes
@@ -250,10 +250,6 @@ class MinPeakPool:
     def minimum(self) -> Candidate:
         """The schedule with the smallest peak."""
         return min(self.candidates, key=by_peak)
-
-    def fastest_within(self, budget_bytes: int) -> Candidate:
-        """The fastest schedule of the pool within a budget, which is at least the minimum."""
-        return feasible(self.candidates, budget_bytes)[0]
 
     @cached_property
     def candidates(self) -> list[Candidate]:

@@ -9,10 +9,9 @@ serve every smaller one, so many budgets take little longer than one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import cache, cached_property
-from itertools import pairwise
 from math import inf, sqrt
 
 from rockmate.bound.moved import MovedBound, with_moves
@@ -20,6 +19,7 @@ from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.offload.request import OffloadRequest
 from rockmate.planning.candidate import (
     Candidate,
+    around_best,
     by_peak,
     by_time,
     evaluate,
@@ -86,7 +86,7 @@ class MovedSearch:
         if smallest.peak_bytes > budget_bytes:
             moved = self._moved(self._captured, smallest, budget_bytes)
             found += [] if moved is None else [Found(self._captured, moved)]
-        times: dict[int, float] = {}
+        times: dict[float, float] = {}
         grid = _grid(max(budget_bytes, smallest.peak_bytes), top_bytes)
         for _ in range(_NUM_REFINEMENTS + 1):
             for start_bytes in grid:
@@ -94,7 +94,10 @@ class MovedSearch:
                 moved = self._from_start(start_bytes, budget_bytes, limit_ms)
                 times[start_bytes] = inf if moved is None else moved.time_ms
                 found += [] if moved is None else [moved]
-            grid = _between(times)
+            if min(times.values(), default=inf) == inf:
+                break
+            middles = (int(sqrt(one * other)) for one, other in around_best(times))
+            grid = [middle for middle in middles if middle not in times]
         best = min(found, key=lambda each: by_time(each.candidate), default=None)
         form = self._captured
         bound = with_moves(form.lower_bound, self._request.device_type, self._request.host_bytes)
@@ -174,18 +177,6 @@ def _grid(least_bytes: int, top_bytes: int) -> list[int]:
         found.append(int(share * top_bytes))
         share /= _RATIO
     return found
-
-
-def _between(times: Mapping[int, float]) -> list[int]:
-    """The middles between the best of some budgets and its neighbours."""
-    best = min(times, key=times.__getitem__, default=None)
-    if best is None or times[best] == inf:
-        return []
-    ordered = sorted(times)
-    place = ordered.index(best)
-    around = ordered[max(place - 1, 0) : place + 2]
-    middles = (int(sqrt(one * other)) for one, other in pairwise(around))
-    return [middle for middle in middles if middle not in times]
 
 
 def with_free_values(graph: Graph, free: Collection[int]) -> Graph:

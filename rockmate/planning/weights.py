@@ -30,7 +30,7 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.in_place import may_be_saved_opaquely
 from rockmate.graph.ir import Phase
 from rockmate.offload.weight_home import named_weights
-from rockmate.planning.candidate import Candidate, by_time
+from rockmate.planning.candidate import Candidate, around_best, by_time
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.strategies import DEFAULT, UNMOVED
 from rockmate.schedule.fetch import Fetch
@@ -160,7 +160,8 @@ class WeightSearch:
                 times[share] = time_of(fastest)
                 if fastest is not None and fastest.time_ms < time_of(best):
                     best = Found(form, fastest)
-            shares = _between(times) if times else ()
+            middles = ((one + other) / 2 for one, other in around_best(times)) if times else ()
+            shares = tuple(middles)
         return best
 
 
@@ -348,15 +349,6 @@ def _spread(weights: Sequence[_Weight], room_bytes: int) -> list[_Weight]:
             taken += weight.num_bytes
             due -= weight.num_bytes
     return chosen
-
-
-def _between(times: dict[float, float]) -> list[float]:
-    """The middles between the best of some shares and its neighbours."""
-    best = min(times, key=times.__getitem__)
-    ordered = sorted(times)
-    place = ordered.index(best)
-    around = ordered[max(place - 1, 0) : place + 2]
-    return [(one + other) / 2 for one, other in pairwise(around)]
 
 
 def _times_ms(schedule: Schedule, costs: Costs) -> list[float]:

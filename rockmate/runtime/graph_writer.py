@@ -216,7 +216,7 @@ class GraphWriter:
     def fire_hooks_after(self, position: int) -> None:
         """Writes the calls that fire hooks after the op at a position of the backward."""
         assert self._hook_schedule is not None
-        for name in self._hook_schedule.names_after(position):
+        for name in self._hook_schedule.names_after.get(position, ()):
             self.graph.call_function(fire_hooks, (self._sink(), name))
 
     def _hold(self, node: fx.Node, holder: fx.Node) -> None:
@@ -352,6 +352,9 @@ class HookSchedule:
 
     They may fire once all partial gradients are accumulated and no later op reads the parameter. A
     hook may change the parameter, as an optimizer inside the backward does.
+
+    Attributes:
+        names_after: by position of an op, parameters whose hooks fire after it, without a gradient.
     """
 
     def __init__(
@@ -386,16 +389,12 @@ class HookSchedule:
         # The sink knows a parameter by the names of its gradients. The owner's need not be among
         # them.
         name_of = {owner_of[name]: name for name in names}
-        self._names_after: dict[int, list[str]] = {}
+        self.names_after: dict[int, list[str]] = {}
         for owner in sorted(self._read_later):
-            self._names_after.setdefault(last_read[owner], []).append(name_of[owner])
+            self.names_after.setdefault(last_read[owner], []).append(name_of[owner])
 
     def is_final(self, name: str) -> bool:
         """Whether hooks fire with the next gradient of that name; to be asked once for each."""
         owner = self._owner_of[name]
         self._num_left[owner] -= 1
         return self._num_left[owner] == 0 and owner not in self._read_later
-
-    def names_after(self, position: int) -> Sequence[str]:
-        """Parameters whose hooks fire after the op at a position, without a gradient."""
-        return self._names_after.get(position, ())

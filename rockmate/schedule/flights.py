@@ -26,7 +26,7 @@ from functools import cached_property
 from typing import Any
 
 from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Graph, Op
+from rockmate.graph.ir import Graph
 from rockmate.ops.collectives import is_communication
 from rockmate.ops.shards import gather_shards, reduce_to_shards
 from rockmate.schedule.schedule import Schedule
@@ -58,10 +58,6 @@ class Flights:
         """Whether the run at a position issues a reduction only."""
         return self.other_end.get(position, position) > position
 
-    def is_issued_earlier(self, position: int) -> bool:
-        """Whether the run at a position only waits for a gather."""
-        return self.other_end.get(position, position) < position
-
     def _grouped(self, *, is_ahead: bool) -> Mapping[int, Sequence[int]]:
         found = defaultdict[int, list[int]](list)
         for position, other in sorted(self.other_end.items()):
@@ -74,7 +70,7 @@ class Flights:
         order: list[int] = []
         for position in range(len(schedule.steps)):
             order += self.issued_before.get(position, ())
-            if not self.is_issued_earlier(position):
+            if self.other_end.get(position, position) >= position:  # else it only waits
                 order.append(position)
         return order
 
@@ -142,7 +138,7 @@ class _Search:
         self._gathers = [
             position
             for position, target in enumerate(targets)
-            if target is gather_shards and _reads_statics(self._ops[position])
+            if target is gather_shards and all(each.is_static for each in self._ops[position].reads)
         ]
         partial = Counter(role.name for op in graph.ops for _, role in op.final_gradients)
         read = {storage for op in graph.ops for storage in op.reads}
@@ -207,8 +203,3 @@ class _Search:
             self.other_end[position] = other
             for each in flown:
                 self._spare_bytes[each] -= self._flight_bytes[position]
-
-
-def _reads_statics(op: Op) -> bool:
-    """Whether what an op reads is there from the beginning."""
-    return all(storage.is_static for storage in op.reads)

@@ -95,20 +95,6 @@ class Schedule:
             rows.append(f"{half} {index} {names[index]}{again}{in_place}")
         return rows
 
-    def to_text(self, graph: Graph) -> str:
-        """`rows` as one text; `from_text` reads it."""
-        return "\n".join(self.rows([op.name for op in graph.ops]))
-
-    @classmethod
-    def from_text(cls, text: str) -> Schedule:
-        """The schedule that `to_text` wrote."""
-        rows = [line.split() for line in text.splitlines() if line.strip()]
-        return cls(
-            tuple(int(row[1]) for row in rows if row[0] == "forward"),
-            tuple(int(row[1]) for row in rows if row[0] == "backward"),
-            frozenset(position for position, row in enumerate(rows) if row[-1] == "in-place"),
-        )
-
     def verify(self, graph: Graph) -> None:
         """Asserts that the schedule computes the step of `graph`.
 

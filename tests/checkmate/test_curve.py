@@ -94,7 +94,8 @@ def test_a_coarse_hull_is_that_near_with_fewer_points(
     num_left_out = 0
     for problem in cases(200):
         front, plans = exhaustive(problem), Curve(problem).plans()
-        assert set(costs_of(plans)) <= set(front)
+        for plan in plans:  # one that the hull leaves out may be better in both
+            verify(problem, plan)
         assert {front[0], front[-1]} <= set(costs_of(plans))
         saved, times_ms = zip(*((one.saved_bytes, one.time_ms) for one in plans[::-1]), strict=True)
         tolerated_ms = tolerance * (front[-1][1] - front[0][1])

@@ -14,14 +14,6 @@ def test_a_chain_has_the_known_answer() -> None:
     )
 
 
-def test_forced_values_are_saved_and_not_counted() -> None:
-    op = Op(time_ms=1.0, inputs=(), outputs=(0,))
-    problem = Knapsack(ops=(op,), value_bytes=(8,), required=frozenset({0}), forced=frozenset({0}))
-    assert Curve(problem).plan(0) == Solution(
-        saved=frozenset({0}), recomputed=(), time_ms=0.0, saved_bytes=0
-    )
-
-
 def test_a_plan_one_byte_above_the_limit_is_none() -> None:
     ops = tuple(Op(time_ms=t, inputs=(), outputs=(i,)) for i, t in enumerate((1.0, 2.0, 3.0)))
     problem = Knapsack(

@@ -25,7 +25,6 @@ from helpers import (
     gradients_of,
     modules_of,
     planned,
-    relative_error,
     same_bits,
     same_gradients,
     tensors_of,
@@ -102,21 +101,6 @@ class Keywords:
 
     def __call__(self, words: Tensor, **others: Tensor) -> Any:
         return self.module(words=words, **others)
-
-
-def test_weight_tied_three_times_is_within_rounding() -> None:
-    @made_of(lambda: {"layer": nn.Linear(16, 16, bias=False)})
-    class Thrice(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(self.layer(self.layer(x).tanh()).tanh())
-
-    model = Thrice()
-    reference = copy.deepcopy(model)
-    mean_square(reference, 1)[1].backward()
-    for module in modules_of(model, X):
-        model.zero_grad()
-        mean_square(module, 1)[1].backward()
-        assert relative_error(model.layer.weight.grad, reference.layer.weight.grad) <= 1e-6
 
 
 def test_unused_parameters_keep_no_gradient() -> None:

@@ -232,11 +232,6 @@ class PythonRandom(Body):
         return random.random() if self.state > self.draws_from else 1.0
 
 
-class NumpyRandom(Body):
-    def factor(self) -> Any:
-        return float(np.random.rand())
-
-
 def batch(seed: int) -> Tensor:
     return torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -290,36 +285,17 @@ def check(model: nn.Module, budget: float, between: Between | None = None) -> No
         Listed, Passed,
         *(lambda each=each: Net(each) for each in (
             InDeque, Nested, InObject, InTensor, InDict, Drawing, LateStatistics, LateBuffer,
-            Decaying, Attending, Recurrent, Inferring, PythonRandom, NumpyRandom,
+            Decaying, Attending, Recurrent, Inferring, PythonRandom,
         )),
     ],
     ids=(
         "list", "object", "deque", "nested", "attribute", "tensor", "dict", "generators",
         "statistics", "buffer", "parameter", "attention", "recurrent", "inference",
-        "python", "numpy",
+        "python",
     ),
 )  # fmt: skip
 def test_equal_to_eager(make: Callable[[], nn.Module], budget: float) -> None:
     check(make(), budget)
-
-
-class OwnGenerator(Body):
-    """A generator cannot be copied, so each model has a new one."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not isinstance(self.state, torch.Generator):
-            self.state = torch.Generator().manual_seed(3)
-        return super().forward(x * torch.rand(x.shape, generator=self.state))
-
-
-def test_generators_of_pytorch() -> None:
-    found = []
-    for is_framed in (False, True):
-        torch.manual_seed(0)
-        model = Net(OwnGenerator)
-        module = framed(model, 0.05) if is_framed else model
-        found.append(trained(module, model, None)[: -len(list(model.modules()))])
-    assert all(map(is_same, *found))
 
 
 def evaluated_first(model: Any, step: int) -> None:

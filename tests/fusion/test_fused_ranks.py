@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from fused_blocks import Block
-from ranks import run_processes
+from ranks import needs_gloo, run_processes
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,9 +18,7 @@ from rockmate.fusion.report import FusionReport
 from rockmate.planning.form import Found
 from rockmate.planning.forms import Forms
 
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 NUM_RANKS = 2
 

@@ -34,6 +34,14 @@ from rockmate.graph.passes import (
 from rockmate.ops.kernel_layouts import Layout
 
 
+def run_checked(passes: Any, graph: Any, options: PassOptions, check: Callable[..., Any]) -> Any:
+    """Runs passes, with a check of each and of what it gives."""
+    for each in passes:
+        graph = run_passes([each], graph, options)
+        check(each, graph)
+    return graph
+
+
 class Skips(nn.Module):
     """Two parts of one value wait for a long time, as the skips of a U-Net do."""
 
@@ -184,7 +192,7 @@ def test_rewrites_leave_a_valid_graph_and_the_same_bits(name: str) -> None:
         assert_same_bits(results, expected)
         assert torch.equal(state_after, state), f"{each.name} draws otherwise"
 
-    run_passes(REWRITES, capture, options, after=check)
+    run_checked(REWRITES, capture, options, check)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -219,7 +227,7 @@ def test_joint_passes_sum_the_gradients_of_each_hooked_parameter(name: str) -> N
     capture, options = made(name)
     capture = run_passes(REWRITES, capture, options)
     before = gradients_by_owner(capture, options)
-    capture = run_passes(JOINT_PASSES, capture, options, after=lambda _, after: verify_joint(after))
+    capture = run_checked(JOINT_PASSES, capture, options, lambda _, after: verify_joint(after))
     assert_fakes_are_true(capture.joint.graph)
     after = gradients_by_owner(capture, options)
     assert after.keys() == before.keys()
@@ -266,7 +274,7 @@ def test_a_step_in_chunks_is_valid_after_every_pass(name: str, chunks: str) -> N
     assert isinstance(chunked, Capture)
     verify_joint(chunked)
     assert_fakes_are_true(chunked.joint.graph)
-    chunked = run_passes(JOINT_PASSES, chunked, options, after=lambda _, c: verify_joint(c))
+    chunked = run_checked(JOINT_PASSES, chunked, options, lambda _, c: verify_joint(c))
     check_graph_passes(build_graph(chunked), options)
 
 
@@ -287,7 +295,7 @@ def check_graph_passes(graph: Graph, options: PassOptions) -> None:
                 assert storage.num_bytes < sizes[storage.name]
                 assert not after.readers.get(storage)
 
-    run_passes(GRAPH_PASSES, graph, options, after=check)
+    run_checked(GRAPH_PASSES, graph, options, check)
 
 
 def test_each_pass_has_work_in_some_model() -> None:
@@ -301,7 +309,7 @@ def test_each_pass_has_work_in_some_model() -> None:
             if text[-1] != text[-2]:
                 idle.discard(each.name)
 
-        capture = run_passes((*REWRITES, *JOINT_PASSES), capture, options, after=note_joint)
+        capture = run_checked((*REWRITES, *JOINT_PASSES), capture, options, note_joint)
         graph = build_graph(capture)
         text.append(str(graph))
 
@@ -310,7 +318,7 @@ def test_each_pass_has_work_in_some_model() -> None:
             if text[-1] != text[-2]:
                 idle.discard(each.name)
 
-        run_passes(GRAPH_PASSES, graph, options, after=note)
+        run_checked(GRAPH_PASSES, graph, options, note)
     # PyTorch 2.11 traces no check of the values of `one_hot`.
     absent = {"drop value checks"} if torch.__version__.startswith("2.11.") else set()
     # Work for those that read marks is in tests/entry/test_marks.py: no model here has any. That

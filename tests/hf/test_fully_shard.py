@@ -11,16 +11,14 @@ import torch
 import transformers
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from ranks import run_on_ranks
+from ranks import needs_gloo, run_on_ranks
 from sharded_net import assert_equal, batch, whole
 from torch import Tensor, distributed
 from torch.distributed.fsdp import FSDPModule
 
 from rockmate import wrap_trainer
 
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 
 def trained(folder: str, *, is_planned: bool, num_accumulated: int, has_adapters: bool) -> Any:

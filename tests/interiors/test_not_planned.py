@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,44 +103,6 @@ def test_a_dictionary_that_is_filled_again() -> None:
             return values["x"]
 
     check(Dictionary(Filling))
-
-
-def test_a_list_that_grows() -> None:
-    class Growing(Block):
-        def forward(self, x: Tensor, seen: list[int]) -> Tensor:
-            seen.append(1)
-            return x + self.body(self.norm(x))
-
-    class Twice(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            for block in self.blocks:
-                seen: list[int] = []
-                x = block(block(x, seen), seen)
-                assert len(seen) == 2
-            return x
-
-    check(Twice(Growing))
-
-
-@dataclass
-class Meta:
-    scale: Tensor
-
-
-def test_a_dataclass_that_is_changed() -> None:
-    class Changing(Block):
-        def forward(self, x: Tensor, meta: Meta) -> Tensor:
-            meta.scale = meta.scale + x.detach().mean()
-            return x + self.body(self.norm(x)) * meta.scale
-
-    class WithMeta(Chain):
-        def forward(self, x: Tensor) -> Tensor:
-            meta = Meta(torch.ones(WIDTH))
-            for block in self.blocks:
-                x = block(x, meta)
-            return x * meta.scale
-
-    check(WithMeta(Changing))
 
 
 def test_which_arguments_are_one_tensor() -> None:
@@ -292,22 +253,6 @@ def test_a_global_that_no_name_tells_is_found_by_a_trial(caplog: pytest.LogCaptu
 
     check(Chain(Scaled), step, trial="always")
     assert "insides of frames are planned no longer, since the step in frames is not" in caplog.text
-
-
-NUM_CALLS = [0]
-
-
-def test_a_global_that_is_changed() -> None:
-    class Counting(Block):
-        def forward(self, x: Tensor) -> Tensor:
-            NUM_CALLS[0] += 1
-            return x + self.body(self.norm(x))
-
-    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
-        before = NUM_CALLS[0]
-        return [*plain_step(module, chain, number), NUM_CALLS[0] > before]
-
-    check(Chain(Counting), step)
 
 
 def test_blocks_and_layers_within_a_transform() -> None:

@@ -114,7 +114,7 @@ def test_known_answer_on_a_small_model() -> None:
         if "0.2.weight" in [role.name for _, role in op.final_gradients]
     ]
     assert told.backward_readers == (reader,)
-    steps = plan.schedule.to_text(plan.graph).splitlines()
+    steps = plan.schedule.rows(plan.snapshot.names)
     made, released = (
         next(i for i, row in enumerate(steps) if row.split()[2] == op) for op in ("gelu", reader)
     )

@@ -42,7 +42,7 @@ from rockmate import (
 )
 from rockmate.bound.protocol import StoredBound
 from rockmate.graph.snapshot_capture import snapshot_of
-from rockmate.schedule.schedule import Schedule, baseline_schedule
+from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import capture_step
 
@@ -156,7 +156,7 @@ def test_text_is_readable_json_that_says_what_the_plan_promises() -> None:
     ):
         assert content[key] == getattr(plan, key)
     assert content["strategy"] == "chen"
-    assert content["schedule"] == plan.schedule.to_text(plan.graph).splitlines()
+    assert content["schedule"] == plan.schedule.rows(plan.snapshot.names)
     assert tuple(content["live_bytes"]) == plan.simulation.live_bytes
     assert content["torch"] == ".".join(torch.__version__.split(".")[:2])
     assert "int64[2, 16]" in content["call"]
@@ -360,10 +360,6 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         Plan.from_text("[1, 2]")
 
 
-def rows_of(plan: Plan, schedule: Schedule) -> list[str]:
-    return schedule.to_text(plan.graph).splitlines()
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -430,13 +426,14 @@ def test_edit_that_draws_in_another_order_is_refused() -> None:
 def test_edit_above_the_promised_peak_is_refused_and_one_below_is_taken() -> None:
     case = planned("gpt2")
     tight, loose = plan_of("gpt2", "minimum"), plan_of("gpt2", "loose")
-    everything = rows_of(tight, baseline_schedule(tight.graph))
+    everything = baseline_schedule(tight.graph).rows(tight.snapshot.names)
     with pytest.raises(
         PlanFileError,
         match=f"{loose.predicted_peak_bytes:,} bytes.* above the {tight.predicted_peak_bytes:,} bytes",  # noqa: E501
     ):
         Plan.from_text(edited(tight, set_entry("schedule", everything)))
-    lower = Plan.from_text(edited(loose, set_entry("schedule", rows_of(tight, tight.schedule))))
+    rows = tight.schedule.rows(tight.snapshot.names)
+    lower = Plan.from_text(edited(loose, set_entry("schedule", rows)))
     case.module("loose")
     module = RockmateModule(case.workload.model, case.workload.sample, plan=lower)
     assert module.plan.schedule == tight.schedule

@@ -16,7 +16,7 @@ import models
 import pytest
 import torch
 from helpers import assert_same, modules_of, train
-from ranks import run_processes
+from ranks import needs_gloo, run_processes
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -24,9 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rockmate import Plan, Planner, RockmateModule, UnsupportedModelError
 from rockmate.runtime.plan_agreement import broadcast_plan
 
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 NUM_RANKS = 2
 SMALL_BUCKETS_MB = 0.005

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from ranks import needs_gloo, run_on_ranks
 from sharded_net import (
     LENGTH,
     NUM_TOKENS,
@@ -54,9 +54,7 @@ from rockmate import (
 )
 from rockmate.runtime import plan_agreement
 
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 
 def placements(model: nn.Module) -> list[tuple[str, Any]]:

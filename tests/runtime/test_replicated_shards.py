@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from ranks import needs_gloo, run_on_ranks
 from sharded_net import (
     assert_equal,
     batch,
@@ -29,9 +29,7 @@ from torch.distributed.tensor.parallel import (
 
 from rockmate import BackwardError, timeline
 
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 
 def two_by_two() -> DeviceMesh:

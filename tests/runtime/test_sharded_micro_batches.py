@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from ranks import needs_gloo, run_on_ranks
 from sharded_net import (
     Net,
     assert_equal,
@@ -17,15 +17,13 @@ from sharded_net import (
     sharded,
     whole,
 )
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from rockmate.ops import shards
 
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 
 def is_empty(gradient: Any) -> bool:

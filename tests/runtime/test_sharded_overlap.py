@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from ranks import needs_gloo, run_on_ranks
 from sharded_net import assert_equal, batch, net, planned, sharded, trained
-from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,9 +15,7 @@ from rockmate import Planner, simulated_ranks
 from rockmate.schedule.flights import Flights, flights_of, overlapped_ms
 from rockmate.sharding import gathering
 
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 ISSUES = {"all_gather_into_tensor_out": "gather", "all_reduce_": "reduce"}
 WORK = {"mm", "addmm", "native_layer_norm", "native_layer_norm_backward", "gelu", "gelu_backward"}

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_processes
+from ranks import needs_gloo, run_processes
 from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -29,9 +29,7 @@ from torch.distributed.tensor.parallel import (
 from rockmate import PlanMismatchError, RockmateModule, UnsupportedModelError
 from rockmate.runtime import plan_agreement
 
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 NUM_RANKS = 2
 WIDTH, NUM_HEADS, LENGTH = 32, 4, 16

@@ -7,16 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run_on_ranks
+from ranks import needs_gloo, run_on_ranks
 from sharded_net import batch, net, planned, sharded, whole
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import load, save
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
-pytestmark = pytest.mark.skipif(
-    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
-)
+pytestmark = needs_gloo
 
 
 class Run:

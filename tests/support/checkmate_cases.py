@@ -107,8 +107,7 @@ def first_ops(problem: Knapsack, num_ops: int) -> Knapsack:
 def random_graph(
     seed: int, *, num_ops: int = 7, dense: bool = False, coarse: bool = True, time_unit: float = 0.1
 ) -> Knapsack:
-    """A random graph with multi-output, zero-cost, zero-byte and non-recomputable ops and forced
-    values."""
+    """A random graph with multi-output, zero-cost, zero-byte and non-recomputable ops."""
     rng = random.Random(seed)
     sizes = [rng.randint(1, 8), rng.randint(1, 8)]
     ops: list[Op] = []
@@ -129,12 +128,10 @@ def random_graph(
                 recomputable=rng.random() > 0.1,
             )
         )
-    made = range(2, len(sizes))
     return Knapsack(
         ops=tuple(ops),
         value_bytes=tuple(sizes),
         required=frozenset(v for v in range(len(sizes)) if rng.random() < 0.45),
-        forced=frozenset(v for v in made if rng.random() < 0.08),
     )
 
 
@@ -147,7 +144,7 @@ def exhaustive(problem: Knapsack) -> list[tuple[int, float]]:
         for chosen in combinations(redoable, count):
             rebuilt = {value for index in chosen for value in problem.ops[index].outputs}
             needed = set(problem.required).union(*(problem.ops[index].inputs for index in chosen))
-            saved = (needed & made) - rebuilt - problem.forced
+            saved = (needed & made) - rebuilt
             time_ms = round(sum(problem.ops[index].time_ms for index in chosen), 9)
             costs.append((sum(problem.value_bytes[v] for v in saved), time_ms))
     front: list[tuple[int, float]] = []
@@ -160,7 +157,7 @@ def exhaustive(problem: Knapsack) -> list[tuple[int, float]]:
 def verify(problem: Knapsack, plan: Solution) -> None:
     """Goes over the recomputed ops in order, with the set of available values."""
     made = {value for op in problem.ops for value in op.outputs}
-    assert problem.forced <= plan.saved <= made | problem.forced
+    assert plan.saved <= made
     available = set(range(len(problem.value_bytes))) - made | plan.saved
     assert list(plan.recomputed) == sorted(set(plan.recomputed))
     runs = [problem.ops[index] for index in plan.recomputed]
@@ -169,5 +166,5 @@ def verify(problem: Knapsack, plan: Solution) -> None:
         assert available.issuperset(op.inputs)
         available.update(op.outputs)
     assert problem.required <= available
-    assert plan.saved_bytes == sum(problem.value_bytes[v] for v in plan.saved - problem.forced)
+    assert plan.saved_bytes == sum(problem.value_bytes[v] for v in plan.saved)
     assert isclose(plan.time_ms, fsum(op.time_ms for op in runs), rel_tol=1e-12)

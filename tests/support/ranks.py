@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from rockmate.planning import local_search
 
 Check = Callable[..., None]
+needs_gloo = pytest.mark.skipif(
+    not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
+)
 
 # What most checks import: seconds in each process, where it is not forked with them.
 FORKED = multiprocessing.get_context("forkserver")

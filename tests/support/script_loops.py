@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -79,24 +80,19 @@ class Habit:
         """Between backward and optimizer step."""
 
 
+def habit(name: str, **members: Any) -> None:
+    """Adds a kind whose methods are single expressions, of the arguments behind `self`."""
+    own = {key: staticmethod(each) if callable(each) else each for key, each in members.items()}
+    type(name, (Habit,), own)
+
+
 # --- batches --------------------------------------------------------------------------------------
 
 
-class SmallerBatches(Habit):
-    def rows(self, step: int, rows: int) -> int:
-        return rows - 16 if step % 2 else rows
-
-
-class LargerBatches(Habit):
-    def rows(self, step: int, rows: int) -> int:
-        return rows + 16 if step == 2 else rows
-
-
-class BatchOfFour(Habit):
-    """As many rows as other sizes: sizes coincide."""
-
-    def rows(self, step: int, rows: int) -> int:
-        return 4 if step == 1 else rows
+habit("SmallerBatches", rows=lambda step, rows: rows - 16 if step % 2 else rows)
+habit("LargerBatches", rows=lambda step, rows: rows + 16 if step == 2 else rows)
+# As many rows as other sizes: sizes coincide.
+habit("BatchOfFour", rows=lambda step, rows: 4 if step == 1 else rows)
 
 
 class _Own:
@@ -126,29 +122,17 @@ class _Sub(dict[str, Any]):
         return self["x"]
 
 
-class BatchInAnObject(Habit):
-    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
-        return given | {"x": _Own(given["x"])}
-
-
-class BatchInADataclass(Habit):
-    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
-        return given | {"x": _Data(given["x"])}
-
-
-class BatchInANamedTuple(Habit):
-    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
-        return given | {"x": _Named(given["x"])}
-
-
-class BatchInAUserDict(Habit):
-    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
-        return given | {"x": _User(x=given["x"])}
-
-
-class BatchInASubclassOfDict(Habit):
-    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
-        return given | {"x": _Sub(x=given["x"])}
+for _name, _made in {
+    "BatchInAnObject": _Own,
+    "BatchInADataclass": _Data,
+    "BatchInANamedTuple": _Named,
+    "BatchInAUserDict": lambda x: _User(x=x),
+    "BatchInASubclassOfDict": lambda x: _Sub(x=x),
+}.items():
+    habit(
+        _name,
+        arguments=lambda script, step, given, made=_made: given | {"x": made(given["x"])},
+    )
 
 
 class AttributeOfTheInput(Habit):
@@ -163,21 +147,20 @@ class TensorAttributeOfTheInput(Habit):
         return given
 
 
-class InputOfOtherStrides(Habit):
-    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
-        return given | {"x": given["x"].t().contiguous().t()} if step % 2 else given
-
-
-class InputGradient(Habit):
-    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
-        given["x"].requires_grad_()
-        return given
-
-
-class InputGradientInSomeSteps(Habit):
-    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
-        given["x"].requires_grad_(step % 2 == 1)
-        return given
+habit(
+    "InputOfOtherStrides",
+    arguments=lambda script, step, given: (
+        given | {"x": given["x"].t().contiguous().t()} if step % 2 else given
+    ),
+)
+habit(
+    "InputGradient",
+    arguments=lambda script, step, given: given | {"x": given["x"].requires_grad_()},
+)
+habit(
+    "InputGradientInSomeSteps",
+    arguments=lambda script, step, given: given | {"x": given["x"].requires_grad_(step % 2 == 1)},
+)
 
 
 class InputIsAnActivation(Habit):
@@ -247,9 +230,10 @@ class PositionalArguments(Habit):
 # --- the loss -------------------------------------------------------------------------------------
 
 
-class LossOfATransposedOutput(Habit):
-    def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
-        return loss + (output.t() @ output).square().mean() * 1e-2
+habit(
+    "LossOfATransposedOutput",
+    loss=lambda script, step, out, loss: loss + (out.t() @ out).square().mean() * 1e-2,
+)
 
 
 class LossOfStridedSlices(Habit):
@@ -258,14 +242,16 @@ class LossOfStridedSlices(Habit):
         return loss + (both * both.roll(1, 1)).mean()
 
 
-class LossWithOtherStridesLater(Habit):
-    def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
-        return loss + output.sum() * 1e-3 if step == 3 else output.t().contiguous().cos().mean()
-
-
-class LossOfSomeRows(Habit):
-    def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
-        return output[: len(output) // 2].square().mean()
+habit(
+    "LossWithOtherStridesLater",
+    loss=lambda script, step, out, loss: (
+        loss + out.sum() * 1e-3 if step == 3 else out.t().contiguous().cos().mean()
+    ),
+)
+habit(
+    "LossOfSomeRows",
+    loss=lambda script, step, out, loss: out[: len(out) // 2].square().mean(),
+)
 
 
 class GradientPenalty(Habit):
@@ -301,8 +287,7 @@ class GradientOfTheInputByTheScript(Habit):
 # --- calls and backwards --------------------------------------------------------------------------
 
 
-class TwoCallsInFlight(Habit):
-    num_calls = 2
+habit("TwoCallsInFlight", num_calls=2)
 
 
 class Accumulation(Habit):
@@ -422,26 +407,15 @@ class ErrorInAStep(Habit):
                 script.callee(**given)
 
 
-class Autocast(Habit):
-    def context(self, script: Any, step: int) -> Any:
-        return torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-class AutocastInSomeSteps(Habit):
-    def context(self, script: Any, step: int) -> Any:
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=step >= 2)
-
-
-class AutocastWithoutItsCache(Habit):
-    def context(self, script: Any, step: int) -> Any:
-        return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
-
-
-class Anomalies(Habit):
-    is_measured = False
-
-    def context(self, script: Any, step: int) -> Any:
-        return torch.autograd.set_detect_anomaly(step == 1, check_nan=False)
+_autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
+habit("Autocast", context=lambda script, step: _autocast())
+habit("AutocastInSomeSteps", context=lambda script, step: _autocast(enabled=step >= 2))
+habit("AutocastWithoutItsCache", context=lambda script, step: _autocast(cache_enabled=False))
+habit(
+    "Anomalies",
+    is_measured=False,
+    context=lambda script, step: torch.autograd.set_detect_anomaly(step == 1, check_nan=False),
+)
 
 
 # --- the optimizer --------------------------------------------------------------------------------
@@ -468,9 +442,10 @@ class GradientsSetToZero(Habit):
         script.sets_to_none = False
 
 
-class GradientsClipped(Habit):
-    def after(self, script: Any, step: int) -> None:
-        nn.utils.clip_grad_norm_(script.model.parameters(), 1.0)
+habit(
+    "GradientsClipped",
+    after=lambda script, step: nn.utils.clip_grad_norm_(script.model.parameters(), 1.0),
+)
 
 
 class StepsInTheBackward(Habit):

@@ -58,7 +58,7 @@ def _characters(folder: Path) -> None:
 
 
 def _input_text(folder: Path) -> None:
-    (folder / "input.txt").write_text(_TEXT * 40)
+    (folder / "input.txt").write_text(_TEXT * 40 + "O God, O God!")
 
 
 def _images(folder: Path) -> None:
@@ -75,7 +75,7 @@ def _images(folder: Path) -> None:
                 Image.fromarray(pixels).save(path / f"{index}.jpg")
     pets = folder / "pets"
     pets.mkdir()
-    for index in range(40):
+    for index in range(20):
         pixels = generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(pets / f"{('cat', 'dog')[index % 2]}_{index}.jpg")
 
@@ -122,11 +122,24 @@ def _gpt2(folder: Path) -> None:
     GPT2LMHeadModel(config).save_pretrained(path)
 
 
+def _resnet50d(folder: Path) -> None:
+    """Weights at random, where the hub's cache has those of timm."""
+    import timm
+    from safetensors.torch import save_file
+
+    path = folder / "hf/hub/models--timm--resnet50d.ra2_in1k"
+    snapshot = path / "snapshots/0"
+    snapshot.mkdir(parents=True)
+    save_file(timm.create_model("resnet50d").state_dict(), snapshot / "model.safetensors")
+    (path / "refs").mkdir()
+    (path / "refs/main").write_text("0")
+
+
 def _glue(folder: Path) -> None:
     path = folder / "nyu-mll" / "glue"
     path.mkdir(parents=True)
     words = _TEXT.split()
-    for part, number in (("train", 48), ("validation", 16)):
+    for part, number in (("train", 128), ("validation", 16)):
         with open(path / f"{part}.jsonl", "w", encoding="utf-8") as file:
             for index in range(number):
                 first, second = (" ".join(words[(index * 3 + at) % 20 :][:9]) for at in (0, 5))
@@ -204,6 +217,7 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
     "characters": _characters,
     "text": _input_text,
     "images": _images,
+    "resnet50d": _resnet50d,
     "bert": _bert,
     "gpt2": _gpt2,
     "glue": _glue,

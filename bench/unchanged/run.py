@@ -5,7 +5,8 @@
 `FOLDER` has a checkout of each project (`karpathy+nanoGPT`, ...; see `SCRIPTS`). Scripts are run as
 they are, with tiny data that is made in a folder of its own, and without a network. Both runs are
 seen by `observer/sitecustomize.py`, which Python loads at its start: losses, final parameters,
-times of steps, memory of one step.
+times of steps, memory of one step. `--full-sized` makes the end of the page: a script with
+steps of seconds, which runs twice in eager and twice at a budget of 1.0, by turns.
 """
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from bench.machine import machine_record, machine_text
 from bench.unchanged.data import make_data
-from bench.unchanged.scripts import SCRIPTS, Script
+from bench.unchanged.scripts import FULL_SIZED, SCRIPTS, Script
+from rockmate.budget import parse_budget
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
@@ -43,11 +48,15 @@ class Run:
     parameters: list[torch.Tensor]
 
     @property
+    def seconds(self) -> list[float]:
+        """Of each step of an optimizer; of the first from the start of Python."""
+        return [b - a for a, b in itertools.pairwise(self.seen.get("times", []))]
+
+    @property
     def step_ms(self) -> float:
-        """The median of the second half of the steps."""
-        times = self.seen.get("times", [])
-        steps = sorted(b - a for a, b in itertools.pairwise(times))
-        return 1e3 * steps[len(steps) // 2] if steps else 0.0
+        """The median of the second half of the steps: planned, and most are no trials."""
+        steps = self.seconds
+        return 1e3 * median(steps[len(steps) // 2 :]) if steps else math.nan
 
 
 def run(script: Script, folder: Path, work: Path, python: str, options: list[str]) -> Run:
@@ -71,7 +80,7 @@ def run(script: Script, folder: Path, work: Path, python: str, options: list[str
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
         "ACCELERATE_USE_CPU": "true", "HF_HOME": str(where / "hf"),
-        "MEASURED": str(script.measured),
+        "MEASURED": str(script.measured), "ROCKMATE_CACHE": str(where / "plans"),
     }  # fmt: skip
     cwd = where / script.cwd
     cwd.mkdir(parents=True, exist_ok=True)
@@ -95,7 +104,7 @@ def run(script: Script, folder: Path, work: Path, python: str, options: list[str
 
 def difference(eager: Run, ours: Run) -> str:
     """How losses and final parameters compare."""
-    if eager.code != ours.code:
+    if eager.code or ours.code:
         return f"**exit codes {eager.code} and {ours.code}**"
     if not eager.seen or not ours.seen or len(eager.parameters) != len(ours.parameters):
         return "**nothing to compare**"
@@ -115,14 +124,50 @@ def row(script: Script, eager: Run, ours: Run) -> str:
         line.removeprefix("rockmate: ") for line in ours.text.splitlines() if "rockmate: " in line
     ]
     ends = [line for line in lines if " training calls, " in line or "as in eager" in line]
-    plan = "; ".join(ends) or "**nothing adopted**"
-    peaks = [each.seen.get("peak_bytes") for each in (eager, ours)]
-    peak = " -> ".join("?" if each is None else f"{each / 2**20:.1f}" for each in peaks)
-    ratio = ours.step_ms / eager.step_ms if eager.step_ms else 0.0
-    num = len(ours.seen.get("losses", []))
-    return f"| {script.name} | {num} | {difference(eager, ours)} | {peak} | {ratio:.2f} | {plan} |"
+    least = [line.split(", ")[0] for line in lines if line.startswith("no schedule fits")]
+    says = "; ".join([*least, *ends]) or "**nothing adopted**"
+    gradients = ours.seen.get("gradient_bytes", 0)
+    sizes = [parse_budget(each, 0) for each in re.findall(r"[;:] budget ([\d.]+ \w+)", says)]
+    peaks = [each.seen.get("peak_bytes") or math.nan for each in (eager, ours)]
+    cells = [
+        script.name,
+        len(ours.seen.get("losses", [])),
+        difference(eager, ours),
+        " -> ".join(f"{each / 2**20:.1f}" for each in peaks),
+        f"{(sum(sizes) + gradients) / 2**20:.1f}, {gradients / 2**20:.1f} of it",
+        f"{eager.step_ms:.0f} -> {ours.step_ms:.0f}, {ours.step_ms / eager.step_ms:.2f}",
+        " -> ".join(f"{sum(each.seconds):.0f}" for each in (eager, ours)),
+        f"{says}. {script.note}",
+    ]
+    return f"| {' | '.join(map(str, cells))} |"
 
 
+def full_sized_line(script: Script, folder: Path, work: Path, python: str) -> str:
+    """Times of a script's steps and of its start, twice in eager and twice within a budget of 1."""
+    by_turns = [run(script, folder, work, python, each) for each in [[], ["--budget", "1.0"]] * 2]
+    seconds = [each.seconds for each in by_turns]
+    steps, starts = [median(each[2:]) for each in seconds], [each[0] for each in seconds]
+    texts = []
+    for times in (steps, starts):
+        eager, ours = ([f"{each:.2f}" for each in times[at::2]] for at in (0, 1))
+        texts.append(f"{' and '.join(eager)} s in eager, {' and '.join(ours)} s within the budget")
+    overhead = 100 * (sum(steps[1::2]) / sum(steps[::2]) - 1)
+    beyond = (sum(starts[1::2]) - sum(starts[::2])) / 2
+    return _FULL_SIZED.format(
+        name=script.name, result=difference(*by_turns[:2]), steps=texts[0], starts=texts[1],
+        overhead=overhead, beyond=beyond, machine=_machine(folder, work),
+    )  # fmt: skip
+
+
+_FULL_SIZED = """
+## Steps of seconds
+
+{name}, with `--budget 1.0`: {result}. A step after the first two (their median): {steps},
+**{overhead:+.1f} %** (at most 2). From the start of Python to the end of the first step: {starts},
+**{beyond:+.1f} s** (at most 10), with no plan from an earlier start.
+
+{machine}
+"""
 _HEAD = """# Scripts of other projects, unchanged
 
 Each script is run twice as it is, with tiny data and without a network: in eager, and under
@@ -130,15 +175,25 @@ Each script is run twice as it is, with tiny data and without a network: in eage
 (`bench/unchanged/observer`). "own" scripts are of this repository, in the shape of the named ones.
 
 - **result**: losses and the final parameters of all optimizers, compared.
-- **peak, MiB**: of live memory in one step, from after one step of an optimizer to before the next,
-  gradients at rest and the loss included, which a budget does not count.
-- **time**: of a step, the median of the run, over eager's. Steps of tiny models are short.
+- **peak, MiB**: of live memory from one step of an optimizer to its next one, beyond what was live
+  before without gradients. Gradients at rest, the loss and the script's own tensors are included.
+- **at most**: budgets of the models, and gradients at rest, which a budget does not count. Where no
+  schedule fits 0.6 of the peak, the smallest peak is the budget.
+- **step, ms**: the median of the second half of the steps, and the ratio. Models are tiny, so what
+  a call of a plan costs by itself (1 to 3 ms) shows. In 24 steps, two to three of the second
+  half are no more than one trial (steps 1, 2, 4, 8, 16, ... run eager's forward beside).
+- **run, s**: from the start of Python to the last step: capture, costs, plans and trials included.
 
 {machine}
 
-| script | backwards | result | peak, MiB | time | what rockmate says at the end |
-|---|---|---|---|---|---|
+| script | backwards | result | peak, MiB | at most | step, ms | run, s | what rockmate says |
+|---|---|---|---|---|---|---|---|
 """
+
+
+def _machine(folder: Path, work: Path) -> str:
+    text = machine_text(machine_record("bench.unchanged.run"))
+    return text.replace(str(folder), "FOLDER").replace(str(work), "W")
 
 
 def main() -> int:
@@ -150,10 +205,11 @@ def main() -> int:
     parser.add_argument("--work", type=Path, help="keeps the runs; rows of earlier ones stay")
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--options", default="--budget 0.6")
+    parser.add_argument("--full-sized", action="store_true", help="that script alone")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         work, folder = arguments.work or Path(made), arguments.folder.resolve()
-        for script in SCRIPTS:
+        for script in () if arguments.full_sized else SCRIPTS:
             if arguments.only not in script.name or (work / script.folder / "row.md").exists():
                 continue
             options: list[list[str]] = [[], arguments.options.split()]
@@ -161,13 +217,16 @@ def main() -> int:
             (work / script.folder / "row.md").write_text(row(script, *runs))
             sys.stdout.write(row(script, *runs) + "\n")
             sys.stdout.flush()
+        last = work / "full_sized.md"
+        if arguments.full_sized:
+            last.write_text(full_sized_line(FULL_SIZED, folder, work, arguments.python))
+            sys.stdout.write(last.read_text())
         paths = [work / script.folder / "row.md" for script in SCRIPTS]
         rows = [path.read_text() for path in paths if path.exists()]
+        end = last.read_text() if last.exists() else ""
     if arguments.out is not None:
-        machine = machine_text(machine_record("bench.unchanged.run"))
-        machine = machine.replace(str(arguments.folder), "FOLDER").replace(str(arguments.work), "W")
-        head = _HEAD.format(options=arguments.options, machine=machine)
-        arguments.out.write_text(head + "\n".join(rows) + "\n")
+        head = _HEAD.format(options=arguments.options, machine=_machine(arguments.folder, work))
+        arguments.out.write_text(head + "\n".join(rows) + "\n" + end)
     return 0
 
 

@@ -11,7 +11,6 @@ sweep had measured is kept.
 from __future__ import annotations
 
 import argparse
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -47,7 +46,7 @@ _PLOT_NAME = "memory.png"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give the exit code."""
     arguments = _parser().parse_args(argv)
-    arguments.given = [shlex.quote(each) for each in (sys.argv[1:] if argv is None else argv)]
+    arguments.given = sys.argv[1:] if argv is None else argv
     try:
         _check(arguments)
         if arguments.command != "run":

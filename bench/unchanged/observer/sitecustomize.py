@@ -1,6 +1,7 @@
 """Notes what a script trains, whoever runs it: Python loads this file at its start.
 
-Losses, the parameters of all optimizers at the end, times of steps, and one step's memory.
+Losses, the parameters of all optimizers at the end, times of steps, and one step's memory: from
+after a step of an optimizer to before its next one, or, where that has a closure, to after it.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from importlib.abc import MetaPathFinder
 from importlib.util import find_spec
 from typing import Any
 
+_BEGIN = time.perf_counter()
 _OUT = os.environ.get("OBSERVED")
-# Number of the optimizer step after which memory is recorded, until the next begins.
+# Number of the optimizer step after which memory is recorded; 0 for none.
 _MEASURED = int(os.environ.get("MEASURED", "4"))
 
 
@@ -45,10 +47,10 @@ def _observe(torch: Any) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     optimizers: list[Any] = []
-    seen: dict[str, Any] = {"losses": [], "times": [], "peak_bytes": None}
+    seen: dict[str, Any] = {"losses": [], "times": [_BEGIN], "peak_bytes": None}
     profile = torch._C._autograd
     config = torch._C._profiler
-    is_on = [False]
+    measured: list[Any] = []  # the optimizer between whose steps memory is recorded
     process = os.getpid()
     make, backward = torch.optim.Optimizer.__init__, torch.Tensor.backward
 
@@ -62,41 +64,47 @@ def _observe(torch: Any) -> None:
             seen["losses"].append(loss.item())
         return backward(loss, *args, **kwargs)
 
-    def stepped(*_: Any) -> None:
+    def stepped(optimizer: Any, *_: Any) -> None:
+        ended(optimizer)
         seen["times"].append(time.perf_counter())
-        number = len(seen["times"])
+        number = len(seen["times"]) - 1
         if number == _MEASURED and not torch.autograd._profiler_enabled():
+            held = {each.grad for one in optimizers for each in _parameters(one)} - {None}
+            seen["gradient_bytes"] = sum(each.numel() * each.element_size() for each in held)
             kind = config.ProfilerConfig(
                 config.ProfilerState.CPU, False, True, False, False, False,
                 config._ExperimentalConfig(),
             )  # fmt: skip
             profile._enable_profiler_legacy(kind)
-            is_on[0] = True
+            measured.append(optimizer)
 
-    def stepping(*_: Any) -> None:
-        if is_on[0]:
-            is_on[0] = False
-            seen["peak_bytes"] = _peak(profile._disable_profiler_legacy())
+    def stepping(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not any(callable(each) for each in (*args, *kwargs.values())):
+            ended(optimizer)
+
+    def ended(optimizer: Any) -> None:
+        if optimizer in measured:
+            measured.clear()
+            live = _peak(profile._disable_profiler_legacy())
+            seen["peak_bytes"] = seen["gradient_bytes"] + live
 
     def end() -> None:
-        if os.getpid() != process or not seen["times"] or _OUT is None:
+        if os.getpid() != process or not optimizers or _OUT is None:
             return
-        held = [
-            each.detach().clone()
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for each in group["params"]
-        ]
-        gradients = sum(each.numel() * each.element_size() for each in held)
+        held = [each.detach().clone() for one in optimizers for each in _parameters(one)]
         torch.save(held, f"{_OUT}.pt")
         with open(f"{_OUT}.json", "w", encoding="utf-8") as file:
-            json.dump({**seen, "gradient_bytes": gradients}, file)
+            json.dump(seen, file)
 
     torch.optim.Optimizer.__init__ = init
     torch.Tensor.backward = noted
     optim_code.register_optimizer_step_post_hook(stepped)
     optim_code.register_optimizer_step_pre_hook(stepping)
     atexit.register(end)
+
+
+def _parameters(optimizer: Any) -> list[Any]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _peak(threads: Any) -> int:

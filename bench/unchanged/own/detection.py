@@ -27,7 +27,7 @@ def batch(number: int) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
 
 
 model.train()
-for step in range(6):
+for step in range(24):
     pictures, targets = batch(step)
     loss: Any = sum(model(pictures, targets).values())
     if not math.isfinite(loss.item()):

@@ -27,6 +27,7 @@ def make_data(names: tuple[str, ...], folder: Path) -> None:
 def _mnist(folder: Path) -> None:
     raw = folder / "data" / "MNIST" / "raw"
     raw.mkdir(parents=True)
+    (folder / "w" / "results").mkdir(parents=True)  # examples vae writes into it
     generator = np.random.default_rng(0)
     for name, number in (("train", 320), ("t10k", 64)):
         images = generator.integers(0, 256, (number, 28, 28), dtype=np.uint8)

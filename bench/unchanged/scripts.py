@@ -46,7 +46,8 @@ _EXAMPLES = "pytorch+examples"
 _NANO = (
     "--dataset=tiny --device=cpu --compile=False --eval_iters=2 --eval_interval=12 "
     "--log_interval=1 --block_size=64 --batch_size=8 --n_layer=4 --n_head=4 --n_embd=64 "
-    "--max_iters=24 --lr_decay_iters=24 --dropout=0.1 --gradient_accumulation_steps=2 --wandb_log=False"
+    "--max_iters=24 --lr_decay_iters=24 --dropout=0.1 --gradient_accumulation_steps=2 "
+    "--wandb_log=False"
 )
 _ACCELERATE = "huggingface+accelerate/examples"
 _SHORT = (

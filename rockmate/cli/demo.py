@@ -31,6 +31,7 @@ from rockmate._torch.allocator import Timeline, timeline
 from rockmate._util import is_terminal
 from rockmate.errors import RockmateError
 from rockmate.frames.report import FramesReport
+from rockmate.hf.source_check import first_line
 from rockmate.module import Mode
 
 Batch = Mapping[str, torch.Tensor]
@@ -310,7 +311,7 @@ def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeni
     except (OSError, ValueError, KeyError, ImportError) as error:
         msg = (
             f"cannot load {options.model!r} as a causal language model from this machine: "
-            f"{_first_line(error)} Give a folder "
+            f"{first_line(error)} Give a folder "
             "that holds a configuration, weights and a tokenizer, or the name of a model that has "
             "been downloaded before."
         )
@@ -380,11 +381,6 @@ def _title(kind: str, model: nn.Module, options: DemoOptions) -> str:
 def mebibytes(num_bytes: int) -> str:
     """A size in MiB, to one decimal."""
     return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0].strip() or type(error).__name__
-    return text if text.endswith((".", "?", "!")) else text + "."
 
 
 def _to_standard_error(line: str) -> None:

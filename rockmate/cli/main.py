@@ -78,6 +78,10 @@ def _check(arguments: argparse.Namespace) -> None:
     needed = [("transformers", "hf", is_demo or (model and ":" not in model))]
     needed += [("peft", "hf", given.get("lora")), ("matplotlib", "plot", draws)]
     require_all({name: extra for name, extra, is_so in needed if is_so}, f"rockmate {command}")
+    if "model" in given and not is_demo and ":" not in model:
+        from rockmate.hf.source_check import check_source
+
+        check_source(model)
 
 
 def _with_threads(arguments: argparse.Namespace) -> int:

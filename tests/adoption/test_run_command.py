@@ -120,6 +120,24 @@ trainer.train()
 print([each["loss"] for each in trainer.state.log_history if "loss" in each])
 print(trainer.model is model, type(trainer.model), sum(p.sum().item() for p in model.parameters()))
 """
+RANKS = (
+    NET
+    + """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+net = nn.parallel.DistributedDataParallel(net)
+"""
+    + BEGIN
+    + LOOP
+    + "dist.destroy_process_group()"
+)
+# As pip writes it into a folder of commands.
+COMMAND = """import sys
+from rockmate.__main__ import run
+if __name__ == "__main__":
+    sys.exit(run())
+"""
 SCRIPTS = [NET + GAN, NET + COMPILED + LOOP, NET + ACCELERATE + LOOP, NET + LIGHTNING, TRAINER]
 
 
@@ -165,6 +183,29 @@ def test_a_failing_script_fails_as_without(tmp_path: Path) -> None:
     assert ours[1].endswith(eager[1])
     assert "4 training calls, planned, shapes: 1" in ours[1]
     assert "rockmate/" not in ours[1]
+
+
+def test_the_command_in_a_traceback_is_hidden(tmp_path: Path) -> None:
+    (tmp_path / "rockmate").write_text(COMMAND)
+    eager = run(tmp_path, PLAIN, target="train.py boom")
+    ours = run(tmp_path, PLAIN, target="./rockmate run --budget 0.6 train.py boom")
+    assert ours[1].endswith(eager[1])
+    assert "in <module>\n    sys.exit" not in ours[1]
+
+
+def test_ranks_train_as_by_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "rockmate").write_text(COMMAND)
+    start = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    eager = run(tmp_path, RANKS, target=f"{start} train.py")
+    assert eager[2] == "0", eager[1]
+    for ours in (
+        run(tmp_path, RANKS, "--budget", "0.6", "--nproc-per-node", "2"),
+        run(tmp_path, RANKS, target=f"{start} ./rockmate run --budget 0.6 train.py"),
+    ):
+        assert sorted(ours[0].split()) == sorted(eager[0].split())
+        assert ours[2] == "0", ours[1]
+        assert "Net, called at train.py:" in ours[1]
+        assert "4 training calls, planned, shapes: 1" in ours[1]
 
 
 def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def _mnist(folder: Path) -> None:
     raw.mkdir(parents=True)
     (folder / "w" / "results").mkdir(parents=True)  # examples vae writes into it
     generator = np.random.default_rng(0)
-    for name, number in (("train", 320), ("t10k", 64)):
+    for name, number in (("train", 320), ("t10k", 128)):
         images = generator.integers(0, 256, (number, 28, 28), dtype=np.uint8)
         labels = generator.integers(0, 10, number, dtype=np.uint8)
         header = struct.pack(">IIII", 2051, number, 28, 28)
@@ -126,8 +126,10 @@ def _gpt2(folder: Path) -> None:
 def _resnet50d(folder: Path) -> None:
     """Weights at random, where the hub's cache has those of timm."""
     import timm
+    import torch
     from safetensors.torch import save_file
 
+    torch.manual_seed(0)
     path = folder / "hf/hub/models--timm--resnet50d.ra2_in1k"
     snapshot = path / "snapshots/0"
     snapshot.mkdir(parents=True)

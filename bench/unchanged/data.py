@@ -125,7 +125,7 @@ def _gpt2(folder: Path) -> None:
 
 def _resnet50d(folder: Path) -> None:
     """Weights at random, where the hub's cache has those of timm."""
-    import timm
+    import timm  # pyright: ignore[reportMissingImports]
     import torch
     from safetensors.torch import save_file
 

@@ -5,8 +5,8 @@
 `FOLDER` has a checkout of each project (`karpathy+nanoGPT`, ...; see `SCRIPTS`). Scripts are run as
 they are, with tiny data that is made in a folder of its own, and without a network. Both runs are
 seen by `observer/sitecustomize.py`, which Python loads at its start: losses, final parameters,
-times of steps, memory of one step. `--full-sized` makes the end of the page: a script with
-steps of seconds, which runs twice in eager and twice at a budget of 1.0, by turns.
+times of steps, memory of one step. `--full-sized` makes the end of the page: steps of seconds,
+twice in eager and twice at a budget of 1.0, by turns.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from bench.machine import machine_record, machine_text
+from bench.pages import filled
 from bench.unchanged.data import make_data
 from bench.unchanged.scripts import FULL_SIZED, SCRIPTS, Script
 from rockmate.budget import parse_budget
@@ -68,12 +69,7 @@ def run(script: Script, folder: Path, work: Path, python: str, options: list[str
     path = script.path.replace("{HERE}", str(_HERE)).replace("{FOLDER}", str(folder))
     given = [each.replace("{FOLDER}", str(folder)) for each in script.arguments]
     command = [python, *(["-m", "rockmate", "run", *options] if options else []), path, *given]
-    paths = [
-        str(_HERE / "observer"),
-        str(_HERE / "stand_ins"),
-        str(_ROOT),
-        str(folder / "karpathy+minGPT"),
-    ]
+    paths = [_HERE / "observer", _HERE / "stand_ins", _ROOT, folder / "karpathy+minGPT"]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "OBSERVED": str(where / "observed"),
@@ -118,8 +114,8 @@ def difference(eager: Run, ours: Run) -> str:
     return f"rounding, {worst:.0e}" if worst < 1e-3 else f"**differs, {worst:.0e}**"
 
 
-def row(script: Script, eager: Run, ours: Run) -> str:
-    """One line of the table."""
+def row(script: Script, eager: Run, ours: Run) -> list[str]:
+    """The cells of a line of the table."""
     lines = [
         line.removeprefix("rockmate: ") for line in ours.text.splitlines() if "rockmate: " in line
     ]
@@ -129,9 +125,9 @@ def row(script: Script, eager: Run, ours: Run) -> str:
     gradients = ours.seen.get("gradient_bytes", 0)
     sizes = [parse_budget(each, 0) for each in re.findall(r"[;:] budget ([\d.]+ \w+)", says)]
     peaks = [each.seen.get("peak_bytes") or math.nan for each in (eager, ours)]
-    cells = [
+    return [
         script.name,
-        len(ours.seen.get("losses", [])),
+        str(len(ours.seen.get("losses", []))),
         difference(eager, ours),
         " -> ".join(f"{each / 2**20:.1f}" for each in peaks),
         f"{(sum(sizes) + gradients) / 2**20:.1f}, {gradients / 2**20:.1f} of it",
@@ -139,56 +135,25 @@ def row(script: Script, eager: Run, ours: Run) -> str:
         " -> ".join(f"{sum(each.seconds):.0f}" for each in (eager, ours)),
         f"{says}. {script.note}",
     ]
-    return f"| {' | '.join(map(str, cells))} |"
 
 
-def full_sized_line(script: Script, folder: Path, work: Path, python: str) -> str:
-    """Times of a script's steps and of its start, twice in eager and twice within a budget of 1."""
-    by_turns = [run(script, folder, work, python, each) for each in [[], ["--budget", "1.0"]] * 2]
-    seconds = [each.seconds for each in by_turns]
-    steps, starts = [median(each[2:]) for each in seconds], [each[0] for each in seconds]
-    texts = []
-    for times in (steps, starts):
-        eager, ours = ([f"{each:.2f}" for each in times[at::2]] for at in (0, 1))
-        texts.append(f"{' and '.join(eager)} s in eager, {' and '.join(ours)} s within the budget")
-    overhead = 100 * (sum(steps[1::2]) / sum(steps[::2]) - 1)
-    beyond = (sum(starts[1::2]) - sum(starts[::2])) / 2
-    return _FULL_SIZED.format(
-        name=script.name, result=difference(*by_turns[:2]), steps=texts[0], starts=texts[1],
-        overhead=overhead, beyond=beyond, machine=_machine(folder, work),
-    )  # fmt: skip
-
-
-_FULL_SIZED = """
-## Steps of seconds
-
-{name}, with `--budget 1.0`: {result}. A step after the first two (their median): {steps},
-**{overhead:+.1f} %** (at most 2). From the start of Python to the end of the first step: {starts},
-**{beyond:+.1f} s** (at most 10), with no plan from an earlier start.
-
-{machine}
-"""
-_HEAD = """# Scripts of other projects, unchanged
-
-Each script is run twice as it is, with tiny data and without a network: in eager, and under
-`rockmate run {options}`. Both runs are seen by a file that Python loads at its start
-(`bench/unchanged/observer`). "own" scripts are of this repository, in the shape of the named ones.
-
-- **result**: losses and the final parameters of all optimizers, compared.
-- **peak, MiB**: of live memory from one step of an optimizer to its next one, beyond what was live
-  before without gradients. Gradients at rest, the loss and the script's own tensors are included.
-- **at most**: budgets of the models, and gradients at rest, which a budget does not count. Where no
-  schedule fits 0.6 of the peak, the smallest peak is the budget.
-- **step, ms**: the median of the second half of the steps, and the ratio. Models are tiny, so what
-  a call of a plan costs by itself (1 to 3 ms) shows. In 24 steps, two to three of the second
-  half are no more than one trial (steps 1, 2, 4, 8, 16, ... run eager's forward beside).
-- **run, s**: from the start of Python to the last step: capture, costs, plans and trials included.
-
-{machine}
-
-| script | backwards | result | peak, MiB | at most | step, ms | run, s | what rockmate says |
-|---|---|---|---|---|---|---|---|
-"""
+def full_sized(folder: Path, work: Path, python: str) -> dict[str, Any]:
+    """Times of steps and of the start, twice in eager and twice within a budget of 1."""
+    budgets: list[list[str]] = [[], ["--budget", "1.0"]]
+    by_turns = [run(FULL_SIZED, folder, work, python, each) for each in 2 * budgets]
+    steps = [median(each.seconds[2:]) for each in by_turns]
+    starts = [each.seconds[0] for each in by_turns]
+    texts = [
+        [[f"{each:.2f}" for each in times[at::2]] for at in (0, 1)] for times in (steps, starts)
+    ]
+    return {
+        "result": difference(*by_turns[:2]),
+        "steps": texts[0],
+        "starts": texts[1],
+        "overhead": f"{100 * (sum(steps[1::2]) / sum(steps[::2]) - 1):+.1f}",
+        "beyond": f"{(sum(starts[1::2]) - sum(starts[::2])) / 2:+.1f}",
+        "machine": _machine(folder, work),
+    }
 
 
 def _machine(folder: Path, work: Path) -> str:
@@ -209,24 +174,28 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         work, folder = arguments.work or Path(made), arguments.folder.resolve()
-        for script in () if arguments.full_sized else SCRIPTS:
-            if arguments.only not in script.name or (work / script.folder / "row.md").exists():
+        paths = {script: work / script.folder / "row.json" for script in SCRIPTS}
+        last = work / "full_sized.json"
+        for script, path in paths.items():
+            if arguments.full_sized or arguments.only not in script.name or path.exists():
                 continue
             options: list[list[str]] = [[], arguments.options.split()]
             runs = [run(script, folder, work, arguments.python, each) for each in options]
-            (work / script.folder / "row.md").write_text(row(script, *runs))
-            sys.stdout.write(row(script, *runs) + "\n")
+            path.write_text(json.dumps(row(script, *runs)))
+            sys.stdout.write(f"{row(script, *runs)}\n")
             sys.stdout.flush()
-        last = work / "full_sized.md"
         if arguments.full_sized:
-            last.write_text(full_sized_line(FULL_SIZED, folder, work, arguments.python))
+            last.write_text(json.dumps(full_sized(folder, work, arguments.python), indent=1))
             sys.stdout.write(last.read_text())
-        paths = [work / script.folder / "row.md" for script in SCRIPTS]
-        rows = [path.read_text() for path in paths if path.exists()]
-        end = last.read_text() if last.exists() else ""
+        lines = filled(
+            "unchanged",
+            options=arguments.options,
+            machine=_machine(arguments.folder, work),
+            rows=[json.loads(path.read_text()) for path in paths.values() if path.exists()],
+            full_sized=json.loads(last.read_text()) if last.exists() else None,
+        )
     if arguments.out is not None:
-        head = _HEAD.format(options=arguments.options, machine=_machine(arguments.folder, work))
-        arguments.out.write_text(head + "\n".join(rows) + "\n" + end)
+        arguments.out.write_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def load_model(
 def _from_function(source: str, device: str) -> SourcedModel:
     function = _function(source)
     try:
-        with torch.device("meta") if device == "meta" else _as_it_is():
+        with torch.device("meta") if device == "meta" else nullcontext():
             made = function()
     except Exception as error:
         hint = " It is called without arguments." if isinstance(error, TypeError) else ""
@@ -94,11 +94,6 @@ def _from_function(source: str, device: str) -> SourcedModel:
         )
     model, sample_input = made
     return SourcedModel(title=f"{source}: {_size(model)}", model=model, sample_input=sample_input)
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 def _function(source: str) -> Callable[[], Any]:

@@ -209,7 +209,7 @@ def _configuration(transformers: Any, source: str) -> Any:
 
 def _prepare(config: Any) -> None:
     """What training needs and a configuration may leave open."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config()
     for part in {id(part): part for part in (config, text)}.values():
         if hasattr(part, "use_cache"):
             part.use_cache = False  # a training step has no use for it, and eager would hold it

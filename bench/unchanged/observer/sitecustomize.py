@@ -13,32 +13,14 @@ import random
 import sys
 import time
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
 from typing import Any
+
+from rockmate.adoption.after_import import after_import
 
 _BEGIN = time.perf_counter()
 _OUT = os.environ.get("OBSERVED")
 # Number of the optimizer step after which memory is recorded; 0 for none.
 _MEASURED = int(os.environ.get("MEASURED", "4"))
-
-
-class _AfterTorch(MetaPathFinder):
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = find_spec(name)
-        sys.meta_path.insert(0, self)
-        execute = spec.loader.exec_module
-
-        def run(module: Any) -> None:
-            sys.meta_path.remove(self)
-            execute(module)
-            _observe(module)
-
-        spec.loader.exec_module = run
-        return spec
 
 
 def _observe(torch: Any) -> None:
@@ -120,4 +102,4 @@ def _peak(threads: Any) -> int:
 
 
 if _OUT is not None:
-    sys.meta_path.insert(0, _AfterTorch())
+    after_import("torch", _observe)

@@ -222,10 +222,3 @@ def test_what_cannot_be_planned_runs_as_without(tmp_path: Path) -> None:
     out, error, code = run(tmp_path, PLAIN, "--memory", "auto", "--strict")
     assert code == "1"
     assert "RockmateError: --memory auto is what a GPU has" in error
-
-
-def test_a_bound_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    for option in ("--budget=2.0", "--budget=0.5,0.6", "--memory=x"):
-        out, error, code = run(tmp_path, PLAIN, option)
-        assert (out, code) == ("", "2")
-        assert "rockmate run: error: " in error

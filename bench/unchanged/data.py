@@ -18,9 +18,9 @@ _TEXT = (
 )
 
 
-def make_data(names: tuple[str, ...], folder: Path) -> None:
+def make_data(names: str, folder: Path) -> None:
     """Makes what a script needs in a folder."""
-    for name in names:
+    for name in names.split():
         _MAKERS[name](folder)
 
 
@@ -225,6 +225,6 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
     "gpt2": _gpt2,
     "glue": _glue,
     "preferences": _preferences,
-    "demo text": _demo_text,
+    "demo_text": _demo_text,
     "diffusion": _diffusion,
 }

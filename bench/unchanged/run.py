@@ -1,6 +1,6 @@
 """Runs scripts of other projects in eager and under `rockmate run`, and compares them.
 
-    python -m bench.unchanged.run FOLDER --out bench/results/unchanged_scripts_202611.md
+    python -m bench.unchanged.run FOLDER --work W --out bench/results/unchanged_scripts_202611.md
 
 `FOLDER` has a checkout of each project (`karpathy+nanoGPT`, ...; see `SCRIPTS`). Scripts are run as
 they are, with tiny data that is made in a folder of its own, and without a network. Both runs are
@@ -20,7 +20,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -60,15 +59,15 @@ class Run:
         return 1e3 * median(steps[len(steps) // 2 :]) if steps else math.nan
 
 
-def run(script: Script, folder: Path, work: Path, python: str, options: list[str]) -> Run:
+def run(script: Script, folder: Path, work: Path, options: list[str]) -> Run:
     """Runs a script in a fresh folder, under rockmate if there are options."""
     where = work / script.folder / ("rockmate" if options else "eager")
     shutil.rmtree(where, ignore_errors=True)
     where.mkdir(parents=True)
     make_data(script.data, where)
-    path = script.path.replace("{HERE}", str(_HERE)).replace("{FOLDER}", str(folder))
-    given = [each.replace("{FOLDER}", str(folder)) for each in script.arguments]
-    command = [python, *(["-m", "rockmate", "run", *options] if options else []), path, *given]
+    path = str((_HERE if script.path.startswith("own/") else folder) / script.path)
+    under = ["-m", "rockmate", "run", *options] if options else []
+    command = [sys.executable, *under, path, *script.arguments.split()]
     paths = [_HERE / "observer", _HERE / "stand_ins", _ROOT, folder / "karpathy+minGPT"]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)),
@@ -137,10 +136,10 @@ def row(script: Script, eager: Run, ours: Run) -> list[str]:
     ]
 
 
-def full_sized(folder: Path, work: Path, python: str) -> dict[str, Any]:
+def full_sized(folder: Path, work: Path) -> dict[str, Any]:
     """Times of steps and of the start, twice in eager and twice within a budget of 1."""
     budgets: list[list[str]] = [[], ["--budget", "1.0"]]
-    by_turns = [run(FULL_SIZED, folder, work, python, each) for each in 2 * budgets]
+    by_turns = [run(FULL_SIZED, folder, work, each) for each in 2 * budgets]
     steps = [median(each.seconds[2:]) for each in by_turns]
     starts = [each.seconds[0] for each in by_turns]
     texts = [
@@ -165,36 +164,34 @@ def main() -> int:
     """Runs the scripts of the folder, and writes the page of all that are in the work folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--work", type=Path, required=True, help="keeps runs and their rows")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="scripts whose name contains it; none for -")
-    parser.add_argument("--work", type=Path, help="keeps the runs; rows of earlier ones stay")
-    parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--options", default="--budget 0.6")
     parser.add_argument("--full-sized", action="store_true", help="that script alone")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        work, folder = arguments.work or Path(made), arguments.folder.resolve()
-        paths = {script: work / script.folder / "row.json" for script in SCRIPTS}
-        last = work / "full_sized.json"
-        for script, path in paths.items():
-            if arguments.full_sized or arguments.only not in script.name or path.exists():
-                continue
-            options: list[list[str]] = [[], arguments.options.split()]
-            runs = [run(script, folder, work, arguments.python, each) for each in options]
-            path.write_text(json.dumps(row(script, *runs)))
-            sys.stdout.write(f"{row(script, *runs)}\n")
-            sys.stdout.flush()
-        if arguments.full_sized:
-            last.write_text(json.dumps(full_sized(folder, work, arguments.python), indent=1))
-            sys.stdout.write(last.read_text())
+    work, folder = arguments.work.resolve(), arguments.folder.resolve()
+    paths = {script: work / script.folder / "row.json" for script in SCRIPTS}
+    last = work / "full_sized.json"
+    for script, path in paths.items():
+        if arguments.full_sized or arguments.only not in script.name or path.exists():
+            continue
+        options: list[list[str]] = [[], arguments.options.split()]
+        cells = row(script, *(run(script, folder, work, each) for each in options))
+        path.write_text(json.dumps(cells))
+        sys.stdout.write(f"{cells}\n")
+        sys.stdout.flush()
+    if arguments.full_sized:
+        last.write_text(json.dumps(full_sized(folder, work), indent=1))
+        sys.stdout.write(last.read_text())
+    if arguments.out is not None:
         lines = filled(
             "unchanged",
             options=arguments.options,
-            machine=_machine(arguments.folder, work),
+            machine=_machine(arguments.folder, arguments.work),
             rows=[json.loads(path.read_text()) for path in paths.values() if path.exists()],
             full_sized=json.loads(last.read_text()) if last.exists() else None,
         )
-    if arguments.out is not None:
         arguments.out.write_text("\n".join(lines) + "\n")
     return 0
 

@@ -53,7 +53,7 @@ def test_demo_prints_one_table_and_draws(tmp_path: Path, capfd: pytest.CaptureFi
     picture = (tmp_path / "out" / "memory.png").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", picture[16:24])
-    assert width >= 1000
+    assert width >= 800
     assert height >= 500
     assert len(picture) > 20_000  # curves, not an empty frame
 

@@ -56,7 +56,7 @@ class Run:
     def step_ms(self) -> float:
         """The median of the second half of the steps: planned, and most are no trials."""
         steps = self.seconds
-        return 1e3 * median(steps[len(steps) // 2 :]) if steps else math.nan
+        return 1e3 * median(steps[(len(steps) + 1) // 2 :]) if len(steps) > 1 else math.nan
 
 
 def run(script: Script, folder: Path, work: Path, options: list[str]) -> Run:

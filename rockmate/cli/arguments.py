@@ -113,7 +113,8 @@ def write_file(path: Path, write: Callable[[Path], Any]) -> None:
     try:
         write(path)
     except (OSError, ValueError) as error:
-        msg = f"cannot write {path}: {error}. Give another path."
+        reason = getattr(error, "strerror", None) or error
+        msg = f"cannot write {path}: {reason}. Give another file or folder."
         raise InvalidArgumentError(msg) from error
 
 

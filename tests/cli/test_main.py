@@ -115,7 +115,7 @@ def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
         ("--model any --layers 2 --out FOLDER", "--layers"),
         ("--width 200 --out FOLDER", "--width 200"),
         ("--steps 1000000 --layers 1 --width 64 --out FOLDER", "too few"),
-        ("--out FOLDER/file/folder", "--out"),
+        ("--out FOLDER/file/folder", "cannot write .*another"),
     ],
 )
 def test_options_of_a_demo_that_are_refused(

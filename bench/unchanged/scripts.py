@@ -149,6 +149,9 @@ SCRIPTS = (
         "--remove_unused_columns=False",
         "images",
     ),
-    Script("own, as torchvision's detection", "own/detection.py"),
+    Script(
+        "own, as torchvision's detection", "own/detection.py",
+        note="The fourth step plans the insides of frames, which takes most of the time of the run",
+    ),
 )  # fmt: skip
 FULL_SIZED = Script("GPT-2 small", "own/gpt2_small.py", measured=0)

@@ -151,13 +151,7 @@ def full_sized(folder: Path, work: Path) -> dict[str, Any]:
         "starts": texts[1],
         "overhead": f"{100 * (sum(steps[1::2]) / sum(steps[::2]) - 1):+.1f}",
         "beyond": f"{(sum(starts[1::2]) - sum(starts[::2])) / 2:+.1f}",
-        "machine": _machine(folder, work),
     }
-
-
-def _machine(folder: Path, work: Path) -> str:
-    text = machine_text(machine_record("bench.unchanged.run"))
-    return text.replace(str(folder), "FOLDER").replace(str(work), "W")
 
 
 def main() -> int:
@@ -173,6 +167,9 @@ def main() -> int:
     work, folder = arguments.work.resolve(), arguments.folder.resolve()
     paths = {script: work / script.folder / "row.json" for script in SCRIPTS}
     last = work / "full_sized.json"
+    machine = machine_text(machine_record("bench.unchanged.run"))
+    for text, name in ((arguments.folder, "FOLDER"), (arguments.work, "W")):
+        machine = machine.replace(str(text), name)
     for script, path in paths.items():
         if arguments.full_sized or arguments.only not in script.name or path.exists():
             continue
@@ -182,13 +179,13 @@ def main() -> int:
         sys.stdout.write(f"{cells}\n")
         sys.stdout.flush()
     if arguments.full_sized:
-        last.write_text(json.dumps(full_sized(folder, work), indent=1))
+        last.write_text(json.dumps({**full_sized(folder, work), "machine": machine}, indent=1))
         sys.stdout.write(last.read_text())
     if arguments.out is not None:
         lines = filled(
             "unchanged",
             options=arguments.options,
-            machine=_machine(arguments.folder, arguments.work),
+            machine=machine,
             rows=[json.loads(path.read_text()) for path in paths.values() if path.exists()],
             full_sized=json.loads(last.read_text()) if last.exists() else None,
         )

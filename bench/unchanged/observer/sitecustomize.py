@@ -20,6 +20,7 @@ from rockmate.adoption.after_import import after_import
 _BEGIN = time.perf_counter()
 _OUT = os.environ.get("OBSERVED")
 # Number of the optimizer step after which memory is recorded; 0 for none.
+_ALLOCATOR, _MARK = "rockmate._torch.allocator", "observed::begin"
 _MEASURED = int(os.environ.get("MEASURED", "4"))
 
 
@@ -31,7 +32,6 @@ def _observe(torch: Any) -> None:
     optimizers: list[Any] = []
     seen: dict[str, Any] = {"losses": [], "times": [_BEGIN], "peak_bytes": None}
     profile = torch._C._autograd
-    config = torch._C._profiler
     measured: list[Any] = []  # the optimizer between whose steps memory is recorded
     process = os.getpid()
     make, backward = torch.optim.Optimizer.__init__, torch.Tensor.backward
@@ -51,14 +51,11 @@ def _observe(torch: Any) -> None:
         seen["times"].append(time.perf_counter())
         number = len(seen["times"]) - 1
         if number == _MEASURED and not torch.autograd._profiler_enabled():
-            held = {each.grad for one in optimizers for each in _parameters(one)} - {None}
-            seen["gradient_bytes"] = sum(each.numel() * each.element_size() for each in held)
-            kind = config.ProfilerConfig(
-                config.ProfilerState.CPU, False, True, False, False, False,
-                config._ExperimentalConfig(),
-            )  # fmt: skip
-            profile._enable_profiler_legacy(kind)
+            profile._enable_profiler_legacy(import_module(_ALLOCATOR)._profiler_config())
             measured.append(optimizer)
+            seen["gradient_bytes"] = _renew_gradients(optimizers)
+            with torch.profiler.record_function(_MARK):
+                pass
 
     def stepping(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not any(callable(each) for each in (*args, *kwargs.values())):
@@ -89,12 +86,22 @@ def _parameters(optimizer: Any) -> list[Any]:
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
+def _renew_gradients(optimizers: list[Any]) -> int:
+    """Bytes of all gradients; copies take their places: the profiler knows no earlier memory."""
+    held = {each for one in optimizers for each in _parameters(one) if each.grad is not None}
+    for parameter in held:
+        parameter.grad = parameter.grad.clone()
+    return sum(each.grad.numel() * each.grad.element_size() for each in held)
+
+
 def _peak(threads: Any) -> int:
     events = [event for thread in threads for event in thread]
     start = next(event for event in events if event.name() == "__start_profile")
     events.sort(key=start.cpu_elapsed_us)
     live = peak = 0
     for event in events:
+        if event.name() == _MARK:
+            live = peak = 0
         if event.kind() == "memory_alloc":
             live += event.cpu_memory_usage()
             peak = max(peak, live)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from typing import Any
 
 import torch
@@ -30,8 +28,6 @@ model.train()
 for step in range(24):
     pictures, targets = batch(step)
     loss: Any = sum(model(pictures, targets).values())
-    if not math.isfinite(loss.item()):
-        sys.exit(1)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

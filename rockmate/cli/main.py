@@ -80,8 +80,8 @@ def _check(arguments: argparse.Namespace) -> None:
     needed += [("peft", "hf", given.get("lora")), ("matplotlib", "plot", draws)]
     require_all({name: extra for name, extra, is_so in needed if is_so}, f"rockmate {command}")
     names = ["json", "plot", "write", "report", *(["out"] if command == "plan" else [])]
-    for path in filter(None, map(given.get, names)):
-        if not path.absolute().parent.is_dir():
+    for path in map(given.get, names):
+        if isinstance(path, Path) and not path.absolute().parent.is_dir():
             raise InvalidArgumentError(f"there is no folder {path.parent} for {path}. Make it.")
     if "model" in given and not is_demo and ":" not in model:
         from rockmate.hf.source_check import check_source

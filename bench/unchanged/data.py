@@ -18,17 +18,18 @@ _TEXT = (
 )
 
 
-def make_data(names: tuple[str, ...], folder: Path) -> None:
+def make_data(names: str, folder: Path) -> None:
     """Makes what a script needs in a folder."""
-    for name in names:
+    for name in names.split():
         _MAKERS[name](folder)
 
 
 def _mnist(folder: Path) -> None:
     raw = folder / "data" / "MNIST" / "raw"
     raw.mkdir(parents=True)
+    (folder / "w" / "results").mkdir(parents=True)  # examples vae writes into it
     generator = np.random.default_rng(0)
-    for name, number in (("train", 320), ("t10k", 64)):
+    for name, number in (("train", 320), ("t10k", 128)):
         images = generator.integers(0, 256, (number, 28, 28), dtype=np.uint8)
         labels = generator.integers(0, 10, number, dtype=np.uint8)
         header = struct.pack(">IIII", 2051, number, 28, 28)
@@ -58,7 +59,7 @@ def _characters(folder: Path) -> None:
 
 
 def _input_text(folder: Path) -> None:
-    (folder / "input.txt").write_text(_TEXT * 40)
+    (folder / "input.txt").write_text(_TEXT * 40 + "O God, O God!")
 
 
 def _images(folder: Path) -> None:
@@ -75,7 +76,7 @@ def _images(folder: Path) -> None:
                 Image.fromarray(pixels).save(path / f"{index}.jpg")
     pets = folder / "pets"
     pets.mkdir()
-    for index in range(40):
+    for index in range(20):
         pixels = generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(pets / f"{('cat', 'dog')[index % 2]}_{index}.jpg")
 
@@ -122,11 +123,26 @@ def _gpt2(folder: Path) -> None:
     GPT2LMHeadModel(config).save_pretrained(path)
 
 
+def _resnet50d(folder: Path) -> None:
+    """Weights at random, where the hub's cache has those of timm."""
+    import timm  # pyright: ignore[reportMissingImports]
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    path = folder / "hf/hub/models--timm--resnet50d.ra2_in1k"
+    snapshot = path / "snapshots/0"
+    snapshot.mkdir(parents=True)
+    save_file(timm.create_model("resnet50d").state_dict(), snapshot / "model.safetensors")
+    (path / "refs").mkdir()
+    (path / "refs/main").write_text("0")
+
+
 def _glue(folder: Path) -> None:
     path = folder / "nyu-mll" / "glue"
     path.mkdir(parents=True)
     words = _TEXT.split()
-    for part, number in (("train", 48), ("validation", 16)):
+    for part, number in (("train", 128), ("validation", 16)):
         with open(path / f"{part}.jsonl", "w", encoding="utf-8") as file:
             for index in range(number):
                 first, second = (" ".join(words[(index * 3 + at) % 20 :][:9]) for at in (0, 5))
@@ -204,10 +220,11 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
     "characters": _characters,
     "text": _input_text,
     "images": _images,
+    "resnet50d": _resnet50d,
     "bert": _bert,
     "gpt2": _gpt2,
     "glue": _glue,
     "preferences": _preferences,
-    "demo text": _demo_text,
+    "demo_text": _demo_text,
     "diffusion": _diffusion,
 }

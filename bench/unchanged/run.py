@@ -1,11 +1,12 @@
 """Runs scripts of other projects in eager and under `rockmate run`, and compares them.
 
-    python -m bench.unchanged.run FOLDER --out bench/results/unchanged_scripts_202611.md
+    python -m bench.unchanged.run FOLDER --work W --out bench/results/unchanged_scripts_202611.md
 
 `FOLDER` has a checkout of each project (`karpathy+nanoGPT`, ...; see `SCRIPTS`). Scripts are run as
 they are, with tiny data that is made in a folder of its own, and without a network. Both runs are
 seen by `observer/sitecustomize.py`, which Python loads at its start: losses, final parameters,
-times of steps, memory of one step.
+times of steps, memory of one step. `--full-sized` makes the end of the page: steps of seconds,
+twice in eager and twice at a budget of 1.0, by turns.
 """
 
 from __future__ import annotations
@@ -13,20 +14,24 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
 from bench.machine import machine_record, machine_text
+from bench.pages import filled
 from bench.unchanged.data import make_data
-from bench.unchanged.scripts import SCRIPTS, Script
+from bench.unchanged.scripts import FULL_SIZED, SCRIPTS, Script
+from rockmate.budget import parse_budget
 
 _HERE = Path(__file__).parent
 _ROOT = _HERE.parents[1]
@@ -43,35 +48,34 @@ class Run:
     parameters: list[torch.Tensor]
 
     @property
+    def seconds(self) -> list[float]:
+        """Of each step of an optimizer; of the first from the start of Python."""
+        return [b - a for a, b in itertools.pairwise(self.seen.get("times", []))]
+
+    @property
     def step_ms(self) -> float:
-        """The median of the second half of the steps."""
-        times = self.seen.get("times", [])
-        steps = sorted(b - a for a, b in itertools.pairwise(times))
-        return 1e3 * steps[len(steps) // 2] if steps else 0.0
+        """The median of the second half of the steps: planned, and most are no trials."""
+        steps = self.seconds
+        return 1e3 * median(steps[(len(steps) + 1) // 2 :]) if len(steps) > 1 else math.nan
 
 
-def run(script: Script, folder: Path, work: Path, python: str, options: list[str]) -> Run:
+def run(script: Script, folder: Path, work: Path, options: list[str]) -> Run:
     """Runs a script in a fresh folder, under rockmate if there are options."""
     where = work / script.folder / ("rockmate" if options else "eager")
     shutil.rmtree(where, ignore_errors=True)
     where.mkdir(parents=True)
     make_data(script.data, where)
-    path = script.path.replace("{HERE}", str(_HERE)).replace("{FOLDER}", str(folder))
-    given = [each.replace("{FOLDER}", str(folder)) for each in script.arguments]
-    command = [python, *(["-m", "rockmate", "run", *options] if options else []), path, *given]
-    paths = [
-        str(_HERE / "observer"),
-        str(_HERE / "stand_ins"),
-        str(_ROOT),
-        str(folder / "karpathy+minGPT"),
-    ]
+    path = str((_HERE if script.path.startswith("own/") else folder) / script.path)
+    under = ["-m", "rockmate", "run", *options] if options else []
+    command = [sys.executable, *under, path, *script.arguments.split()]
+    paths = [_HERE / "observer", _HERE / "stand_ins", _ROOT, folder / "karpathy+minGPT"]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "OBSERVED": str(where / "observed"),
         "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         "WANDB_MODE": "disabled", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0",
         "ACCELERATE_USE_CPU": "true", "HF_HOME": str(where / "hf"),
-        "MEASURED": str(script.measured),
+        "MEASURED": str(script.measured), "ROCKMATE_CACHE": str(where / "plans"),
     }  # fmt: skip
     cwd = where / script.cwd
     cwd.mkdir(parents=True, exist_ok=True)
@@ -95,7 +99,7 @@ def run(script: Script, folder: Path, work: Path, python: str, options: list[str
 
 def difference(eager: Run, ours: Run) -> str:
     """How losses and final parameters compare."""
-    if eager.code != ours.code:
+    if eager.code or ours.code:
         return f"**exit codes {eager.code} and {ours.code}**"
     if not eager.seen or not ours.seen or len(eager.parameters) != len(ours.parameters):
         return "**nothing to compare**"
@@ -109,65 +113,83 @@ def difference(eager: Run, ours: Run) -> str:
     return f"rounding, {worst:.0e}" if worst < 1e-3 else f"**differs, {worst:.0e}**"
 
 
-def row(script: Script, eager: Run, ours: Run) -> str:
-    """One line of the table."""
+def row(script: Script, eager: Run, ours: Run) -> list[str]:
+    """The cells of a line of the table."""
     lines = [
         line.removeprefix("rockmate: ") for line in ours.text.splitlines() if "rockmate: " in line
     ]
     ends = [line for line in lines if " training calls, " in line or "as in eager" in line]
-    plan = "; ".join(ends) or "**nothing adopted**"
-    peaks = [each.seen.get("peak_bytes") for each in (eager, ours)]
-    peak = " -> ".join("?" if each is None else f"{each / 2**20:.1f}" for each in peaks)
-    ratio = ours.step_ms / eager.step_ms if eager.step_ms else 0.0
-    num = len(ours.seen.get("losses", []))
-    return f"| {script.name} | {num} | {difference(eager, ours)} | {peak} | {ratio:.2f} | {plan} |"
+    least = [line.split(", ")[0] for line in lines if line.startswith("no schedule fits")]
+    says = "; ".join([*least, *ends]) or "**nothing adopted**"
+    gradients = ours.seen.get("gradient_bytes", 0)
+    sizes = [parse_budget(each, 0) for each in re.findall(r"[;:] budget ([\d.]+ \w+)", says)]
+    peaks = [each.seen.get("peak_bytes") or math.nan for each in (eager, ours)]
+    return [
+        script.name,
+        str(len(ours.seen.get("losses", []))),
+        difference(eager, ours),
+        " -> ".join(f"{each / 2**20:.1f}" for each in peaks),
+        f"{(sum(sizes) + gradients) / 2**20:.1f}, {gradients / 2**20:.1f} of it",
+        f"{eager.step_ms:.0f} -> {ours.step_ms:.0f}, {ours.step_ms / eager.step_ms:.2f}",
+        " -> ".join(f"{sum(each.seconds):.0f}" for each in (eager, ours)),
+        f"{says}. {script.note}",
+    ]
 
 
-_HEAD = """# Scripts of other projects, unchanged
-
-Each script is run twice as it is, with tiny data and without a network: in eager, and under
-`rockmate run {options}`. Both runs are seen by a file that Python loads at its start
-(`bench/unchanged/observer`). "own" scripts are of this repository, in the shape of the named ones.
-
-- **result**: losses and the final parameters of all optimizers, compared.
-- **peak, MiB**: of live memory in one step, from after one step of an optimizer to before the next,
-  gradients at rest and the loss included, which a budget does not count.
-- **time**: of a step, the median of the run, over eager's. Steps of tiny models are short.
-
-{machine}
-
-| script | backwards | result | peak, MiB | time | what rockmate says at the end |
-|---|---|---|---|---|---|
-"""
+def full_sized(folder: Path, work: Path) -> dict[str, Any]:
+    """Times of steps and of the start, twice in eager and twice within a budget of 1."""
+    budgets: list[list[str]] = [[], ["--budget", "1.0"]]
+    by_turns = [run(FULL_SIZED, folder, work, each) for each in 2 * budgets]
+    steps = [median(each.seconds[2:]) for each in by_turns]
+    starts = [each.seconds[0] for each in by_turns]
+    texts = [
+        [[f"{each:.2f}" for each in times[at::2]] for at in (0, 1)] for times in (steps, starts)
+    ]
+    return {
+        "result": difference(*by_turns[:2]),
+        "steps": texts[0],
+        "starts": texts[1],
+        "overhead": f"{100 * (sum(steps[1::2]) / sum(steps[::2]) - 1):+.1f}",
+        "beyond": f"{(sum(starts[1::2]) - sum(starts[::2])) / 2:+.1f}",
+    }
 
 
 def main() -> int:
     """Runs the scripts of the folder, and writes the page of all that are in the work folder."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--work", type=Path, required=True, help="keeps runs and their rows")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", default="", help="scripts whose name contains it; none for -")
-    parser.add_argument("--work", type=Path, help="keeps the runs; rows of earlier ones stay")
-    parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--options", default="--budget 0.6")
+    parser.add_argument("--full-sized", action="store_true", help="that script alone")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as made:
-        work, folder = arguments.work or Path(made), arguments.folder.resolve()
-        for script in SCRIPTS:
-            if arguments.only not in script.name or (work / script.folder / "row.md").exists():
-                continue
-            options: list[list[str]] = [[], arguments.options.split()]
-            runs = [run(script, folder, work, arguments.python, each) for each in options]
-            (work / script.folder / "row.md").write_text(row(script, *runs))
-            sys.stdout.write(row(script, *runs) + "\n")
-            sys.stdout.flush()
-        paths = [work / script.folder / "row.md" for script in SCRIPTS]
-        rows = [path.read_text() for path in paths if path.exists()]
+    work, folder = arguments.work.resolve(), arguments.folder.resolve()
+    paths = {script: work / script.folder / "row.json" for script in SCRIPTS}
+    last = work / "full_sized.json"
+    machine = machine_text(machine_record("bench.unchanged.run"))
+    for text, name in ((arguments.folder, "FOLDER"), (arguments.work, "W")):
+        machine = machine.replace(str(text), name)
+    for script, path in paths.items():
+        if arguments.full_sized or arguments.only not in script.name or path.exists():
+            continue
+        options: list[list[str]] = [[], arguments.options.split()]
+        cells = row(script, *(run(script, folder, work, each) for each in options))
+        path.write_text(json.dumps(cells))
+        sys.stdout.write(f"{cells}\n")
+        sys.stdout.flush()
+    if arguments.full_sized:
+        last.write_text(json.dumps({**full_sized(folder, work), "machine": machine}, indent=1))
+        sys.stdout.write(last.read_text())
     if arguments.out is not None:
-        machine = machine_text(machine_record("bench.unchanged.run"))
-        machine = machine.replace(str(arguments.folder), "FOLDER").replace(str(arguments.work), "W")
-        head = _HEAD.format(options=arguments.options, machine=machine)
-        arguments.out.write_text(head + "\n".join(rows) + "\n")
+        lines = filled(
+            "unchanged",
+            options=arguments.options,
+            machine=machine,
+            rows=[json.loads(path.read_text()) for path in paths.values() if path.exists()],
+            full_sized=json.loads(last.read_text()) if last.exists() else None,
+        )
+        arguments.out.write_text("\n".join(lines) + "\n")
     return 0
 
 

@@ -11,6 +11,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 _OWN = str(Path(__file__).parents[1])
+_START = getattr(sys.modules["__main__"], "__file__", None)  # the command's, in a `bin` folder
 
 
 def run_script(given: list[str]) -> None:
@@ -64,4 +65,4 @@ def _without_own(entry: TracebackType | None) -> TracebackType | None:
 
 def _is_own(entry: TracebackType) -> bool:
     name = entry.tb_frame.f_code.co_filename
-    return name.startswith(_OWN) or name == "<frozen runpy>"
+    return name.startswith(_OWN) or name in (_START, "<frozen runpy>")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from rockmate.extras import require
 Built = tuple[nn.Module, Any]
 """A model in training mode, and its sample input."""
 
-_NUM_TOKENS = 64
+_NUM_ROWS, _NUM_TOKENS = 4, 64
 _VOCABULARY = 1024
 
 
@@ -121,20 +122,9 @@ class InBfloat16(nn.Module):
             return self.model(*args, **kwargs)
 
 
-def _tokens(num_rows: int = 4, vocabulary: int = _VOCABULARY) -> Tensor:
-    return torch.randint(vocabulary, (num_rows, _NUM_TOKENS))
-
-
-def _plain() -> Built:
-    return _LanguageModel(), _tokens()
-
-
-def _with_dropout() -> Built:
-    return _LanguageModel(dropout=0.1), _tokens()
-
-
-def _large_vocabulary() -> Built:
-    return _LanguageModel(vocabulary=8 * _VOCABULARY), _tokens(vocabulary=8 * _VOCABULARY)
+def _language_model(vocabulary: int = _VOCABULARY, dropout: float = 0.0) -> Built:
+    model = _LanguageModel(vocabulary=vocabulary, dropout=dropout)
+    return model, torch.randint(vocabulary, (_NUM_ROWS, _NUM_TOKENS))
 
 
 def _images() -> Built:
@@ -148,8 +138,7 @@ def _gpt2() -> Built:
         n_layer=3, n_embd=128, n_head=4, n_positions=_NUM_TOKENS,
         vocab_size=_VOCABULARY, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
-    tokens = _tokens()
-    return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
+    return _with_tokens(transformers.GPT2LMHeadModel(config))
 
 
 def _llama_with_lora() -> Built:
@@ -160,8 +149,11 @@ def _llama_with_lora() -> Built:
         num_key_value_heads=2, max_position_embeddings=_NUM_TOKENS, vocab_size=_VOCABULARY,
     )  # fmt: skip
     adapters = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    tokens = _tokens()
-    model = peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters)
+    return _with_tokens(peft.get_peft_model(transformers.LlamaForCausalLM(config), adapters))
+
+
+def _with_tokens(model: nn.Module) -> Built:
+    tokens = torch.randint(_VOCABULARY, (_NUM_ROWS, _NUM_TOKENS))
     return model, {"input_ids": tokens, "labels": tokens}
 
 
@@ -170,7 +162,8 @@ _LEAST = {"on_infeasible": "least", "numerics": "bitwise"}
 
 def tiny_case() -> Case:
     """One step of a second: convolution, norms, dropout and attention, within a tight budget."""
-    return Case(name="tiny", build=_tiny, budget=0.8, is_random=True)
+    images = torch.randn(4, 3, 10, 10).to(memory_format=torch.channels_last)
+    return Case(name="tiny", build=lambda: (_Tiny(), images), budget=0.8, is_random=True)
 
 
 class _Tiny(nn.Module):
@@ -184,10 +177,6 @@ class _Tiny(nn.Module):
         return self.block(self.stem(images).flatten(2).transpose(1, 2)).square().mean()
 
 
-def _tiny() -> Built:
-    return _Tiny(), torch.randn(4, 3, 10, 10).to(memory_format=torch.channels_last)
-
-
 def cases(device: torch.device, folder: str) -> tuple[Case, ...]:
     """The steps for a device.
 
@@ -196,22 +185,33 @@ def cases(device: torch.device, folder: str) -> tuple[Case, ...]:
         folder: where values of a CPU move to, and where a plan is saved.
     """
     tier = f"disk:{folder}" if device.type == "cpu" else "host"
+    dropped = partial(_language_model, dropout=0.1)
+    large = partial(_language_model, vocabulary=8 * _VOCABULARY)
     return (
         Case(name="GPT-2", build=_gpt2, is_random=True),
         Case(name="Llama with LoRA", build=_llama_with_lora),
         Case(name="ResNet, channels last", build=_images),
-        Case(name="dropout", build=_with_dropout, is_random=True),
-        Case(name="smallest budgets", build=_plain, budget=0.01, options=_LEAST),
-        Case(name="bf16 autocast", build=_plain, autocast=True),
-        Case(name="fused kernels", build=_plain, options={"kernels": "fused"}, is_bitwise=False),
-        Case(name="loss in chunks", build=_large_vocabulary, budget=0.3, is_bitwise=False),
+        Case(name="dropout", build=dropped, is_random=True),
+        Case(name="smallest budgets", build=_language_model, budget=0.01, options=_LEAST),
+        Case(name="bf16 autocast", build=_language_model, autocast=True),
+        Case(
+            name="fused kernels",
+            build=_language_model,
+            options={"kernels": "fused"},
+            is_bitwise=False,
+        ),
+        Case(name="loss in chunks", build=large, budget=0.3, is_bitwise=False),
         Case(
             name="frames",
-            build=_with_dropout,
+            build=dropped,
             budget=0.7,
             options={"mode": "frames"},
             is_random=True,
         ),
-        Case(name="a saved plan", build=_plain, saves=True),
-        Case(name=f"moves ({tier.partition(':')[0]})", build=_plain, options={"offload": tier}),
+        Case(name="a saved plan", build=_language_model, saves=True),
+        Case(
+            name=f"moves ({tier.partition(':')[0]})",
+            build=_language_model,
+            options={"offload": tier},
+        ),
     )

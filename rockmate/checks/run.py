@@ -13,7 +13,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -89,10 +89,6 @@ class CheckRow:
     ratio: float | None = None
     num_waits: int | None = None
     seconds: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """The attributes by name."""
-        return asdict(self)
 
 
 def check_behaviour_row() -> CheckRow:

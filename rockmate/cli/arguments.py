@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from rockmate.capture.options import choices_of
-from rockmate.errors import MarkError
+from rockmate.errors import InvalidArgumentError, MarkError
 from rockmate.planning.options import PlanOptions
 
 # As in `rockmate.hf.model_source`, which imports torch.
@@ -52,6 +53,7 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
     )
+    command.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
 
 def add_option(command: argparse.ArgumentParser, name: str) -> None:
@@ -104,6 +106,16 @@ def planning_options(arguments: argparse.Namespace) -> PlanOptions:
     names = [each.name for each in fields(PlanOptions)]
     given = {name: value for name, value in vars(arguments).items() if name in names}
     return PlanOptions(**given, marks=marks or None)
+
+
+def write_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """Writes a file, or raises an `InvalidArgumentError` that says why it cannot be written."""
+    try:
+        write(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        msg = f"cannot write {path}: {reason}. Give another file or folder."
+        raise InvalidArgumentError(msg) from error
 
 
 # --- values ---------------------------------------------------------------------------------------

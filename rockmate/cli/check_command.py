@@ -11,7 +11,9 @@ import platform
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
             rows.append(check_case(case, device))
     machine = _machine(device)
     if arguments.json:
-        record = {"machine": machine, "rows": [row.to_json() for row in rows]}
+        record = {"machine": machine, "rows": list(map(asdict, rows))}
         sys.stdout.write(json.dumps(record, indent=1) + "\n")
     else:
         sys.stdout.write(_text(machine, rows))
@@ -111,11 +113,8 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
 def _driver() -> str:
     """The version of the GPU's driver, as the kernel module tells it; empty if it does not."""
-    try:
-        with open("/sys/module/nvidia/version", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    path = Path("/sys/module/nvidia/version")
+    return path.read_text(encoding="ascii").strip() if path.exists() else ""
 
 
 def _text(machine: dict[str, Any], rows: Sequence[CheckRow]) -> str:

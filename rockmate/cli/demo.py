@@ -29,8 +29,10 @@ from tqdm import tqdm
 from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.allocator import Timeline, timeline
 from rockmate._util import is_terminal
+from rockmate.budget import size_text
 from rockmate.errors import RockmateError
 from rockmate.frames.report import FramesReport
+from rockmate.hf.source_check import first_line
 from rockmate.module import Mode
 
 Batch = Mapping[str, torch.Tensor]
@@ -137,7 +139,10 @@ def run(options: DemoOptions) -> DemoResult:
     """Trains both ways; raises `DemoError` and the package's other errors."""
     import transformers
 
-    say = _silent if options.quiet else _to_standard_error
+    def say(line: str) -> None:
+        if not options.quiet:
+            sys.stderr.write(f"{line}\n")
+
     model, tokenize, kind = (
         _built(transformers, options) if options.model is None else _loaded(transformers, options)
     )
@@ -148,7 +153,7 @@ def run(options: DemoOptions) -> DemoResult:
     say("measuring eager's activation peak")
     eager_memory = _memory_of_step(model, model, batches[0])
     say(
-        f"eager's peak is {mebibytes(eager_memory.peak_bytes)}; planning for {options.budget} of "
+        f"eager's peak is {size_text(eager_memory.peak_bytes)}; planning for {options.budget} of "
         "the peak without recomputation"
     )
     module, stage_s, planning_s = _wrap(ours, batches[0], options)
@@ -165,7 +170,7 @@ def run(options: DemoOptions) -> DemoResult:
         planning_s=planning_s,
         stage_s=stage_s,
         frames=None if module.frames is None else module.frames.report(),
-        equal_weights=_equal_weights(model, ours),
+        equal_weights=all(map(torch.equal, model.parameters(), ours.parameters())),
     )
 
 
@@ -260,11 +265,6 @@ def _train_in_turn(
     return steps
 
 
-def _equal_weights(model: nn.Module, ours: nn.Module) -> bool:
-    pairs = zip(model.parameters(), ours.parameters(), strict=True)
-    return all(torch.equal(first, second) for first, second in pairs)
-
-
 # --- model and text -------------------------------------------------------------------------------
 
 _Tokenize = Callable[[bytes, int], list[int]]
@@ -310,7 +310,7 @@ def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeni
     except (OSError, ValueError, KeyError, ImportError) as error:
         msg = (
             f"cannot load {options.model!r} as a causal language model from this machine: "
-            f"{_first_line(error)} Give a folder "
+            f"{first_line(error)} Give a folder "
             "that holds a configuration, weights and a tokenizer, or the name of a model that has "
             "been downloaded before."
         )
@@ -375,21 +375,3 @@ def _title(kind: str, model: nn.Module, options: DemoOptions) -> str:
     shape = f"{options.batch_size} x {options.sequence_length} tokens"
     machine = f"{torch.get_num_threads()} threads, PyTorch {torch.__version__}"
     return f"{kind}: {num_parameters / 1e6:.1f} M parameters, {shape}, {machine}"
-
-
-def mebibytes(num_bytes: int) -> str:
-    """A size in MiB, to one decimal."""
-    return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().partition("\n")[0].strip() or type(error).__name__
-    return text if text.endswith((".", "?", "!")) else text + "."
-
-
-def _to_standard_error(line: str) -> None:
-    sys.stderr.write(f"{line}\n")
-
-
-def _silent(line: str) -> None:
-    del line

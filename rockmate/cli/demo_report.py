@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from rockmate import Plan
 from rockmate.budget import size_text
-from rockmate.cli.demo import BACKWARD_MARK, DemoResult, mebibytes
+from rockmate.cli.demo import BACKWARD_MARK, DemoResult
 from rockmate.curves.figures import save_figure
+from rockmate.curves.page import peak_text
 from rockmate.curves.picture import step_figure
+from rockmate.curves.table import Column, table_text
 from rockmate.frames.report import FramesReport
 
 _NUM_NAMED = 3
@@ -21,23 +23,22 @@ def report(result: DemoResult) -> str:
     eager, planned = result.eager, result.planned
     eager_bytes = eager.memory.peak_bytes
     eager_ms, planned_ms = statistics.median(eager.times_ms), statistics.median(planned.times_ms)
-    rows = [("", "eager", "RockmateModule", "ratio")]
+    rows: list[tuple[str, ...]] = []
     for index, (theirs, own) in enumerate(zip(eager.losses, planned.losses, strict=True)):
         verdict = "identical" if theirs == own else "DIFFERENT"
         rows.append((f"loss of step {index + 1}", f"{theirs:.7f}", f"{own:.7f}", verdict))
     rows += [
-        (),
         (
             "activation budget",
             "",
-            mebibytes(result.budget_bytes),
+            size_text(result.budget_bytes),
             f"{result.budget_bytes / eager_bytes:.3f}",
         ),
         *_predicted_peak(result),
         (
             "activation peak, measured",
-            mebibytes(eager_bytes),
-            mebibytes(planned.memory.peak_bytes),
+            size_text(eager_bytes),
+            size_text(planned.memory.peak_bytes),
             f"{planned.memory.peak_bytes / eager_bytes:.3f}",
         ),
         *_predicted_time(result.plan),
@@ -49,12 +50,16 @@ def report(result: DemoResult) -> str:
         ),
         ("planning time", "", f"{result.planning_s:.1f} s", ""),
     ]
-    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in result.stage_s.items())
-    lines = [result.title, "", *_table(rows)]
+    width = max(len(row[0]) for row in rows)
+    titles = [("eager", 1), ("RockmateModule", 2), ("ratio", 3)]
+    columns = [Column("", lambda row: row[0].ljust(width))]
+    columns += [Column(title, itemgetter(at)) for title, at in titles]
+    lines = [result.title, "", table_text(columns, rows, lambda _: "")]
     if result.frames is not None:
         lines += ["", "Frames, in the last step:", result.frames.summary()]
-    if stages:
-        lines += ["", f"Planning: {stages}."]
+    if result.stage_s:
+        stages = (f"{name} {seconds:.1f} s" for name, seconds in result.stage_s.items())
+        lines += ["", f"Planning: {', '.join(stages)}."]
     lines.append(
         "Measured times are medians; their ratio is the median over steps of one step's time over "
         "the other's right before it."
@@ -69,7 +74,7 @@ def _predicted_peak(result: DemoResult) -> list[tuple[str, ...]]:
         assert result.frames is not None
         before, after = result.frames.baseline_bytes, result.frames.peak_bytes
     ratio = f"{after / before:.3f}"
-    return [("activation peak, predicted", mebibytes(before), mebibytes(after), ratio)]
+    return [("activation peak, predicted", size_text(before), size_text(after), ratio)]
 
 
 def _predicted_time(plan: Plan | None) -> list[tuple[str, ...]]:
@@ -105,23 +110,6 @@ def _verdicts(result: DemoResult) -> list[str]:
     return lines
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Left-aligned first column, the others right-aligned.
-
-    An empty row is a rule, and one follows the head.
-    """
-    filled = [row for row in rows if row]
-    widths = [max(len(row[column]) for row in filled) for column in range(len(filled[0]))]
-    rule = "  ".join("-" * width for width in widths)
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=False)]
-        cells[:1] = [cell.ljust(widths[0]) for cell in row[:1]]
-        lines.append("  ".join(cells).rstrip() if row else rule)
-    lines.insert(1, rule)
-    return lines
-
-
 def _ms(milliseconds: float) -> str:
     return f"{milliseconds:.1f} ms"
 
@@ -136,7 +124,7 @@ def save_memory_plot(result: DemoResult, path: Path) -> None:
         points = [(1e3 * seconds, live) for seconds, live in run.memory.points]
         label = f"{name}, {size_text(run.memory.peak_bytes)}"
         curves[label] = [*points, (1e3 * run.memory.duration_s, points[-1][1])]
-    note = frames_note(result.frames) if result.plan is None else peak_note(result.plan)
+    note = frames_note(result.frames) if result.plan is None else peak_text(result.plan, _NUM_NAMED)
     figure = step_figure(
         curves,
         budget_bytes=result.budget_bytes,
@@ -145,19 +133,6 @@ def save_memory_plot(result: DemoResult, path: Path) -> None:
         notes=[result.title, *note.splitlines()],
     )
     save_figure(figure, path)
-
-
-def peak_note(plan: Plan) -> str:
-    """Where the plan's peak is and the largest of what is in memory there, a line each."""
-    live = plan.live_at_peak()
-    lines = [
-        f"peak in {plan.peak_place()}",
-        *(f"{size_text(num_bytes)}  {text}" for text, num_bytes in live[:_NUM_NAMED]),
-    ]
-    rest = live[_NUM_NAMED:]
-    if rest:
-        lines.append(f"{size_text(sum(num_bytes for _, num_bytes in rest))}  in {len(rest)} more")
-    return "\n".join(lines)
 
 
 def frames_note(frames: FramesReport | None) -> str:

@@ -14,6 +14,7 @@ from rockmate.cli.arguments import (
     names,
     planning_options,
     positive,
+    write_file,
 )
 from rockmate.cli.train_script import OPTIMIZERS, command_of, script
 
@@ -45,7 +46,6 @@ def add_to(commands: Any) -> None:
     fit.add_argument(
         "--write", type=Path, metavar="FILE", help="where a script goes that trains at the fastest"
     )
-    fit.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
 
 def _add_training(fit: argparse.ArgumentParser) -> None:
@@ -179,9 +179,6 @@ def _check(arguments: argparse.Namespace, options: Any) -> None:
             "--write writes scripts for Hugging Face configurations with an optimizer out of "
             f"{', '.join(OPTIMIZERS)}. Leave it out."
         )
-    for path in (arguments.json, arguments.plot, arguments.write):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise FitError(f"there is no folder {path.parent} for {path}. Make it.")
 
 
 def _check_sample(sample: Any) -> None:
@@ -220,20 +217,15 @@ def _model(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
 
 def _write(arguments: argparse.Namespace, model: Any, found: Fit) -> None:
     from rockmate._util import write_whole
-    from rockmate.curves.errors import FitError
 
     def write_script(path: Path) -> None:
         write_whole(path, script(arguments, model, found))
 
     paths, writers = (arguments.json, arguments.plot, arguments.write), (found.save, found.plot)
     for path, write in zip(paths, (*writers, write_script), strict=True):
-        if path is None:
-            continue
-        try:
-            write(path)
-        except (OSError, ValueError) as error:
-            raise FitError(f"cannot write {path}: {error}. Give another file.") from error
-        sys.stdout.write(f"{path}\n")
+        if path is not None:
+            write_file(path, write)
+            sys.stdout.write(f"{path}\n")
 
 
 def _next(arguments: argparse.Namespace, found: Fit) -> str:

@@ -11,7 +11,6 @@ sweep had measured is kept.
 from __future__ import annotations
 
 import argparse
-import shlex
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -32,8 +31,9 @@ from rockmate.cli.arguments import (
     names,
     planning_options,
     positive,
+    write_file,
 )
-from rockmate.errors import RockmateError
+from rockmate.errors import InvalidArgumentError, RockmateError
 from rockmate.extras import require_all
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ _PLOT_NAME = "memory.png"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give the exit code."""
     arguments = _parser().parse_args(argv)
-    arguments.given = [shlex.quote(each) for each in (sys.argv[1:] if argv is None else argv)]
+    arguments.given = sys.argv[1:] if argv is None else argv
     try:
         _check(arguments)
         if arguments.command != "run":
@@ -79,6 +79,14 @@ def _check(arguments: argparse.Namespace) -> None:
     needed = [("transformers", "hf", is_demo or (model and ":" not in model))]
     needed += [("peft", "hf", given.get("lora")), ("matplotlib", "plot", draws)]
     require_all({name: extra for name, extra, is_so in needed if is_so}, f"rockmate {command}")
+    names = ["json", "plot", "write", "report", *(["out"] if command == "plan" else [])]
+    for path in map(given.get, names):
+        if isinstance(path, Path) and not path.absolute().parent.is_dir():
+            raise InvalidArgumentError(f"there is no folder {path.parent} for {path}. Make it.")
+    if "model" in given and not is_demo and ":" not in model:
+        from rockmate.hf.source_check import check_source
+
+        check_source(model)
 
 
 def _with_threads(arguments: argparse.Namespace) -> int:
@@ -213,7 +221,6 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="steps that --measure takes at each budget (default: 5)",
     )
     sweep.add_argument("--out", type=Path, metavar="DIR", help="where rows, report and plans go")
-    sweep.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
 
 def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -252,7 +259,6 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         action="store_true",
         help="the blocks as a tree by module path, instead of one by one",
     )
-    plan.add_argument("--quiet", action="store_true", help="no progress")
 
 
 # --- demo -----------------------------------------------------------------------------------------
@@ -262,7 +268,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
     from rockmate.cli import demo, demo_report
 
     options = _demo_options(arguments)
-    _make_folder(arguments.out)
+    write_file(arguments.out, lambda path: path.mkdir(parents=True, exist_ok=True))
     result = demo.run(options)
     sys.stdout.write(demo_report.report(result))
     path = arguments.out / _PLOT_NAME
@@ -295,16 +301,6 @@ def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
         marks=marks,
         **size,
     )
-
-
-def _make_folder(path: Path) -> None:
-    from rockmate.cli.demo import DemoError
-
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        msg = f"cannot make the folder {path}: {error.strerror}. Give another --out."
-        raise DemoError(msg) from error
 
 
 # --- sweep and plan -------------------------------------------------------------------------------
@@ -362,11 +358,6 @@ def _run_plan(arguments: argparse.Namespace) -> int:
             f"--budget {arguments.budget} is {len(budgets)} budgets, and a plan has one. Give one, "
             "or use `rockmate sweep`."
         )
-    if arguments.out is not None and not arguments.out.absolute().parent.is_dir():
-        raise SweepError(
-            f"there is no folder {arguments.out.parent} for --out {arguments.out}. Make it, or "
-            "give another --out."
-        )
     planning = planning_options(arguments)
     source = _source(arguments, planning)
     progress = not arguments.quiet and is_terminal()
@@ -379,12 +370,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     ]
     sys.stdout.write("\n\n".join([source.title, plan.summary(), *details]) + "\n")
     if arguments.out is not None:
-        try:
-            plan.save(arguments.out)
-        except OSError as error:
-            raise SweepError(
-                f"cannot write {arguments.out}: {error.strerror}. Give another --out."
-            ) from error
+        write_file(arguments.out, plan.save)
         sys.stdout.write(f"\nPlan: {arguments.out}\n")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add("--report", type=Path, metavar="FILE", help=text)
     add("--dry-run", action="store_true", help="end after a step, and print what budgets cost")
     add("--strict", action="store_true", help="end in errors of planning")
+    text = "run so many processes, as torchrun does with -m rockmate run"
+    add("--nproc-per-node", metavar="N", help=text)
     rest: dict[str, Any] = {"nargs": argparse.REMAINDER, "help": argparse.SUPPRESS}
     add("-m", dest="module", **rest)
     add("script", **rest)
@@ -61,6 +64,10 @@ def check(arguments: argparse.Namespace) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the script; its errors and its `SystemExit` are raised."""
+    if arguments.nproc_per_node and "TORCHELASTIC_RUN_ID" not in os.environ:
+        ranks = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
+        command = [*ranks, arguments.nproc_per_node, "-m", "rockmate", *arguments.given]
+        os.execv(sys.executable, [sys.executable, "-m", *command])
     sessions, error = list[Any](), None
 
     def begin(_: Any) -> None:

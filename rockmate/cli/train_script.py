@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from importlib import resources
 from pathlib import Path
 from string import Template
@@ -52,4 +53,4 @@ def script(arguments: argparse.Namespace, model: nn.Module, found: Fit) -> str:
 
 def command_of(arguments: argparse.Namespace) -> str:
     """The command that was given."""
-    return " ".join(["rockmate", *arguments.given])
+    return shlex.join(["rockmate", *arguments.given])

@@ -21,7 +21,7 @@ step has none. On the CPU parameters are stepped one by one, with two tensors of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -87,7 +87,7 @@ def fixed_memory(
         reserve_bytes: what the device itself takes; None measures or assumes it.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    parameter_bytes = _bytes(model, rounded)
+    tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
     margin_bytes = 0
     if reserve_bytes is None:
         margin_bytes = int(_MARGINS.get(device.type, 0.0) * limit.limit_bytes)
@@ -97,17 +97,11 @@ def fixed_memory(
     return FixedMemory(
         device_bytes=reserve_bytes,
         margin_bytes=margin_bytes,
-        parameter_bytes=parameter_bytes,
+        parameter_bytes=sum(rounded(each.nbytes) for each in tensors.values()),
         gradient_bytes=3 * max(sizes, default=0) if limit.steps_in_backward else sum(sizes),
         state_bytes=missing_state_bytes(limit.optimizer, trained) + _held_state(limit.optimizer),
         step_bytes=0 if limit.steps_in_backward else _step_bytes(limit.optimizer, sizes, device),
     )
-
-
-def _bytes(model: nn.Module, rounded: Callable[[int], int]) -> int:
-    tensors: Iterable[torch.Tensor] = (*model.parameters(), *model.buffers())
-    distinct = {id(tensor): rounded(tensor.nbytes) for tensor in tensors}
-    return sum(distinct.values())
 
 
 def _device_bytes(model: nn.Module, device: torch.device) -> int:

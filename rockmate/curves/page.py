@@ -112,17 +112,17 @@ def _panel(sweep: Sweep, row: SweepRow, *, is_open: bool) -> str:
         f'<details name="budget"{" open" if is_open else ""}><summary>{escape(name)}</summary>'
         f'<section id="{row.address}">{picture}'
         f"<h3>The plan</h3><pre>{escape(plan.summary())}</pre>"
-        f"<h3>In memory at the peak</h3><pre>{escape(_live_text(plan))}</pre>"
+        f"<h3>In memory at the peak</h3><pre>{escape(peak_text(plan, _NUM_NAMED))}</pre>"
         f"<h3>Block by block</h3><pre>{escape(plan.block_table())}</pre>"
         f"<h3>Parts within parts</h3><pre>{escape(plan.tree())}</pre></section></details>"
     )
 
 
-def _live_text(plan: Plan) -> str:
+def peak_text(plan: Plan, most: int) -> str:
+    """Where a plan's peak is, and the largest of what is in memory there, a line each."""
     live = plan.live_at_peak()
-    rows = [(entry.num_bytes, entry.description) for entry in live[:_NUM_NAMED]]
-    rest = live[_NUM_NAMED:]
-    if rest:
+    rows = [(entry.num_bytes, entry.description) for entry in live[:most]]
+    if rest := live[most:]:
         rows.append((sum(entry.num_bytes for entry in rest), f"in {len(rest)} more"))
-    rows.append((plan.predicted_peak_bytes, f"in all, in {plan.peak_place()}"))
-    return "\n".join(f"{size_text(num_bytes):>11}  {text}" for num_bytes, text in rows)
+    lines = (f"{size_text(num_bytes):>11}  {text}" for num_bytes, text in rows)
+    return "\n".join([f"peak in {plan.peak_place()}", *lines])

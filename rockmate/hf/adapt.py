@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rockmate.extras import require
-from rockmate.hf.model_source import ModelSourceError
+from rockmate.hf.source_check import ModelSourceError
 from rockmate.memory_limit import device_of
 
 _DEFAULT_TARGETS = "all-linear"

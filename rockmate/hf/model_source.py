@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,19 +20,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate.errors import RockmateError
 from rockmate.extras import require
+from rockmate.hf.source_check import FUNCTION_HINT, ModelSourceError, check_source, first_line
 from rockmate.hf.synthetic_sample import SampleShape, make_sample
 
-_FUNCTION_HINT = (
-    "Write package.module:function, of a function without arguments that returns (model, "
-    "sample_input)."
-)
-_FORMS = (
-    "Give a Hugging Face configuration file (config.json), a folder that holds one, the name of a "
-    "model whose configuration has been "
-    "downloaded before, or package.module:function, which returns (model, sample_input)."
-)
 # In this order: most encoders can be decoders too, and most text models can classify.
 _AUTO_CLASSES = (
     "AutoModelForSpeechSeq2Seq", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM",
@@ -40,11 +31,6 @@ _AUTO_CLASSES = (
     "AutoModelForImageClassification", "AutoModelForSequenceClassification", "AutoModel",
 )  # fmt: skip
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_MAX_TEXT = 300
-
-
-class ModelSourceError(RockmateError, ValueError):
-    """The model cannot be had as asked; the text says what to give instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,8 +65,6 @@ def load_model(
         SampleError: no sample can be made for it.
         MissingExtraError: transformers is not installed.
     """
-    if not source.strip():
-        raise ModelSourceError(f"the model is empty. {_FORMS}")
     if ":" in source and not Path(source).exists():
         if shape not in (None, SampleShape()) or dtype is not None:
             raise ModelSourceError(
@@ -89,11 +73,6 @@ def load_model(
                 "Leave them out."
             )
         return _from_function(source, device)
-    if source.endswith(".py"):
-        raise ModelSourceError(
-            f"{source!r} is a Python file, and which function of it makes the model is not said. "
-            f"{_FUNCTION_HINT}"
-        )
     return _from_configuration(source, shape or SampleShape(), device, dtype or "float32")
 
 
@@ -103,7 +82,7 @@ def load_model(
 def _from_function(source: str, device: str) -> SourcedModel:
     function = _function(source)
     try:
-        with torch.device("meta") if device == "meta" else _as_it_is():
+        with torch.device("meta") if device == "meta" else nullcontext():
             made = function()
     except Exception as error:
         hint = " It is called without arguments." if isinstance(error, TypeError) else ""
@@ -117,11 +96,6 @@ def _from_function(source: str, device: str) -> SourcedModel:
     return SourcedModel(title=f"{source}: {_size(model)}", model=model, sample_input=sample_input)
 
 
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
-
-
 def _function(source: str) -> Callable[[], Any]:
     path, _, name = source.partition(":")
     if path.endswith(".py") or "/" in path:
@@ -131,14 +105,14 @@ def _function(source: str) -> Callable[[], Any]:
             f"{dotted}:{name or 'function'}"
         )
     if not path or not name.isidentifier():
-        raise ModelSourceError(f"{source!r} names no function. {_FUNCTION_HINT}")
+        raise ModelSourceError(f"{source!r} names no function. {FUNCTION_HINT}")
     with _importing_from_here():
         try:
             module = importlib.import_module(path)
         except ModuleNotFoundError as error:
             missing = error.name or path
             place = f"no module {missing!r} is installed, nor in {os.getcwd()}"
-            raise ModelSourceError(f"cannot import {path!r}: {place}. {_FUNCTION_HINT}") from error
+            raise ModelSourceError(f"cannot import {path!r}: {place}. {FUNCTION_HINT}") from error
         except Exception as error:
             raise ModelSourceError(f"cannot import {path!r}: {_last_line(error)}.") from error
     function = getattr(module, name, None)
@@ -149,7 +123,7 @@ def _function(source: str) -> Callable[[], Any]:
             if callable(value) and getattr(value, "__module__", "") == module.__name__
         ]
         known = f" It has {', '.join(sorted(defined)[:8])}." if defined else ""
-        raise ModelSourceError(f"module {path!r} has no function {name!r}.{known} {_FUNCTION_HINT}")
+        raise ModelSourceError(f"module {path!r} has no function {name!r}.{known} {FUNCTION_HINT}")
     return function
 
 
@@ -166,7 +140,7 @@ def _importing_from_here() -> Iterator[None]:
 def _last_line(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {_first_line(error).removesuffix('.')}{where}"
+    return f"{type(error).__name__}: {first_line(error).removesuffix('.')}{where}"
 
 
 def _described(value: Any) -> str:
@@ -191,7 +165,7 @@ def _from_configuration(source: str, shape: SampleShape, device: str, dtype: str
     except Exception as error:
         msg = (
             f"{model_class.__name__} cannot be built from the configuration {source!r}: "
-            f"{type(error).__name__}: {_first_line(error)}"
+            f"{type(error).__name__}: {first_line(error)}"
         )
         raise ModelSourceError(msg) from error
     model = model.to(_DTYPES[dtype]).train()
@@ -218,41 +192,24 @@ def _check_device(device: str) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ModelSourceError(
-            f"device {device!r} cannot be used here: {_first_line(error)} Give another --device, "
+            f"device {device!r} cannot be used here: {first_line(error)} Give another --device, "
             "as cpu."
         ) from error
 
 
 def _configuration(transformers: Any, source: str) -> Any:
-    path = Path(source)
-    is_here = path.exists() or source.endswith(".json") or source.startswith((".", "/", "~"))
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelSourceError(f"the folder {source!r} holds no config.json. {_FORMS}")
-    if is_here and not path.exists():
-        raise ModelSourceError(f"there is no file or folder {source!r}. {_FORMS}")
-    read = transformers.AutoConfig.from_pretrained
+    is_here = check_source(source)
     try:
-        return read(source, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(source, local_files_only=is_here)
     except (OSError, ValueError, KeyError) as error:
-        if is_here:
-            raise ModelSourceError(
-                f"{source!r} is no configuration that transformers knows: {_first_line(error)}"
-            ) from error
-    try:
-        return read(
-            source
-        )  # a name that is not in the cache: its configuration, if the network allows
-    except (OSError, ValueError, KeyError) as error:
-        msg = (
-            f"there is no model {source!r} here, nor can its configuration be fetched: "
-            f"{_first_line(error)} {_FORMS}"
-        )
-        raise ModelSourceError(msg) from error
+        raise ModelSourceError(
+            f"{source!r} is no configuration that transformers knows: {first_line(error)}"
+        ) from error
 
 
 def _prepare(config: Any) -> None:
     """What training needs and a configuration may leave open."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = config.get_text_config()
     for part in {id(part): part for part in (config, text)}.values():
         if hasattr(part, "use_cache"):
             part.use_cache = False  # a training step has no use for it, and eager would hold it
@@ -290,10 +247,3 @@ def _model_class(transformers: Any, config: Any) -> Any:
 def _size(model: nn.Module) -> str:
     number = sum(parameter.numel() for parameter in model.parameters())
     return f"{number / 1e6:,.1f} M parameters" if number >= 1e5 else f"{number:,} parameters"
-
-
-def _first_line(error: BaseException) -> str:
-    """The text of an error in one line; of a long one the beginning."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}..."
-    return text if text.endswith((".", "?", "!")) else text + "."

@@ -129,7 +129,7 @@ def _tokens(model: Any, shape: SampleShape) -> Sample:
 
 
 def _length(config: Any, shape: SampleShape) -> int:
-    longest = getattr(_text_config(config), "max_position_embeddings", None)
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     length = shape.num_tokens or min(_DEFAULT_TOKENS, longest or _DEFAULT_TOKENS)
     if longest is not None and length > longest:
         raise SampleError(
@@ -140,24 +140,22 @@ def _length(config: Any, shape: SampleShape) -> int:
 
 
 def _words(config: Any, shape: tuple[int, int]) -> Tensor:
-    vocabulary = getattr(_text_config(config), "vocab_size", None)
+    text = config.get_text_config()
+    vocabulary = getattr(text, "vocab_size", None)
     if not vocabulary:
         raise SampleError(
             f"{type(config).__name__} names no vocab_size, so no tokens can be drawn. {_OWN_SAMPLE}"
         )
     lowest = _NUM_SPECIAL if vocabulary > 2 * _NUM_SPECIAL else 0
     special = {
-        getattr(_text_config(config), f"{name}_token_id", None) for name in ("pad", "eos", "bos")
+        getattr(config.get_text_config(), f"{name}_token_id", None)
+        for name in ("pad", "eos", "bos")
     }
     ordinary = next((token for token in range(lowest, vocabulary) if token not in special), 0)
     words = torch.randint(lowest, vocabulary, shape)
     for token in special:
         words[words == token] = ordinary
     return words
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _has_labels(model: Any) -> bool:

@@ -120,12 +120,25 @@ trainer.train()
 print([each["loss"] for each in trainer.state.log_history if "loss" in each])
 print(trainer.model is model, type(trainer.model), sum(p.sum().item() for p in model.parameters()))
 """
+RANKS = """
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+sys.stdout = open("/dev/null", "w") if dist.get_rank() else sys.stdout
+net = nn.parallel.DistributedDataParallel(net)
+"""
+# As pip writes it into a folder of commands.
+COMMAND = """import sys
+from rockmate.__main__ import run
+sys.exit(run())
+"""
 SCRIPTS = [NET + GAN, NET + COMPILED + LOOP, NET + ACCELERATE + LOOP, NET + LIGHTNING, TRAINER]
 
 
 def run(folder: Path, text: str, *options: str, target: str = "train.py") -> list[str]:
     """Standard output, standard error and exit code; in eager without options."""
     (folder / "train.py").write_text(text)
+    (folder / "rockmate").write_text(COMMAND)
     command = ["-m", "rockmate", "run", *options] if options else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ROCKMATE_CACHE": "off"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[2])
@@ -156,15 +169,30 @@ def test_gradients_that_no_plan_gives_have_frames(tmp_path: Path, script: str) -
     assert "the budget is kept by frames: a plan" in ours[1]
 
 
-def test_a_failing_script_fails_as_without(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["-m rockmate", "./rockmate"])
+def test_a_failing_script_fails_as_without(tmp_path: Path, command: str) -> None:
     eager = run(tmp_path, PLAIN, target="train.py boom")
-    ours = run(tmp_path, PLAIN, "--budget", "0.6", target="train.py boom")
+    ours = run(tmp_path, PLAIN, target=f"{command} run --budget 0.6 train.py boom")
     assert ours[0] == eager[0]
     assert ours[2] == eager[2] == "1"
     assert eager[1].startswith("Traceback")
     assert ours[1].endswith(eager[1])
     assert "4 training calls, planned, shapes: 1" in ours[1]
     assert "rockmate/" not in ours[1]
+
+
+def test_ranks_train_as_by_torchrun(tmp_path: Path) -> None:
+    start = "-m torch.distributed.run --standalone --nproc-per-node 2"
+    script, under = NET + RANKS + BEGIN + LOOP + "dist.destroy_process_group()", "--budget 0.6"
+    eager = run(tmp_path, script, target=f"{start} train.py")
+    assert (len(eager[0].split()), eager[2]) == (4, "0"), eager[1]
+    for ours in (
+        run(tmp_path, script, *under.split(), "--nproc-per-node", "2"),
+        run(tmp_path, script, target=f"{start} ./rockmate run {under} train.py"),
+    ):
+        assert (ours[0], ours[2]) == (eager[0], "0"), ours[1]
+        assert "Net, called at train.py:" in ours[1]
+        assert "4 training calls, planned, shapes: 1" in ours[1]
 
 
 def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:
@@ -194,10 +222,3 @@ def test_what_cannot_be_planned_runs_as_without(tmp_path: Path) -> None:
     out, error, code = run(tmp_path, PLAIN, "--memory", "auto", "--strict")
     assert code == "1"
     assert "RockmateError: --memory auto is what a GPU has" in error
-
-
-def test_a_bound_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    for option in ("--budget=2.0", "--budget=0.5,0.6", "--memory=x"):
-        out, error, code = run(tmp_path, PLAIN, option)
-        assert (out, code) == ("", "2")
-        assert "rockmate run: error: " in error

@@ -162,9 +162,3 @@ def test_refusals(
     printed, said = capsys.readouterr()
     assert printed == ""
     assert text in said
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "two"])
-def test_numbers_in_flight_that_are_none(number: str, module: str) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["plan", f"{module}:net", "--budget", "1.0", "--in-flight", number])

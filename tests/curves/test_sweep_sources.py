@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
 
 from rockmate import InvalidBudgetError
 from rockmate.budget import budgets_in_bytes, parse_budgets
-from rockmate.hf.model_source import ModelSourceError, load_model
+from rockmate.cli.main import main
+from rockmate.hf.model_source import load_model
+from rockmate.hf.source_check import ModelSourceError
 from rockmate.hf.synthetic_sample import SampleError, SampleShape
 
 # --- budgets --------------------------------------------------------------------------------------
@@ -294,8 +298,15 @@ def test_configurations_that_do_not_serve(
         load_model(path, SampleShape(**shape))
 
 
-def test_what_is_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformers.utils.hub, "_is_offline_mode", True, raising=False)
+def test_a_hub_that_cannot_be_reached_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("it is asked again"))
+    with pytest.raises(ModelSourceError, match="nor can its configuration be fetched"):
+        load_model("none/such")
+    assert main(["fit", "none/such", "--memory", "1GiB"]) == 2
+
+
+def test_what_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "config.txt").write_text("none")
     for source, text in (
         ("", "is empty"),

@@ -311,10 +311,10 @@ def test_block_table_adds_up(name: str) -> None:
 
 
 def test_peak_note_of_the_plot_names_the_largest_storages() -> None:
-    from rockmate.cli.demo_report import peak_note
+    from rockmate.curves.page import peak_text
 
     plan = plan_of("gpt2", "binding")
-    note = peak_note(plan)
+    note = peak_text(plan, 3)
     assert note.splitlines()[0] == f"peak in {plan.peak_place()}"
     assert len(note.splitlines()) == 5
     for live, line in zip(plan.live_at_peak(), note.splitlines()[1:4], strict=False):

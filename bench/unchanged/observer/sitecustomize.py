@@ -1,6 +1,7 @@
 """Notes what a script trains, whoever runs it: Python loads this file at its start.
 
-Losses, the parameters of all optimizers at the end, times of steps, and one step's memory.
+Losses, the parameters of all optimizers at the end, times of steps, and one step's memory: from
+after a step of an optimizer to before its next one, or, where that has a closure, to after it.
 """
 
 from __future__ import annotations
@@ -12,31 +13,15 @@ import random
 import sys
 import time
 from importlib import import_module
-from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
 from typing import Any
 
+from rockmate.adoption.after_import import after_import
+
+_BEGIN = time.perf_counter()
 _OUT = os.environ.get("OBSERVED")
-# Number of the optimizer step after which memory is recorded, until the next begins.
+# Number of the optimizer step after which memory is recorded; 0 for none.
+_ALLOCATOR, _MARK = "rockmate._torch.allocator", "observed::begin"
 _MEASURED = int(os.environ.get("MEASURED", "4"))
-
-
-class _AfterTorch(MetaPathFinder):
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != "torch":
-            return None
-        sys.meta_path.remove(self)
-        spec: Any = find_spec(name)
-        sys.meta_path.insert(0, self)
-        execute = spec.loader.exec_module
-
-        def run(module: Any) -> None:
-            sys.meta_path.remove(self)
-            execute(module)
-            _observe(module)
-
-        spec.loader.exec_module = run
-        return spec
 
 
 def _observe(torch: Any) -> None:
@@ -45,10 +30,9 @@ def _observe(torch: Any) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(1)
     optimizers: list[Any] = []
-    seen: dict[str, Any] = {"losses": [], "times": [], "peak_bytes": None}
+    seen: dict[str, Any] = {"losses": [], "times": [_BEGIN], "peak_bytes": None}
     profile = torch._C._autograd
-    config = torch._C._profiler
-    is_on = [False]
+    measured: list[Any] = []  # the optimizer between whose steps memory is recorded
     process = os.getpid()
     make, backward = torch.optim.Optimizer.__init__, torch.Tensor.backward
 
@@ -62,35 +46,34 @@ def _observe(torch: Any) -> None:
             seen["losses"].append(loss.item())
         return backward(loss, *args, **kwargs)
 
-    def stepped(*_: Any) -> None:
+    def stepped(optimizer: Any, *_: Any) -> None:
+        ended(optimizer)
         seen["times"].append(time.perf_counter())
-        number = len(seen["times"])
+        number = len(seen["times"]) - 1
         if number == _MEASURED and not torch.autograd._profiler_enabled():
-            kind = config.ProfilerConfig(
-                config.ProfilerState.CPU, False, True, False, False, False,
-                config._ExperimentalConfig(),
-            )  # fmt: skip
-            profile._enable_profiler_legacy(kind)
-            is_on[0] = True
+            profile._enable_profiler_legacy(import_module(_ALLOCATOR)._profiler_config())
+            measured.append(optimizer)
+            seen["gradient_bytes"] = _renew_gradients(optimizers)
+            with torch.profiler.record_function(_MARK):
+                pass
 
-    def stepping(*_: Any) -> None:
-        if is_on[0]:
-            is_on[0] = False
-            seen["peak_bytes"] = _peak(profile._disable_profiler_legacy())
+    def stepping(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not any(callable(each) for each in (*args, *kwargs.values())):
+            ended(optimizer)
+
+    def ended(optimizer: Any) -> None:
+        if optimizer in measured:
+            measured.clear()
+            live = _peak(profile._disable_profiler_legacy())
+            seen["peak_bytes"] = seen["gradient_bytes"] + live
 
     def end() -> None:
-        if os.getpid() != process or not seen["times"] or _OUT is None:
+        if os.getpid() != process or not optimizers or _OUT is None:
             return
-        held = [
-            each.detach().clone()
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for each in group["params"]
-        ]
-        gradients = sum(each.numel() * each.element_size() for each in held)
+        held = [each.detach().clone() for one in optimizers for each in _parameters(one)]
         torch.save(held, f"{_OUT}.pt")
         with open(f"{_OUT}.json", "w", encoding="utf-8") as file:
-            json.dump({**seen, "gradient_bytes": gradients}, file)
+            json.dump(seen, file)
 
     torch.optim.Optimizer.__init__ = init
     torch.Tensor.backward = noted
@@ -99,12 +82,26 @@ def _observe(torch: Any) -> None:
     atexit.register(end)
 
 
+def _parameters(optimizer: Any) -> list[Any]:
+    return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _renew_gradients(optimizers: list[Any]) -> int:
+    """Bytes of all gradients; copies take their places: the profiler knows no earlier memory."""
+    held = {each for one in optimizers for each in _parameters(one) if each.grad is not None}
+    for parameter in held:
+        parameter.grad = parameter.grad.clone()
+    return sum(each.grad.numel() * each.grad.element_size() for each in held)
+
+
 def _peak(threads: Any) -> int:
     events = [event for thread in threads for event in thread]
     start = next(event for event in events if event.name() == "__start_profile")
     events.sort(key=start.cpu_elapsed_us)
     live = peak = 0
     for event in events:
+        if event.name() == _MARK:
+            live = peak = 0
         if event.kind() == "memory_alloc":
             live += event.cpu_memory_usage()
             peak = max(peak, live)
@@ -112,4 +109,4 @@ def _peak(threads: Any) -> int:
 
 
 if _OUT is not None:
-    sys.meta_path.insert(0, _AfterTorch())
+    after_import("torch", _observe)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import sys
 from typing import Any
 
 import torch
@@ -27,11 +25,9 @@ def batch(number: int) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
 
 
 model.train()
-for step in range(6):
+for step in range(24):
     pictures, targets = batch(step)
     loss: Any = sum(model(pictures, targets).values())
-    if not math.isfinite(loss.item()):
-        sys.exit(1)
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from rockmate._torch.members import parametrizations_afresh
+
 _CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 """Number of dimensions of a weight -> op that autocast casts it for."""
 
@@ -51,11 +53,12 @@ def autocast_as(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_uncached() -> Iterator[None]:
-    """Has autocast keep no casts of parameters, which would stay until its context ends."""
+    """Has nothing that is computed of parameters be kept: no casts, no parametrizations."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        with parametrizations_afresh():
+            yield
     finally:
         torch.set_autocast_cache_enabled(was_enabled)
 

@@ -7,14 +7,16 @@ back under its name.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as module_code
+from torch.nn.utils import parametrize
 
 MEMBER_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # Lists in which a recurrent layer has its parameters a second time; it renews them by itself.
@@ -40,6 +42,20 @@ def has_node_hooks(leaf: torch.Tensor) -> bool:
         if handle.hooks_dict_ref():
             return True
     return False
+
+
+@contextlib.contextmanager
+def parametrizations_afresh() -> Iterator[None]:
+    """Has what `parametrize.cached()` keeps be computed again within, and kept for within alone.
+
+    The cache is a global of PyTorch's, which hands a tensor of a trace or a trial to later calls.
+    """
+    held = parametrize._cache
+    parametrize._cache = {}
+    try:
+        yield
+    finally:
+        parametrize._cache = held
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:

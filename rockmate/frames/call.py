@@ -23,6 +23,7 @@ from rockmate._torch.members import (
     RECURRENT_WEIGHTS,
     member_tables_of,
     modules_within,
+    parametrizations_afresh,
     tensor_tables,
 )
 from rockmate._torch.storage import storage_id, version_of, versions_of
@@ -263,6 +264,7 @@ class Call:
             if self._memory.has_compiled_modules:
                 stack.enter_context(uncompiled_calls())
             stack.enter_context(autocast_as(self._autocast))
+            stack.enter_context(parametrizations_afresh())
             stack.enter_context(self._objects_put_back())
             changed = self._changed()
             if changed:

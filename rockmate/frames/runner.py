@@ -14,7 +14,12 @@ import torch
 from torch import nn
 
 from rockmate._torch.distributed import holds_sharded_parameters
-from rockmate._torch.engine import after_backward, has_saved_tensor_hooks, records_plainly
+from rockmate._torch.engine import (
+    after_backward,
+    backward_id,
+    has_saved_tensor_hooks,
+    records_plainly,
+)
 from rockmate._torch.members import module_at, modules_within
 from rockmate.budget import Budget, OnInfeasible, parse_budget
 from rockmate.capture.compiled_model import has_compiled, uncompiled
@@ -273,7 +278,8 @@ class FrameRunner:
         A call without gradients may come before that backward (`only_finished`).
         """
         memory, recorder = self._memory, self._memory.recorder
-        if recorder is None or self._is_running or not recorder.can_stop:
+        is_within = self._is_running or backward_id() != -1  # as where hooks step optimizers
+        if recorder is None or is_within or not recorder.can_stop:
             return
         if only_finished and not recorder.has_ended:
             recorder.pause()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.members import MEMBER_TABLES, modules_within
+from rockmate._torch.members import MEMBER_TABLES, modules_within, parametrizations_afresh
 from rockmate._torch.storage import versions_of
 from rockmate.state.contents import Both, TensorState
 from rockmate.state.iterators import iterators_guarded, reach_iterators
@@ -93,7 +93,7 @@ class CallState:
         writes = Writes() if known is None else known.copied()
         try:
             noted = writes.noted() if known is None else nullcontext()
-            with noted, iterators_guarded(self.objects):
+            with noted, iterators_guarded(self.objects), parametrizations_afresh():
                 yield writes
         finally:
             self.put_back(writes)

@@ -1,4 +1,4 @@
-"""Values that forwards and autograd functions read from outside: globals, closures, class members.
+"""Values that forwards, hooks and autograd functions read outside: globals, closures, members.
 
 A trace takes them as they are, trials are few, and a trial runs no backward. Only the user's code
 is looked at: it is found by the names that it mentions, and so are the functions that it calls.
@@ -12,6 +12,7 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.members import module_hooks_of
 from rockmate.capture.attribute_access import Place
 
 _ROOT = str(Path(__file__).parents[1])
@@ -26,10 +28,10 @@ _METHODS = ("forward", "setup_context", "backward", "vjp")
 
 
 def values_read_by(model: nn.Module, functions: Iterable[type]) -> list[Place]:
-    """Where the values stand that forwards and autograd functions read from outside.
+    """Where the values stand that forwards, hooks and autograd functions read from outside.
 
     Args:
-        model: whose forwards, and those of its submodules, are meant.
+        model: whose forwards and hooks, and those of its submodules, are meant.
         functions: classes of autograd functions.
     """
     reader = _Reader()
@@ -39,7 +41,8 @@ def values_read_by(model: nn.Module, functions: Iterable[type]) -> list[Place]:
     for module in model.modules():
         own = vars(module).get("forward")
         reader.follow(own or getattr(type(module), "forward", None), type(module))
-        for value in vars(module).values():  # an activation function, say
+        hooks = chain.from_iterable(each.values() for each in module_hooks_of(vars(module)))
+        for value in (*vars(module).values(), *hooks):  # an activation function, say
             reader.follow(value)
     return list(reader.places.values())
 

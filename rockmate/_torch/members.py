@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -27,6 +28,21 @@ member_tables_of = itemgetter("_modules", "_parameters", "_buffers")
 module_hooks_of = itemgetter(
     "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
+
+
+_GLOBAL_HOOKS = (
+    module_code._global_forward_pre_hooks, module_code._global_forward_hooks,
+    module_code._global_backward_pre_hooks, module_code._global_backward_hooks,
+)  # fmt: skip
+
+
+def hooks_within(modules: Iterable[nn.Module]) -> list[Callable[..., Any]]:
+    """The script's hooks around forwards and backwards of some modules, and those of all."""
+    tables = chain(_GLOBAL_HOOKS, *(module_hooks_of(vars(each)) for each in modules))
+    found = [hook for table in tables if table for hook in table.values()]
+    return [each for each in found if not str(each.__module__).startswith("torch.")]
+
+
 # Readers of a tensor's hooks.
 tensor_hooks_of = attrgetter("_backward_hooks")
 accumulation_hooks_of = attrgetter("_post_accumulate_grad_hooks")
@@ -127,11 +143,7 @@ def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
 
 def has_global_hooks() -> bool:
     """Whether hooks are registered around the forwards or backwards of all modules."""
-    tables = (
-        module_code._global_forward_pre_hooks, module_code._global_forward_hooks,
-        module_code._global_backward_pre_hooks, module_code._global_backward_hooks,
-    )  # fmt: skip
-    return any(map(bool, tables))
+    return any(map(bool, _GLOBAL_HOOKS))
 
 
 def is_compiled(model: nn.Module) -> bool:

@@ -12,7 +12,6 @@ import sys
 import sysconfig
 from collections.abc import Iterable
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.members import module_hooks_of
+from rockmate._torch.members import hooks_within
 from rockmate.capture.attribute_access import Place
 
 _ROOT = str(Path(__file__).parents[1])
@@ -41,10 +40,20 @@ def values_read_by(model: nn.Module, functions: Iterable[type]) -> list[Place]:
     for module in model.modules():
         own = vars(module).get("forward")
         reader.follow(own or getattr(type(module), "forward", None), type(module))
-        hooks = chain.from_iterable(each.values() for each in module_hooks_of(vars(module)))
-        for value in (*vars(module).values(), *hooks):  # an activation function, say
+        for value in vars(module).values():  # an activation function, say
             reader.follow(value)
+    for hook in hooks_within(model.modules()):
+        reader.follow(hook)
     return list(reader.places.values())
+
+
+def objects_of_hooks(modules: Iterable[nn.Module]) -> list[Any]:
+    """What the hooks of modules read from outside, and the objects whose methods they are."""
+    reader, hooks = _Reader(), hooks_within(modules)
+    for hook in hooks:
+        reader.follow(hook)
+    owners = [hook.__self__ for hook in hooks if hasattr(hook, "__self__")]
+    return [*owners, *(place.value() for place in reader.places.values())]
 
 
 class _Reader:

@@ -27,6 +27,7 @@ from rockmate._torch.members import (
     tensor_tables,
 )
 from rockmate._torch.storage import storage_id, version_of, versions_of
+from rockmate.capture.outer_values import objects_of_hooks
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
@@ -138,7 +139,9 @@ class Call:
         for found in map(member_tables_of, attributes):
             # Sharded parameters are others while they are gathered.
             tables += filter(None, found if self._memory.agreement is None else found[2:])
-        self._roots = [*roots, *map(_Attributes, attributes), *tables]
+        of_hooks = objects_of_hooks(self._submodules)
+        own = [_Attributes(vars(e)) if isinstance(e, nn.Module) else e for e in of_hooks]
+        self._roots = [*roots, *own, *map(_Attributes, attributes), *tables]
         self._most = _MOST_OBJECTS + len(attributes) + len(tables)
         self._objects = Objects(self._roots, follows=_follows, most=self._most)
         members = (each for table in tables for each in table.values())

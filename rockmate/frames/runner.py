@@ -289,7 +289,8 @@ class FrameRunner:
         assert size is not None
         needs = recorder.stop(size.num_elements)
         if not is_measured:
-            self._check.note(needs if recorder.has_ended else None)
+            peaks = [each.peak_bytes for each in needs.by_key.values() if recorder.has_ended]
+            self._check.note(max(peaks, default=0 if recorder.has_frames else recorder.peak_bytes))
             return
         if not recorder.has_ended:  # the script has not called backward
             if not recorder.has_frames:

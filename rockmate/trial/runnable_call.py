@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rockmate._torch.engine import has_saved_tensor_hooks
+from rockmate._torch.members import has_global_hooks
 from rockmate.budget import size_text
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.runtime.autograd import Runner
@@ -22,6 +24,14 @@ from rockmate.trial.run import run_beside_eager
 from rockmate.trial.steps import TrialSteps
 
 logger = logging.getLogger(__name__)
+
+_OF_ALL = (
+    "hooks of all modules (register_module_forward_hook) run in no submodule of a planned step"
+)
+_OF_SAVED = (
+    "hooks of saved tensors are on around a planned step and get what the plan saves, which is not "
+    'what eager saves. Where they change values, gradients are not eager\'s: take mode="frames".'
+)
 
 
 class RunnableCall:
@@ -53,7 +63,7 @@ class RunnableCall:
         self.runner.send_weights_home()
         self.runner.saved_bytes = lambda: planned.plan.simulation.saved_bytes
         self.evidence = None if is_adapted else Evidence(planned)
-        self._model = model
+        self._model, self._told = model, set[str]()
         self.watch = ModelWatch(model, self.planned.attributes)
 
     def difference(self, model: nn.Module, *, replans: bool = True) -> str:
@@ -138,8 +148,11 @@ class RunnableCall:
         Raises:
             TrialError: the step differs from eager's. It is undone.
         """
-        step = partial(self.run, tensors)
-        if not self.trials.is_next(can_run=not self.others):
+        step, untold = partial(self.run, tensors), _texts_of_hooks() - self._told
+        for text in untold:
+            self._told.add(text)
+            logger.warning("%s", text)
+        if not self.trials.is_next(can_run=not self.others, is_due=bool(untold)):
             return step()
         if self.planned.program.collectives:
             logger.info("the planned step is not held against eager: its ranks communicate")
@@ -149,3 +162,9 @@ class RunnableCall:
         is_laid_out = all(layouts[at].is_of(tensors[at]) for at in layouts)
         conditions = conditions_of(self.planned.plan, is_laid_out=is_laid_out)
         return run_beside_eager(self._model, args, kwargs, step, conditions, self.trials)
+
+
+def _texts_of_hooks() -> set[str]:
+    """What to say of hooks that are on around a call."""
+    pairs = ((_OF_ALL, has_global_hooks()), (_OF_SAVED, has_saved_tensor_hooks()))
+    return {text for text, is_on in pairs if is_on}

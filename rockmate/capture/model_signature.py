@@ -110,7 +110,11 @@ class ModelSignature:
             tuple(hook_keys(module) for module in model.modules()),
             _autocast_state(),
             _first_places([tensor for _, tensor in named]),
-            frozenset(name for name, tensor in named if _needs_whole_gradient(tensor)),
+            frozenset(
+                name
+                for name, each in named
+                if has_tensor_hooks(each) or (each.requires_grad and has_parts(each))
+            ),
         )
 
     def difference(self, now: ModelSignature) -> str:
@@ -196,11 +200,6 @@ class ModelWatch:
                 for path in paths
             ],
         )
-
-
-def _needs_whole_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a hook, or the class of the tensor, takes its gradient as a whole."""
-    return has_tensor_hooks(tensor) or (tensor.requires_grad and has_parts(tensor))
 
 
 def _first_places(tensors: list[torch.Tensor]) -> tuple[int, ...]:

@@ -217,16 +217,6 @@ class StepNeeds:
             for needs in self.by_key.values()
         )
 
-    @property
-    def end_bytes(self) -> int:
-        """What is live when the forward has ended, if it holds nothing."""
-        return next(reversed(self.by_key.values())).after_bytes
-
-    @property
-    def least_after(self) -> dict[FrameKey, int]:
-        """For each frame, what the step takes at least from its end on, if it holds nothing."""
-        return self._least_of_all()[1]
-
     def _least_of_all(self) -> tuple[int, dict[FrameKey, int]]:
         """What the step takes at least, and from the end of each frame on.
 
@@ -291,7 +281,7 @@ class StepNeeds:
 
     def peak_from(self, key: FrameKey, schedule: ScheduleCost, scale: float) -> float:
         """Peak of the step from a frame on that runs a schedule, if what follows holds nothing."""
-        needs, after_bytes = self.of(key), self.least_after.get(key, self.minimum_bytes)
+        needs, after_bytes = self.of(key), self._least_of_all()[1].get(key, self.minimum_bytes)
         return max(
             needs.forward_peak(schedule, scale),
             needs.backward_peak(schedule, scale),

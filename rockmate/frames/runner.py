@@ -404,7 +404,9 @@ class FrameRunner:
             except Exception as error:
                 if call is None or not memory.can_retry(error):
                     raise
-                self._roll_back(call)
+                call.roll_back()  # a backward cannot be: the budget is what is there
+                lowered = budget_check.lowered(memory, call.key)
+                self._asked_bytes = lowered or self._asked_bytes
                 kept = None
         if frame is None or call is None:
             assert kept is not None
@@ -440,11 +442,3 @@ class FrameRunner:
         kept_bytes = memory.bytes_if_kept(key, sizes)
         kept = None if kept_bytes is None else KeptFrame(key, order, memory, kept_bytes)
         return kept, lambda: forward(*args, **kwargs)
-
-    def _roll_back(self, call: Call) -> None:
-        """After a run that is out of memory.
-
-        Lowers the budget to what is there, since a backward cannot be rolled back.
-        """
-        call.roll_back()
-        self._asked_bytes = budget_check.lowered(self._memory, call.key) or self._asked_bytes

@@ -113,8 +113,11 @@ class FrameTrials:
                     frame.drop()
                 del output
         except IteratorError as error:  # of the forward: what reaches none repeats
-            part_of = model.get_submodule
-            found.update((each, str(error)) for each in paths if _reaches_iterators(part_of(each)))
+            for each in paths:
+                if reach_iterators(
+                    Objects([model.get_submodule(each)], follows=objects_and_members)
+                ):
+                    found[each] = str(error)
         finally:
             memory.tried = None
             memory.calls.forget()
@@ -122,7 +125,3 @@ class FrameTrials:
             logger.warning("left whole, as by keep=%r, since %s", sorted(found), reason)
         self._repeated = [each for each in paths if each not in found]
         return self._repeated
-
-
-def _reaches_iterators(module: nn.Module) -> bool:
-    return reach_iterators(Objects([module], follows=objects_and_members))

@@ -57,7 +57,9 @@ def difference(program: Program, numbers: SizedNumbers, concrete: Program) -> st
         A description, empty if the programs are equal.
     """
     for half in ("forward_code", "backward_code"):
-        mine = _with_numbers(getattr(program, half), numbers.by_name).splitlines()
+        code = getattr(program, half)
+        by_name = lambda name: str(numbers.by_name[name[0]])  # noqa: E731
+        mine = re.sub(r"\bsize_\d+\b", by_name, code).splitlines()
         theirs = getattr(concrete, half).splitlines()
         if mine != theirs:
             different = (pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1])
@@ -72,10 +74,6 @@ def difference(program: Program, numbers: SizedNumbers, concrete: Program) -> st
         for part in ("results", "gradients", "accumulated", "differentiable")
     )
     return "" if same else "other results"
-
-
-def _with_numbers(code: str, numbers: Mapping[str, int]) -> str:
-    return re.sub(r"\bsize_\d+\b", lambda name: str(numbers[name[0]]), code)
 
 
 def _place(argument: Argument) -> Any:

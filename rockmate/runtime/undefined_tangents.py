@@ -139,7 +139,9 @@ class _VariantWriter:
         if _State.UNDEFINED not in found:
             return _State.DEFINED if _State.DEFINED in found else _State.CONSTANT
         if node.target in _SINK_CALLS:
-            self._skip_gradient(node)
+            name, is_final = (node.args[place] for place in _SINK_CALLS[node.target])
+            with self._graph.inserting_before(node):  # a partial gradient is undefined
+                self._graph.call_function(skip_gradient, (node.args[0], name, is_final))
             return _State.UNDEFINED
         if _State.DEFINED not in found:
             return _State.UNDEFINED
@@ -153,12 +155,6 @@ class _VariantWriter:
                 node, states, lambda value: zeros.get(value) or self._zeros(value, node, zeros)
             )
         return _State.DEFINED
-
-    def _skip_gradient(self, node: fx.Node) -> None:
-        """Tells the sink that a partial gradient is undefined."""
-        name, is_final = (node.args[place] for place in _SINK_CALLS[node.target])
-        with self._graph.inserting_before(node):
-            self._graph.call_function(skip_gradient, (node.args[0], name, is_final))
 
     def _replace_sum(self, node: fx.Node, states: dict[fx.Node, _State]) -> None:
         """Replaces a sum of two gradients by the defined one, or by a copy of it."""

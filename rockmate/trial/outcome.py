@@ -210,16 +210,13 @@ class Comparison:
         for key, numbers in eager.written.items():
             found = numbers.difference(ours.written[key], self._tolerance)
             if found:
-                yield f"{self._name_of_storage(key)} {found}"
+                yield f"{self._before.name_of(id(self._before.storages[key]))} {found}"
         tensors = self._before.objects.tensors
         for key, old, new in zip(tensors, eager.versions, ours.versions, strict=True):
             is_known = not eager.written.keys().isdisjoint(self._before.storages_of(key))
             if old != new and not is_known:
                 name = self._before.name_of(key)
                 yield f"{name} is changed in place, which eager leaves as it is"
-
-    def _name_of_storage(self, key: int) -> str:
-        return self._before.name_of(id(self._before.storages[key]))
 
     def _named(self, key: int, found: str) -> str:
         path = self._before.name_of(key)

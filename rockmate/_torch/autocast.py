@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +20,7 @@ def autocast_off() -> contextlib.AbstractContextManager[None]:
 
     Costs nothing where autocast is off.
     """
-    enabled = autocast_dtypes()
-    return _switched_off(enabled) if enabled else contextlib.nullcontext()
+    return autocast_as({}) if autocast_dtypes() else contextlib.nullcontext()
 
 
 def autocast_dtypes() -> dict[str, torch.dtype]:
@@ -30,14 +29,6 @@ def autocast_dtypes() -> dict[str, torch.dtype]:
     if not (is_on("cpu") or is_on("cuda")):  # as in most training calls, each of which asks
         return {}
     return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if is_on(kind)}
-
-
-@contextlib.contextmanager
-def _switched_off(device_types: Iterable[str]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for device_type in device_types:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
 
 
 @contextlib.contextmanager

@@ -132,15 +132,6 @@ def too_small(budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError:
     return InfeasibleBudgetError(budget_bytes, needs.minimum_bytes, where=str(largest))
 
 
-def tell_taken(budget_bytes: int, minimum_bytes: int) -> None:
-    """Says that the smallest peak is taken for the budget."""
-    logger.warning(
-        "the budget of %s is below the smallest peak of frames, %s, which is taken",
-        size_text(budget_bytes),
-        size_text(minimum_bytes),
-    )
-
-
 def told_no_frames(budget: Budget, peak_bytes: int) -> InfeasibleBudgetError | None:
     """Says that nothing keeps the budget, and gives the error; None if the step is within it."""
     budget_bytes = parse_budget(budget, peak_bytes)

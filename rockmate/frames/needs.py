@@ -351,12 +351,6 @@ class StepNeeds:
             needs.backward_bytes += more_bytes
             self._least = None
 
-    def learn_seconds(self, key: FrameKey, seconds: float) -> None:
-        """The recompute time of a call."""
-        needs = self.by_key.get(key)
-        if needs is not None:
-            needs.seconds = min(needs.seconds, seconds)
-
 
 def _largest(several: Sequence[Needs]) -> Needs:
     names = (*_BYTES, "saved_bytes", "seconds", "output_bytes")

@@ -21,7 +21,7 @@ from rockmate._torch.engine import (
     records_plainly,
 )
 from rockmate._torch.members import module_at, modules_within
-from rockmate.budget import Budget, OnInfeasible, parse_budget
+from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, TrialError
 from rockmate.frames import budget_check
@@ -349,7 +349,8 @@ class FrameRunner:
             return minimum
         if minimum not in self._told:
             self._told.add(minimum)
-            budget_check.tell_taken(budget_bytes, minimum)
+            text = "the budget of %s is below the smallest peak of frames, %s, which is taken"
+            logger.warning(text, size_text(budget_bytes), size_text(minimum))
         return decidable_bytes(minimum, len(needs.by_key))
 
     # --- frames -----------------------------------------------------------------------------------

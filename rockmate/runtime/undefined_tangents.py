@@ -131,7 +131,11 @@ class _VariantWriter:
                 states[node] = self._visit(node, states)
             elif node.op == "output":
                 self._replace_undefined(node, states, lambda _: None)
-        self._remove_dead(states)
+        for node in reversed(list(self._graph.nodes)):
+            is_undefined = states.get(node) is _State.UNDEFINED
+            has_effect = node.target in _EFFECTS and not is_undefined
+            if node.op == "call_function" and not node.users and not has_effect:
+                self._graph.erase_node(node)
 
     def _visit(self, node: fx.Node, states: dict[fx.Node, _State]) -> _State:
         """Changes one call; returns the state of its result."""
@@ -147,7 +151,11 @@ class _VariantWriter:
             return _State.UNDEFINED
         if isinstance(node.target, OpaqueBackward):
             self._replace_undefined(node, states, lambda _: None)
-        elif _is_sum(node):
+        elif (
+            node.target in _SUMS  # of gradients, as autograd adds up those of several readers
+            and len(node.all_input_nodes) == len(node.args) == 2
+            and node.kwargs.keys() <= {"out"}
+        ):
             self._replace_sum(node, states)
         else:
             zeros: dict[fx.Node, fx.Node] = {}
@@ -197,19 +205,6 @@ class _VariantWriter:
 
         node.args = fx.map_arg(node.args, replaced)
         node.kwargs = fx.map_arg(node.kwargs, replaced)
-
-    def _remove_dead(self, states: Mapping[fx.Node, _State]) -> None:
-        for node in reversed(list(self._graph.nodes)):
-            is_undefined = states.get(node) is _State.UNDEFINED
-            has_effect = node.target in _EFFECTS and not is_undefined
-            if node.op == "call_function" and not node.users and not has_effect:
-                self._graph.erase_node(node)
-
-
-def _is_sum(node: fx.Node) -> bool:
-    """Whether a call adds two gradients, as autograd does for a value with several readers."""
-    has_two_operands = len(node.all_input_nodes) == len(node.args) == 2
-    return node.target in _SUMS and has_two_operands and node.kwargs.keys() <= {"out"}
 
 
 def _zeros(

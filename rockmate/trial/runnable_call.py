@@ -148,9 +148,11 @@ class RunnableCall:
         Raises:
             TrialError: the step differs from eager's. It is undone.
         """
-        step, untold = partial(self.run, tensors), _texts_of_hooks() - self._told
+        step = partial(self.run, tensors)
+        pairs = ((_OF_ALL, has_global_hooks()), (_OF_SAVED, has_saved_tensor_hooks()))
+        untold = {text for text, is_on in pairs if is_on} - self._told
+        self._told |= untold
         for text in untold:
-            self._told.add(text)
             logger.warning("%s", text)
         if not self.trials.is_next(can_run=not self.others, is_due=bool(untold)):
             return step()
@@ -162,9 +164,3 @@ class RunnableCall:
         is_laid_out = all(layouts[at].is_of(tensors[at]) for at in layouts)
         conditions = conditions_of(self.planned.plan, is_laid_out=is_laid_out)
         return run_beside_eager(self._model, args, kwargs, step, conditions, self.trials)
-
-
-def _texts_of_hooks() -> set[str]:
-    """What to say of hooks that are on around a call."""
-    pairs = ((_OF_ALL, has_global_hooks()), (_OF_SAVED, has_saved_tensor_hooks()))
-    return {text for text, is_on in pairs if is_on}

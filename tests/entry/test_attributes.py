@@ -510,24 +510,6 @@ def test_a_first_call_that_differs_is_planned_and_then_the_others() -> None:
     assert_equal_steps(*pair(Warming()))
 
 
-@pytest.mark.parametrize("untraced", [[], ["first"]])
-def test_a_table_of_a_length_that_later_calls_read(untraced: list[str]) -> None:
-    class Rotating(Net):
-        length = 0
-        angles: Tensor | None = None
-
-        def between(self, h: Tensor) -> Tensor:
-            if len(h) != self.length:
-                self.length, self.angles = len(h), torch.arange(len(h))[:, None] * 0.1
-            assert self.angles is not None
-            return h * self.angles.cos()
-
-    eager, module = pair(Rotating(), untraced=untraced)
-    for rows in (6, 6, 4, 6, 4, 4):
-        x = torch.randn(rows, 8)
-        assert all(map(torch.equal, step(eager, x), step(module, x)))
-
-
 # --- models that change themselves in their first call --------------------------------------------
 
 

@@ -65,7 +65,8 @@ class Mapped(UserDict[str, Tensor]):
 
 
 class Sub(dict[str, Tensor]):
-    x = property(lambda self: self["x"])
+    def __getattr__(self, name: str) -> Tensor:
+        return self[name]  # `copy` asks for others than "x"
 
 
 @dataclasses.dataclass

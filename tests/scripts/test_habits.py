@@ -2,52 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 from twice import Numbers, Wrap, differences, wrapped
 
 from rockmate._torch.engine import is_profiling
 
-
-def blocks() -> nn.Sequential:
-    return nn.Sequential(
-        *(nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
-    )
+HOOKS = ("hook that logs", "hook of all modules", "steps in the backward")
+WITHIN = {"parametrizations cached": parametrize.cached, "profiler": torch.profiler.profile}
 
 
-def parametrizations_cached(wrap: Wrap) -> Numbers:
-    """One computation of each weight for what runs within."""
-    heads = (parametrizations.orthogonal, parametrizations.weight_norm)
-    model = wrap(nn.Sequential(*(each(nn.Linear(16, 16)) for each in heads), blocks()))
+class Blocks(nn.ModuleList):
+    has_checkpoints = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for each in self:
+            x = checkpoint(each, x, use_reentrant=False) if self.has_checkpoints else each(x)
+        return x
+
+
+def trained(habit: str, wrap: Wrap) -> Numbers:
+    parts = (nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)) for _ in range(3))
+    plain, seen = Blocks(parts), list[float]()
+
+    def log(module: nn.Module, _: Any, output: Any) -> None:
+        seen.extend([float(output.detach().std())] * isinstance(module, nn.Linear))
+
+    if habit == "parametrizations cached":
+        parametrizations.weight_norm(plain[0][0])  # pyright: ignore
+    if habit == "hook that logs":
+        plain[1][0].register_forward_hook(log)  # pyright: ignore
+    model = wrap(plain)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        with parametrize.cached():
+    for each in model.parameters() if habit == "steps in the backward" else ():
+        own = torch.optim.SGD([each], 0.1)
+        each.register_post_accumulate_grad_hook(lambda _, step=own.step: step())
+    for step in range(8 if habit == "checkpoints later" else 4):
+        plain.has_checkpoints = habit == "checkpoints later" and step > 1
+        is_hooked = habit == "hook of all modules" and step > 1
+        hook = register_module_forward_hook(log) if is_hooked else contextlib.nullcontext()
+        with WITHIN.get(habit, contextlib.nullcontext)(), hook:
             model(torch.randn(24, 16)).square().mean().backward()
         optimizer.step()
-    return [model]
+        optimizer.zero_grad()
+    assert not is_profiling()
+    return [*seen, torch.nn.utils.parameters_to_vector(model.parameters())]
 
 
-def optimizers_step_in_the_backward(wrap: Wrap) -> Numbers:
-    """A step of an optimizer is a hook of each parameter."""
-    model, losses = wrap(blocks()), []
-    optimizers = {each: torch.optim.SGD([each], 0.1) for each in model.parameters()}
-    for each, optimizer in optimizers.items():
-        each.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
-    for _ in range(3):
-        losses.append(model(torch.randn(24, 16)).square().mean())
-        model.zero_grad(set_to_none=False)
-        losses[-1].backward()
-        assert not is_profiling()
-    return [*losses, model]
+@pytest.mark.parametrize("mode", ["auto", "frames"])
+@pytest.mark.parametrize("habit", [*WITHIN, *HOOKS])
+def test_a_habit_changes_no_number(habit: str, mode: str) -> None:
+    wrap = partial(wrapped, mode=mode)
+    assert not differences(partial(trained, habit), wrap, zeroes_last=True)
 
 
-@pytest.mark.parametrize("mode", ["plan", "auto", "frames"])
-@pytest.mark.parametrize("script", [parametrizations_cached, optimizers_step_in_the_backward])
-def test_a_habit_changes_no_number(script: Callable[[Wrap], Numbers], mode: str) -> None:
-    numerics = {} if mode == "frames" else {"numerics": "bitwise"}
-    assert differences(script, lambda model: wrapped(model, mode=mode, **numerics)) == []
+def test_a_budget_that_frames_keep_no_longer_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    trained("checkpoints later", partial(wrapped, mode="frames"))
+    assert "more than the budget" in caplog.text

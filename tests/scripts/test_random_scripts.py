@@ -30,7 +30,9 @@ def test_the_first_seeds_have_one_kind_each_which_eager_trains() -> None:
             assert all(loss.isfinite() for loss in record["loss"]), script
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("RANDOM_SCRIPTS", "6"))))
+@pytest.mark.parametrize(
+    "seed", [*range(int(os.environ.get("RANDOM_SCRIPTS", "6"))), 30_374, 909_010]
+)
 def test_a_wrapped_script_is_eagers_or_is_advised(seed: int) -> None:
     script = Script.of(1000 + seed)
     found = outcome(script)

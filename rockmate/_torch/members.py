@@ -40,7 +40,7 @@ def hooks_within(modules: Iterable[nn.Module]) -> list[Callable[..., Any]]:
     """The script's hooks around forwards and backwards of some modules, and those of all."""
     tables = chain(_GLOBAL_HOOKS, *(module_hooks_of(vars(each)) for each in modules))
     found = [hook for table in tables if table for hook in table.values()]
-    return [each for each in found if not str(each.__module__).startswith("torch.")]
+    return [e for e in found if not str(getattr(e, "__module__", "")).startswith("torch.")]
 
 
 # Readers of a tensor's hooks.

@@ -65,8 +65,7 @@ class Mapped(UserDict[str, Tensor]):
 
 
 class Sub(dict[str, Tensor]):
-    def __getattr__(self, name: str) -> Tensor:
-        return self[name]  # `copy` asks for others than "x"
+    __getattr__ = dict.__getitem__  # `copy` asks for others than "x"
 
 
 @dataclasses.dataclass

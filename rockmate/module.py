@@ -365,9 +365,11 @@ class RockmateModule(Wrapper):
             except NothingToTrainError:
                 self._ungraded.add(args, kwargs)
                 return self._ungraded.run(self.original, args, kwargs)
-            except (*_CAPTURE_ERRORS, SignatureMismatchError) as error:
-                if self._ungraded.includes_set_up(error, also_hooks=self._ends_in_eager):
+            except RockmateError as error:
+                if self._ungraded.includes_failed(error, ends_in_eager=self._ends_in_eager):
                     return self.original(*args, **kwargs)
+                if not isinstance(error, (*_CAPTURE_ERRORS, SignatureMismatchError)):
+                    raise
                 self._go_on_with_frames(error)
         assert self._frames is not None
         try:

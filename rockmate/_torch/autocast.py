@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+from rockmate._torch.members import parametrizations_afresh
 
 _CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 """Number of dimensions of a weight -> op that autocast casts it for."""
@@ -18,8 +20,7 @@ def autocast_off() -> contextlib.AbstractContextManager[None]:
 
     Costs nothing where autocast is off.
     """
-    enabled = autocast_dtypes()
-    return _switched_off(enabled) if enabled else contextlib.nullcontext()
+    return autocast_as({}) if autocast_dtypes() else contextlib.nullcontext()
 
 
 def autocast_dtypes() -> dict[str, torch.dtype]:
@@ -28,14 +29,6 @@ def autocast_dtypes() -> dict[str, torch.dtype]:
     if not (is_on("cpu") or is_on("cuda")):  # as in most training calls, each of which asks
         return {}
     return {kind: torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda") if is_on(kind)}
-
-
-@contextlib.contextmanager
-def _switched_off(device_types: Iterable[str]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for device_type in device_types:
-            stack.enter_context(torch.autocast(device_type, enabled=False))
-        yield
 
 
 @contextlib.contextmanager
@@ -51,11 +44,12 @@ def autocast_as(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_uncached() -> Iterator[None]:
-    """Has autocast keep no casts of parameters, which would stay until its context ends."""
+    """Has nothing that is computed of parameters be kept: no casts, no parametrizations."""
     was_enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        yield
+        with parametrizations_afresh():
+            yield
     finally:
         torch.set_autocast_cache_enabled(was_enabled)
 

@@ -55,7 +55,11 @@ def holds_sharded_parameters(module: nn.Module) -> bool:
         *module._parameters.values(),
         *(value for value in vars(module).values() if isinstance(value, torch.Tensor)),
     )
-    return hasattr(module, "_fsdp_wrapped_module") or any(map(_is_sharded, tensors))
+    return hasattr(module, "_fsdp_wrapped_module") or any(
+        hasattr(each, "_fsdp_flattened") or hasattr(each, "device_mesh")
+        for tensor in tensors
+        for each in (tensor, base_of(tensor))
+    )
 
 
 def is_gathered_by_fsdp1(module: nn.Module) -> bool:
@@ -68,13 +72,6 @@ def is_gathered_by_fsdp1(module: nn.Module) -> bool:
         for each in (tensor, base_of(tensor))
     )
     return hasattr(module, "_fsdp_wrapped_module") or is_first
-
-
-def _is_sharded(tensor: Any) -> bool:
-    return any(
-        hasattr(each, "_fsdp_flattened") or hasattr(each, "device_mesh")
-        for each in (tensor, base_of(tensor))
-    )
 
 
 def is_collective(target: Any) -> bool:

@@ -7,14 +7,17 @@ back under its name.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as module_code
+from torch.nn.utils import parametrize
 
 MEMBER_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # Lists in which a recurrent layer has its parameters a second time; it renews them by itself.
@@ -25,6 +28,21 @@ member_tables_of = itemgetter("_modules", "_parameters", "_buffers")
 module_hooks_of = itemgetter(
     "_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks"
 )
+
+
+_GLOBAL_HOOKS = (
+    module_code._global_forward_pre_hooks, module_code._global_forward_hooks,
+    module_code._global_backward_pre_hooks, module_code._global_backward_hooks,
+)  # fmt: skip
+
+
+def hooks_within(modules: Iterable[nn.Module]) -> list[Callable[..., Any]]:
+    """The script's hooks around forwards and backwards of some modules, and those of all."""
+    tables = chain(_GLOBAL_HOOKS, *(module_hooks_of(vars(each)) for each in modules))
+    found = [hook for table in tables if table for hook in table.values()]
+    return [e for e in found if not str(getattr(e, "__module__", "")).startswith("torch.")]
+
+
 # Readers of a tensor's hooks.
 tensor_hooks_of = attrgetter("_backward_hooks")
 accumulation_hooks_of = attrgetter("_post_accumulate_grad_hooks")
@@ -40,6 +58,20 @@ def has_node_hooks(leaf: torch.Tensor) -> bool:
         if handle.hooks_dict_ref():
             return True
     return False
+
+
+@contextlib.contextmanager
+def parametrizations_afresh() -> Iterator[None]:
+    """Has what `parametrize.cached()` keeps be computed again within, and kept for within alone.
+
+    The cache is a global of PyTorch's, which hands a tensor of a trace or a trial to later calls.
+    """
+    held = parametrize._cache
+    parametrize._cache = {}
+    try:
+        yield
+    finally:
+        parametrize._cache = held
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -111,11 +143,7 @@ def has_accumulation_hooks(parameter: torch.Tensor) -> bool:
 
 def has_global_hooks() -> bool:
     """Whether hooks are registered around the forwards or backwards of all modules."""
-    tables = (
-        module_code._global_forward_pre_hooks, module_code._global_forward_hooks,
-        module_code._global_backward_pre_hooks, module_code._global_backward_hooks,
-    )  # fmt: skip
-    return any(map(bool, tables))
+    return any(map(bool, _GLOBAL_HOOKS))
 
 
 def is_compiled(model: nn.Module) -> bool:

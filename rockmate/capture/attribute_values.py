@@ -60,7 +60,9 @@ def snapshot(value: Any, within: tuple[int, ...] = ()) -> Any:
     if isinstance(value, types.SimpleNamespace):
         return kind, snapshot(vars(value), inner)
     if isinstance(value, torch.Tensor) and is_plain(value):
-        return kind, [_Same(value), version_of(value)]
+        # An optimizer changes parameters in place, which are inputs of each step.
+        is_input = isinstance(value, torch.nn.Parameter)
+        return kind, [_Same(value), 0 if is_input else version_of(value)]
     if isinstance(value, np.ndarray):
         digest = hashlib.blake2b(value.tobytes()).digest()
         return kind, value.dtype, value.shape, digest

@@ -119,6 +119,10 @@ def _is_same_later(
         for place, value in settled:
             place.put(value)
         later_joint, later = trace()
+    except Exception:
+        if not forward.assigned:
+            raise
+        return False  # it reads a tensor that the first call leaves, which is known after that call
     finally:
         for place, value in before:
             place.put(value)

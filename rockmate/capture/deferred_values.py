@@ -49,9 +49,5 @@ class Deferred:
         return self._number
 
 
-def _needing(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(self.number(), name)(*args)
-
-
 for _name in methods_of(bool, int, float, list):
-    setattr(Deferred, _name, _needing(_name))
+    setattr(Deferred, _name, lambda self, *args, of=_name: getattr(self.number(), of)(*args))

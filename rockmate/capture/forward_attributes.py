@@ -60,7 +60,8 @@ class ForwardAttributes:
         for place, accepted in zip(self.read, self.accepted, strict=True):
             value = place.value()
             if snapshot(value) not in accepted:
-                return f"{place} was {text_of(accepted[0])} and is {value!r:.100}"
+                text = " ".join(repr(value).split())
+                return f"{place} was {text_of(accepted[0])} and is {text:.100}"
         return ""
 
     def also_reading(self, places: Sequence[Place]) -> ForwardAttributes:

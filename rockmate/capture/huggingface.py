@@ -83,8 +83,9 @@ def switches_of(model: nn.Module) -> list[tuple[Any, str]]:
     """Owners and names of what a capture switches off, whether on or not."""
     modules = list(model.modules())
     switches = [(each, "gradient_checkpointing") for each in modules]
-    for module in modules:
-        switches += [(holder, "use_cache") for holder in _configs_of(module)]
+    for config in (getattr(each, "config", None) for each in modules):
+        within = (getattr(config, name, None) for name in ("text_config", "decoder"))
+        switches += [(holder, "use_cache") for holder in (config, *within)]
     return [(owner, name) for owner, name in switches if hasattr(owner, name)]
 
 
@@ -112,8 +113,3 @@ def modules_with_checkpointing(model: nn.Module) -> list[nn.Module]:
         for module in model.modules()
         if getattr(module, "gradient_checkpointing", None) is True
     ]
-
-
-def _configs_of(module: nn.Module) -> tuple[Any, ...]:
-    config = getattr(module, "config", None)
-    return config, getattr(config, "text_config", None), getattr(config, "decoder", None)

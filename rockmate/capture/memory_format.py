@@ -64,7 +64,8 @@ def convolutions_read_channels_last(inputs: Sequence[torch.Tensor]) -> Iterator[
     mode = _ChannelsLastInputs()
     with mode:
         yield
-    mode.check_copies()
+    if any(version_of(tensor) != version for tensor, version in mode.copied):
+        raise UnsupportedModelError("the model changes values in place of which it has views")
 
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,7 +124,7 @@ def _has_channels_last(tensor: torch.Tensor) -> bool:
 class _ChannelsLastInputs(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
-        self._copied: list[tuple[torch.Tensor, int]] = []
+        self.copied: list[tuple[torch.Tensor, int]] = []
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -157,12 +158,7 @@ class _ChannelsLastInputs(TorchFunctionMode):
         return view
 
     def _note_copy(self, *alike: torch.Tensor) -> None:
-        self._copied += [(each, version_of(each)) for each in alike]
-
-    def check_copies(self) -> None:
-        """Raises `UnsupportedModelError` if a change would have been seen through a view."""
-        if any(version_of(tensor) != version for tensor, version in self._copied):
-            raise UnsupportedModelError("the model changes values in place of which it has views")
+        self.copied += [(each, version_of(each)) for each in alike]
 
 
 def _channels_last(tensor: torch.Tensor) -> torch.Tensor:

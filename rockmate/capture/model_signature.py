@@ -103,14 +103,19 @@ class ModelSignature:
             *model.named_parameters(remove_duplicate=False),
             *model.named_buffers(remove_duplicate=False),
         ]
+        first: dict[int, int] = {}
         return cls(
             tuple(model.modules()),
             tuple((name, TensorSignature.of(tensor, with_strides=True)) for name, tensor in named),
             tuple(module.training for module in model.modules()),
             tuple(hook_keys(module) for module in model.modules()),
             _autocast_state(),
-            _first_places([tensor for _, tensor in named]),
-            frozenset(name for name, tensor in named if _needs_whole_gradient(tensor)),
+            tuple(first.setdefault(id(each), place) for place, (_, each) in enumerate(named)),
+            frozenset(
+                name
+                for name, each in named
+                if has_tensor_hooks(each) or (each.requires_grad and has_parts(each))
+            ),
         )
 
     def difference(self, now: ModelSignature) -> str:
@@ -196,17 +201,6 @@ class ModelWatch:
                 for path in paths
             ],
         )
-
-
-def _needs_whole_gradient(tensor: torch.Tensor) -> bool:
-    """Whether a hook, or the class of the tensor, takes its gradient as a whole."""
-    return has_tensor_hooks(tensor) or (tensor.requires_grad and has_parts(tensor))
-
-
-def _first_places(tensors: list[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor the place where it stands first."""
-    first: dict[int, int] = {}
-    return tuple(first.setdefault(id(tensor), place) for place, tensor in enumerate(tensors))
 
 
 def _autocast_state() -> tuple[torch.dtype | None, torch.dtype | None]:

@@ -1,4 +1,4 @@
-"""Values that forwards and autograd functions read from outside: globals, closures, class members.
+"""Values that forwards, hooks and autograd functions read outside: globals, closures, members.
 
 A trace takes them as they are, trials are few, and a trial runs no backward. Only the user's code
 is looked at: it is found by the names that it mentions, and so are the functions that it calls.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.members import hooks_within
 from rockmate.capture.attribute_access import Place
 
 _ROOT = str(Path(__file__).parents[1])
@@ -26,10 +27,10 @@ _METHODS = ("forward", "setup_context", "backward", "vjp")
 
 
 def values_read_by(model: nn.Module, functions: Iterable[type]) -> list[Place]:
-    """Where the values stand that forwards and autograd functions read from outside.
+    """Where the values stand that forwards, hooks and autograd functions read from outside.
 
     Args:
-        model: whose forwards, and those of its submodules, are meant.
+        model: whose forwards and hooks, and those of its submodules, are meant.
         functions: classes of autograd functions.
     """
     reader = _Reader()
@@ -41,7 +42,18 @@ def values_read_by(model: nn.Module, functions: Iterable[type]) -> list[Place]:
         reader.follow(own or getattr(type(module), "forward", None), type(module))
         for value in vars(module).values():  # an activation function, say
             reader.follow(value)
+    for hook in hooks_within(model.modules()):
+        reader.follow(hook)
     return list(reader.places.values())
+
+
+def objects_of_hooks(modules: Iterable[nn.Module]) -> list[Any]:
+    """What the hooks of modules read from outside, and the objects whose methods they are."""
+    reader, hooks = _Reader(), hooks_within(modules)
+    for hook in hooks:
+        reader.follow(hook)
+    owners = [hook.__self__ for hook in hooks if hasattr(hook, "__self__")]
+    return [*owners, *(place.value() for place in reader.places.values())]
 
 
 class _Reader:

@@ -107,11 +107,6 @@ class Structure:
         """Where its tensors go, in their order."""
         return [each for each in self._flat_leaves() if isinstance(each, _TensorSlot)]
 
-    def has_same(self) -> bool:
-        """Whether it has a tensor that the object around it has elsewhere."""
-        leaves = self._flat_leaves()
-        return any(isinstance(each, Constant) and each.kind is _SAME for each in leaves)
-
     def held(self) -> list[Any]:
         """Its constants."""
         return [each.held for each in self._flat_leaves() if isinstance(each, Constant)]
@@ -223,7 +218,9 @@ class _Flattening:
         self._within.append(id(leaf))
         names, inner = tuple(parts), self.structure(list(parts.values()))
         self._within.pop()
-        if not inner.slots() and not inner.has_same():  # it is compared by what it holds
+        leaves = inner._flat_leaves()
+        has_same = any(isinstance(each, Constant) and each.kind is _SAME for each in leaves)
+        if not inner.slots() and not has_same:  # it is compared by what it holds
             if not self._takes_objects:
                 raise self._refusal(leaf)
             return Constant(type(leaf), (names, inner), leaf)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -77,8 +78,11 @@ def no_random_state_set() -> Iterator[None]:
     Raises:
         UnsupportedModelError: within the context, a seed or a state is set.
     """
+    thread = threading.get_ident()
 
-    def refuse(*_: Any, **__: Any) -> Any:
+    def refuse(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return function(*args, **kwargs)
         msg = (
             "the model's forward sets torch's random state (manual_seed, set_rng_state or "
             "fork_rng), which a plan does not repeat. Set it before the call, or keep that part "
@@ -89,8 +93,8 @@ def no_random_state_set() -> Iterator[None]:
     places = [(owner, name) for owner in (torch, torch.random) for name in _SETS_RANDOM_STATE]
     before = [(owner, name, getattr(owner, name)) for owner, name in places]
     try:
-        for owner, name in places:
-            setattr(owner, name, refuse)
+        for owner, name, function in before:
+            setattr(owner, name, partial(refuse, function))
         yield
     finally:
         for owner, name, function in before:
@@ -104,9 +108,12 @@ def no_gradient_retained() -> Iterator[None]:
     Raises:
         UnsupportedModelError: within the context, it calls `retain_grad` on one.
     """
+    thread, retain = threading.get_ident(), torch.Tensor.retain_grad
 
     def refuse(self: torch.Tensor) -> None:
-        if self.requires_grad and not self.is_leaf:
+        if threading.get_ident() != thread:
+            retain(self)
+        elif self.requires_grad and not self.is_leaf:
             msg = (
                 f"the model's forward calls retain_grad on a tensor of shape "
                 f"{tuple(self.shape)}, and a planned step has no .grad of what it computes "

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.members import parametrizations_afresh
 from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
 from rockmate.capture.attribute_values import copied, snapshot, traced_in
@@ -182,6 +183,7 @@ class TracedForward(nn.Module):
                 accesses_recorded(self.model, before) as accesses,
                 no_random_state_set(),
                 no_gradient_retained(),
+                parametrizations_afresh(),
                 self._channels_last(tensors),
                 self.log.noting(self._logs),
                 gathered_by_ops(self.model),

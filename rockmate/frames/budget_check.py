@@ -78,11 +78,10 @@ class PeakCheck:
         found = (each.grad for each in self._model.parameters())
         return sum(bytes_of(each) for each in found if each is not None)
 
-    def note(self, needs: StepNeeds | None) -> None:
-        """Takes what a recorded step had live around its frames; None if that is not known."""
-        if needs is not None and needs.by_key:
-            self._real_bytes = max(each.peak_bytes for each in needs.by_key.values())
-            self._was_looked_at = True
+    def note(self, peak_bytes: int) -> None:
+        """Takes what a recorded step had live around its frames, or without any; 0 if unknown."""
+        if peak_bytes:
+            self._real_bytes, self._was_looked_at = peak_bytes, True
 
     def refusal_of_last_step(self) -> InfeasibleBudgetError | None:
         """Takes what the last step has shown; an error if the budget cannot be kept."""
@@ -131,15 +130,6 @@ def too_small(budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError:
     """The error for a budget below the smallest peak."""
     largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
     return InfeasibleBudgetError(budget_bytes, needs.minimum_bytes, where=str(largest))
-
-
-def tell_taken(budget_bytes: int, minimum_bytes: int) -> None:
-    """Says that the smallest peak is taken for the budget."""
-    logger.warning(
-        "the budget of %s is below the smallest peak of frames, %s, which is taken",
-        size_text(budget_bytes),
-        size_text(minimum_bytes),
-    )
 
 
 def told_no_frames(budget: Budget, peak_bytes: int) -> InfeasibleBudgetError | None:

@@ -23,9 +23,11 @@ from rockmate._torch.members import (
     RECURRENT_WEIGHTS,
     member_tables_of,
     modules_within,
+    parametrizations_afresh,
     tensor_tables,
 )
 from rockmate._torch.storage import storage_id, version_of, versions_of
+from rockmate.capture.outer_values import objects_of_hooks
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
@@ -137,7 +139,9 @@ class Call:
         for found in map(member_tables_of, attributes):
             # Sharded parameters are others while they are gathered.
             tables += filter(None, found if self._memory.agreement is None else found[2:])
-        self._roots = [*roots, *map(_Attributes, attributes), *tables]
+        of_hooks = objects_of_hooks(self._submodules)
+        own = [_Attributes(vars(e)) if isinstance(e, nn.Module) else e for e in of_hooks]
+        self._roots = [*roots, *own, *map(_Attributes, attributes), *tables]
         self._most = _MOST_OBJECTS + len(attributes) + len(tables)
         self._objects = Objects(self._roots, follows=_follows, most=self._most)
         members = (each for table in tables for each in table.values())
@@ -154,13 +158,15 @@ class Call:
             for position, module in enumerate(self._submodules)
             for table in tensor_tables(module)[1:]
             for name, buffer in (table.items() if table else ())
-            if buffer is not None and self._is_copied((position, name), buffer)
+            if buffer is not None
+            and (
+                self._changing is None
+                or (position, name) in self._changing
+                or _is_statistic(buffer)
+            )
         ]
         self._watched = list(self._objects.tensors.values())
         self._known = [*zip(versions_of(self._watched), map(_address, self._watched), strict=True)]
-
-    def _is_copied(self, place: tuple[int, str], buffer: torch.Tensor) -> bool:
-        return self._changing is None or place in self._changing or _is_statistic(buffer)
 
     @property
     def num_bytes(self) -> int:
@@ -207,18 +213,19 @@ class Call:
             for position, module in enumerate(self._submodules)
             for name, buffer in (tensor_tables(module)[1] or {}).items()
         }
-        self._copied = [each for each in self._copied if self._has_changed(each, written)]
+        if self._changing is None:  # in the first call, values are compared
+            self._copied = [
+                each
+                for each in self._copied
+                if id(each.tensor) in written
+                or _is_statistic(each.tensor)
+                or not torch.equal(each.copy, each.tensor)
+            ]
         changing = self._memory.changing_buffers.setdefault(self._path_and_modes, set())
         changing |= {each.place for each in self._copied}
         changing |= {buffers[each] for each in written & buffers.keys()}
         written -= {id(each.tensor) for each in self._copied}
         self.cannot_repeat = bool(written) or self.has_changed_inputs()
-
-    def _has_changed(self, buffer: _Buffer, written: set[int]) -> bool:
-        """Whether a buffer has been written; values are compared in the first call."""
-        if self._changing is not None or id(buffer.tensor) in written:
-            return True
-        return _is_statistic(buffer.tensor) or not torch.equal(buffer.copy, buffer.tensor)
 
     def roll_back(self) -> None:
         """Undoes what an unfinished run has changed: attributes, buffers and random state."""
@@ -263,6 +270,7 @@ class Call:
             if self._memory.has_compiled_modules:
                 stack.enter_context(uncompiled_calls())
             stack.enter_context(autocast_as(self._autocast))
+            stack.enter_context(parametrizations_afresh())
             stack.enter_context(self._objects_put_back())
             changed = self._changed()
             if changed:

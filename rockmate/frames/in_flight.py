@@ -32,10 +32,6 @@ class Step:
         self.outside_bytes, self.is_over = outside_bytes, False
         self.first_order: int | None = None
 
-    def note_backward(self, order: int, *, keeps_graph: bool) -> None:
-        """The backward of a frame begins; that of the first frame is the last one."""
-        self.is_over |= order == self.first_order and not keeps_graph
-
 
 class StepsInFlight:
     """The steps of one model.

@@ -155,9 +155,13 @@ class Memory:
         self.calls.begin_step(state)
         self.decision, self.room_bytes = {}, None
         needs = self.needs
-        after_bytes = 0 if needs is None else int(needs.end_bytes * self.scale)
+        last = next(reversed(needs.by_key.values())) if needs is not None else None
+        after_bytes = 0 if last is None else int(last.after_bytes * self.scale)
         self.in_flight.begin(after_bytes)
-        self._forget_dead()
+        self._decided, self._others = (
+            deque(each for each in frames if each() is not None)
+            for frames in (self._decided, self._others)
+        )
         if self.is_measuring or needs is None or self.budget_bytes is None:
             return
         least_bytes = int(needs.minimum_bytes * self.scale)
@@ -167,12 +171,6 @@ class Memory:
         if not self.is_capturing:
             left_bytes = share(self.budget_bytes - held_bytes)
             self.decision = self.calls.decision(needs, left_bytes, self.scale)
-
-    def _forget_dead(self) -> None:
-        self._decided, self._others = (
-            deque(each for each in frames if each() is not None)
-            for frames in (self._decided, self._others)
-        )
 
     def available_bytes(self, budget_bytes: int) -> int:
         """What frames that cannot be dropped, and those to come, may take.
@@ -312,7 +310,8 @@ class Memory:
             return
         self.backward_order = frame.order
         self.in_flight.run(frame.step)
-        frame.step.note_backward(frame.order, keeps_graph=keeps_graph())
+        # That of its first frame is the last one.
+        frame.step.is_over |= frame.order == frame.step.first_order and not keeps_graph()
         self.has_new_backward |= self.is_unmeasured and self.recorder is None
         is_new, self._backward_id = self._backward_id != backward_id(), backward_id()
         if is_new and self.at_end is not None:
@@ -346,9 +345,11 @@ class Memory:
         """Takes what a second run of a forward has taken."""
         self._count_recomputation(seconds)
         if self.is_measuring and self.recorder is not None:
-            self.recorder.note_seconds(key, seconds)
-        elif self.needs is not None:
-            self.needs.learn_seconds(key, seconds / self.scale)
+            saved = self.recorder.saved  # that takes more than its forward
+            saved |= {key: (saved[key][0], seconds)} if key in saved else {}
+        elif self.needs is not None and key in self.needs.by_key:
+            needs = self.needs.by_key[key]
+            needs.seconds = min(needs.seconds, seconds / self.scale)
 
     def _count_recomputation(self, seconds: float) -> None:
         self.counts.num_recomputed += 1

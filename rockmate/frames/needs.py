@@ -217,11 +217,6 @@ class StepNeeds:
             for needs in self.by_key.values()
         )
 
-    @property
-    def end_bytes(self) -> int:
-        """What is live when the forward has ended, if it holds nothing."""
-        return next(reversed(self.by_key.values())).after_bytes
-
     def _least_of_all(self) -> tuple[int, dict[FrameKey, int]]:
         """What the step takes at least, and from the end of each frame on.
 
@@ -286,8 +281,7 @@ class StepNeeds:
 
     def peak_from(self, key: FrameKey, schedule: ScheduleCost, scale: float) -> float:
         """Peak of the step from a frame on that runs a schedule, if what follows holds nothing."""
-        least_bytes, least_after = self._least_of_all()
-        needs, after_bytes = self.of(key), least_after.get(key, least_bytes)
+        needs, after_bytes = self.of(key), self._least_of_all()[1].get(key, self.minimum_bytes)
         return max(
             needs.forward_peak(schedule, scale),
             needs.backward_peak(schedule, scale),
@@ -356,12 +350,6 @@ class StepNeeds:
             needs.forward_bytes += more_bytes
             needs.backward_bytes += more_bytes
             self._least = None
-
-    def learn_seconds(self, key: FrameKey, seconds: float) -> None:
-        """The recompute time of a call."""
-        needs = self.by_key.get(key)
-        if needs is not None:
-            needs.seconds = min(needs.seconds, seconds)
 
 
 def _largest(several: Sequence[Needs]) -> Needs:

@@ -14,9 +14,14 @@ import torch
 from torch import nn
 
 from rockmate._torch.distributed import holds_sharded_parameters
-from rockmate._torch.engine import after_backward, has_saved_tensor_hooks, records_plainly
+from rockmate._torch.engine import (
+    after_backward,
+    backward_id,
+    has_saved_tensor_hooks,
+    records_plainly,
+)
 from rockmate._torch.members import module_at, modules_within
-from rockmate.budget import Budget, OnInfeasible, parse_budget
+from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
 from rockmate.capture.compiled_model import has_compiled, uncompiled
 from rockmate.errors import InfeasibleBudgetError, TrialError
 from rockmate.frames import budget_check
@@ -273,7 +278,8 @@ class FrameRunner:
         A call without gradients may come before that backward (`only_finished`).
         """
         memory, recorder = self._memory, self._memory.recorder
-        if recorder is None or self._is_running or not recorder.can_stop:
+        is_within = self._is_running or backward_id() != -1  # as where hooks step optimizers
+        if recorder is None or is_within or not recorder.can_stop:
             return
         if only_finished and not recorder.has_ended:
             recorder.pause()
@@ -283,7 +289,8 @@ class FrameRunner:
         assert size is not None
         needs = recorder.stop(size.num_elements)
         if not is_measured:
-            self._check.note(needs if recorder.has_ended else None)
+            peaks = [each.peak_bytes for each in needs.by_key.values() if recorder.has_ended]
+            self._check.note(max(peaks, default=0 if recorder.has_frames else recorder.peak_bytes))
             return
         if not recorder.has_ended:  # the script has not called backward
             if not recorder.has_frames:
@@ -342,7 +349,8 @@ class FrameRunner:
             return minimum
         if minimum not in self._told:
             self._told.add(minimum)
-            budget_check.tell_taken(budget_bytes, minimum)
+            text = "the budget of %s is below the smallest peak of frames, %s, which is taken"
+            logger.warning(text, size_text(budget_bytes), size_text(minimum))
         return decidable_bytes(minimum, len(needs.by_key))
 
     # --- frames -----------------------------------------------------------------------------------

@@ -48,7 +48,12 @@ def first_paths(model: nn.Module) -> list[str]:
     """A first choice, by structure and numbers of parameters."""
     paths = inner_paths(model, "")
     while True:
-        sizes = {path: _num_parameters(model, path) for path in paths}
+        sizes = {
+            path: sum(
+                0 if nn.parameter.is_lazy(each) else each.numel() for each in part.parameters()
+            )
+            for path, part in ((each, model.get_submodule(each)) for each in paths)
+        }
         total = sum(sizes.values())
         splittable = [path for path in paths if inner_paths(model, path)]
         largest = max(splittable, key=sizes.__getitem__, default=None)
@@ -75,11 +80,6 @@ def frames_to_split(model: nn.Module, needs: StepNeeds, budget_bytes: int) -> li
     if budget_bytes < needs.minimum_bytes:
         large += [path for path in peaks if peaks[path] > budget_bytes and path not in large]
     return [path for path in large if len(inner_paths(model, path)) > 1]
-
-
-def _num_parameters(model: nn.Module, path: str) -> int:
-    parameters = model.get_submodule(path).parameters()
-    return sum(0 if nn.parameter.is_lazy(each) else each.numel() for each in parameters)
 
 
 # --- replaced forwards ----------------------------------------------------------------------------

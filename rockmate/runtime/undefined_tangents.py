@@ -131,7 +131,11 @@ class _VariantWriter:
                 states[node] = self._visit(node, states)
             elif node.op == "output":
                 self._replace_undefined(node, states, lambda _: None)
-        self._remove_dead(states)
+        for node in reversed(list(self._graph.nodes)):
+            is_undefined = states.get(node) is _State.UNDEFINED
+            has_effect = node.target in _EFFECTS and not is_undefined
+            if node.op == "call_function" and not node.users and not has_effect:
+                self._graph.erase_node(node)
 
     def _visit(self, node: fx.Node, states: dict[fx.Node, _State]) -> _State:
         """Changes one call; returns the state of its result."""
@@ -139,13 +143,19 @@ class _VariantWriter:
         if _State.UNDEFINED not in found:
             return _State.DEFINED if _State.DEFINED in found else _State.CONSTANT
         if node.target in _SINK_CALLS:
-            self._skip_gradient(node)
+            name, is_final = (node.args[place] for place in _SINK_CALLS[node.target])
+            with self._graph.inserting_before(node):  # a partial gradient is undefined
+                self._graph.call_function(skip_gradient, (node.args[0], name, is_final))
             return _State.UNDEFINED
         if _State.DEFINED not in found:
             return _State.UNDEFINED
         if isinstance(node.target, OpaqueBackward):
             self._replace_undefined(node, states, lambda _: None)
-        elif _is_sum(node):
+        elif (
+            node.target in _SUMS  # of gradients, as autograd adds up those of several readers
+            and len(node.all_input_nodes) == len(node.args) == 2
+            and node.kwargs.keys() <= {"out"}
+        ):
             self._replace_sum(node, states)
         else:
             zeros: dict[fx.Node, fx.Node] = {}
@@ -153,12 +163,6 @@ class _VariantWriter:
                 node, states, lambda value: zeros.get(value) or self._zeros(value, node, zeros)
             )
         return _State.DEFINED
-
-    def _skip_gradient(self, node: fx.Node) -> None:
-        """Tells the sink that a partial gradient is undefined."""
-        name, is_final = (node.args[place] for place in _SINK_CALLS[node.target])
-        with self._graph.inserting_before(node):
-            self._graph.call_function(skip_gradient, (node.args[0], name, is_final))
 
     def _replace_sum(self, node: fx.Node, states: dict[fx.Node, _State]) -> None:
         """Replaces a sum of two gradients by the defined one, or by a copy of it."""
@@ -201,19 +205,6 @@ class _VariantWriter:
 
         node.args = fx.map_arg(node.args, replaced)
         node.kwargs = fx.map_arg(node.kwargs, replaced)
-
-    def _remove_dead(self, states: Mapping[fx.Node, _State]) -> None:
-        for node in reversed(list(self._graph.nodes)):
-            is_undefined = states.get(node) is _State.UNDEFINED
-            has_effect = node.target in _EFFECTS and not is_undefined
-            if node.op == "call_function" and not node.users and not has_effect:
-                self._graph.erase_node(node)
-
-
-def _is_sum(node: fx.Node) -> bool:
-    """Whether a call adds two gradients, as autograd does for a value with several readers."""
-    has_two_operands = len(node.all_input_nodes) == len(node.args) == 2
-    return node.target in _SUMS and has_two_operands and node.kwargs.keys() <= {"out"}
 
 
 def _zeros(

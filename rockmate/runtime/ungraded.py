@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rockmate._torch.engine import is_profiling
 from rockmate.capture.forward_attributes import NO_ATTRIBUTES
 from rockmate.capture.model_signature import ModelWatch
 from rockmate.capture.signature import CallSignature, flatten_call
 from rockmate.capture.traced_forward import ModuleReplacedError
-from rockmate.errors import TrialError
+from rockmate.errors import RockmateError, TrialError
 from rockmate.runtime.model_checks import is_lazy
 from rockmate.state.opened_object import tensors_within
 
@@ -52,15 +53,18 @@ class UngradedCalls:
         self._found = [each for each in self._found if not each[1].has_changed()]
         self._found.append((call, ModelWatch(self._model, NO_ATTRIBUTES)))
 
-    def includes_set_up(self, error: Exception, *, also_hooks: bool) -> bool:
-        """Whether a call that ended in an error is a first one, which sets the model up.
+    def includes_failed(self, error: RockmateError, *, ends_in_eager: bool) -> bool:
+        """Whether a call that ended in an error is one: it sets the model up, or is profiled.
 
         Args:
             error: of the call.
-            also_hooks: whether the plain model may run it if it adds hooks.
+            ends_in_eager: whether the plain model may run it if it adds hooks, or is profiled.
         """
+        if ends_in_eager and type(error) is RockmateError and is_profiling():
+            logger.warning("the plain model ran this call, without a budget, since %s", error)
+            return True
         is_replaced = isinstance(error, ModuleReplacedError)
-        sets_up = is_replaced or (also_hooks and isinstance(error, TrialError) and error.sets_up)
+        sets_up = is_replaced or (ends_in_eager and isinstance(error, TrialError) and error.sets_up)
         sets_up &= not self._has_set_up
         if sets_up:
             self._has_set_up = True

@@ -11,7 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.members import MEMBER_TABLES, modules_within
+from rockmate._torch.members import (
+    MEMBER_TABLES,
+    hooks_within,
+    modules_within,
+    parametrizations_afresh,
+)
 from rockmate._torch.storage import versions_of
 from rockmate.state.contents import Both, TensorState
 from rockmate.state.iterators import iterators_guarded, reach_iterators
@@ -37,9 +42,10 @@ class CallState:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Takes the present state."""
         classes = dict.fromkeys(map(type, modules_within(model)))
-        tables = _globals_of(classes)
+        tables = _globals_of([*classes, *hooks_within(modules_within(model))])
+        of_all = [each for each in hooks_within([]) if hasattr(each, "__qualname__")]
         self._model, self.arguments = model, [list(args), dict(kwargs)]
-        self._roots = [model, *self.arguments, *classes, *map(Globals, tables)]
+        self._roots = [model, *self.arguments, *classes, *of_all, *map(Globals, tables)]
         self.objects = self.reached()
         tensors = self.objects.tensors.values()
         self.storages = {key: each for each in tensors for key in storages_of(each)}
@@ -93,7 +99,7 @@ class CallState:
         writes = Writes() if known is None else known.copied()
         try:
             noted = writes.noted() if known is None else nullcontext()
-            with noted, iterators_guarded(self.objects):
+            with noted, iterators_guarded(self.objects), parametrizations_afresh():
                 yield writes
         finally:
             self.put_back(writes)
@@ -179,14 +185,12 @@ def _is_table(path: str) -> bool:
 def _root_name(root: Any) -> str:
     if isinstance(root, Globals):
         return str(root.table.get("__name__", "a file"))
-    return f"class {root.__qualname__}" if isinstance(root, type) else "an argument"
+    return f"class {root.__qualname__}" if isinstance(root, type) else root.__qualname__
 
 
-def _globals_of(classes: Iterable[type]) -> list[dict[str, Any]]:
-    """Those of the files that classes stand in, but for libraries."""
-    files = dict.fromkeys(cls.__module__ for cls in classes if not _is_of_library(cls))
-    return [vars(sys.modules[name]) for name in files if name in sys.modules]
-
-
-def _is_of_library(cls: type) -> bool:
-    return cls.__module__.partition(".")[0] in ("torch", "rockmate", "builtins")
+def _globals_of(members: Iterable[Any]) -> list[dict[str, Any]]:
+    """Those of the files that classes and functions stand in, but for libraries."""
+    files = dict.fromkeys(str(getattr(each, "__module__", "")) for each in members)
+    libraries = ("torch", "rockmate", "builtins")
+    own = [each for each in files if each.partition(".")[0] not in libraries]
+    return [vars(sys.modules[name]) for name in own if name in sys.modules]

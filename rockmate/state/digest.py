@@ -32,7 +32,9 @@ def bits_of(tensor: torch.Tensor) -> int:
         return hash(tuple(map(bits_of, _inner(tensor))))
     tensor = tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     if tensor.device.type == "cpu":
-        found = _crc(_array_of(tensor))
+        is_known = tensor.is_complex() or tensor.dtype in _OF_NUMPY  # else as integers
+        known = tensor if is_known else tensor.view(_INTEGERS[tensor.element_size()])
+        found = _crc(known.numpy())
     else:
         found = hash(tuple(number for piece in _pieces(tensor) for number in _sums(piece)))
     return hash((tuple(tensor.shape), found))
@@ -45,13 +47,6 @@ def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
         tensor = tensor.coalesce()
         return [tensor.indices(), tensor.values()]
     return [tensor.to_dense()]
-
-
-def _array_of(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
-    """The memory of a tensor on the CPU, as integers where NumPy does not know the format."""
-    if tensor.is_complex() or tensor.dtype in _OF_NUMPY:
-        return tensor.numpy()
-    return tensor.view(_INTEGERS[tensor.element_size()]).numpy()
 
 
 def _crc(array: np.ndarray[Any, Any], before: int = 0) -> int:

@@ -139,12 +139,12 @@ class Globals(NamedTuple):
 def _data_of_class(cls: type) -> dict[str, Any]:
     if cls.__module__.partition(".")[0] in LIBRARIES:
         return {}
-    return {name: value for name, value in vars(cls).items() if _is_data(name, value)}
-
-
-def _is_data(name: str, value: Any) -> bool:
-    is_special = name.startswith("__") or hasattr(value, "__get__") or callable(value)
-    return not is_special and not isinstance(value, types.ModuleType)
+    return {
+        name: each
+        for name, each in vars(cls).items()
+        if not (name.startswith("__") or hasattr(each, "__get__") or callable(each))
+        and not isinstance(each, types.ModuleType)
+    }
 
 
 def _put_class(cls: type, content: dict[str, Any]) -> None:

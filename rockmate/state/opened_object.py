@@ -120,7 +120,14 @@ def copied_with(value: Any, replaced: dict[int, Any]) -> Any:
     try:
         return _completed(copy.deepcopy(value, replaced), value, replaced)
     except Exception as error:
-        raise cannot_copy(type(value)) from error
+        if type(value).__base__ is not dict:
+            raise cannot_copy(type(value)) from error
+    # Its `__getattr__` knows keys alone, and raises for what `copy` asks for.
+    made: dict[Any, Any] = dict.__new__(type(value))
+    replaced[id(value)] = made
+    for table, of in ((made, value), (vars(made), vars(value))):
+        dict.update(table, {key: copied_with(each, replaced) for key, each in dict.items(of)})
+    return made
 
 
 def _completed(copied: Any, value: Any, replaced: dict[int, Any]) -> Any:

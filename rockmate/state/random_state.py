@@ -23,7 +23,8 @@ class RandomState:
             devices: those of tensors at hand; generators of GPUs among them count.
             of_pytorch_alone: without Python's and NumPy's, which take a tenth of a millisecond.
         """
-        on_gpu = {each for each in devices if each.type == "cuda"} if _has_gpu() else set()
+        has_gpu = torch.cuda.is_available()  # fake tensors may be on one that is not there
+        on_gpu = {each for each in devices if each.type == "cuda"} if has_gpu else set()
         self._devices = sorted(on_gpu, key=str)
         # No tensors: a budget may be short of their memory.
         self._torch = torch.get_rng_state().numpy().tobytes()
@@ -82,11 +83,6 @@ class ForeignState(NamedTuple):
 
 def _tensor(state: bytes) -> torch.Tensor:
     return torch.from_numpy(np.frombuffer(state, np.uint8).copy())
-
-
-def _has_gpu() -> bool:
-    """Fake tensors may be on a GPU that is not there."""
-    return torch.cuda.is_available()
 
 
 def all_gpus() -> list[torch.device]:

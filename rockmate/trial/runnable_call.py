@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rockmate._torch.engine import has_saved_tensor_hooks
+from rockmate._torch.members import has_global_hooks
 from rockmate.budget import size_text
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.runtime.autograd import Runner
@@ -22,6 +24,14 @@ from rockmate.trial.run import run_beside_eager
 from rockmate.trial.steps import TrialSteps
 
 logger = logging.getLogger(__name__)
+
+_OF_ALL = (
+    "hooks of all modules (register_module_forward_hook) run in no submodule of a planned step"
+)
+_OF_SAVED = (
+    "hooks of saved tensors are on around a planned step and get what the plan saves, which is not "
+    'what eager saves. Where they change values, gradients are not eager\'s: take mode="frames".'
+)
 
 
 class RunnableCall:
@@ -53,7 +63,7 @@ class RunnableCall:
         self.runner.send_weights_home()
         self.runner.saved_bytes = lambda: planned.plan.simulation.saved_bytes
         self.evidence = None if is_adapted else Evidence(planned)
-        self._model = model
+        self._model, self._told = model, set[str]()
         self.watch = ModelWatch(model, self.planned.attributes)
 
     def difference(self, model: nn.Module, *, replans: bool = True) -> str:
@@ -139,7 +149,12 @@ class RunnableCall:
             TrialError: the step differs from eager's. It is undone.
         """
         step = partial(self.run, tensors)
-        if not self.trials.is_next(can_run=not self.others):
+        pairs = ((_OF_ALL, has_global_hooks()), (_OF_SAVED, has_saved_tensor_hooks()))
+        untold = {text for text, is_on in pairs if is_on} - self._told
+        self._told |= untold
+        for text in untold:
+            logger.warning("%s", text)
+        if not self.trials.is_next(can_run=not self.others, is_due=bool(untold)):
             return step()
         if self.planned.program.collectives:
             logger.info("the planned step is not held against eager: its ranks communicate")

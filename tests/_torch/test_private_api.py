@@ -1186,8 +1186,14 @@ def test_storage() -> None:
     assert reference.expired()
 
 
-def test_autocast_keeps_no_casts() -> None:
-    weight = torch.ones(2, 2, requires_grad=True)
+def test_autocast_keeps_no_casts_nor_parametrizations() -> None:
+    weight, normed = torch.ones(2, 2, requires_grad=True), nn.utils.parametrizations.weight_norm
+    with nn.utils.parametrize.cached():
+        layer = normed(nn.Linear(2, 2))
+        cached = layer.weight
+        with autocast.autocast_uncached():
+            assert layer.weight is not cached
+        assert layer.weight is cached
     with torch.autocast("cpu", dtype=torch.bfloat16), autocast.autocast_uncached():
         first, second = (torch.mm(weight, weight).grad_fn for _ in range(2))
         assert not torch.is_autocast_cache_enabled()

@@ -65,7 +65,7 @@ class Mapped(UserDict[str, Tensor]):
 
 
 class Sub(dict[str, Tensor]):
-    x = property(lambda self: self["x"])
+    __getattr__ = dict.__getitem__  # `copy` asks for others than "x"
 
 
 @dataclasses.dataclass

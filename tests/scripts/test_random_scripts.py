@@ -30,7 +30,9 @@ def test_the_first_seeds_have_one_kind_each_which_eager_trains() -> None:
             assert all(loss.isfinite() for loss in record["loss"]), script
 
 
-@pytest.mark.parametrize("seed", range(int(os.environ.get("RANDOM_SCRIPTS", "6"))))
+@pytest.mark.parametrize(
+    "seed", [*range(int(os.environ.get("RANDOM_SCRIPTS", "6"))), 30_374, 909_010]
+)
 def test_a_wrapped_script_is_eagers_or_is_advised(seed: int) -> None:
     script = Script.of(1000 + seed)
     found = outcome(script)
@@ -44,6 +46,7 @@ def test_a_wrapped_script_is_eagers_or_is_advised(seed: int) -> None:
         ("backward in a thread", ""),
         ("batch norm, eval call between", ""),
         ("buffer replaced", ""),
+        ("cache of a length", ""),
         ("cached function", ""),
         ("cached function, activation that is read", "reads the value of a tensor"),
         ("class attribute in a backward", ""),
@@ -66,13 +69,6 @@ def test_a_kind_is_eagers_or_its_plan_is_refused(kinds: str, advice: str, mode: 
     reasons = [each for each in found["advices"] if "smallest peak" not in each]
     assert bool(reasons) == (bool(advice) and mode == "plan"), found
     assert all(advice in each for each in reasons)
-
-
-def test_the_same_seed_is_the_same_script() -> None:
-    script = Script.of(300)
-    assert script == Script.of(300)
-    one, two = (random_scripts.run_of(script).train() for _ in range(2))
-    assert not random_scripts.difference(one, two)
 
 
 @pytest.mark.parametrize(

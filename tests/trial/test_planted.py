@@ -105,8 +105,7 @@ def parameter_replaced(_: Patch, model: Any) -> None:
 
 
 def hook_not_called(_: Patch, model: Any) -> None:
-    calls = []
-    model.norm.register_forward_hook(lambda *_: calls.append(1))
+    model.norm.register_forward_hook(lambda _, x, y, calls=[]: calls.append(1))
 
 
 def hook_added_later(patch: Patch, model: Any) -> Any:

@@ -133,17 +133,14 @@ def return_gradients_of_casts(module: nn.Module, capture: Capture) -> None:
     values = list(returned)
     for place, role in enumerate(capture.output_roles):
         if role is not None and role.kind is RoleKind.PARAMETER_GRADIENT and role.name in cast:
-            values[place] = _before_cast(values[place], role.name)
+            if values[place].target is not _CAST:
+                msg = (
+                    f"autocast casts {role.name}, which it reads without the cast, too, or "
+                    "several times"
+                )
+                raise UnsupportedModelError(msg)
+            values[place] = values[place].args[0]
     output.args = (tuple(values),)
-
-
-def _before_cast(gradient: fx.Node, name: str) -> fx.Node:
-    if gradient.target is not _CAST:
-        msg = f"autocast casts {name}, which it reads without the cast, too, or several times"
-        raise UnsupportedModelError(msg)
-    before = gradient.args[0]
-    assert isinstance(before, fx.Node)
-    return before
 
 
 def casts_of(captured: Capture | Graph) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -106,9 +106,8 @@ def _priced(graph: Graph, schedule: Schedule, costs: Costs) -> PricedSchedule:
     # The simulation has all outputs and their gradients live to the end.
     running_bytes = max(live[num_forward:], default=0) - output_bytes - gradient_bytes
     returned_bytes, added_bytes = _returned_bytes(graph)
-    cast_bytes = sum(
-        gradient.nbytes for _, gradient in casts_of(graph).values()
-    )  # those of autocast
+    cast_bytes = sum(each.nbytes for _, each in casts_of(graph).values())  # those of autocast
+    times_ms, recomputed = costs.recompute_arrays.time_ms, schedule.recomputed_positions()
     cost = ScheduleCost(
         held_bytes=max(0, simulation.saved_bytes - output_bytes),
         read_output_bytes=read_output_bytes,
@@ -116,7 +115,7 @@ def _priced(graph: Graph, schedule: Schedule, costs: Costs) -> PricedSchedule:
         backward_bytes=max(running_bytes, returned_bytes),
         added_bytes=added_bytes,
         output_gradient_bytes=gradient_bytes,
-        recompute_s=_recompute_ms(schedule, costs) / 1e3,
+        recompute_s=float(sum(times_ms[schedule.steps[at]] for at in recomputed)) / 1e3,
         seconds=simulation.time_ms / 1e3,
     )
     return PricedSchedule(cost, schedule)
@@ -141,12 +140,6 @@ def _returned_bytes(graph: Graph) -> tuple[int, int]:
     )
     most_of_inputs = max(inputs, default=0)
     return kept_bytes + most_of_inputs, kept_bytes + max(parameters, default=most_of_inputs)
-
-
-def _recompute_ms(schedule: Schedule, costs: Costs) -> float:
-    times = costs.recompute_arrays.time_ms
-    steps = schedule.steps
-    return float(sum(times[steps[position]] for position in schedule.recomputed_positions()))
 
 
 def _worth_running(priced: Iterable[PricedSchedule]) -> list[PricedSchedule]:

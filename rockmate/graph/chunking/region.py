@@ -157,7 +157,7 @@ def _region(
             for call, operand in _further_starts(chunked_calls, space, large, halves).items()
             if not at_once or call in halves.forward or call.target not in PRODUCTS
         }
-        if not further:
+        if further.keys() <= set(starts):  # one may have been started from and be left out
             break
         starts += further
         input_rows |= dict(further.values())

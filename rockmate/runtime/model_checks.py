@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from rockmate._torch.engine import active_transform
+from rockmate._torch.fake import is_fake
 from rockmate._torch.fsdp import modules_with_shards, put_shards
-from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.capture.read_values import UnknownValueError
+from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
+from rockmate.state.call_state import CallState
+from rockmate.state.tensors import tensors_in
+from rockmate.state.writes import Writes
 
 if TYPE_CHECKING:
     from rockmate.costs.machine import Machine
@@ -74,6 +80,36 @@ def check_model(model: nn.Module, untraced: Sequence[str], machine: Machine | No
             "%s",
             ", ".join(with_hooks),
         )
+
+
+def raise_as_eager(
+    error: RockmateError, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises what the plain model raises on a call whose capture has failed, if it does.
+
+    A call that it runs is undone.
+
+    Args:
+        error: that of the capture. The plain model runs only if the error has a cause that may be
+            the model's own.
+        model: the plain model, or a wrapper of it.
+        args: of the call.
+        kwargs: of the call.
+    """
+    if error.__cause__ is None or isinstance(error, UnknownValueError):
+        return
+    before, writes = CallState(model, args, kwargs), Writes()
+    if before.has_iterators() or any(map(is_fake, tensors_in((args, kwargs)))):
+        return
+    random = before.random_now()
+    try:
+        with writes.noted():
+            model(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        pass
+    except Exception as own:
+        raise own from None
+    before.put_back(writes, random)
 
 
 def refuse_transforms() -> None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from rockmate._torch.pytree import tree_map_only
-
 from rockmate.capture.compiled_model import require_module
 from rockmate.capture.signature import sample_call
 from rockmate.errors import InvalidArgumentError, InvalidSampleError, UnsupportedModelError
@@ -49,6 +48,7 @@ def plan_step(
     `no_grad`. Each keeps its own mode, train or eval, and the step is planned in either; under
     `no_grad` the function runs as it is. What the function reads by `item()` or `tolist()`, and
     only puts into containers, attributes or its output, is put there after each planned forward.
+    `self.log` and `self.log_dict` of a LightningModule's method are called then, too.
 
     Args:
         loss_fn: returns a loss, or a mapping with one under "loss". A function, a bound method or a

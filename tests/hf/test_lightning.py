@@ -15,7 +15,7 @@ import torch
 from fine_tuning import batch, llama
 from torch import Tensor, nn
 
-from rockmate import RockmateModule
+from rockmate import PlannedStep, RockmateModule, plan_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: few workers, no logger, ...
 
@@ -111,3 +111,43 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
     ours, _ = fitted(tmp_path / "planned", 0.6, resume=saved)
     assert len(ours.seen["train"]) == 3
     check(ours, theirs)
+
+
+def test_a_training_step_that_logs(tmp_path: Path) -> None:
+    """The line above `training_step`: metrics of each step and of the epoch are the plain run's."""
+
+    class Plain(language()):
+        def training_step(self, rows: Any) -> Tensor:
+            loss = self.model(**rows).loss
+            self.log("train", loss, prog_bar=True, on_epoch=True, batch_size=4)
+            self.log_dict({"twice": 2 * loss.detach(), "size": loss.item()})
+            return loss
+
+    class Planned(Plain):
+        training_step = plan_step(Plain.training_step, ["model"], budget=0.6)
+
+    class Seen(lightning().Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            module.seen["train"].append(dict(trainer.callback_metrics))
+
+    found = []
+    for cls in (Plain, Planned):
+        torch.manual_seed(0)
+        module = cls()
+        settings: dict[str, Any] = {"max_epochs": 2, "log_every_n_steps": 1, "accelerator": "cpu"}
+        trainer = lightning().Trainer(default_root_dir=tmp_path, callbacks=[Seen()], **settings)
+        torch.manual_seed(1)
+        trainer.fit(module, rows_of(3, 0), rows_of(1, 100))
+        module.seen["train"].append(dict(trainer.callback_metrics))
+        found.append(module)
+    theirs, ours = found
+    assert isinstance(ours.training_step, PlannedStep)
+    assert ours.training_step.is_planned
+    assert {"train_step", "train_epoch", "twice", "size"} <= theirs.seen["train"][-1].keys()
+    assert len(ours.seen["train"]) == len(theirs.seen["train"]) == 7
+    assert all(map(same_metrics, ours.seen["train"], theirs.seen["train"]))
+    assert_equal(ours.state_dict(), theirs.state_dict())
+
+
+def same_metrics(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(map(torch.equal, ours.values(), theirs.values()))

@@ -49,7 +49,11 @@ def check_model(model: nn.Module, untraced: Sequence[str], machine: Machine | No
     from rockmate.runtime.ddp import refuse_sharded
 
     if not model.training:
-        msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
+        msg = (
+            "the model is in eval mode, where a plan is never used. Call model.train() first; for "
+            "gradients of inputs in eval mode (forces, saliency) write rockmate.plan_step(model, "
+            "budget=...), which plans in either."
+        )
         raise InvalidSampleError(msg)
     refuse_sharded(model)
     put_shards(model)

@@ -152,6 +152,11 @@ def test_gradients_in_eval_mode_and_of_inputs_alone() -> None:
     (force,) = torch.autograd.grad(energy(x).sum(), x)
     assert same_bits(force, torch.autograd.grad(model(x).sum(), x)[0])
     assert all(each.grad is None for each in model.parameters())
+    bare = nn.Sequential(nn.Softplus(), nn.Tanh()).eval()  # without parameters
+    planned = rockmate.plan_step(bare, budget=1.0)
+    (force,) = torch.autograd.grad(planned(x).sum(), x)
+    assert same_bits(force, torch.autograd.grad(bare(x).sum(), x)[0])
+    assert planned.is_planned
 
 
 def test_what_is_not_among_the_modules_is_named() -> None:

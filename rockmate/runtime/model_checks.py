@@ -94,13 +94,16 @@ def raise_as_eager(
     A call that it runs is undone.
 
     Args:
-        error: that of the capture. The plain model runs only if the error has a cause that may be
-            the model's own.
+        error: that of the capture. The plain model runs only if its first cause may be the model's
+            own: no class of the tracer's.
         model: the plain model, or a wrapper of it.
         args: of the call.
         kwargs: of the call.
     """
-    if error.__cause__ is None or isinstance(error, UnknownValueError):
+    cause: BaseException | None = error
+    while isinstance(cause, RockmateError) and not isinstance(cause, UnknownValueError):
+        cause = cause.__cause__
+    if cause is None or type(cause).__module__.startswith(("torch.", "rockmate.")):
         return
     before, writes = CallState(model, args, kwargs), Writes()
     if before.has_iterators() or any(map(is_fake, tensors_in((args, kwargs)))):

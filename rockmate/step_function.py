@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from rockmate._torch.pytree import tree_map_only
 from rockmate.capture.compiled_model import require_module
-from rockmate.capture.signature import sample_call
 from rockmate.errors import InvalidArgumentError, InvalidSampleError, UnsupportedModelError
 from rockmate.module import RockmateModule
 from rockmate.runtime.model_checks import raise_as_eager
@@ -96,8 +95,9 @@ class PlannedStep:
         try:
             self.module = RockmateModule(model, sample, **options)
         except (UnsupportedModelError, InvalidSampleError) as error:
-            if error.__cause__ is not None:
-                raise_as_eager(error, model, *sample_call(sample))
+            from rockmate.capture.signature import sample_call  # late, as all of the capture
+
+            raise_as_eager(error, model, *sample_call(sample))
             raise
         functools.update_wrapper(self, function, updated=())
 

@@ -12,11 +12,7 @@ from torch import nn
 from rockmate._torch.engine import active_transform
 from rockmate._torch.fake import is_fake
 from rockmate._torch.fsdp import modules_with_shards, put_shards
-from rockmate.capture.read_values import UnknownValueError
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
-from rockmate.state.call_state import CallState
-from rockmate.state.tensors import tensors_in
-from rockmate.state.writes import Writes
 
 if TYPE_CHECKING:
     from rockmate.costs.machine import Machine
@@ -100,6 +96,11 @@ def raise_as_eager(
         args: of the call.
         kwargs: of the call.
     """
+    from rockmate.capture.read_values import UnknownValueError
+    from rockmate.state.call_state import CallState
+    from rockmate.state.tensors import tensors_in
+    from rockmate.state.writes import Writes
+
     cause: BaseException | None = error
     while isinstance(cause, RockmateError) and not isinstance(cause, UnknownValueError):
         cause = cause.__cause__

@@ -97,7 +97,8 @@ class PlannedStep:
         except (UnsupportedModelError, InvalidSampleError) as error:
             from rockmate.capture.signature import sample_call  # late, as all of the capture
 
-            raise_as_eager(error, model, *sample_call(sample))
+            if sample is not None:
+                raise_as_eager(error, model, *sample_call(sample))
             raise
         functools.update_wrapper(self, function, updated=())
 

@@ -91,7 +91,7 @@ class PlannedStep:
         owner = getattr(function, "__self__", None)
         self._logs = any(each.__name__ == "LightningModule" for each in type(owner).__mro__)
         if self._logs:
-            model.forward = _with_logs(function, vars(owner))
+            model.forward = _with_logs(function, owner)
         try:
             self.module = RockmateModule(model, sample, **options)
         except (UnsupportedModelError, InvalidSampleError) as error:
@@ -118,7 +118,7 @@ class PlannedStep:
         return repr(self.module)
 
 
-def _with_logs(function: Callable[..., Any], owned: dict[str, Any]) -> Callable[..., Any]:
+def _with_logs(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
     """A LightningModule's method that returns its calls of `self.log` with its result.
 
     In a planned step its Python does not run, and what it logs are results of the step.
@@ -131,11 +131,11 @@ def _with_logs(function: Callable[..., Any], owned: dict[str, Any]) -> Callable[
             detached = tree_map_only(Tensor, Tensor.detach, (given, keywords))
             calls.append((name, *detached))
 
-        owned.update({name: functools.partial(log, name) for name in ("log", "log_dict")})
+        vars(owner).update({name: functools.partial(log, name) for name in ("log", "log_dict")})
         try:
             output = function(*args, **kwargs)
         finally:
-            del owned["log"], owned["log_dict"]
+            del vars(owner)["log"], vars(owner)["log_dict"]
         is_mapping = isinstance(output, Mapping)
         output = dict(output) if is_mapping else {"loss": output}
         return {**output, "calls": calls, "is_mapping": is_mapping}

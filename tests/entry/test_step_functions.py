@@ -250,7 +250,9 @@ def test_derivatives_by_functions() -> None:
 
     step = rockmate.plan_step(loss_fn, [model], (x,), budget=1.0, on_infeasible="least")
     check(step, loss_fn, [model], x)
-    bent = rockmate.plan_step(lambda x: hessian(energy)(x[0]).norm(), [model], budget=1.0)
+    bent = rockmate.plan_step(
+        lambda x: sum(hessian(energy)(row).norm() for row in x), [model], budget=1.0
+    )
     with pytest.raises(UnsupportedModelError, match=r"jacrev\(torch\.func\.jacrev\(f\)\)"):
         bent(x)
 

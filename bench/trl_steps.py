@@ -43,14 +43,15 @@ def _row(at: int, size: int) -> dict[str, Any]:
 
 def trainer_of(kind: str, size: int) -> Any:
     """A trainer of a kind, of sequences of twice `size` words out of 1,570 times as many."""
-    import datasets
+    import datasets  # pyright: ignore[reportMissingImports]
     import transformers
 
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     config = transformers.GPT2Config(
         vocab_size=max(64, 1570 * size), n_layer=4, n_embd=64 + 6 * size, n_head=2, n_positions=128,
-        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, pad_token_id=0, eos_token_id=1, num_labels=1,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, pad_token_id=0, eos_token_id=1,
     )  # fmt: skip
+    config.num_labels = 1  # of a reward
     cls = "GPT2ForSequenceClassification" if kind == "Reward" else "GPT2LMHeadModel"
     model, more = getattr(transformers, cls)(config), dict[str, Any]()
     folder = model.config._name_or_path = tempfile.mkdtemp()  # references are loaded from there

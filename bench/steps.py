@@ -3,30 +3,29 @@
     taskset -c 0 python -m bench.steps            # writes bench/results/steps_cpu_<yyyymm>.*
     python -m bench.steps --model pinn --tiny
 
-Each step is run as it is and as `rockmate.plan_step` plans it, or `rockmate.wrap_trainer` that of a
-trainer of TRL, at 0.6 of the peak that eager's step has as measured, and with the smallest peak. A
-trainer's step is `compute_loss` with the reference, and the backward.
+Each step is run as it is and as `rockmate.plan_step` plans it, at 0.6 of the peak that eager's step
+has as measured, and with the smallest peak.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench import command, trl_steps
+from bench import command
 from bench.command import Record
 from bench.measure import allocator_peak, gradients_of, same_bits, time_in_turn
 from bench.pages import about, filled
-from rockmate import plan_step, wrap_trainer
+from rockmate import plan_step
 
 SHARE = 0.6
 MOST_TIME = 1.15
@@ -40,13 +39,11 @@ class Case:
         loss_fn: the function.
         modules: what it calls.
         batch: its arguments.
-        wrapped: gives the planned function for a budget and options; None is `plan_step`.
     """
 
     loss_fn: Callable[..., Tensor]
     modules: list[nn.Module]
     batch: tuple[Tensor, ...]
-    wrapped: Callable[..., Callable[..., Tensor]] | None = None
 
 
 def _mlp(num_in: int, num_out: int, width: int, activation: type[nn.Module] = nn.Tanh) -> nn.Module:
@@ -137,25 +134,30 @@ def forces(size: int) -> Case:
     return Case(loss_fn, [radial, node], batch)
 
 
-def trained(kind: str, size: int) -> Case:
-    """The step of a trainer of TRL."""
-    trainer = trl_steps.trainer_of(kind, size)
-    batch, model, compute_loss = trl_steps.batch_of(trainer), trainer.model, trainer.compute_loss
+def dpo(size: int) -> Case:
+    """A GPT-2 and its reference, log-probabilities outside of the models."""
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    def wrapped(budget: int | str, **options: Any) -> Callable[[], Tensor]:
-        trainer.model, trainer.compute_loss = model, compute_loss
-        wrap_trainer(trainer, budget, **options)
-        return partial(_loss_of, trainer.compute_loss, trainer.model, batch)
+    config = GPT2Config(vocab_size=1600 * size, n_layer=2, n_embd=128, n_head=2, n_positions=128)
+    policy = GPT2LMHeadModel(config)
+    reference = copy.deepcopy(policy).eval().requires_grad_(False)
+    policy.train()
 
-    return Case(partial(_loss_of, compute_loss, model, batch), [model], (), wrapped)
+    def log_probs(model: nn.Module, words: Tensor) -> Tensor:
+        logits = model(input_ids=words, use_cache=False).logits[:, :-1]
+        return logits.log_softmax(-1).gather(2, words[:, 1:, None]).sum((1, 2))
+
+    def loss_fn(words: Tensor) -> Tensor:
+        with torch.no_grad():
+            expected = log_probs(reference, words)
+        chosen, rejected = (log_probs(policy, words) - expected).chunk(2)
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+    words = torch.randint(config.vocab_size, (4, 4 * size))
+    return Case(loss_fn, [policy, reference], (words,))
 
 
-def _loss_of(compute_loss: Callable[..., Tensor], model: nn.Module, batch: Any) -> Tensor:
-    return compute_loss(model, dict(batch))
-
-
-CASES = {each.__name__: each for each in (pinn, wgan_gp, r1, maml, forces)}
-CASES |= {f"trl_{kind.lower()}": partial(trained, kind) for kind in trl_steps.KINDS}
+CASES = {each.__name__: each for each in (pinn, wgan_gp, r1, maml, forces, dpo)}
 
 
 def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
@@ -177,9 +179,9 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
 
     eager_bytes = peak_bytes(case.loss_fn)
     options_of: Any = {"trial": "never", "on_infeasible": "least", "numerics": "bitwise"}
-    plan = case.wrapped or partial(plan_step, case.loss_fn, case.modules, case.batch)
-    step = plan(budget=int(SHARE * eager_bytes), **options_of)
-    least = plan(budget="1KiB", **options_of | {"numerics": "any_order"})
+    given = case.loss_fn, case.modules, case.batch
+    step = plan_step(*given, budget=int(SHARE * eager_bytes), **options_of)
+    least = plan_step(*given, budget="1KiB", **options_of | {"numerics": "any_order"})
     steps = {"eager": lambda: run(case.loss_fn), "planned": lambda: run(step)}
     is_same = same_bits(run(step), run(case.loss_fn))
     times = time_in_turn(steps, options.rounds)

@@ -11,10 +11,7 @@ from bench.steps import CASES, measured, page
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.filterwarnings("ignore")  # of trainers
 def test_a_tiny_step(name: str) -> None:
-    if name.startswith("trl"):
-        pytest.importorskip("trl")
     (found,) = measured(name, Namespace(tiny=True, rounds=1))
     assert found["is_same"]
     assert found["least_bytes"] <= found["eager_bytes"]

@@ -40,7 +40,7 @@ from rockmate.memory_limit import Optimizer
 from rockmate.planning.options import PlanOptions
 from rockmate.runtime.first_backward import FirstBackward
 from rockmate.runtime.methods import Methods, names_of_methods, twin_of
-from rockmate.runtime.model_checks import is_lazy, refuse_transforms
+from rockmate.runtime.model_checks import is_lazy, raise_as_eager, refuse_transforms
 from rockmate.runtime.wrapper import (
     ForwardOfModel,
     Wrapper,
@@ -314,6 +314,7 @@ class RockmateModule(Wrapper):
                 tensor is larger than the sample's and `larger` is "refuse"; or the call or the
                 module's state differs in any way, and the module was made with a plan or with
                 `replan=False`.
+            Exception: the model's own, where it raises in eager, too.
             InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: the call, or the
                 changed module, cannot be planned for.
             TrialError: the step differs from eager's. It is undone.
@@ -370,6 +371,7 @@ class RockmateModule(Wrapper):
                     return self.original(*args, **kwargs)
                 if not isinstance(error, (*_CAPTURE_ERRORS, SignatureMismatchError)):
                     raise
+                raise_as_eager(error, self.original, args, kwargs)
                 self._go_on_with_frames(error)
         assert self._frames is not None
         try:

@@ -13,11 +13,13 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from rockmate._torch.pytree import tree_map_only
 from rockmate.capture.compiled_model import require_module
-from rockmate.errors import InvalidArgumentError
+from rockmate.errors import InvalidArgumentError, InvalidSampleError, UnsupportedModelError
 from rockmate.module import RockmateModule
+from rockmate.runtime.model_checks import raise_as_eager
 
 if TYPE_CHECKING:
     from rockmate.budget import Budget
@@ -45,6 +47,7 @@ def plan_step(
     `no_grad`. Each keeps its own mode, train or eval, and the step is planned in either; under
     `no_grad` the function runs as it is. What the function reads by `item()` or `tolist()`, and
     only puts into containers, attributes or its output, is put there after each planned forward.
+    `self.log` and `self.log_dict` of a LightningModule's method are called then, too.
 
     Args:
         loss_fn: returns a loss, or a mapping with one under "loss". A function, a bound method or a
@@ -62,6 +65,7 @@ def plan_step(
         InvalidArgumentError: a module is none, is planned already, or is not given.
         UnsupportedModelError: the function calls a module that was not given.
         RockmateError: as for `RockmateModule`.
+        Exception: that of the function itself, where it raises in eager, too.
     """
     if loss_fn is None:
         return lambda function: plan_step(function, modules, sample, budget, **options)
@@ -83,18 +87,60 @@ class PlannedStep:
         self, function: Callable[..., Any], modules: Modules, sample: Any, options: dict[str, Any]
     ) -> None:
         """Plans for a sample, or else at the first call; arguments are those of `plan_step`."""
-        self.module = RockmateModule(step_module(function, modules), sample, **options)
+        model = step_module(function, modules)
+        owner = getattr(function, "__self__", None)
+        self._logs = any(each.__name__ == "LightningModule" for each in type(owner).__mro__)
+        if self._logs:
+            model.forward = _with_logs(function, owner)
+        try:
+            self.module = RockmateModule(model, sample, **options)
+        except (UnsupportedModelError, InvalidSampleError) as error:
+            from rockmate.capture.signature import sample_call  # late, as all of the capture
+
+            if sample is not None:
+                raise_as_eager(error, model, *sample_call(sample))
+            raise
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The function's result; errors as for `RockmateModule.forward`."""
-        return self.module(*args, **kwargs)
+        output = self.module(*args, **kwargs)
+        if not self._logs:
+            return output
+        for name, given, keywords in output.pop("calls"):
+            getattr(self.__wrapped__.__self__, name)(*given, **keywords)
+        return output if output.pop("is_mapping") else output["loss"]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["module"], name)
 
     def __repr__(self) -> str:
         return repr(self.module)
+
+
+def _with_logs(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
+    """A LightningModule's method that returns its calls of `self.log` with its result.
+
+    In a planned step its Python does not run, and what it logs are results of the step.
+    """
+
+    def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        calls: list[Any] = []
+
+        def log(name: str, *given: Any, **keywords: Any) -> None:
+            detached = tree_map_only(Tensor, Tensor.detach, (given, keywords))
+            calls.append((name, *detached))
+
+        vars(owner).update({name: functools.partial(log, name) for name in ("log", "log_dict")})
+        try:
+            output = function(*args, **kwargs)
+        finally:
+            del vars(owner)["log"], vars(owner)["log_dict"]
+        is_mapping = isinstance(output, Mapping)
+        output = dict(output) if is_mapping else {"loss": output}
+        return {**output, "calls": calls, "is_mapping": is_mapping}
+
+    return run
 
 
 class PlannedMethod:

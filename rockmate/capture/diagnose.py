@@ -53,6 +53,13 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             f"or{advice_to_leave(model, path)}.{_layerdrop_advice(model, path)} ({text})"
         )
         return UnknownValueError(msg)
+    if "has_fw_view" in str(error):
+        msg = (
+            f"{type(model).__name__} cannot be captured: PyTorch does not trace torch.func's "
+            f"hessian, jacfwd or jvp of such a view{where}. Take the derivative in reverse mode, "
+            "torch.func.jacrev(torch.func.jacrev(f)) for hessian(f); or of a batch, by vmap."
+        )
+        return UnsupportedModelError(msg)
     if any(each in str(error) for each in ("entirely functional graph", "a non-functional tensor")):
         msg = (
             f"the forward of {type(model).__name__} changes a tensor in place that is neither "

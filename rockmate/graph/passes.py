@@ -156,6 +156,7 @@ REWRITES: tuple[Pass[Capture], ...] = (
         keeps="every call but those that mark values, which nothing reads",
         run=lambda capture, options: note_marks(capture, options.marks),
     ),
+    _rewrite("fill zero tensors", _SAME_BITS, rewrite.fill_zero_tensors),
     _rewrite("drop value checks", _SAME_BITS, rewrite.drop_value_checks),
     _rewrite(
         "split dropouts",

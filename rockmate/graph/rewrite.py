@@ -51,6 +51,14 @@ def drop_value_checks(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def fill_zero_tensors(graph: fx.Graph) -> None:
+    """Gives memory to the zeros without any, which are tangents of forward-mode derivatives."""
+    for node in _calls(graph, _aten._efficientzerotensor.default):
+        left, node.target = storage_ids(node), _aten.zeros.default
+        refresh(node)
+        refresh_views(node, left)
+
+
 def split_dropouts(graph: fx.Graph) -> None:
     """Splits each dropout on CPU into drawing its mask and applying it.
 

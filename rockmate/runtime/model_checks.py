@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from rockmate._torch.engine import active_transform
+from rockmate._torch.fake import is_fake
 from rockmate._torch.fsdp import modules_with_shards, put_shards
-from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from rockmate.costs.machine import Machine
@@ -43,7 +45,11 @@ def check_model(model: nn.Module, untraced: Sequence[str], machine: Machine | No
     from rockmate.runtime.ddp import refuse_sharded
 
     if not model.training:
-        msg = "the model is in eval mode, where a plan is never used. Call model.train() first."
+        msg = (
+            "the model is in eval mode, where a plan is never used. Call model.train() first; for "
+            "gradients of inputs in eval mode (forces, saliency) write rockmate.plan_step(model, "
+            "budget=...), which plans in either."
+        )
         raise InvalidSampleError(msg)
     refuse_sharded(model)
     put_shards(model)
@@ -74,6 +80,44 @@ def check_model(model: nn.Module, untraced: Sequence[str], machine: Machine | No
             "%s",
             ", ".join(with_hooks),
         )
+
+
+def raise_as_eager(
+    error: RockmateError, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raises what the plain model raises on a call whose capture has failed, if it does.
+
+    A call that it runs is undone.
+
+    Args:
+        error: that of the capture. The plain model runs only if its first cause may be the model's
+            own: no class of the tracer's.
+        model: the plain model, or a wrapper of it.
+        args: of the call.
+        kwargs: of the call.
+    """
+    from rockmate.capture.read_values import UnknownValueError
+    from rockmate.state.call_state import CallState
+    from rockmate.state.tensors import tensors_in
+    from rockmate.state.writes import Writes
+
+    cause: BaseException | None = error
+    while isinstance(cause, RockmateError) and not isinstance(cause, UnknownValueError):
+        cause = cause.__cause__
+    if cause is None or type(cause).__module__.startswith(("torch.", "rockmate.")):
+        return
+    before, writes = CallState(model, args, kwargs), Writes()
+    if before.has_iterators() or any(map(is_fake, tensors_in((args, kwargs)))):
+        return
+    random = before.random_now()
+    try:
+        with writes.noted():
+            model(*args, **kwargs)
+    except torch.OutOfMemoryError:
+        pass
+    except Exception as own:
+        raise own from None
+    before.put_back(writes, random)
 
 
 def refuse_transforms() -> None:

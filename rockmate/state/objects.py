@@ -29,7 +29,7 @@ _MOST_BYTES = 1 << 20
 LIBRARIES = frozenset((
     "torch", "builtins", "logging", "threading", "types", "weakref", "concurrent", "asyncio",
     "multiprocessing", "_thread", "_io", "io", "rockmate", "numpy", "_weakref", "_abc", "abc",
-    "functools", "inspect", "typing", "re",
+    "functools", "inspect", "typing", "re", "lightning", "pytorch_lightning", "rich", "tqdm",
 ))  # fmt: skip
 """Whose objects are not followed: they have state of their own kind, or point everywhere."""
 _SIZED = (dict, list, deque, set, tuple)

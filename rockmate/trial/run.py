@@ -120,7 +120,8 @@ def _of_plain(
     """The outcome of the plain forward, which is undone; None where it cannot run in the budget."""
     reason, outcome, saving = "", None, Saving(plain, undo, before.storages)
     try:
-        for run, evict in ((nothing_saved()(plain), lambda: False), (saving.run, saving.evict)):
+        unsaved = nothing_saved()(plain), lambda: False
+        for run, evict in (unsaved, (saving.run, saving.evict), (plain, lambda: False)):
             try:
                 begin_s = time.thread_time()
                 with writes.noted(evict):
@@ -128,7 +129,9 @@ def _of_plain(
                 steps.forward_s = time.thread_time() - begin_s
                 outcome = reader.outcome(output)
                 break
-            except DifferentiatedError:
+            except (DifferentiatedError, RuntimeError) as error:
+                if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
+                    raise  # else within torch.func no such hooks may be on
                 undo()
     except IteratorError:
         reason = "the plain forward would use an iterator up"

@@ -152,6 +152,11 @@ def test_gradients_in_eval_mode_and_of_inputs_alone() -> None:
     (force,) = torch.autograd.grad(energy(x).sum(), x)
     assert same_bits(force, torch.autograd.grad(model(x).sum(), x)[0])
     assert all(each.grad is None for each in model.parameters())
+    bare = nn.Sequential(nn.Softplus(), nn.Tanh()).eval()  # without parameters
+    planned = rockmate.plan_step(bare, budget=1.0)
+    (force,) = torch.autograd.grad(planned(x).sum(), x)
+    assert same_bits(force, torch.autograd.grad(bare(x).sum(), x)[0])
+    assert planned.is_planned
 
 
 def test_what_is_not_among_the_modules_is_named() -> None:
@@ -224,6 +229,60 @@ def test_the_advice_for_a_second_derivative_by_the_script() -> None:
     exec("\n".join(line[2:] for line in lines), names)
     model.zero_grad()
     check(names["step"], names["loss_fn"], [model], x)
+    module(x).sum().backward()  # the planned module serves later steps, and gives the same advice
+    with pytest.raises(BackwardError) as later:
+        module(x).sum().backward(create_graph=True)
+    assert str(later.value) == str(caught.value)
+
+
+def test_derivatives_by_functions() -> None:
+    model, x = mlp(8, 1, activation=nn.Tanh).eval(), torch.randn(16, 8)
+    grad, hessian, jacrev, vmap = (
+        getattr(torch.func, name) for name in ("grad", "hessian", "jacrev", "vmap")
+    )
+
+    def energy(row: Tensor) -> Tensor:
+        return model(row).sum()
+
+    def loss_fn(x: Tensor) -> Tensor:
+        rows = sum(jacrev(jacrev(energy))(row).norm() for row in x)  # what the error below advises
+        return rows + vmap(grad(energy))(x).norm() + vmap(hessian(energy))(x).norm()
+
+    step = rockmate.plan_step(loss_fn, [model], (x,), budget=1.0, on_infeasible="least")
+    check(step, loss_fn, [model], x)
+    bent = rockmate.plan_step(
+        lambda x: sum(hessian(energy)(row).norm() for row in x), [model], budget=1.0
+    )
+    with pytest.raises(UnsupportedModelError, match=r"jacrev\(torch\.func\.jacrev\(f\)\)"):
+        bent(x)
+
+
+class WrongBatchError(Exception):
+    """A user's own."""
+
+
+@pytest.mark.parametrize("error", [WrongBatchError, ValueError, RuntimeError])
+def test_what_the_function_raises_arrives_as_in_eager(error: type[Exception]) -> None:
+    model, seen = mlp(4, 1), []
+
+    def loss_fn(x: Tensor) -> Tensor:
+        seen.append(len(x))
+        if len(x) == 3 or (len(x) == 4 and type(x.detach()) is not Tensor):
+            raise error(f"{len(x)} rows")
+        return model(x).sum()
+
+    step = rockmate.plan_step(loss_fn, [model], budget=1.0, on_infeasible="least")
+    for call in (step, lambda x: rockmate.plan_step(loss_fn, [model], (x,), budget=1.0)):
+        with pytest.raises(error, match="3 rows") as caught:
+            call(torch.randn(3, 4))
+        assert caught.traceback[-1].name == "loss_fn"
+    step(torch.randn(8, 4)).backward()
+    with pytest.raises(error, match="3 rows"):
+        step(torch.randn(3, 4))
+    seen.clear()
+    with pytest.raises(rockmate.RockmateError, match="4 rows"):
+        step(torch.randn(4, 4))  # which the trace alone raises
+    assert not seen  # the run in eager is undone
 
 
 # --- numbers that are only handed on --------------------------------------------------------------

@@ -15,7 +15,7 @@ import torch
 from fine_tuning import batch, llama
 from torch import Tensor, nn
 
-from rockmate import RockmateModule
+from rockmate import PlannedStep, RockmateModule, plan_step
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of Lightning: few workers, no logger, ...
 
@@ -59,11 +59,16 @@ def rows_of(num_batches: int, seed: int) -> torch.utils.data.DataLoader:
 
 
 def fitted(
-    folder: Path, budget: float | None, *, resume: Path | None = None, **settings: Any
+    folder: Path,
+    budget: float | None,
+    *,
+    resume: Path | None = None,
+    cls: Any = None,
+    **settings: Any,
 ) -> tuple[Any, Path]:
     """Trains two epochs, or those that are left after `resume`; the last checkpoint's path."""
     torch.manual_seed(0)
-    module = language()(budget)
+    module = (cls or language())(budget)
     settings = {"max_epochs": 2, "log_every_n_steps": 1, **settings}
     trainer = lightning().Trainer(accelerator="cpu", default_root_dir=folder, **settings)
     torch.manual_seed(1)
@@ -111,3 +116,27 @@ def test_a_run_is_resumed(tmp_path: Path) -> None:
     ours, _ = fitted(tmp_path / "planned", 0.6, resume=saved)
     assert len(ours.seen["train"]) == 3
     check(ours, theirs)
+
+
+def test_a_training_step_that_logs(tmp_path: Path) -> None:
+    """The line above `training_step`: what is logged in each step is the plain run's."""
+
+    class Plain(language()):
+        def training_step(self, rows: Any) -> Tensor:
+            loss = self.model(**rows).loss
+            self.log("train", loss, on_epoch=True, batch_size=4)
+            self.log_dict({"twice": 2 * loss.detach(), "size": loss.item()})
+            return loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.seen["train"] += self.trainer.callback_metrics.values()
+
+    class Planned(Plain):
+        training_step = plan_step(Plain.training_step, ["model"], budget=0.6)
+
+    theirs, ours = (fitted(tmp_path, None, cls=each)[0] for each in (Plain, Planned))
+    check(ours, theirs)
+    assert isinstance(ours.training_step, PlannedStep)
+    assert ours.training_step.is_planned
+    names = {"train_step", "train_epoch", "twice", "size"}
+    assert names <= ours.trainer.callback_metrics.keys()

@@ -177,6 +177,30 @@ class Unregistered(Net):
         return x * 2 if self.number > 1 else x + self.mean
 
 
+class ReadSeveralTimes(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = torch.arange(15, -1, -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x[:, self.order] * 2)[:, self.order].sin()
+        return x
+
+
+class TrainedBuffer(Net):
+    """As a codebook of a library, has its buffer require a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("zero", torch.tensor(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss = self.zero
+        loss.requires_grad_()
+        return super().forward(x) * (2 if x[0, 0] > 0 else 1) + loss * 3
+
+
 class Partly:
     """As a graph of a library, copies some of its attributes."""
 
@@ -195,13 +219,22 @@ class OfObject(Net):
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments"), [(Gradient, X), (Unregistered, X), (OfObject, Partly(X))]
+    ("make", "arguments"),
+    [
+        (Gradient, X),
+        (Unregistered, X),
+        (ReadSeveralTimes, X),
+        (TrainedBuffer, X),
+        (OfObject, Partly(X)),
+    ],
 )
 def test_what_libraries_do(make: type[Net], arguments: Any) -> None:
     model = make()
     plain = copy.deepcopy(model)
     module = RockmateModule(model, (arguments,), 0.9, on_infeasible="least", numerics="bitwise")
     same_steps(module, plain, lambda each, step: each(arguments))
+    for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+        assert theirs.grad is None or torch.equal(ours.grad, theirs.grad)
     if make is not Unregistered:
         return
     assert torch.equal(model.mean, plain.mean)

@@ -124,11 +124,11 @@ def _writing(base: type, name: str) -> Callable[..., Any]:
         if name == "setdefault":
             own(self, *args)
             return _item(base, self, args[0])
-        if name == "__setitem__" and isinstance(args[0], slice):
-            _note_read(self)
+        if name == "__setitem__" and (key := _key(base, self, args[0])) is not None:
+            self.inner.pop(key, None)
+            self.set_keys.add(key)
         elif name == "__setitem__":
-            self.inner.pop(args[0], None)
-            self.set_keys.add(_key(base, self, args[0]))
+            _note_read(self)
         elif name in ("update", "__ior__"):
             for key in args[0]:
                 self.inner.pop(key, None)
@@ -149,20 +149,21 @@ def _reading(own: Callable[..., Any]) -> Callable[..., Any]:
 def _item(base: Any, container: Any, key: Any) -> Any:
     value = base.__getitem__(container, key)
     place, path, log = container.noted
-    if type(value) in _CLASSES:
+    key = _key(base, container, key)
+    if type(value) in _CLASSES and key is not None:
         if key not in container.inner:
             container.inner[key] = _watched(value, place, (*path, key), log)
         return container.inner[key]
-    if not isinstance(value, Deferred) and _key(base, container, key) not in container.set_keys:
+    if not isinstance(value, Deferred) and key not in container.set_keys:
         _note_read(container)
     return value
 
 
 def _key(base: Any, container: Any, key: Any) -> Any:
-    """What names an item of a container, whose places count from its end, too."""
-    is_index = isinstance(key, int) and not issubclass(base, dict)
+    """What names an item, where indices may count from the end; None for a slice."""
     if isinstance(key, slice):
         return None
+    is_index = isinstance(key, int) and not issubclass(base, dict)
     return key % max(1, base.__len__(container)) if is_index else key
 
 

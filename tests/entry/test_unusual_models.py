@@ -170,35 +170,14 @@ class Unregistered(Net):
         super().__init__()
         self.order, self.number = [torch.arange(15, -1, -1)], torch.tensor(2.0)
         self.register_buffer("mean", torch.zeros(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)[:, self.order[0]] * TABLE[None]
-        self.mean = 0.9 * self.mean + x.detach().mean(0)
-        return x * 2 if self.number > 1 else x + self.mean
-
-
-class ReadSeveralTimes(Net):
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = torch.arange(15, -1, -1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x[:, self.order] * 2)[:, self.order].sin()
-        return x
-
-
-class TrainedBuffer(Net):
-    """As a codebook of a library, has its buffer require a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.register_buffer("zero", torch.tensor(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)[:, self.order[0]].sin()[:, self.order[0]] * TABLE[None]
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
         loss = self.zero
-        loss.requires_grad_()
-        return super().forward(x) * (2 if x[0, 0] > 0 else 1) + loss * 3
+        loss.requires_grad_()  # as a quantizer has it
+        return x * 2 + loss * 3 if self.number > 1 else x + self.mean
 
 
 class Partly:
@@ -219,24 +198,16 @@ class OfObject(Net):
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments"),
-    [
-        (Gradient, X),
-        (Unregistered, X),
-        (ReadSeveralTimes, X),
-        (TrainedBuffer, X),
-        (OfObject, Partly(X)),
-    ],
+    ("make", "arguments"), [(Gradient, X), (Unregistered, X), (OfObject, Partly(X))]
 )
 def test_what_libraries_do(make: type[Net], arguments: Any) -> None:
     model = make()
     plain = copy.deepcopy(model)
     module = RockmateModule(model, (arguments,), 0.9, on_infeasible="least", numerics="bitwise")
     same_steps(module, plain, lambda each, step: each(arguments))
-    for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
-        assert theirs.grad is None or torch.equal(ours.grad, theirs.grad)
     if make is not Unregistered:
         return
+    assert torch.equal(model.zero.grad, plain.zero.grad)
     assert torch.equal(model.mean, plain.mean)
     for each in (model, plain, twin := copy.deepcopy(module)):
         each.number.fill_(0.0)

@@ -31,7 +31,7 @@ import torch
 from torch import fx, nn
 
 from rockmate._torch.fake import FakeTensorMode
-from rockmate._torch.symbolic_sizes import ConstantSource, DimDynamic, FloorDiv, Mod, ShapeEnv
+from rockmate._torch.symbolic_sizes import ConstantSource, DimDynamic, ShapeEnv
 from rockmate.capture.fake_device import fake_device_tensors, move_to
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.read_values import ReadValues, SampleValues
@@ -252,10 +252,8 @@ def _solved(environment: ShapeEnv) -> dict[sympy.Symbol, Any]:
     """
     solved = dict[sympy.Symbol, Any]()
     equal: list[Any] = [each.expr for each in environment.guards if isinstance(each.expr, sympy.Eq)]
-    without_rest = _without_rest(equal)
     for kinds, each in itertools.product((sympy.Symbol, sympy.Expr), equal):
-        exact: Any = (each.lhs - each.rhs).replace(*without_rest)
-        difference = environment.simplify(exact).xreplace(solved).expand()
+        difference = environment.simplify(each.lhs - each.rhs).xreplace(solved).expand()
         terms = difference.as_coefficients_dict()
         powers = [term for term in terms if term != 1]
         if not difference.is_polynomial() or not all(isinstance(term, kinds) for term in powers):
@@ -269,24 +267,6 @@ def _solved(environment: ShapeEnv) -> dict[sympy.Symbol, Any]:
                 break
     replaced = environment.replacements.items()
     return {symbol: size.xreplace(solved) for symbol, size in replaced} | solved
-
-
-def _without_rest(equal: Sequence[Any]) -> tuple[Callable[[Any], bool], Callable[[Any], Any]]:
-    """Which divisions have no remainder by guards that are equations, and what they are then."""
-    divisors: dict[Any, Any] = {}
-    for each in equal:
-        if isinstance(each.lhs, Mod) and each.rhs == 0:
-            whole, divisor = each.lhs.args
-            content, rest = sympy.expand(whole).primitive()
-            divisors[rest] = divisor / sympy.gcd(content, divisor)
-
-    def is_exact(division: Any) -> bool:
-        if not isinstance(division, FloorDiv) or not division.args[1].is_Integer:
-            return False
-        content, rest = sympy.expand(division.args[0]).primitive()
-        return (content * divisors.get(rest, 1) / division.args[1]).is_integer
-
-    return is_exact, lambda division: division.args[0] / division.args[1]
 
 
 def _sizes_nearby(

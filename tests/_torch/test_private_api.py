@@ -944,8 +944,6 @@ class TestFake:
         assert isinstance(size, torch.SymInt)
         assert [fake.hint_of(each) for each in (size, 2 * size, 3)] == [5, 10, 3]
         assert not environment.guards
-        floor, rest = symbolic_sizes.FloorDiv(symbol, 4), symbolic_sizes.Mod(symbol, 4)
-        assert [each.xreplace({symbol: 6}) for each in (floor, rest)] == [1, 2]
 
 
 class TestGraphs:

@@ -85,23 +85,6 @@ def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(name: str) -> 
             )
 
 
-@made_of(lambda: {"patches": nn.Linear(8, 8), "words": nn.Linear(32, 32)})
-class OfPatches(nn.Module):
-    """Four patches of two images make one word of two texts."""
-
-    def forward(self, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Tensor:
-        patches = self.patches(torch.cat([a, b])).view(-1, 32)
-        return self.words(torch.cat([c, d]) + patches).square().mean()
-
-
-def test_sizes_that_divide_others_without_remainder_are_generic() -> None:
-    def given(*rows: int) -> dict[str, Tensor]:
-        return {k: torch.randn(n, 8 if k < "c" else 32) for k, n in zip("abcd", rows, strict=True)}
-
-    capture = symbolic_capture(OfPatches(), given(16, 20, 4, 5), given(12, 28, 7, 3))
-    assert capture.generic(rewritten)
-
-
 # --- training -------------------------------------------------------------------------------------
 
 

@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -156,16 +155,14 @@ def run(snippet: Snippet, names: dict[str, Any]) -> None:
     exec(compile(lines + snippet.code, str(snippet.page), "exec"), names)
 
 
-def test_a_further_grid_of_images_takes_milliseconds() -> None:
+def test_a_further_grid_of_images_takes_no_capture(caplog: pytest.LogCaptureFixture) -> None:
     """As vision_language.md says. Its own batches are the sample and three other grids."""
     names: dict[str, Any] = {}
     run(next(each for each in SNIPPETS if each.page.stem == "vision_language"), names)
-    seconds = []
-    for grids in [(12, 16), (8, 12)], [(4, 4), (16, 8)], [(16, 8), (4, 12)], [(8, 16), (16, 8)]:
-        begin = time.process_time()
-        names["module"](**names["batch"](*grids))
-        seconds.append(time.process_time() - begin)
-    assert sorted(seconds)[2] < 0.2, seconds
+    with caplog.at_level("INFO", "rockmate"):
+        for grids in [(12, 16), (8, 12)], [(4, 4), (16, 8)], [(16, 8), (4, 12)]:
+            names["module"](**names["batch"](*grids))
+    assert not [text for text in caplog.messages if text.startswith(("captured", "planned"))]
 
 
 EXTRAS = ("transformers", "accelerate", "peft", "matplotlib")

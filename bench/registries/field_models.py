@@ -355,7 +355,8 @@ def schnetpack(kind: str, **options: Any) -> nn.Module:
         cutoff_fn=part.CosineCutoff(2.5),
         **options,
     )
-    outputs = [atomistic.Atomwise(n_in=16, output_key="energy"), atomistic.Forces()]
+    energy = atomistic.Atomwise(n_in=16, output_key="energy", aggregation_mode="avg")
+    outputs = [energy, atomistic.Forces()]
     distances = [atomistic.PairwiseDistances()]
     model = spk.model.NeuralNetworkPotential(
         representation=representation, input_modules=distances, output_modules=outputs

@@ -71,7 +71,7 @@ def _forward_attributes(
     """
     _refuse_carried_tensors(model, joint, forward)
     of_tensors = {place.key for place in forward.carried_outputs.values()}
-    written = {write.place.key for write in forward.writes}
+    written = {place.key for place in forward.logs}
     settled = [pair for pair in forward.left.carried if pair[0].key not in of_tensors]
     is_same = _is_same_later(model, joint, forward, settled, trace) if settled else True
     read = [

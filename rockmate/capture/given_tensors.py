@@ -8,8 +8,10 @@ what it holds then.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
+from torch import nn
 
 from rockmate._torch.fake import LIFTS
 from rockmate.capture.roles import Capture, RoleKind
@@ -71,3 +73,25 @@ def lifted_tensors(capture: Capture) -> list[torch.Tensor]:
             ", ".join(str(list(each.shape)) for each in found.values()),
         )
     return list(found.values())
+
+
+def with_trained_buffers(model: nn.Module, capture: Capture) -> Capture:
+    """Buffers of which the forward asks for gradients require them, and are taken for parameters.
+
+    Raises:
+        UnsupportedModelError: so it does of a tensor that is neither buffer nor parameter.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    members = {**parameters, **dict(model.named_buffers(remove_duplicate=False))}
+    gradients = (each for each in capture.output_roles if each is not None)
+    names = {each.name for each in gradients if each.kind is RoleKind.PARAMETER_GRADIENT}
+    for name in names - parameters.keys():
+        if name not in members:
+            msg = "a tensor in an attribute requires a gradient. Make it a parameter."
+            raise UnsupportedModelError(msg)
+        members[name].requires_grad_()
+    inputs = (
+        (node, replace(role, kind=RoleKind.PARAMETER) if role.name in names else role)
+        for node, role in capture.inputs
+    )
+    return replace(capture, inputs=tuple(inputs))

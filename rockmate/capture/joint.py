@@ -40,7 +40,7 @@ from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoi
 from rockmate.capture.collectives import wait_for_collectives
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.diagnose import explain_failure, refuse_effects
-from rockmate.capture.given_tensors import cloned_with_strides, lifted_tensors
+from rockmate.capture.given_tensors import cloned_with_strides, lifted_tensors, with_trained_buffers
 from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.nodes import call_name
 from rockmate.capture.opaque_call import OpaqueCall
@@ -219,7 +219,7 @@ def _captured(
     attributes, joint, forward = attributes_left(model, joint, forward, trace)
     outer = values_read_by(model, functions.met) if functions.met else outside
     attributes = attributes.also_reading(outer) if outer else attributes
-    capture = _with_roles(joint, forward, wrappings)
+    capture = with_trained_buffers(model, _with_roles(joint, forward, wrappings))
     attributes = attributes.with_constants(lifted_tensors(capture))
     return replace(capture, attributes=attributes)
 
@@ -414,15 +414,11 @@ def _output_role(descriptor: Any, wrappings: Mapping[Role, Wrapping]) -> Role:
         raise _changed_in_place(target)
     if kind == "GradAOTOutput":
         target = _input_role(descriptor.grad_of)
-        if target.kind is RoleKind.PARAMETER:
-            kind = RoleKind.PARAMETER_GRADIENT
-            return Role(kind, name=target.name, wrapping=wrappings.get(target))
         if target.kind is RoleKind.INPUT:
             kind = RoleKind.INPUT_GRADIENT
             return Role(kind, index=target.index, wrapping=wrappings.get(target))
-        name = target.name or "a tensor that the model reads"
-        msg = f"{name} requires a gradient, but is no parameter or argument. Make it one."
-        raise UnsupportedModelError(msg)
+        kind = RoleKind.PARAMETER_GRADIENT
+        return Role(kind, name=target.name, wrapping=wrappings.get(target))
     msg = "the step has a result besides outputs, updates and gradients. Return it, or detach it."
     raise UnsupportedModelError(msg)
 

@@ -290,7 +290,7 @@ class ValueReader:
                 self._learn_constant(operand)
         value = self._evaluated(op, args, kwargs)
         if value is not None and op in (_ITEM, _EQUAL):
-            return self._read(op, args, value)
+            return self._expect(self._call(op, args, {}), value)
         if value is not None and op in _SIZED_BY_VALUES and "output_size" not in kwargs:
             return self._of_known_size(op, args, kwargs, value)
         result = op(*args, **kwargs)
@@ -328,9 +328,6 @@ class ValueReader:
             return hint_of(item)
         return self._known[id(item)].value if isinstance(item, torch.Tensor) else item
 
-    def _read(self, op: OpOverload, args: tuple[Any, ...], value: bool | float) -> bool | float:
-        return self._expect(self._call(op, args, {}), value)
-
     def _of_known_size(
         self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], value: Any
     ) -> Any:
@@ -347,7 +344,7 @@ class ValueReader:
             self._learn_constant(constant := _copy(part))
             expected = self._known[id(constant)].node
             self._expect(
-                self._graph.call_function(_is_equal, (self._part(node, path), expected)), True
+                self._graph.call_function(torch.equal, (self._part(node, path), expected)), True
             )
             results.append(torch.ops.aten.lift_fresh.default(constant))
             self._learn(results[-1], expected, _copy(part))
@@ -407,10 +404,6 @@ def _is_size(value: Any) -> bool:
 def _is_same(value: Any, expected: Any) -> bool:
     """Whether values are equal or both not a number."""
     return value == expected or (value != value and expected != expected)
-
-
-def _is_equal(value: torch.Tensor, expected: torch.Tensor) -> bool:
-    return value.shape == expected.shape and bool(torch.equal(value, expected))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -115,7 +115,8 @@ class TracedForward(nn.Module):
         has_escaped: whether a number is held where no plan brings it.
         read_values: those that it has read.
         held: tensors in attributes of the model's tensors, which are inputs of the trace.
-        log: what it does with containers at the places of `logs`.
+        logs: places of containers that it only writes to.
+        log: what it does with those.
         changed_outside: places outside of the model with other contents behind the run.
         notice: what the user should know of the outputs.
     """
@@ -153,7 +154,7 @@ class TracedForward(nn.Module):
         self.non_differentiable_outputs: tuple[int, ...] = ()
         self.carried_outputs: dict[int, Place] = {}
         self.read_values = NO_VALUES
-        self._sample, self._defers, self._logs = sample, defers, logs
+        self._sample, self._defers, self.logs = sample, defers, logs
         self._outside = [place for place in outside if can_watch(place.value())]
         self.log, self.writes = WriteLog(), list[Write]()
         self.changed_outside: list[Place] = []
@@ -171,7 +172,7 @@ class TracedForward(nn.Module):
         self.held.put(dict(self.named_buffers(recurse=False)))
         buffers = _buffers_by_place(self.model)
         before = AttributeState(self.model)
-        for place in self._logs:
+        for place in self.logs:
             if not isinstance(place.owner, types.ModuleType):
                 before.save(place.owner)  # as it is without what stands in its place
         outside = [snapshot(place.value()) for place in self._outside]
@@ -185,7 +186,7 @@ class TracedForward(nn.Module):
                 no_gradient_retained(),
                 parametrizations_afresh(),
                 self._channels_last(tensors),
-                self.log.noting(self._logs),
+                self.log.noting(self.logs),
                 gathered_by_ops(self.model),
             ):
                 output = self.model(*args, **kwargs)

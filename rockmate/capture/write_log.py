@@ -1,24 +1,26 @@
 """Containers that a forward only writes to, as lists and dicts of metrics.
 
-For the duration of a trace, a copy whose methods note what they do stands in the place of each. If
-nothing is read of it, each planned forward repeats the writes with the values of its step, and what
-the container holds does not matter to the plan.
+For the duration of a trace, a copy whose methods note what they do stands in the places of each. If
+nothing is read of it but items that the forward has set before, each planned forward repeats the
+writes with the values of its step, and what the container holds does not matter to the plan.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch.overrides import TorchFunctionMode
 
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.deferred_values import Deferred, methods_of
 
 _OF_MANY = ("extend", "extendleft", "__iadd__")
 _WRITES = {
-    list: ("append", *_OF_MANY),
+    list: ("append", "__setitem__", *_OF_MANY),
     deque: ("append", "appendleft", *_OF_MANY),
     dict: ("__setitem__", "update", "setdefault", "__ior__"),
 }
@@ -62,13 +64,30 @@ class WriteLog:
     def noting(self, places: Sequence[Place]) -> Iterator[None]:
         """Notes what runs within."""
         before = [(place, place.value()) for place in places]
+        shared: dict[int, Any] = {}  # by address
         try:
             for place, value in before:
-                place.put(_watched(value, place, (), self))
-            yield
+                if id(value) not in shared:
+                    shared[id(value)] = _watched(value, place, (), self)
+                place.put(shared[id(value)])
+            with _GivenToTorch() if places else nullcontext():
+                yield
         finally:
             for place, value in before:
                 place.put(value)
+                if shared[id(value)].noted[0].key in self.read:
+                    self.read.add(place.key)
+
+
+class _GivenToTorch(TorchFunctionMode):
+    """Functions of PyTorch read the items of a list past its methods."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for each in (*args, *kwargs.values()):
+            if type(each) in _CLASSES.values():
+                iter(each)
+        return func(*args, **kwargs)
 
 
 def can_watch(value: Any) -> bool:
@@ -79,7 +98,7 @@ def can_watch(value: Any) -> bool:
 def _watched(value: Any, place: Place, path: tuple[Any, ...], log: WriteLog) -> Any:
     args = (value.default_factory, value) if type(value) is defaultdict else (value,)
     result = _CLASSES[type(value)](*args)
-    result.noted, result.inner = (place, path, log), {}
+    result.noted, result.inner, result.set_keys = (place, path, log), {}, set()
     return result
 
 
@@ -105,8 +124,11 @@ def _writing(base: type, name: str) -> Callable[..., Any]:
         if name == "setdefault":
             own(self, *args)
             return _item(base, self, args[0])
-        if name == "__setitem__":
-            self.inner.pop(args[0], None)
+        if name == "__setitem__" and (key := _key(base, self, args[0])) is not None:
+            self.inner.pop(key, None)
+            self.set_keys.add(key)
+        elif name == "__setitem__":
+            _note_read(self)
         elif name in ("update", "__ior__"):
             for key in args[0]:
                 self.inner.pop(key, None)
@@ -127,13 +149,29 @@ def _reading(own: Callable[..., Any]) -> Callable[..., Any]:
 def _item(base: Any, container: Any, key: Any) -> Any:
     value = base.__getitem__(container, key)
     place, path, log = container.noted
-    if type(value) in _CLASSES:
+    key = _key(base, container, key)
+    if type(value) in _CLASSES and key is not None:
         if key not in container.inner:
             container.inner[key] = _watched(value, place, (*path, key), log)
         return container.inner[key]
-    if not isinstance(value, Deferred):
+    if not isinstance(value, Deferred) and key not in container.set_keys:
         _note_read(container)
     return value
+
+
+def _key(base: Any, container: Any, key: Any) -> Any:
+    """What names an item, where indices may count from the end; None for a slice."""
+    if isinstance(key, slice):
+        return None
+    is_index = isinstance(key, int) and not issubclass(base, dict)
+    return key % max(1, base.__len__(container)) if is_index else key
+
+
+def _iterated(container: Any) -> Iterator[Any]:
+    """Over a list. All of its items may have been set."""
+    if not container.set_keys.issuperset(range(list.__len__(container))):
+        _note_read(container)
+    return list.__iter__(container)
 
 
 def _missing(container: Any, key: Any) -> Any:
@@ -154,6 +192,8 @@ def _class(base: type) -> Any:
         if callable(getattr(base, name))
     }
     members["__getitem__"] = lambda self, key: _item(base, self, key)
+    if base is list:
+        members["__iter__"] = _iterated
     if base is defaultdict:
         members["__missing__"] = _missing
     return type(f"Watched{base.__name__}", (base,), members)

@@ -31,11 +31,13 @@ class Binding:
 
 
 def owner_names(model: nn.Module) -> dict[str, str]:
-    """For each name of a parameter, the first name of the same tensor: tied ones share an owner."""
+    """For each name of a tensor, the first name of the same one: tied parameters share an owner."""
     first: dict[int, str] = {}
+    named = (model.named_parameters, model.named_buffers)  # buffers may have gradients
     return {
         name: first.setdefault(id(tensor), name)
-        for name, tensor in model.named_parameters(remove_duplicate=False)
+        for each in named
+        for name, tensor in each(remove_duplicate=False)
     }
 
 

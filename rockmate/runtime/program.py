@@ -156,7 +156,7 @@ class Program:
             argument for argument in self.backward_arguments if argument.kind is ArgumentKind.STATIC
         ]
         places = {argument: place for place, argument in enumerate((*statics, *self.saved))}
-        sink = len(places)
+        sink = len(statics) + len(self.saved)  # several may be of one constant
         order = []
         for argument in arguments:
             match argument.kind:

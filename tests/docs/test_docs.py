@@ -155,6 +155,16 @@ def run(snippet: Snippet, names: dict[str, Any]) -> None:
     exec(compile(lines + snippet.code, str(snippet.page), "exec"), names)
 
 
+def test_a_further_grid_of_images_takes_no_capture(caplog: pytest.LogCaptureFixture) -> None:
+    """As vision_language.md says. Its own batches are the sample and three other grids."""
+    names: dict[str, Any] = {}
+    run(next(each for each in SNIPPETS if each.page.stem == "vision_language"), names)
+    with caplog.at_level("INFO", "rockmate"):
+        for grids in [(12, 16), (8, 12)], [(4, 4), (16, 8)], [(16, 8), (4, 12)]:
+            names["module"](**names["batch"](*grids))
+    assert not [text for text in caplog.messages if text.startswith(("captured", "planned"))]
+
+
 EXTRAS = ("transformers", "accelerate", "peft", "matplotlib")
 
 

@@ -324,18 +324,23 @@ class Collecting(Net):
         return h
 
 
-@pytest.mark.parametrize("name", ["losses", "cache"])
+@pytest.mark.parametrize("name", ["losses", "stacked losses", "shared losses", "cache"])
 def test_a_container_that_each_call_adds_to_and_reads_is_refused(name: str) -> None:
     class One(Collecting):
         def between(self, h: Tensor) -> Tensor:
-            if name == "losses":
-                self.losses.append(h.square().mean())
-                return h * len(self.losses)
-            self.cache[len(self.cache)] = h.detach()
-            return h
+            self.losses.append(h.square().mean())
+            if name == "stacked losses":
+                return h * torch.stack(self.losses).sum()
+            if name == "shared losses":
+                return h * len(self.first.losses)
+            if name == "cache":
+                self.cache[len(self.cache)] = h.detach()
+            return h * len(self.losses) if name == "losses" else h
 
     model = One()
-    with pytest.raises(UnsupportedModelError, match=rf"reads {name} of a One .*self\.{name} = "):
+    model.first.losses = model.losses
+    read = name.split()[-1]
+    with pytest.raises(UnsupportedModelError, match=rf"reads (first\.)?{read}.*self\.{read} = "):
         RockmateModule(model, torch.randn(6, 8), budget=1.0)
     assert (model.losses, model.cache) == ([], {})
 
@@ -358,6 +363,28 @@ def test_containers_that_are_only_added_to_have_the_tensors_of_each_step() -> No
     assert_equal_steps(eager, module, loss_of=collected)
     assert len(module.losses) == 3
     assert all(map(torch.equal, module.losses, eager.losses))
+    assert torch.equal(module.cache["last"], eager.cache["last"])
+
+
+class Shared(Net):
+    """Sets items of a list that a submodule has, too, as a 3D network of a library does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found, self.cache = [torch.zeros(1)] * 2, {}
+        self.first.found = self.found
+
+    def between(self, h: Tensor) -> Tensor:
+        self.first.found[-1], self.first.found[0] = h * 2, h.detach()
+        self.cache["last"] = h * 3
+        h = h * sum(each.square() for each in self.found) + self.found[1]
+        return h + self.cache["last"] * torch.stack(self.found).sum()
+
+
+def test_items_that_a_forward_sets_before_it_reads_them() -> None:
+    eager, module = pair(Shared())
+    assert_equal_steps(eager, module)
+    assert all(map(torch.equal, module.found, eager.found))
     assert torch.equal(module.cache["last"], eager.cache["last"])
 
 

@@ -170,11 +170,14 @@ class Unregistered(Net):
         super().__init__()
         self.order, self.number = [torch.arange(15, -1, -1)], torch.tensor(2.0)
         self.register_buffer("mean", torch.zeros(16))
+        self.register_buffer("zero", torch.tensor(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = super().forward(x)[:, self.order[0]] * TABLE[None]
+        x = super().forward(x)[:, self.order[0]].sin()[:, self.order[0]] * TABLE[None]
         self.mean = 0.9 * self.mean + x.detach().mean(0)
-        return x * 2 if self.number > 1 else x + self.mean
+        loss = self.zero
+        loss.requires_grad_()  # as a quantizer has it
+        return x * 2 + loss * 3 if self.number > 1 else x + self.mean
 
 
 class Partly:
@@ -204,6 +207,7 @@ def test_what_libraries_do(make: type[Net], arguments: Any) -> None:
     same_steps(module, plain, lambda each, step: each(arguments))
     if make is not Unregistered:
         return
+    assert torch.equal(model.zero.grad, plain.zero.grad)
     assert torch.equal(model.mean, plain.mean)
     for each in (model, plain, twin := copy.deepcopy(module)):
         each.number.fill_(0.0)

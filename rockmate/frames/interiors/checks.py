@@ -92,6 +92,7 @@ def check_call(call: Call, module: nn.Module, before: CallState) -> None:
         "it has one parameter under several names": (
             len(set(map(id, parameters))) < len(parameters)
         ),
+        "a buffer of it has a gradient": any(each.requires_grad for each in module.buffers()),
         "it changes attributes, globals, or what it is given": before.objects.has_changed(),
         "it changes its input, or a buffer, in place": call.cannot_repeat,
     }

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Mode = Literal["plan", "frames", "auto"]
-_CAPTURE_ERRORS = (UnsupportedModelError, InvalidSampleError, TrialError)
+_CALL_ERRORS = (UnsupportedModelError, InvalidSampleError, TrialError, SignatureMismatchError)
 
 
 class RockmateModule(Wrapper):
@@ -196,7 +196,7 @@ class RockmateModule(Wrapper):
         if sample_input is not None and not is_lazy(plain):
             try:
                 self._plans.plan_for_sample(sample_input)
-            except _CAPTURE_ERRORS as error:
+            except _CALL_ERRORS as error:
                 self._go_on_with_frames(error)
 
     @classmethod
@@ -258,7 +258,7 @@ class RockmateModule(Wrapper):
     def _go_on_with_frames(self, error: RockmateError) -> None:
         """With mode "auto": leaves planning for frames; else raises."""
         is_refused = isinstance(error, SignatureMismatchError) and self._plans.refuses_calls
-        if self._make_frames is None or is_refused:
+        if self._make_frames is None or is_refused or not isinstance(error, _CALL_ERRORS):
             if isinstance(error, UnsupportedModelError):
                 advise_frames(error)
             raise error
@@ -369,9 +369,8 @@ class RockmateModule(Wrapper):
             except RockmateError as error:
                 if self._ungraded.includes_failed(error, ends_in_eager=self._ends_in_eager):
                     return self.original(*args, **kwargs)
-                if not isinstance(error, (*_CAPTURE_ERRORS, SignatureMismatchError)):
-                    raise
-                raise_as_eager(error, self.original, args, kwargs)
+                if isinstance(error, _CALL_ERRORS):
+                    raise_as_eager(error, self.original, args, kwargs)
                 self._go_on_with_frames(error)
         assert self._frames is not None
         try:

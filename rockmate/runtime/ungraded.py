@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rockmate._torch.engine import is_profiling
@@ -30,7 +31,21 @@ class UngradedCalls:
         self._model = model
         self._trained: Tensor | None = None  # a parameter or buffer that required a gradient
         self._found: list[tuple[CallSignature, ModelWatch]] = []  # calls that turned out to be some
-        self._has_told = self._is_lazy = self._has_set_up = False
+        self._has_told = self._is_lazy = self._has_set_up = self._has_told_of_eval = False
+
+    def begin_plain(self, frames: Any, *, is_eager: bool) -> None:
+        """Before a call in eval mode, without gradients, or of a module whose budget is lost."""
+        if frames is not None:
+            frames.end_recording(only_finished=True)
+        if is_eager or self._has_told_of_eval or not torch.is_grad_enabled():
+            return
+        if any(each.requires_grad for each in self._model.parameters()):
+            self._has_told_of_eval = True
+            logger.warning(
+                "a call in eval mode computes for gradients, which the plain model does without "
+                "the budget: evaluate under torch.no_grad(), or plan such a call by "
+                "rockmate.plan_step(model, budget=...)"
+            )
 
     def includes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call is one, as far as that is known before it runs."""

@@ -262,12 +262,17 @@ def test_eval_and_no_grad_run_the_original(name: str) -> None:
     assert_alike(*results)
 
 
-def test_eval_takes_any_shape_and_has_gradients() -> None:
+def test_eval_takes_any_shape_and_has_gradients(caplog: pytest.LogCaptureFixture) -> None:
     model = models.Stack()
     module = RockmateModule(model, torch.randn(64, 16), 0.8).eval()
     x = torch.randn(7, 3, 16, requires_grad=True)
-    module(x).sum().backward()
+    with torch.no_grad():
+        module(x)
+    assert "without the budget" not in caplog.text
+    for _ in range(2):
+        module(x).sum().backward()
     assert x.grad is not None
+    assert caplog.text.count("without the budget") == 1
     assert module.training is False
     with torch.inference_mode():
         module.train()(torch.randn(2, 16))

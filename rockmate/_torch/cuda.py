@@ -79,7 +79,8 @@ def pinned(num_bytes: int) -> torch.Tensor:
         RuntimeError: it cannot be had.
     """
     memory = torch.empty(num_bytes, dtype=torch.uint8)
-    runtime, address = torch.cuda.cudart(), memory.data_ptr()
+    runtime: Any = torch.cuda.cudart()
+    address = memory.data_ptr()
     torch.cuda.check_error(int(runtime.cudaHostRegister(address, num_bytes, 0)))
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
     return memory

@@ -63,7 +63,7 @@ class SizedSteps:
         # A policy may read sizes, so it is asked at each.
         self._has_symbolic = not apart and options.marks.policy is None
         self._logs_checkpoints = not options.marks.honours_checkpoints
-        self.num_captures = 0
+        self.num_captures, self._has_traced = 0, False
 
     def step(self, size: int) -> CapturedStep:
         """The step at a size.
@@ -82,6 +82,9 @@ class SizedSteps:
     def _instance(self, size: int) -> CapturedStep:
         call = self._axis.call_at(size)
         capture = self._capture_at(call)
+        if self._has_traced:  # what kernels lay out, they do at every size
+            capture = replace(capture, traced=())
+        self._has_traced = True
         # Hooks and modes as of now: what the capture changed in the model is put back.
         state = self._state()
         step = step_of(

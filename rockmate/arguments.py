@@ -93,6 +93,7 @@ def check_choices(larger: str, on_infeasible: str, **flags: Any) -> None:
 
 def check_options(options: PlanOptions, model: nn.Module, strategy: str | None) -> None:
     """Raises for values of options that planning would refuse, maybe hours after the call."""
+    _ = options.moves
     if options.marks or options.policy is not None:
         _ = options.step
     if options.machine is not None:

@@ -410,6 +410,17 @@ class TestCuda:
         values = torch.ones(1 << 26, device=self.device)
         assert values.nbytes <= cuda.used_bytes(self.device) - before <= 1.1 * values.nbytes
 
+    def test_pinned_memory_is_seen_from_the_device(self) -> None:
+        memory = cuda.pinned(1 << 20)
+        memory.fill_(3)
+        before = torch.cuda.memory_allocated()
+        view = cuda.device_view(memory, 512, 1024, self.device)
+        assert (memory.is_pinned(), view.device) == (True, self.device)
+        assert view.add_(1).sum().item() == 4 * 1024
+        assert memory.sum().item() == 3 * (1 << 20) + 1024
+        del view
+        assert torch.cuda.memory_allocated() == before
+
     def test_the_callers_stream_waits_for_a_backward_on_another(self) -> None:
         joined = []
 
@@ -1005,7 +1016,8 @@ class TestMembers:
     def test_hooks_of_a_module(self) -> None:
         module = nn.Linear(2, 2)
         assert not any(members.module_hooks_of(vars(module)))
-        handle = module.register_forward_hook(lambda *_: None)
+        handle = module.register_forward_hook(note := lambda *_: None)
+        assert members.hooks_within([module]) == [note]
         before = module.register_forward_pre_hook(lambda *_: None)
         assert list(members.forward_hooks(module)) == [handle.id]
         assert list(members.all_forward_hooks(module)) == [before.id, handle.id]
@@ -1021,6 +1033,14 @@ class TestMembers:
             assert members.has_global_hooks()
             everywhere.remove()
         assert any(members.module_hooks_of(vars(module)))
+
+    def test_cached_parametrizations_are_computed_again_within(self) -> None:
+        layer = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        with nn.utils.parametrize.cached():
+            held = layer.weight
+            with members.parametrizations_afresh():
+                assert layer.weight is not held
+            assert layer.weight is held
 
     def test_hooks_of_a_tensor(self) -> None:
         first, second = (torch.ones(1, requires_grad=True) for _ in range(2))

@@ -33,6 +33,7 @@ from torch import nn
 
 from bench import command
 from bench.command import Record
+from bench.machine import machine_text
 from bench.measure import Trainer, same_bits
 from bench.models import Batch, built, makers
 from bench.moves.measured import planned, timed
@@ -90,8 +91,12 @@ def page(records: Sequence[Record]) -> list[str]:
     """The page of all records."""
     key = ("model", "machine_name", "gib", "rows", "layers", "multiple")
     rows = command.newest(records, *key)
-    simulated = [row for row in rows if "multiple" not in row]
-    return filled("weights", rows=simulated, measured=[row for row in rows if "multiple" in row])
+    return filled(
+        "weights",
+        rows=[row for row in rows if "multiple" not in row],
+        measured=[row for row in rows if "multiple" in row],
+        machines="\n\n".join(map(machine_text, {row["command"]: row for row in rows}.values())),
+    )
 
 
 def _records(options: argparse.Namespace) -> Iterator[Record]:

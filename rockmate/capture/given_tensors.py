@@ -53,14 +53,8 @@ def lifted_tensors(capture: Capture) -> list[torch.Tensor]:
             tensor = capture.constants[role.name]
             found[id(tensor)] = tensor
             if tensor.requires_grad:
-                where = next(
-                    (
-                        f" in {user.meta['module']}"
-                        for user in node.users
-                        if user.meta.get("module")
-                    ),
-                    "",
-                )
+                modules = [user.meta["module"] for user in node.users if user.meta.get("module")]
+                where = f" in {modules[0]}" if modules else ""
                 raise UnsupportedModelError(
                     f"the forward reads a tensor of shape {tuple(tensor.shape)}{where} that "
                     "requires a gradient and is neither parameter nor input. Make it a parameter, "

@@ -345,11 +345,9 @@ class Memory:
         """Takes what a second run of a forward has taken."""
         self._count_recomputation(seconds)
         if self.is_measuring and self.recorder is not None:
-            saved = self.recorder.saved  # that takes more than its forward
-            saved |= {key: (saved[key][0], seconds)} if key in saved else {}
-        elif self.needs is not None and key in self.needs.by_key:
-            needs = self.needs.by_key[key]
-            needs.seconds = min(needs.seconds, seconds / self.scale)
+            self.recorder.note_seconds(key, seconds)
+        elif self.needs is not None:
+            self.needs.learn_seconds(key, seconds / self.scale)
 
     def _count_recomputation(self, seconds: float) -> None:
         self.counts.num_recomputed += 1

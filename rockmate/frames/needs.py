@@ -351,6 +351,11 @@ class StepNeeds:
             needs.backward_bytes += more_bytes
             self._least = None
 
+    def learn_seconds(self, key: FrameKey, seconds: float) -> None:
+        """The recompute time of a call."""
+        if key in self.by_key:
+            self.by_key[key].seconds = min(self.by_key[key].seconds, seconds)
+
 
 def _largest(several: Sequence[Needs]) -> Needs:
     names = (*_BYTES, "saved_bytes", "seconds", "output_bytes")

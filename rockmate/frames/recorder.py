@@ -97,6 +97,11 @@ class StepRecorder:
             gradient_bytes = last.gradient_bytes + num_bytes
             self._labels.append(_Label(last.key, last.what, gradient_bytes, is_first=False))
 
+    def note_seconds(self, key: FrameKey, seconds: float) -> None:
+        """The recompute time of a frame, which is more than that of its forward."""
+        if key in self.saved:
+            self.saved[key] = self.saved[key][0], seconds
+
     def release(self) -> None:
         """Leaves no hook behind."""
         for handle in self._handles:

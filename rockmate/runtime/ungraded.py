@@ -1,4 +1,4 @@
-"""Calls in training mode that the plain model runs: those without a backward, or too early."""
+"""Calls that the plain model runs: without a backward, too early, or not in training mode."""
 
 from __future__ import annotations
 

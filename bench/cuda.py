@@ -96,7 +96,6 @@ def run_case(case: Case) -> dict[str, Any]:
         figures = dict(case.run())
     except Exception as error:  # noqa: BLE001 - one case must not stop the campaign
         figures = {"error": f"{type(error).__name__}: {error}"[:2000]}
-    measure.release_memory()
     seconds = round(time.perf_counter() - begin, 1)
     return {"model": case.model, "setting": case.setting, **figures, "seconds": seconds}
 
@@ -112,6 +111,8 @@ def run(folder: Path, todo: Sequence[Case], limit_s: float) -> int:
     for index, case in enumerate(todo):
         if time.perf_counter() - begin > limit_s:
             return len(todo) - index
+        if index and (case.part, case.model) != (todo[index - 1].part, todo[index - 1].model):
+            measure.release_memory()
         record = run_case(case)
         command.add_line(folder / f"{case.part}.jsonl", record)
         command.say(f"{case.part} {json.dumps(record)}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -47,7 +48,7 @@ def campaign(
     arguments: Sequence[str] | None,
     registries: Sequence[str],
     names_of: Callable[[str], list[str]],
-    measure: Callable[[tuple[str, str]], Record],
+    measure: Callable[[tuple[str, str], str], Record],
 ) -> int:
     """Runs the models of registries that have no line yet, and writes the page; 0.
 
@@ -57,14 +58,17 @@ def campaign(
         arguments: the command line; None takes the process's own.
         registries: what `--registry` may be.
         names_of: the models of one.
-        measure: tries a registry's model, in a process of its own.
+        measure: tries a registry's model on a device, in a process of its own.
     """
-    parser = command.parser(name, text, stem=f"{name}_cpu")
+    parser = command.parser(name, text, stem=f"{name}_cpu")  # of a GPU: --output
     add = parser.add_argument
     add("--registry", action="append", choices=registries, help="repeatable; default: all")
     add("--name", action="append", help="of a model; repeatable; default: all")
     add("--again", action="append", default=[], metavar="VERDICT", help="run these once more")
     add("--limit", type=float, default=60, metavar="S", help="seconds for one model")
+    add(
+        "--device", default="cpu", help="of the steps; op times on a GPU are estimated for its kind"
+    )
     add("--parallel", type=int, default=2, metavar="N", help="processes at a time")
     options = parser.parse_args(arguments)
     options.registry = options.registry or registries
@@ -85,7 +89,7 @@ def _run(
     options: argparse.Namespace,
     lines: Path,
     names_of: Callable[[str], list[str]],
-    measure: Callable[[tuple[str, str]], Record],
+    measure: Callable[[tuple[str, str], str], Record],
 ) -> None:
     torch.set_num_threads(1)
     finished = {
@@ -99,8 +103,11 @@ def _run(
         for name in names_of(registry)
         if (registry, name) not in finished and name in (options.name or [name])
     ]
-    head = machine_record(f"bench.{command_name}")
-    found = run_each(models, measure, parallel=options.parallel, limit_s=options.limit)
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # a GPU started here cannot be forked
+        head = pool.apply(machine_record, (f"bench.{command_name}",))
+    head |= {"device": options.device}
+    own = partial(measure, device=options.device)
+    found = run_each(models, own, parallel=options.parallel, limit_s=options.limit)
     for (registry, name), record in tqdm(found, total=len(models), unit="model"):
         command.add_line(lines, head | {"registry": registry, "name": name} | record)
 
@@ -114,13 +121,13 @@ def _names_of(registry: str) -> list[str]:
     return timm_families.names()
 
 
-def _measure(model: tuple[str, str]) -> Record:
+def _measure(model: tuple[str, str], device: str) -> Record:
     """In the model's own process."""
     registry, name = model
     transformers_logging.set_verbosity_error()
     if registry == _TIMM:
-        return trial(timm_families.builders(name), timm_families.make_batch)
-    return trial(list(builders(registry, name)), partial(make_batch, registry))
+        return trial(timm_families.builders(name), timm_families.make_batch, device)
+    return trial(list(builders(registry, name)), partial(make_batch, registry), device)
 
 
 if __name__ == "__main__":

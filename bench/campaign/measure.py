@@ -10,8 +10,8 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, Literal
+from functools import lru_cache, partial
+from typing import Any
 
 import torch
 
@@ -28,7 +28,6 @@ from rockmate.step import capture_step
 Figures = Mapping[str, Any]
 Build = Callable[[], Workload]
 _NUM_ROUNDS = 7
-_MACHINES = {"cuda": "h200", "cpu": "cpu-avx2"}
 _SMALL = 1e-3  # gradients that are smaller, as a share of the largest, may be all rounding
 
 
@@ -42,7 +41,8 @@ def builds(device: torch.device, *, tiny: bool) -> dict[str, Build]:
 
 
 def release_memory() -> None:
-    """Frees what the last case has left."""
+    """Frees what the last cases have left."""
+    prepared.cache_clear()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -83,14 +83,16 @@ def planned_step(build: Build, share: float, *, is_fused: bool = False) -> Figur
 
     With fused kernels: also what they have brought, and their gradients' error.
     """
-    workload = build()
-    batch, begin = workload.make_batch(0), time.perf_counter()
-    planned = planned_module(workload, batch, share, kernels="fused" if is_fused else "eager")
-    figures = step_figures(planned, workload, time.perf_counter() - begin)
+    workload, planner, prepared_s = prepared(build, kernels="fused" if is_fused else "eager")
+    begin = time.perf_counter()
+    planned = _module(planner, share)
+    planning_s = prepared_s + time.perf_counter() - begin
+    figures = step_figures(planned, workload, planning_s)
     report = planned.plan.fusion
     if not isinstance(report, FusionReport):
         return figures
-    reference, ours = map(Trainer(workload, batch).gradients, (workload.model, planned))
+    gradients = Trainer(workload, workload.make_batch(0)).gradients
+    reference, ours = map(gradients, (workload.model, planned))
     return {
         **figures,
         "compile_s": round(report.compile_s, 2),
@@ -114,15 +116,21 @@ def step_figures(planned: RockmateModule, workload: Workload, planning_s: float)
     }
 
 
-def planned_module(
-    workload: Workload,
-    batch: Batch,
-    share: float,
-    *,
-    kernels: Literal["eager", "fused"] = "eager",
-) -> RockmateModule:
+@lru_cache(maxsize=1)
+def prepared(build: Build, **options: Any) -> tuple[Workload, Planner, float]:
+    """A workload, its planner and the seconds that both took; kept for the next setting."""
+    begin = time.perf_counter()
+    workload = build()
+    planner = Planner(workload.model, workload.make_batch(0), outputs="loss", **options)
+    return workload, planner, time.perf_counter() - begin
+
+
+def planned_module(workload: Workload, batch: Batch, share: float) -> RockmateModule:
     """A planned module at a share of the peak, or at the smallest peak if that is more."""
-    planner = Planner(workload.model, batch, outputs="loss", kernels=kernels)
+    return _module(Planner(workload.model, batch, outputs="loss"), share)
+
+
+def _module(planner: Planner, share: float) -> RockmateModule:
     return planner.module(share, on_infeasible="least", trial="never")
 
 
@@ -188,7 +196,7 @@ def op_costs(build: Build) -> Figures:
     workload = build()
     step = capture_step(workload.model, workload.make_batch(0))
     measured = measure_costs(step.graph)
-    estimated = estimate_costs(step.graph, load_machine(_MACHINES[_device(workload).type]))
+    estimated = estimate_costs(step.graph, load_machine(_machine_name(_device(workload))))
     totals: dict[str, list[float]] = {}
     for op, own, other in zip(step.graph.ops, measured.first, estimated.first, strict=True):
         name = str(getattr(op.node.target, "_opname", None) or op.node.target.__name__)  # pyright: ignore
@@ -200,6 +208,14 @@ def op_costs(build: Build) -> Figures:
         "estimated_ms": sum(pair[1] for pair in totals.values()),
         "by_op": {name: [round(value, 4) for value in pair] for name, pair in largest},
     }
+
+
+def _machine_name(device: torch.device) -> str:
+    """The description of the card that is there, of an H100 for a card without one."""
+    if device.type == "cpu":
+        return "cpu-avx2"
+    name = torch.cuda.get_device_name(device).lower()
+    return next((each for each in ("h200", "a100", "l4") if each in name), "h100")
 
 
 # --- largest batch --------------------------------------------------------------------------------

@@ -8,14 +8,13 @@ from __future__ import annotations
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench.campaign.measure import Build, Figures, against_eager, step_figures
+from bench.campaign.measure import Build, Figures, against_eager, prepared, step_figures
 from bench.measure import Trainer
 from bench.models import Workload
 from bench.peers.disk import DiskStash
@@ -29,31 +28,30 @@ from rockmate.schedule.lanes import LaneReplay
 
 def offloaded_step(build: Build, share: float) -> Figures:
     """A planned step with moves at a share of the peak, and the plan of that budget without."""
-    workload = build()
-    with _tier(workload) as offload:
-        model, begin = workload.model, time.perf_counter()
-        planner = Planner(model, workload.make_batch(0), outputs="loss", offload=offload)
-        budget = max(int(share * planner.baseline_peak_bytes), planner.minimum_peak_bytes)
-        planned = planner.module(budget, trial="never")
-        planning_s = time.perf_counter() - begin
-        plan, lanes = planned.plan, planned.plan.simulation.lanes
-        figures = step_figures(planned, workload, planning_s)
-        link = ("out_gb_per_s", "in_gb_per_s", "latency_ms", "duplex", "slowdown")
-        assert plan.offload is not None
-        tier = tier_of(model, plan.offload)
-        assert isinstance(tier, DiskTier | PinnedTier)
-        return {
-            **figures,
-            **{name: getattr(plan.costs.link, name) for name in link},
-            "num_moves": len(plan.schedule.moves),
-            "num_recomputations": plan.schedule.num_recomputations(),
-            "predicted_waits_ms": lanes.waited_ms if isinstance(lanes, LaneReplay) else 0.0,
-            "predicted_host_bytes": plan.simulation.host_bytes,
-            "host_bytes": tier.num_bytes,
-            "num_host_waits": _num_host_waits(Trainer(workload).step(planned)),
-            "eager_host_waits": _num_host_waits(Trainer(workload).step(model)),
-            **_without_moves(planner, budget, workload),
-        }
+    offload = "host" if torch.cuda.is_available() else f"disk:{tempfile.gettempdir()}"
+    workload, planner, prepared_s = prepared(build, offload=offload)
+    begin = time.perf_counter()
+    budget = max(int(share * planner.baseline_peak_bytes), planner.minimum_peak_bytes)
+    planned = planner.module(budget, trial="never")
+    planning_s = prepared_s + time.perf_counter() - begin
+    plan, lanes = planned.plan, planned.plan.simulation.lanes
+    figures = step_figures(planned, workload, planning_s)
+    link = ("out_gb_per_s", "in_gb_per_s", "latency_ms", "duplex", "slowdown")
+    assert plan.offload is not None
+    tier = tier_of(workload.model, plan.offload)
+    assert isinstance(tier, DiskTier | PinnedTier)
+    return {
+        **figures,
+        **{name: getattr(plan.costs.link, name) for name in link},
+        "num_moves": len(plan.schedule.moves),
+        "num_recomputations": plan.schedule.num_recomputations(),
+        "predicted_waits_ms": lanes.waited_ms if isinstance(lanes, LaneReplay) else 0.0,
+        "predicted_host_bytes": plan.simulation.host_bytes,
+        "host_bytes": tier.num_bytes,
+        "num_host_waits": _num_host_waits(Trainer(workload).step(planned)),
+        "eager_host_waits": _num_host_waits(Trainer(workload).step(workload.model)),
+        **_without_moves(planner, budget, workload),
+    }
 
 
 def save_on_cpu_step(build: Build) -> Figures:
@@ -75,16 +73,6 @@ def save_on_cpu_step(build: Build) -> Figures:
 
 def _is_on_cpu(workload: Workload) -> bool:
     return next(workload.model.parameters()).device.type == "cpu"
-
-
-@contextmanager
-def _tier(workload: Workload) -> Iterator[str]:
-    """The `offload` argument for a model's device."""
-    if not _is_on_cpu(workload):
-        yield "host"
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        yield f"disk:{folder}"
 
 
 def _num_host_waits(step: Callable[[], object]) -> int:

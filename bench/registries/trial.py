@@ -59,10 +59,19 @@ class Run(NamedTuple):
         return found | {f"buffer {name} {after}": each for name, each in self.buffers.items()}
 
 
-def trial(builders: list[Builder], make_batch: BatchMaker) -> dict[str, Any]:
-    """The verdict on one model, its reason, and the seconds of each part."""
+def trial(builders: list[Builder], make_batch: BatchMaker, device: str = "cpu") -> dict[str, Any]:
+    """The verdict on one model on a device, its reason, and the seconds of each part."""
+    torch.backends.cudnn.allow_tf32 = False  # else float32 has the precision of 10 bits there
+
+    def batch_there(model: nn.Module, seed: int) -> Batch:
+        made = make_batch(model, seed)
+        if device == "cpu":
+            return made
+        moved = {id(each): each.to(device) for each in tensors_within(made)}
+        return copied_with(made, moved)
+
     begin = time.perf_counter()
-    found = _first_that_runs(builders, make_batch)
+    found = _first_that_runs(builders, batch_there, device)
     if isinstance(found, str):
         return {"verdict": "eager-fails", "detail": found}
     model, eager = found
@@ -70,7 +79,7 @@ def trial(builders: list[Builder], make_batch: BatchMaker) -> dict[str, Any]:
         "num_parameters": sum(each.numel() for each in model.parameters()),
         "eager_s": round(time.perf_counter() - begin, 2),
     }
-    batches = [make_batch(model, seed) for seed in range(NUM_STEPS)]
+    batches = [batch_there(model, seed) for seed in range(NUM_STEPS)]
     reference, moved = copy.deepcopy(model).double(), _moved(model)
     begin = time.perf_counter()
     try:
@@ -104,14 +113,14 @@ def _peak(module: RockmateModule) -> dict[str, Any]:
 
 
 def _first_that_runs(
-    builders: list[Builder], make_batch: BatchMaker
+    builders: list[Builder], make_batch: BatchMaker, device: str
 ) -> tuple[nn.Module, Run] | str:
     """The first build that eager can train, untrained, with eager's steps; or why none can."""
     reasons = []
     for build in builders:
         try:
             torch.manual_seed(0)
-            model = build()
+            model = build().to(device)
             copied = copy.deepcopy(model)
             batches = [make_batch(model, seed) for seed in range(NUM_STEPS)]
             run = _train(copied, copied, batches)
@@ -128,7 +137,9 @@ def _wrapped(model: nn.Module, batch: Batch) -> RockmateModule:
     """Within `FRACTION` of the peak or the smallest peak; in frames if it cannot be captured."""
     torch.manual_seed(1)
     options: dict[str, Any] = {"mode": "auto", "on_infeasible": "least", "outputs": "loss"}
-    return RockmateModule(model, batch, FRACTION, machine="cpu-avx2", **options)
+    is_on_cpu = next(model.parameters()).device.type == "cpu"
+    machine = "cpu-avx2" if is_on_cpu else "h100"
+    return RockmateModule(model, batch, FRACTION, machine=machine, **options)
 
 
 def _train(module: nn.Module, model: nn.Module, batches: list[Batch]) -> Run:
@@ -173,7 +184,7 @@ def _moved(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in copied.parameters():
             signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-            parameter.mul_(1 + signs * torch.finfo(parameter.dtype).eps)
+            parameter.mul_(1 + signs.to(parameter.device) * torch.finfo(parameter.dtype).eps)
     return copied
 
 

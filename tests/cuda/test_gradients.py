@@ -60,7 +60,7 @@ def gradients(
     # The backward runs outside of autocast, as PyTorch recommends.
     with torch.autocast(device, torch.bfloat16) if is_autocast else contextlib.nullcontext():
         output = call(**arguments)
-    loss = output if isinstance(output, Tensor) else output["loss"]
+    loss = output if isinstance(output, Tensor) else output.loss
     loss.backward()
     named = owner.named_parameters()
     return {name: each.grad.double().cpu() for name, each in named if each.grad is not None}
@@ -118,6 +118,8 @@ def test_each_precision(device: torch.device, form: str) -> None:
 def test_small_variants_of_published_models(device: torch.device, name: str) -> None:
     pytest.importorskip("peft" if name == "llama-8b-lora" else "torch")
     pytest.importorskip("diffusers" if name == "sdxl-unet" else "torch")
+    if name == "whisper-medium":  # before, it reads a random number, even if no layer is dropped
+        pytest.importorskip("transformers", minversion="5.20")
     make = makers("gpu")[name]
     workload = built(name, make, tiny=True, device=device, dtype=torch.bfloat16)
     model, batch = workload.model, workload.sample

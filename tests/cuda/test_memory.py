@@ -63,11 +63,11 @@ def test_a_planned_step_does_not_wait_for_the_device(cuda: torch.device, name: s
     planner = Planner(model, batch)
     module = planner.module(planner.minimum_peak_bytes)
     for _ in range(2):
-        module(**batch)["loss"].backward()
+        module(**batch).loss.backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        module(**batch)["loss"].backward()
+        module(**batch).loss.backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -111,7 +111,7 @@ def run(folder: Path, todo: Sequence[Case], limit_s: float) -> int:
     for index, case in enumerate(todo):
         if time.perf_counter() - begin > limit_s:
             return len(todo) - index
-        if index and (case.part, case.model) != (todo[index - 1].part, todo[index - 1].model):
+        if index and case.model != todo[index - 1].model:
             measure.release_memory()
         record = run_case(case)
         command.add_line(folder / f"{case.part}.jsonl", record)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from rockmate.step import capture_step
 Figures = Mapping[str, Any]
 Build = Callable[[], Workload]
 _NUM_ROUNDS = 7
+_kept: dict[Hashable, tuple[Workload, Planner, float]] = {}
 _SMALL = 1e-3  # gradients that are smaller, as a share of the largest, may be all rounding
 
 
@@ -42,7 +43,7 @@ def builds(device: torch.device, *, tiny: bool) -> dict[str, Build]:
 
 def release_memory() -> None:
     """Frees what the last cases have left."""
-    prepared.cache_clear()
+    _kept.clear()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -60,10 +61,9 @@ def correctness(build: Build) -> Figures:
 
     The second is the noise of kernels that add in another order at each run.
     """
-    workload = build()
-    batch = workload.make_batch(0, min(workload.rows, 4))
-    planned = planned_module(workload, batch, 0.5)
-    gradients = Trainer(workload, batch).gradients
+    workload, planner, _ = prepared(build)
+    planned = _module(planner, 0.5)
+    gradients = Trainer(workload).gradients
     reference, repeated, ours = map(gradients, (workload.model, workload.model, planned))
     return {
         "num_gradients": len(reference),
@@ -83,7 +83,7 @@ def planned_step(build: Build, share: float, *, is_fused: bool = False) -> Figur
 
     With fused kernels: also what they have brought, and their gradients' error.
     """
-    workload, planner, prepared_s = prepared(build, kernels="fused" if is_fused else "eager")
+    workload, planner, prepared_s = prepared(build, **({"kernels": "fused"} if is_fused else {}))
     begin = time.perf_counter()
     planned = _module(planner, share)
     planning_s = prepared_s + time.perf_counter() - begin
@@ -116,13 +116,16 @@ def step_figures(planned: RockmateModule, workload: Workload, planning_s: float)
     }
 
 
-@lru_cache(maxsize=1)
 def prepared(build: Build, **options: Any) -> tuple[Workload, Planner, float]:
     """A workload, its planner and the seconds that both took; kept for the next setting."""
-    begin = time.perf_counter()
-    workload = build()
-    planner = Planner(workload.model, workload.make_batch(0), outputs="loss", **options)
-    return workload, planner, time.perf_counter() - begin
+    key = (build, *options.items())
+    if key not in _kept:
+        release_memory()
+        begin = time.perf_counter()
+        workload = build()
+        planner = Planner(workload.model, workload.make_batch(0), outputs="loss", **options)
+        _kept[key] = workload, planner, time.perf_counter() - begin
+    return _kept[key]
 
 
 def planned_module(workload: Workload, batch: Batch, share: float) -> RockmateModule:

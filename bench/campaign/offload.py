@@ -88,7 +88,7 @@ def _num_host_waits(step: Callable[[], object]) -> int:
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(each.message) for each in found)
+    return sum("called a synchronizing" in str(each.message) for each in found)
 
 
 def _without_moves(planner: Planner, budget: int, workload: Workload) -> Figures:

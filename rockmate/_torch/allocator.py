@@ -10,6 +10,7 @@ removal. `docs/reference/private_interfaces.md` names the way out, and why it is
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,10 +27,16 @@ from torch._C._profiler import (
     _RecordFunctionFast,
 )
 
+from rockmate._torch.cuda import make_workspaces
 from rockmate._torch.engine import is_profiling
 from rockmate._torch.pytree import tree_leaves
 from rockmate._util import gc_paused
 from rockmate.errors import RockmateError
+
+CUDA_BLOCK_BYTES = 512
+# Of CUDA's caching allocator: from here on, a block is cut from a segment of its own; segments are
+# multiples of the second; a rest up to the third stays with its block.
+_LARGE_BYTES, _SEGMENT_BYTES, _MOST_REST_BYTES = 10 << 20, 2 << 20, 1 << 20
 
 # A profiler label. Events count from the moment it is entered.
 _MARK = "rockmate: measured from here"
@@ -48,6 +55,26 @@ def is_out_of_memory(error: BaseException) -> bool:
         "CUDNN_STATUS_ALLOC_FAILED",
     )  # fmt: skip
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def block_bytes(num_bytes: int, multiple: int) -> int:
+    """The size of the block that an allocator gives for `num_bytes`.
+
+    Multiples of 512 bytes are those of CUDA's caching allocator. It takes large blocks from the
+    device in multiples of 2 MiB, and of those it splits off no rest of up to 1 MiB, unless
+    PYTORCH_CUDA_ALLOC_CONF says `expandable_segments:True`.
+    """
+    size = -(-num_bytes // multiple) * multiple
+    if multiple != CUDA_BLOCK_BYTES or size < _LARGE_BYTES or _has_expandable_segments():
+        return size
+    whole = -(-size // _SEGMENT_BYTES) * _SEGMENT_BYTES
+    return whole if whole - size <= _MOST_REST_BYTES else size
+
+
+def _has_expandable_segments() -> bool:
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    settings = ",".join(os.environ.get(name, "") for name in names).replace(" ", "").lower()
+    return "expandable_segments:true" in settings
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -181,6 +208,11 @@ class Recording:
 
     On the CPU the legacy profiler is on meanwhile, in this thread, and only this one can stop it.
     One recording runs at a time.
+
+    Attributes:
+        is_known: whether the largest peak is known. On CUDA a recording that leaves something out
+            is one of a script's own step, whose statistics stay as they are: then only a peak above
+            all since the script has reset them is known.
     """
 
     _present: ClassVar[weakref.ref[Recording] | None] = None
@@ -198,10 +230,14 @@ class Recording:
         self._uncounted: dict[int, int] = {}  # number of a stretch -> bytes from it on
         self._is_stopped = False
         self._thread = threading.current_thread()
+        self.is_known = not leaves_out or device.type == "cpu"
         if device.type == "cuda":
+            make_workspaces(device)  # which would count
             self._origin_bytes = torch.cuda.memory_allocated(device)
             self._begin_bytes = self._origin_bytes
-            torch.cuda.reset_peak_memory_stats(device)
+            self._known_bytes = torch.cuda.max_memory_allocated(device)
+            if not leaves_out:
+                torch.cuda.reset_peak_memory_stats(device)
         else:
             if self._thread in Recording._left_on and is_profiling():
                 _disable_profiler_legacy()
@@ -286,7 +322,12 @@ class Recording:
             self._begin_bytes,
             torch.cuda.memory_allocated(self._device),
         )
-        torch.cuda.reset_peak_memory_stats(self._device)
+        if not self._leaves_out:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif peak_bytes > self._known_bytes:
+            self._known_bytes, self.is_known = peak_bytes, True
+        else:
+            peak_bytes = max(begin_bytes, self._begin_bytes)
         origin = self._origin_bytes
         self._stretches.append(Stretch(begin_bytes - origin, peak_bytes - origin))
 

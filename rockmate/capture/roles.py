@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,6 +19,7 @@ from rockmate.capture.structure import Structure
 from rockmate.capture.wrapping import Wrapping
 from rockmate.ops.collectives import is_communication
 from rockmate.ops.kernel_layouts import call_key
+from rockmate.ops.rng import is_seed
 
 
 class RoleKind(enum.Enum):
@@ -131,7 +132,7 @@ class TracedCall:
     Attributes:
         key: equal for calls of equal metadata.
         target: the op.
-        args: its arguments, with fake tensors.
+        args: its arguments, with fake tensors, and seeds as `Drawn`.
         kwargs: its keywords.
         results: its fake results.
         place: the op and the submodule that called it.
@@ -178,5 +179,26 @@ def traced_calls(graph: fx.Graph) -> tuple[TracedCall, ...]:
     return tuple(found.values())
 
 
+class Drawn(NamedTuple):
+    """A seed or an offset, as `ops.rng.is_seed` says.
+
+    Attributes:
+        target: the op that returns it.
+        args: the op's arguments, with fake tensors.
+        kwargs: its keywords.
+        index: position among its results.
+    """
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    index: int
+
+
 def _fake(node: fx.Node) -> Any:
-    return node.meta["val"]
+    """A node's fake tensor, or the call that returns it where it has to run."""
+    if not is_seed(node):
+        return node.meta["val"]
+    producer, index = node.args
+    args, kwargs = fx.map_arg((producer.args, producer.kwargs), _fake)  # pyright: ignore
+    return Drawn(producer.target, args, kwargs, index)  # pyright: ignore

@@ -12,6 +12,7 @@ import platform
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -137,12 +138,13 @@ def _row(case: Case, device: torch.device) -> CheckRow:
     else:
         assert module.frames is not None
         predicted, ratio = module.frames.budget_bytes or 0, None
-    waits = None
+    waits, where = None, ""
     if device.type == "cuda":
-        waits = _num_waits(module, sample) - _num_waits(model, sample)
+        own, eagers = _waits(module, sample), _waits(model, sample)
+        waits, where = own.total() - eagers.total(), ", ".join(own - eagers)
     return CheckRow(
         name=case.name,
-        failures=tuple(_failures(case, found, predicted, errors, waits, device)),
+        failures=tuple(_failures(case, found, predicted, errors, waits, where, device)),
         is_bitwise=is_equal,
         difference=found.gradient_difference,
         error=errors[0] if errors else None,
@@ -160,7 +162,7 @@ def _planned(case: Case, model: nn.Module, sample: Any, eager_bytes: int) -> Roc
     # A fraction of eager's measured peak, which all modes share.
     budget = max(1, int(case.budget * eager_bytes))
     search = {} if "mode" in case.options else {"gap_tolerance": _GAP_TOLERANCE, "cache": False}
-    module = RockmateModule(model, sample, budget, **search, **case.options)
+    module = RockmateModule(model, sample, budget, trial="never", **search, **case.options)
     with state_kept(model):  # the first steps of frames measure and capture
         for _ in range(0 if module.is_planned else _NUM_FIRST_STEPS):
             run_step(module, sample, seed=0)
@@ -169,7 +171,7 @@ def _planned(case: Case, model: nn.Module, sample: Any, eager_bytes: int) -> Roc
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "plan.json"
         module.plan.save(path)
-        return RockmateModule(model, sample, plan=Plan.load(path))
+        return RockmateModule(model, sample, plan=Plan.load(path), trial="never")
 
 
 def _failures(
@@ -178,6 +180,7 @@ def _failures(
     predicted_bytes: int,
     errors: tuple[float, float] | None,
     num_waits: int | None,
+    where: str,
     device: torch.device,
 ) -> Iterator[str]:
     """The promises that do not hold."""
@@ -198,7 +201,7 @@ def _failures(
     if peak_bytes > most_bytes:
         yield f"the peak is {peak_bytes:,} bytes, and {predicted_bytes:,} were predicted"
     if num_waits:
-        yield f"the host waits for the GPU {num_waits} times more than in eager's step"
+        yield f"the host waits for the GPU {num_waits} times more than in eager's step, in {where}"
 
 
 def _errors(
@@ -222,8 +225,8 @@ def _errors(
     return ours.largest_relative, theirs.largest_relative
 
 
-def _num_waits(call: Callable[..., Any], sample: Any) -> int:
-    """How often one step makes the host wait for the GPU, as PyTorch's debug mode counts."""
+def _waits(call: Callable[..., Any], sample: Any) -> Counter[str]:
+    """The lines at which one step has the host wait for the GPU, as PyTorch's debug mode says."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         before = torch.cuda.get_sync_debug_mode()
@@ -232,7 +235,8 @@ def _num_waits(call: Callable[..., Any], sample: Any) -> int:
             run_step(call, sample, seed=0)
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    return sum("synchroniz" in str(each.message) for each in caught)
+    waits = [each for each in caught if "called a synchronizing" in str(each.message)]
+    return Counter(f"{each.filename}:{each.lineno}" for each in waits)
 
 
 # --- at import ---------------------------------------------------------------------------------

@@ -13,10 +13,9 @@ from collections.abc import Callable, Hashable, Iterable
 from typing import Any, TypeVar
 
 import torch
-from torch.fx.node import map_aggregate
 
 from rockmate._torch.autocast import autocast_off
-from rockmate.capture.roles import TracedCall
+from rockmate.capture.roles import Drawn, TracedCall
 from rockmate.costs.synthetic_inputs import synthetic_tensor
 from rockmate.errors import KernelLayoutError, advise_frames
 from rockmate.ops.kernel_layouts import differences, is_observed, observe
@@ -60,8 +59,8 @@ def check_traced(calls: Iterable[TracedCall]) -> None:
     cuda = sorted({index for call in unknown for index in call.cuda_devices})
     with torch.random.fork_rng(devices=cuda), torch.no_grad(), autocast_off():
         for call in unknown:
-            args, kwargs = map_aggregate((call.args, call.kwargs), _synthetic)
             try:
+                args, kwargs = _synthetic((call.args, call.kwargs))
                 observe(call.key, call.target(*args, **kwargs), args)
             except (RuntimeError, ValueError, TypeError, IndexError) as error:
                 logger.debug("the layout of %s is not known: %s", call.place, error)
@@ -89,5 +88,13 @@ def check_layouts(calls: Iterable[tuple[str, Hashable, Any]]) -> None:
         raise KernelLayoutError(msg, frozenset(found))
 
 
-def _synthetic(value: Any) -> Any:
-    return synthetic_tensor(value) if isinstance(value, torch.Tensor) else value
+def _synthetic(values: Any) -> Any:
+    """Arguments with synthetic tensors in the place of fake ones, and seeds that ops return."""
+    if isinstance(values, Drawn):
+        args, kwargs = _synthetic((values.args, values.kwargs))
+        return values.target(*args, **kwargs)[values.index]
+    if isinstance(values, tuple | list):
+        return type(values)(map(_synthetic, values))
+    if isinstance(values, dict):
+        return {key: _synthetic(each) for key, each in values.items()}
+    return synthetic_tensor(values) if isinstance(values, torch.Tensor) else values

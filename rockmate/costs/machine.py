@@ -49,6 +49,7 @@ from typing import Any
 
 import torch
 
+from rockmate._torch.allocator import block_bytes
 from rockmate.errors import MachineError
 
 _DEVICES = ("cpu", "cuda")
@@ -132,7 +133,7 @@ class Machine:
 
     def rounded_bytes(self, num_bytes: int) -> int:
         """The size of an allocation of `num_bytes`."""
-        return -(-num_bytes // self.allocation_bytes) * self.allocation_bytes
+        return block_bytes(num_bytes, self.allocation_bytes)
 
 
 def known_machines() -> list[str]:

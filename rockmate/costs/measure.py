@@ -27,7 +27,7 @@ from tqdm import tqdm
 
 from rockmate._torch.allocator import is_out_of_memory, refuse_profiler, workspace_bytes
 from rockmate._torch.autocast import autocast_off
-from rockmate._torch.cuda import kernel_ms, make_workspaces
+from rockmate._torch.cuda import kernel_ms
 from rockmate._torch.dispatch import is_op, schema_of
 from rockmate.budget import size_text
 from rockmate.capture.roles import RoleKind
@@ -304,7 +304,6 @@ class _Call:
         released_bytes = getattr(self.target, "released_bytes", 0)
         if self.device.type == "cuda":
             # Loads kernels and lets cuDNN choose its algorithm, by the settings of the training.
-            make_workspaces(self.device)
             target, args, kwargs = self._make_call()
             target(*args, **kwargs)
             del args, kwargs

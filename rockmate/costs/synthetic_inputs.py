@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from rockmate._torch.allocator import free_bytes
-from rockmate.ops.rng import is_random
+from rockmate.ops.rng import is_seed
 
 _LEAST_POOLED_BYTES = 1 << 25
 # The pool holds no more. Where less than that is free, it keeps nothing.
@@ -82,8 +82,7 @@ def synthetic_value(
         return synthetic_tensor(fake, pool, taken, integer)
     producer, index = node.args
     assert isinstance(producer, fx.Node)
-    is_seed = fake.is_cuda and fake.numel() <= 2 and is_random(producer.target)
-    if not (is_seed or runs_producer):
+    if not (runs_producer or is_seed(node)):
         return synthetic_tensor(fake, pool, taken, integer)
     args, kwargs = fx.map_arg((producer.args, producer.kwargs), synthetic_value)
     return producer.target(*args, **kwargs)[index]  # pyright: ignore[reportCallIssue]

@@ -93,12 +93,9 @@ class Slot:
         return self._bits is None or self._bits == bits_of(saved.tensor)
 
     def note_bits(self) -> None:
-        """Notes them, but not on a GPU, whose kernels may differ in the last bit.
-
-        Nor those of an unwritten workspace.
-        """
+        """Notes them, but not those of a workspace, which may be unwritten."""
         tensor = None if self.saved is None else self.saved.tensor
-        if tensor is not None and tensor.device.type == "cpu" and tensor.dtype != torch.uint8:
+        if tensor is not None and tensor.dtype != torch.uint8:
             self._bits = bits_of(tensor)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate._torch.allocator import CUDA_BLOCK_BYTES, block_bytes
 from rockmate._torch.dispatch import is_op, schema_of
 from rockmate._torch.storage import storage_id
 from rockmate.capture.nodes import call_name
@@ -32,9 +33,6 @@ from rockmate.ops.kernels import (
 from rockmate.ops.rng import is_random
 
 _aten = torch.ops.aten
-
-# The CUDA caching allocator gives memory in blocks of so many bytes.
-_CUDA_BLOCK_BYTES = 512
 
 _AS_STRIDED = _aten.as_strided.default
 _BY_POSITION = (_AS_STRIDED, _aten.as_strided_scatter.default)
@@ -390,5 +388,5 @@ def _is_getitem(node: fx.Node) -> bool:
 
 def _allocated_bytes(value: torch.Tensor, granularity: int | None) -> int:
     """Bytes that the allocator counts: CPU as asked for, CUDA in blocks, unless told otherwise."""
-    granularity = granularity or (_CUDA_BLOCK_BYTES if value.device.type == "cuda" else 1)
-    return -(-value.untyped_storage().nbytes() // granularity) * granularity
+    granularity = granularity or (CUDA_BLOCK_BYTES if value.device.type == "cuda" else 1)
+    return block_bytes(value.untyped_storage().nbytes(), granularity)

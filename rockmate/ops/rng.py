@@ -9,9 +9,11 @@ A state lives on the host. It takes 5,056 bytes on CPU and 16 bytes on CUDA.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
+from torch import fx
 
 from rockmate._torch.dispatch import is_op
 from rockmate.ops.kernels import dropout_mask
@@ -35,6 +37,18 @@ def is_random(target: Any) -> bool:
         return True
     has_tag = is_op(target) and torch.Tag.nondeterministic_seeded in target.tags
     return has_tag and target not in _SEEDED
+
+
+def is_seed(node: fx.Node) -> bool:
+    """Whether a value is the seed or the offset that a random op on a GPU returns.
+
+    The kernel of the backward may read it on the host. Fake tensors do not tell where it is.
+    """
+    fake = node.meta["val"]
+    if node.target is not operator.getitem or not fake.is_cuda or fake.is_floating_point():
+        return False
+    producer = node.args[0]
+    return fake.numel() <= 2 and isinstance(producer, fx.Node) and is_random(producer.target)
 
 
 def _generator(device: torch.device) -> torch.Generator:

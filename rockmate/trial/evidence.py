@@ -1,8 +1,8 @@
 """What the first steps of a plan take, held against what it promises.
 
-Allocations of the second forward and backward are recorded. New gradients do not count, nor does
-what the script allocates between the two, as in budgets. The steps after it are timed. Then one
-line of the log says what was found.
+Allocations of the second forward and backward are recorded; on a GPU, of the first whose peak is
+above all before. New gradients do not count, nor does what the script allocates between the two, as
+in budgets. The steps after it are timed. Then one line of the log says what was found.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Evidence:
     def __init__(self, planned: PlannedCall) -> None:
         """Nothing has run."""
         self._planned, self._device = planned, planned.plan.graph.ops[0].device
-        self._is_over, self._can_record = False, False
+        self._is_over = self._can_record = self._is_known = False
         self._seconds: list[float] = []  # of each step, from the first
         self._forward_s, self._forward_peak_bytes, self._saved_bytes = 0.0, 0, 0
         self._tangent_bytes = self.peak_bytes = self._untold_bytes = 0
@@ -53,7 +53,7 @@ class Evidence:
         runner.check_tangents = self._note_tangents
         # Hooks of parameters allocate for themselves, and free gradients.
         self._can_record = (
-            len(self._seconds) > 0
+            (len(self._seconds) > 0 or self._device.type == "cuda")
             and not self.peak_bytes
             and not (self._is_over or runner.held)
             and self._planned.program.num_in_flight == 1
@@ -87,9 +87,10 @@ class Evidence:
         if is_forward:
             self._forward_s, self._forward_peak_bytes = seconds, peak_bytes
             self._saved_bytes = stretches[end].begin_bytes if stretches else 0
+            self._is_known = recording is not None and recording.is_known
             return
         self._seconds.append(self._forward_s + seconds)
-        if stretches:
+        if recording and stretches and (self._is_known or recording.is_known):
             peak_bytes += self._saved_bytes + self._tangent_bytes
             self.peak_bytes = self._untold_bytes = max(self._forward_peak_bytes, peak_bytes)
         if len(self._seconds) == _NUM_STEPS:

@@ -5,6 +5,8 @@ clipping, moves to the host, frames, channels last. The plain model in the same 
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from fine_tuning import llama, trained, trainer
+from fine_tuning import batch, gpt2, llama, trained, trainer
 from torch import Tensor, nn
 
 from rockmate import RockmateModule, wrap_trainer
@@ -24,7 +26,11 @@ def images(device: torch.device) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     for before, after in ((3, 32), (32, 64), (64, 64)):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+        layers += [
+            nn.Conv2d(before, after, 3, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(),
+        ]
     model = nn.Sequential(*layers, nn.Flatten(1), nn.LazyLinear(8))
     model(torch.randn(1, 3, 32, 32))
     draw = torch.randn(16, 3, 32, 32).to(device, memory_format=torch.channels_last)
@@ -98,3 +104,41 @@ def test_trainer_in_bfloat16(device: torch.device, tmp_path: Path, *, is_handed_
     for name, expected in reference.state_dict().items():
         difference = (model.state_dict()[name] - expected).norm().item()
         assert difference <= 1e-3 * expected.norm().item(), name
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_attention_with_dropout_where_no_op_was_measured(
+    cuda: torch.device, tmp_path: Path, *, is_loaded: bool
+) -> None:
+    # The seed of the kernel's forward is on the host, and the backward reads it there.
+    model = gpt2(n_embd=64).to(cuda)
+    tokens = {key: each.to(cuda) for key, each in batch().items()}
+    if is_loaded:
+        path = tmp_path / "plan.json"
+        RockmateModule(model, tokens, 0.7, outputs="loss").plan.save(path)
+        script = f"""
+import sys; sys.path[:0] = {[*map(str, sys.path)]!r}
+from fine_tuning import batch, gpt2
+from rockmate import Plan, RockmateModule
+model = gpt2(n_embd=64).cuda()
+tokens = {{key: each.cuda() for key, each in batch().items()}}
+module = RockmateModule(model, tokens, plan=Plan.load({str(path)!r}), outputs="loss")
+module(**tokens).loss.backward()
+"""
+        subprocess.run([sys.executable, "-c", script], check=True)
+        return
+    module = RockmateModule(model, tokens, 0.7, outputs="loss", machine="h100")
+    module(**tokens).loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["plan", "frames"])
+def test_statistics_of_the_script_stay(cuda: torch.device, mode: Any) -> None:
+    model, draw = dropped(cuda)
+    module = RockmateModule(model, draw, 0.6, mode=mode)
+    for _ in range(6):
+        module(draw).square().mean().backward()
+    torch.cuda.reset_peak_memory_stats(cuda)
+    before = torch.cuda.memory_allocated(cuda)
+    for _ in range(3):
+        module(draw).square().mean().backward()
+    assert torch.cuda.max_memory_allocated(cuda) - before > draw.nbytes

@@ -9,8 +9,10 @@ import copy
 import dataclasses
 import functools
 import gc
+import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -304,3 +306,15 @@ def net_allocated(function: Callable[[], Any]) -> int:
         else:
             live.pop(event.address, None)
     return sum(live.values())
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Where the host waits for the device, an error is raised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the mode is new
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,6 +14,8 @@ from rockmate._torch.engine import at_end_of_backward
 
 # Cycles for which a spinning kernel keeps the stream busy: about a millisecond.
 _SPIN_CYCLES = 2_000_000
+TF32_EPS = 2.0**-10
+"""The spacing of numbers near one in that format."""
 
 
 def kernel_ms(function: Callable[[], Any], device: torch.device) -> float:
@@ -57,6 +59,23 @@ def make_workspaces(device: torch.device) -> None:
         total = (left @ right).sum()
     torch.autograd.grad(total, (left, right))
     torch.cuda.synchronize(device)
+
+
+def rounds_to_tf32(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether products with these weights may round single precision to ten bits, as TF32 does.
+
+    By default, convolutions do, whose weights have three or more dimensions, and no other product.
+    """
+    backends: Any = torch.backends
+    by_setting = {
+        True: backends.cudnn.conv.fp32_precision == "tf32",
+        False: backends.cuda.matmul.fp32_precision == "tf32",
+    }
+    return any(
+        each.is_cuda and each.dtype == torch.float32 and by_setting[each.dim() >= 3]
+        for each in tensors
+        if each.dim() >= 2
+    )
 
 
 def used_bytes(device: torch.device) -> int:

@@ -140,7 +140,7 @@ def _row(case: Case, device: torch.device) -> CheckRow:
         predicted, ratio = module.frames.budget_bytes or 0, None
     waits, where = None, ""
     if device.type == "cuda":
-        own, eagers = _waits(module, sample), _waits(model, sample)
+        own, eagers = (_least_waits(call, sample) for call in (module, model))
         waits, where = own.total() - eagers.total(), ", ".join(own - eagers)
     return CheckRow(
         name=case.name,
@@ -223,6 +223,12 @@ def _errors(
     planned, eager, reference = gradients
     ours, theirs = (tensor_difference(each, reference, small=_SMALL) for each in (planned, eager))
     return ours.largest_relative, theirs.largest_relative
+
+
+def _least_waits(call: Callable[..., Any], sample: Any) -> Counter[str]:
+    """Those of the step with the fewest: a step of frames that plans an inside has more."""
+    found = [_waits(call, sample) for _ in range(_NUM_STEPS)]
+    return min(found, key=Counter.total)
 
 
 def _waits(call: Callable[..., Any], sample: Any) -> Counter[str]:

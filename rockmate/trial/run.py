@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_as, autocast_dtypes, autocast_uncached
+from rockmate._torch.cuda import TF32_EPS, rounds_to_tf32
 from rockmate._torch.fake import is_fake
 from rockmate._torch.members import module_hooks_of, modules_within
 from rockmate.budget import size_text
@@ -166,6 +167,8 @@ def _rounding(before: CallState) -> float:
         formats.add(torch.get_autocast_dtype("cuda"))
     single = torch.finfo(torch.float32).eps
     ulp = max([single, *(torch.finfo(each).eps for each in formats)])
+    if rounds_to_tf32(before.objects.tensors.values()):
+        ulp = max(ulp, TF32_EPS)
     return _ROUNDING_ULPS * single if ulp <= single else _COARSE_ULPS * ulp
 
 

@@ -71,9 +71,10 @@ def test_a_planned_step_does_not_wait_for_the_device(cuda: torch.device, name: s
 
 
 def test_training_stays_within_a_limit_on_the_device(cuda: torch.device) -> None:
+    # Other processes on the device count, too: run it alone.
     model, batch = stack_on(cuda)
     free_bytes, total_bytes = torch.cuda.mem_get_info(cuda)
-    limit_bytes = total_bytes - free_bytes + 700 * MIB
+    limit_bytes = total_bytes - free_bytes + 2000 * MIB
     module = RockmateModule(model, batch, memory_limit=limit_bytes, optimizer="adamw")
     optimizer = torch.optim.AdamW(model.parameters())
     most_bytes = 0

@@ -79,10 +79,12 @@ def test_a_plain_loop(
     again = loop(repeated, repeated, batch, is_scaled=is_scaled)
     module = RockmateModule(model, budget=0.6, on_infeasible="least", **options)
     found = loop(module, model, batch, is_scaled=is_scaled)
+    least = 0.05 * max(each.norm().item() for each in expected)
+    # Convolutions round single precision to ten bits by default, and half precision has as many.
+    rounding = 2e-3 if is_scaled or make is images else 1e-5
     for ours, theirs, once_more in zip(found, expected, again, strict=True):
-        scale = theirs.norm().item()
         noise = (once_more - theirs).norm().item()
-        rounding = 1e-3 if is_scaled else 1e-5
+        scale = max(theirs.norm().item(), least)
         assert (ours - theirs).norm().item() <= 3 * noise + rounding * scale
 
 
@@ -122,7 +124,7 @@ from fine_tuning import batch, gpt2
 from rockmate import Plan, RockmateModule
 model = gpt2(n_embd=64).cuda()
 tokens = {{key: each.cuda() for key, each in batch().items()}}
-module = RockmateModule(model, tokens, plan=Plan.load({str(path)!r}), outputs="loss")
+module = RockmateModule(model, tokens, plan=Plan.load({str(path)!r}))
 module(**tokens).loss.backward()
 """
         subprocess.run([sys.executable, "-c", script], check=True)

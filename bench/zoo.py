@@ -105,9 +105,11 @@ def _run(
     ]
     with multiprocessing.get_context("fork").Pool(1) as pool:  # a GPU started here cannot be forked
         head = pool.apply(machine_record, (f"bench.{command_name}",))
-    head |= {"device": options.device}
-    own = partial(measure, device=options.device)
-    found = run_each(models, own, parallel=options.parallel, limit_s=options.limit)
+    device: str = options.device
+    head |= {"device": device}
+    found = run_each(
+        models, lambda each: measure(each, device), parallel=options.parallel, limit_s=options.limit
+    )
     for (registry, name), record in tqdm(found, total=len(models), unit="model"):
         command.add_line(lines, head | {"registry": registry, "name": name} | record)
 

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rockmate import Planner, RockmateModule
+from rockmate.capture.roles import Drawn
+from rockmate.costs.layout_check import _synthetic
 from rockmate.errors import KernelLayoutError
 from rockmate.ops import kernel_layouts
 
@@ -169,3 +171,12 @@ def test_a_call_that_a_pass_replaces_is_compared(
         module = RockmateModule(loss, x, 1.0, numerics="bitwise")
     assert "native_dropout" in caplog.text
     assert_equal(steps_of(module, loss, x), steps_of(loss, loss, x))
+
+
+def test_a_drawn_seed_is_what_its_op_returns() -> None:
+    # A kernel of attention reads it where that op puts it, which fake tensors do not tell.
+    drawn = Drawn(torch.ops.aten.sort.default, (torch.empty(3), 0), {}, 1)
+    ((values,), kept) = _synthetic(((drawn,), {"other": [torch.empty(2), None]}))
+    assert values.tolist() == [0, 1, 2]
+    assert kept["other"][0].tolist() == [0.5, 0.5]
+    assert kept["other"][1] is None

@@ -300,7 +300,8 @@ class StepSnapshot:
                     )
                 present = f"{theirs.kind.value} of {theirs.num_bytes:,} bytes"
                 planned = f"{mine.kind.value} of {mine.num_bytes:,} bytes"
-                return f"{theirs.name} is {present} and in the plan {planned}"
+                why = " (PYTORCH_CUDA_ALLOC_CONF decides, too)" if mine.kind == theirs.kind else ""
+                return f"{theirs.name} is {present} and in the plan {planned}{why}"
         return ""
 
 

@@ -44,11 +44,11 @@ def is_seed(node: fx.Node) -> bool:
 
     The kernel of the backward may read it on the host. Fake tensors do not tell where it is.
     """
-    fake = node.meta["val"]
-    if node.target is not operator.getitem or not fake.is_cuda or fake.is_floating_point():
+    fake, producer = node.meta["val"], node.args[0] if node.args else None
+    if node.target is not operator.getitem or not isinstance(fake, torch.Tensor):
         return False
-    producer = node.args[0]
-    return fake.numel() <= 2 and isinstance(producer, fx.Node) and is_random(producer.target)
+    is_small = fake.is_cuda and not fake.is_floating_point() and fake.numel() <= 2
+    return is_small and isinstance(producer, fx.Node) and is_random(producer.target)
 
 
 def _generator(device: torch.device) -> torch.Generator:

@@ -57,7 +57,8 @@ def test_the_part_with_fused_kernels(
     for record in records:
         assert "error" not in record
         assert record["num_places"] >= record["num_kernels"] > 0
-        assert record["difference"] < torch.finfo(torch.bfloat16).eps
+        # A kernel rounds once where ops round each time; processors differ in how.
+        assert record["difference"] < 4 * torch.finfo(torch.bfloat16).eps
         assert record["own_peak_bytes"] <= record["budget_bytes"]
     assert cuda.main(["--output", str(tmp_path), "--page"]) == 0
     assert "## Fused" in capsys.readouterr().out

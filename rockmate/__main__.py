@@ -6,10 +6,9 @@ import sys
 
 def run() -> int:
     """Loads the command line, runs it, and gives its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until PyTorch is loaded, whose import loses one
     from rockmate.cli.main import main
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     return main()
 
 

@@ -102,7 +102,7 @@ class Adopted(InPlace):
             model = self.module.original.train()
             call = self.module._plans.runnables[-1].planned.call
             zeros = [torch.zeros(a.shape, dtype=a.dtype, device=a.device) for a in call.tensors]
-            path.write_text(page(sweep(model, SampleCall(*call.structure.rebuild(zeros)))))
+            write_whole(path, page(sweep(model, SampleCall(*call.structure.rebuild(zeros)))))
         except Exception as error:  # noqa: BLE001 - the run is over, and was right
             return f"there is no page, since {error}"
         return f"page: {path}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -92,6 +93,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _with_threads(arguments: argparse.Namespace) -> int:
     import torch
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     run: Callable[[argparse.Namespace], int] = {
         "demo": _run_demo,
         "sweep": _run_sweep,
@@ -272,7 +274,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
     result = demo.run(options)
     sys.stdout.write(demo_report.report(result))
     path = arguments.out / _PLOT_NAME
-    demo_report.save_memory_plot(result, path)
+    write_file(path, lambda path: demo_report.save_memory_plot(result, path))
     sys.stdout.write(f"Plot: {path}\n")
     return 0 if result.succeeded else 1
 

@@ -273,8 +273,8 @@ def _no_file_text(error: OSError, folder: str, num_bytes: int) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         free = shutil.disk_usage(folder).free
         return (
-            f"moved values take {num_bytes:,} bytes of {folder}, which has {free:,} free. Free "
-            "some, name a folder on a larger disk, or bound it with host_budget."
+            f"offload takes {num_bytes:,} bytes of {folder}, which has {free:,} free. Free some, "
+            "or name a folder on a larger disk; host_budget bounds what moved values take."
         )
     return (
         f"no file of {num_bytes:,} bytes can be made in the folder of offload='disk:{folder}': "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -192,10 +191,7 @@ def test_ctrl_c_ends_a_command_quietly() -> None:
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         time.sleep(seconds)
-        said = None
-        while said is None:  # a library that is just imported may swallow one
-            running.send_signal(signal.SIGINT)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                _, said = running.communicate(timeout=8)
+        running.send_signal(signal.SIGINT)
+        _, said = running.communicate(timeout=120)
         assert running.returncode in (130, -signal.SIGINT)
         assert "Traceback" not in said

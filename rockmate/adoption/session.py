@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from rockmate._torch.allocator import is_out_of_memory
 from rockmate._torch.engine import is_profiling
 from rockmate._torch.members import compiled_call, set_compiled_call
+from rockmate._util import write_whole
 from rockmate.adoption.after_import import after_import
 from rockmate.adoption.in_place import InPlace
 from rockmate.adoption.watch import Watch

@@ -23,6 +23,17 @@ _MOST_NAMED = 4
 _OF_FORWARD = (TypeError, ValueError, IndexError, KeyError, AttributeError)
 _INTERNAL = re.compile(r"AOT|[Ff]ake|[Pp]roxy|Functional|Sym(Int|Node)|ASSERT")  # no user's names
 
+# What a trace raises, as a pattern, and why the model cannot be captured, with the next step.
+_REASONS = {
+    "has_fw_view": "PyTorch does not trace torch.func's hessian, jacfwd or jvp of such a view{where}. "
+    "Take the derivative in reverse mode, torch.func.jacrev(torch.func.jacrev(f)) for hessian(f); or "
+    "of a batch, by vmap.",
+    "entirely functional graph|a non-functional tensor": "its forward changes a tensor in place that "
+    "is neither parameter, buffer nor input{where}, typically an attribute. Register it with "
+    "register_buffer(name, tensor, persistent=False).",
+    "set_ on a graph input": "its forward gives a tensor other memory by set_. Use copy_.",
+}
+
 
 def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
     """The tracer's error as one that names the user's submodule and line, and the next step.
@@ -53,20 +64,10 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             f"or{advice_to_leave(model, path)}.{_layerdrop_advice(model, path)} ({text})"
         )
         return UnknownValueError(msg)
-    if "has_fw_view" in str(error):
-        msg = (
-            f"{type(model).__name__} cannot be captured: PyTorch does not trace torch.func's "
-            f"hessian, jacfwd or jvp of such a view{where}. Take the derivative in reverse mode, "
-            "torch.func.jacrev(torch.func.jacrev(f)) for hessian(f); or of a batch, by vmap."
-        )
-        return UnsupportedModelError(msg)
-    if any(each in str(error) for each in ("entirely functional graph", "a non-functional tensor")):
-        msg = (
-            f"the forward of {type(model).__name__} changes a tensor in place that is neither "
-            f"parameter, buffer nor input{where}, typically an attribute. Register it with "
-            "register_buffer(name, tensor, persistent=False)."
-        )
-        return UnsupportedModelError(msg)
+    for pattern, reason in _REASONS.items():
+        if re.search(pattern, str(error)):
+            reason = reason.format(where=where)
+            return UnsupportedModelError(f"{type(model).__name__} cannot be captured: {reason}")
     what = f"{type(error).__name__}: {text}"
     if any(is_out_of_memory(cause) for cause in causes):
         return RockmateError(

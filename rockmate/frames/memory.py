@@ -317,7 +317,9 @@ class Memory:
         if is_new and self.at_end is not None:
             at_end_of_backward(self.at_end)
         if self.recorder is not None:
-            if is_new:
+            if is_new and torch.is_grad_enabled():  # it is differentiated: the step goes on
+                self.recorder.has_ended = True
+            elif is_new:
                 at_end_of_backward(self.recorder.end)
                 after_backward(self._end_recording)
             self.recorder.mark(frame.key, "backward_bytes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +22,10 @@ from rockmate.state.objects import Objects
 from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
+
+# What of the path to a member or into a hook no script has written.
+_TABLE = re.compile(r"\b_(parameters|buffers|modules)\.")
+_HOOK = re.compile(r"\.?_(forward|backward)\w*_hooks\[\d+\](\[\d+\])*\.?")
 
 
 class Mark(NamedTuple):
@@ -220,9 +225,9 @@ class Comparison:
 
     def _named(self, key: int, found: str) -> str:
         path = self._before.name_of(key)
-        is_step = found[:1] in (".", "[")
-        text = f"{path}{found}" if is_step else f"{path} {found.strip()}"
-        return text.removeprefix("the model.")
+        text = f"{path}{found}" if found[:1] in (".", "[") else f"{path} {found.strip()}"
+        text = _HOOK.sub(r" \1 hook ", _TABLE.sub("", text.removeprefix("the model.")))
+        return " ".join(text.split())
 
     def _content(self, outcome: Outcome, key: int) -> Any:
         found = outcome.contents.get(key)

@@ -70,6 +70,21 @@ def test_calls_of_equal_sizes_that_run_other_ops() -> None:
         assert peak_of(module, x, each) <= (module.frames.budget_bytes or 0)
 
 
+def test_a_backward_that_is_differentiated_counts_with_the_one_of_its_gradients() -> None:
+    module = RockmateModule(Blocks(), None, 0.5, mode="frames", on_infeasible="least")
+    x = torch.randn(200, WIDTH, requires_grad=True)
+
+    def step() -> None:
+        module.zero_grad(set_to_none=False)
+        (slope,) = torch.autograd.grad(module(x), x, create_graph=True)
+        slope.square().sum().backward()
+
+    for _ in range(3):
+        step()
+    assert module.frames is not None
+    assert timeline(step).peak_bytes <= (module.frames.budget_bytes or 0)
+
+
 def test_blocks_that_are_sequences_of_layers() -> None:
     module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
     for _ in range(4):

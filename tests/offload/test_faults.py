@@ -53,7 +53,7 @@ def failing_after(
         ("pwritev", 2, OSError(errno.EIO, "I/O error"), r"I/O error.*next one begins anew"),
         ("preadv", 2, OSError(errno.EIO, "I/O error"), r"I/O error.*next one begins anew"),
         ("pwritev", 3, OSError(errno.ENOSPC, "No space left"), r"No space left.*Make room there"),
-        ("posix_fallocate", 1, OSError(errno.ENOSPC, "No space"), r"takes [\d,]+ bytes of .*host_b"),
+        ("posix_fallocate", 1, OSError(errno.ENOSPC, "No space"), r"takes [\d,]+ bytes .*host_b"),
         ("preadv", 1, None, r"the file ends after [\d,]+ bytes"),
     ],
     ids=["write", "read", "full", "full before the step", "short"],

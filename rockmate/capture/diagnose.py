@@ -25,11 +25,11 @@ _INTERNAL = re.compile(r"AOT|[Ff]ake|[Pp]roxy|Functional|Sym(Int|Node)|ASSERT") 
 
 # What a trace raises, as a pattern, and why the model cannot be captured, with the next step.
 _REASONS = {
-    "has_fw_view": "PyTorch does not trace torch.func's hessian, jacfwd or jvp of such a view{where}. "
-    "Take the derivative in reverse mode, torch.func.jacrev(torch.func.jacrev(f)) for hessian(f); or "
-    "of a batch, by vmap.",
-    "entirely functional graph|a non-functional tensor": "its forward changes a tensor in place that "
-    "is neither parameter, buffer nor input{where}, typically an attribute. Register it with "
+    "has_fw_view": "PyTorch does not trace torch.func's hessian, jacfwd or jvp of such a "
+    "view{where}. Take the derivative in reverse mode, torch.func.jacrev(torch.func.jacrev(f)) for "
+    "hessian(f); or of a batch, by vmap.",
+    "entirely functional graph|a non-functional tensor": "its forward changes a tensor in place "
+    "that is neither parameter, buffer nor input{where}, typically an attribute. Register it with "
     "register_buffer(name, tensor, persistent=False).",
     "set_ on a graph input": "its forward gives a tensor other memory by set_. Use copy_.",
 }

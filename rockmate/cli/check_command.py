@@ -107,14 +107,9 @@ def _machine(device: torch.device) -> dict[str, Any]:
         machine["gpu"] = f"{properties.name}, {properties.total_memory >> 20} MiB"
         machine["capability"] = f"{properties.major}.{properties.minor}"
         machine["cuda"] = torch.version.cuda
-        machine["driver"] = _driver()
+        version = Path("/sys/module/nvidia/version")  # of the kernel module
+        machine["driver"] = version.read_text(encoding="ascii").strip() if version.exists() else ""
     return machine
-
-
-def _driver() -> str:
-    """The version of the GPU's driver, as the kernel module tells it; empty if it does not."""
-    path = Path("/sys/module/nvidia/version")
-    return path.read_text(encoding="ascii").strip() if path.exists() else ""
 
 
 def _text(machine: dict[str, Any], rows: Sequence[CheckRow]) -> str:

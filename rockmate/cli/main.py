@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from rockmate.hf.model_source import SourcedModel
     from rockmate.planning.options import PlanOptions
 
-_PLOT_NAME = "memory.png"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and give the exit code."""
@@ -59,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write(f"rockmate {arguments.command}: interrupted\n")
         return 130
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return run_command.run(arguments)  # its errors are the script's
 
 
@@ -273,7 +272,7 @@ def _run_demo(arguments: argparse.Namespace) -> int:
     write_file(arguments.out, lambda path: path.mkdir(parents=True, exist_ok=True))
     result = demo.run(options)
     sys.stdout.write(demo_report.report(result))
-    path = arguments.out / _PLOT_NAME
+    path = arguments.out / "memory.png"
     write_file(path, lambda path: demo_report.save_memory_plot(result, path))
     sys.stdout.write(f"Plot: {path}\n")
     return 0 if result.succeeded else 1

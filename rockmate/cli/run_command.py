@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -81,7 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
                 raise
             sys.stderr.write(f"rockmate: nothing is planned, since {raised}\n")
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     after_import("torch", begin)  # not at once: a script may set what PyTorch reads at its import
     try:
         (run_module if arguments.module else run_script)(arguments.module or arguments.script)

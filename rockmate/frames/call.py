@@ -336,8 +336,7 @@ class Call:
                     msg = (
                         f"a parameter, buffer or attribute of {self.key} was changed after its "
                         f"call, before the backward: {list(tensor.shape)}. Change it after the "
-                        "backward, or leave it, as all that do so, whole: "
-                        f"keep={[self.key.path]!r}."
+                        f"backward, or leave all like it whole: keep={[self.key.path]!r}."
                     )
                     raise UnsupportedModelError(msg)
             return op(*args, **kwargs)
@@ -348,9 +347,9 @@ class Call:
         """The error of a second run that saves something else."""
         msg = (
             f"{self.key} does not repeat itself: its forward {first}, and {second} when it "
-            "ran again. It depends on state outside of it, such as a global counter. Leave it, as "
-            f"all that do so, whole: keep={[self.key.path]!r}. If a first call sets the model up, "
-            "run the plain model once before it is wrapped."
+            "ran again. It depends on state outside of it, such as a global counter. Leave all "
+            f"like it whole: keep={[self.key.path]!r}. If a first call sets the model up, run the "
+            "plain model once before it is wrapped."
         )
         return UnsupportedModelError(msg)
 

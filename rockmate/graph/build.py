@@ -138,10 +138,9 @@ class _Builder:
                 f"{target} changes its arguments in place inside the captured graph ({node.name})"
             )
         if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-            where = node.meta.get("module") or call_name(node)
             msg = (
-                f"{where} makes a tensor of layout {value.layout}, which cannot be planned. Use "
-                "dense tensors, such as an embedding with sparse=False."
+                f"{node.meta.get('module') or call_name(node)} makes a {value.layout} tensor, "
+                "which cannot be planned. Use dense tensors, as of an embedding with sparse=False."
             )
             raise UnsupportedModelError(msg)
         if target in _BY_POSITION:

@@ -68,16 +68,12 @@ def tier_of(model: nn.Module, request: OffloadRequest) -> Tier:
     """The tier that a model's steps move values to."""
     tiers = _OF_MODEL.setdefault(model, {})
     if request not in tiers:
-        tiers[request] = _new_tier(request)
+        folder, host_bytes = request.folder, request.host_bytes
+        is_disk = request.kind == "disk"
+        tiers[request] = DiskTier(folder, host_bytes) if is_disk else PinnedTier(host_bytes)
     return tiers[request]
 
 
 def forget_tiers(model: nn.Module) -> None:
     """Has a model's next step make its tiers anew; those of pending steps end with them."""
     _OF_MODEL.pop(model, None)
-
-
-def _new_tier(request: OffloadRequest) -> Tier:
-    if request.kind == "disk":
-        return DiskTier(request.folder, request.host_bytes)
-    return PinnedTier(request.host_bytes)

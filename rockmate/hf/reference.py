@@ -1,75 +1,56 @@
 """Reference models of trainers that call them on what the policy gets, as TRL's DPO and KTO do.
 
-A reference runs within the policy's forward, so that it is in its plan and nothing is held for the
+A reference runs within the policy's forward, so that it is in its plan, and nothing is held for the
 policy's backward beside it.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial, update_wrapper
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from transformers import Trainer
 
+def join_reference(policy: nn.Module, reference: nn.Module) -> Callable[..., None]:
+    """Has a policy's forward in training run its reference first, which is frozen.
 
-class Expected:
-    """What a reference has computed within the policy's calls, until the trainer asks for it."""
-
-    def __init__(self, policy: nn.Module) -> None:
-        """Begins with nothing."""
-        self.policy = policy
-        self.kept: deque[tuple[dict[str, Any], Any]] = deque(maxlen=2)  # a batch, and KTO's other
-
-    def __call__(self, _: Any, __: Any, keywords: dict[str, Any], ___: Any) -> None:
-        """A hook of the planned policy, whose forward leaves the reference's output there."""
-        if "expected" in vars(self.policy):
-            self.kept.append((keywords, vars(self.policy).pop("expected")))
-
-    def find(self, keywords: dict[str, Any]) -> Any:
-        """The output for these arguments, which the policy had with others; else None."""
-        for pair in self.kept:
-            if all(key in pair[0] and _is_equal(pair[0][key], keywords[key]) for key in keywords):
-                self.kept.remove(pair)
-                return pair[1]
-        return None
-
-
-def join_reference(trainer: Trainer) -> Expected | None:
-    """Has the policy's forward in training run the trainer's reference first, which is frozen.
+    The reference then has an answer to the trainer's call on equal arguments.
 
     Returns:
-        A hook for the planned policy; None where there is no reference that can be joined.
+        A hook for the planned policy.
     """
-    policy, reference = trainer.model, getattr(trainer, "ref_model", None)
-    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    if reference is None or is_sharded or getattr(trainer, "precompute_ref_logps", False):
-        return None
-    assert policy is not None
     reference.requires_grad_(requires_grad=False)
-    own, other, expected = policy.forward, reference.forward, Expected(policy)
-    policy.forward = update_wrapper(partial(_both, policy, own, other), own)
-    reference.forward = update_wrapper(partial(_known_or_run, expected, other), other)
-    return expected
+    kept: deque[tuple[dict[str, Any], Any]] = deque(maxlen=2)  # KTO has two batches in a step
+    own, run = policy.forward, reference.forward
+    policy.forward = update_wrapper(partial(_both, policy, own, run), own)
+    reference.forward = update_wrapper(partial(_kept_or_run, kept, run), run)
+    return partial(_keep, policy, kept)
 
 
-def _both(policy: Any, own: Any, other: Any, *args: Any, **keywords: Any) -> Any:
+def _both(policy: Any, own: Any, run: Any, *args: Any, **keywords: Any) -> Any:
     if policy.training and keywords.get("fused_lm_head"):
         with torch.no_grad():
-            policy.expected = other(*args, **keywords)
+            policy.expected = run(*args, **keywords)
     return own(*args, **keywords)
 
 
-def _known_or_run(expected: Expected, other: Any, *args: Any, **keywords: Any) -> Any:
-    known = None if args else expected.find(keywords)
-    return other(*args, **keywords) if known is None else known
+def _keep(policy: Any, kept: deque[Any], _: Any, __: Any, keywords: Any, ___: Any) -> None:
+    if "expected" in vars(policy):
+        kept.append((keywords, vars(policy).pop("expected")))
+
+
+def _kept_or_run(kept: deque[Any], run: Any, *args: Any, **keywords: Any) -> Any:
+    for pair in () if args else kept:
+        if all(key in pair[0] and _is_equal(pair[0][key], keywords[key]) for key in keywords):
+            kept.remove(pair)
+            return pair[1]
+    return run(*args, **keywords)
 
 
 def _is_equal(value: Any, other: Any) -> bool:
-    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
-        return value is other or (value.device == other.device and torch.equal(value, other))
-    return value is other or value == other
+    are_tensors = isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor)
+    return value is other or bool(torch.equal(value, other) if are_tensors else value == other)

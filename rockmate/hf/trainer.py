@@ -105,11 +105,12 @@ def wrap_model_of(
     options = {**_options_for(trainer, options), **options}
     if buckets is not None:
         _pad_to(trainer, model, buckets)
-    kept = join_reference(trainer) if "self.ref_model(**" in _loss_source(trainer) else None
+    reference = _reference_of(trainer)
+    keep = None if reference is None else join_reference(model, reference)
     # Before the fit, which takes longer: it looks at the options.
     module = RockmateModule(model, **bound, **options)
-    if kept is not None:
-        module.register_forward_hook(kept, with_kwargs=True)
+    if keep is not None:
+        module.register_forward_hook(keep, with_kwargs=True)
     if fit is not None:
         _fit(trainer, fit, bound["memory_limit"], options)
     module.plan_cache.largest = partial(largest_call, trainer)
@@ -135,6 +136,16 @@ def _loss_source(trainer: Trainer) -> str:
         return inspect.getsource(cls)
     except OSError:
         return ""
+
+
+def _reference_of(trainer: Any) -> nn.Module | None:
+    """The model that the trainer's loss calls on what its policy gets; None if there is none."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+        return None
+    is_called = "self.ref_model(**" in _loss_source(trainer) and not getattr(
+        trainer, "precompute_ref_logps", False
+    )
+    return trainer.ref_model if is_called else None
 
 
 def _planned_loss(

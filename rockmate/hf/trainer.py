@@ -140,12 +140,10 @@ def _loss_source(trainer: Trainer) -> str:
 
 def _reference_of(trainer: Any) -> nn.Module | None:
     """The model that the trainer's loss calls on what its policy gets; None if there is none."""
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if is_sharded or getattr(trainer, "precompute_ref_logps", False):
         return None
-    is_called = "self.ref_model(**" in _loss_source(trainer) and not getattr(
-        trainer, "precompute_ref_logps", False
-    )
-    return trainer.ref_model if is_called else None
+    return trainer.ref_model if "self.ref_model(**" in _loss_source(trainer) else None
 
 
 def _planned_loss(

@@ -164,8 +164,10 @@ class Wrapper(nn.Module):
             super().__setattr__(name, value)
 
     def _is_of(self, wrapped: nn.Module, name: str) -> bool:
-        """Whether an attribute is the wrapped module's to set."""
-        return not hasattr(type(self), name) if is_compiled(wrapped) else name in wrapped.__dict__
+        """Whether an attribute is the wrapped module's to set. Each has a `forward` of its own."""
+        if is_compiled(wrapped):
+            return not hasattr(type(self), name)
+        return name != "forward" and name in wrapped.__dict__
 
     def __dir__(self) -> list[str]:
         """Names of both modules."""

@@ -13,6 +13,7 @@ import transformers
 from fine_tuning import Record, llama
 from helpers import relative_error
 
+from bench.measure import allocator_peak
 from rockmate import PlannedStep, wrap_trainer
 
 trl = pytest.importorskip("trl")
@@ -68,7 +69,7 @@ class Metrics(Record):
             self.logs.append({k: v for k, v in logs.items() if not k.endswith(("time", "second"))})
 
 
-def trainer(kind: str, folder: Path) -> tuple[Any, Metrics]:
+def trainer(kind: str, folder: Path, **changes: Any) -> tuple[Any, Metrics]:
     record = Metrics()
     arguments: dict[str, Any] = {
         "output_dir": str(folder),
@@ -113,7 +114,7 @@ def trainer(kind: str, folder: Path) -> tuple[Any, Metrics]:
     model.config._name_or_path = str(folder / "start")
     made = Trainer(
         model=model,
-        args=Config(**arguments),
+        args=Config(**arguments | changes),
         processing_class=tokenizer(),
         train_dataset=datasets.Dataset.from_list(rows_for(kind)),
         callbacks=[record],
@@ -141,3 +142,36 @@ def test_trains_as_without_a_budget(kind: str, tmp_path: Path) -> None:
         assert ours == pytest.approx(reference, rel=1e-3, abs=1e-5)
     for name, weight in found[0][1].items():
         assert relative_error(found[1][1][name], weight) < 1e-4
+
+
+def test_reference_is_within_the_budget(tmp_path: Path) -> None:
+    peaks, found = [], []
+    for budget in (None, 0.6):
+        made, _ = trainer("DPO", tmp_path)
+        policy = made.model
+        if budget is not None:
+            wrap_trainer(made, budget, trial="never")
+        with torch.no_grad():  # it was the policy
+            made.ref_model.lm_head.weight.mul_(2)
+        batch = made._prepare_inputs(next(iter(made.get_train_dataloader())))
+
+        def step(made: Any = made, batch: Any = batch) -> None:
+            made.compute_loss(made.model, dict(batch)).backward()
+
+        step()
+        policy.zero_grad(set_to_none=False)
+        peaks.append(allocator_peak(step))
+        found.append({name: each.grad for name, each in policy.named_parameters()})
+    for name, grad in found[0].items():
+        assert relative_error(found[1][name], grad) < 1e-5
+    assert peaks[1] < 0.6 * peaks[0]
+
+
+def test_mixed_precision(tmp_path: Path) -> None:
+    logs = []
+    for wrap in (lambda made: made, lambda made: wrap_trainer(made, 0.8)):
+        made, record = trainer("DPO", tmp_path, bf16=True)
+        wrap(made)
+        made.train()
+        logs.append([line["loss"] for line in record.logs])
+    assert logs[1] == pytest.approx(logs[0], rel=1e-2)

@@ -40,7 +40,7 @@ def wait_for_collectives(graph: fx.Graph) -> None:
         if not isinstance(node.meta["val"], torch.Tensor) or len(waits) != 1:
             msg = (
                 f"{node.target} returns several tensors at once, or is waited for {len(waits)} "
-                "times, which cannot be planned"
+                "times, which cannot be planned."
             )
             raise UnsupportedModelError(msg)
         with graph.inserting_before(node):

@@ -97,6 +97,9 @@ class _TracedUnit:
                 table, _ = tensor_tables(module)
                 self.shards.append((table, name, table[name]))
                 table[name] = self.whole[parameter]
+                if hasattr(module, "quant_state"):
+                    # Of 4 bits: without it bitsandbytes makes a weight of its class here, anew.
+                    self.whole[parameter].quant_state = module.quant_state
 
 
 def _buckets(group: ShardedGroup) -> Iterator[list[ShardedParameter]]:

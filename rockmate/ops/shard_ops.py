@@ -8,13 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rockmate.ops.shards import (
-    Reduction,
-    fake_parts,
-    fake_whole,
-    gather_shards,
-    reduce_to_shards,
-)
+from rockmate.ops.shards import Reduction, gather_shards, reduce_to_shards
 
 
 @torch.library.custom_op("rockmate::gather_shards", mutates_args=())
@@ -45,21 +39,11 @@ def _reduce(
 
 
 @_gather.register_fake
-def _(
-    shards: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    dtype: torch.dtype | None,
-    sizes: Sequence[int],
-    *_: Any,
-) -> list[Tensor]:
-    return fake_whole(shards, dims, sizes, dtype)
+def _(*args: Any) -> list[Tensor]:
+    return gather_shards(*args[:6])
 
 
-@_reduce.register_fake
-def _(gradients: Sequence[Tensor], dims: Sequence[int], *settings: Any) -> list[Tensor]:
-    return fake_parts(gradients, dims, Reduction(*settings))
+_reduce.register_fake(reduce_to_shards)
 
 
 def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -64,7 +64,7 @@ def gather_shards(
         sizes: of the dimensions that are cut, whole.
     """
     if is_fake(shards[0]):
-        return fake_whole(shards, dims, sizes, dtype)
+        return _fake_whole(shards, dims, sizes, dtype)
     return finish_gather(issue_gather(shards, dims, num_ranks, group, dtype, sizes))
 
 
@@ -164,7 +164,7 @@ def reduce_to_shards(
     """
     how = Reduction(*settings)
     if is_fake(gradients[0]):
-        return fake_parts(gradients, dims, how)
+        return _fake_parts(gradients, dims, how)
     return finish_reduction(issue_reduction(gradients, dims, how))
 
 
@@ -250,7 +250,7 @@ def part_shape(shape: torch.Size, dim: int, num_ranks: int) -> list[int]:
     return _resized(shape, dim, -(-shape[dim] // num_ranks))
 
 
-def fake_whole(
+def _fake_whole(
     shards: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None
 ) -> list[Tensor]:
     """What `gather_shards` returns, without numbers."""
@@ -258,7 +258,7 @@ def fake_whole(
     return [each.new_empty(_resized(each.shape, d, size), dtype=dtype) for each, d, size in whole]
 
 
-def fake_parts(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> list[Tensor]:
+def _fake_parts(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> list[Tensor]:
     """What `reduce_to_shards` returns, without numbers."""
     return [
         whole.new_empty(part_shape(whole.shape, dim, how.num_ranks), dtype=how.dtype)

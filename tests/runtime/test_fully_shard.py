@@ -15,6 +15,7 @@ from sharded_net import (
     NUM_TOKENS,
     WIDTH,
     Net,
+    OddNet,
     assert_equal,
     batch,
     collectives_of,
@@ -26,6 +27,7 @@ from sharded_net import (
     whole,
 )
 from torch import Tensor, distributed, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint import load, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -100,23 +102,6 @@ def check_uneven(mesh: DeviceMesh) -> None:
         assert_equal(ours, found[0])
 
 
-class OddNet(Net):
-    """Numbers of rows that two or three ranks do not divide, and one of one row."""
-
-    def __init__(self) -> None:
-        super().__init__(2, is_tied=False)
-        self.embed, self.head = (
-            nn.Embedding(NUM_TOKENS + 1, WIDTH),
-            nn.Linear(WIDTH, NUM_TOKENS + 1),
-        )
-        for layer in self.layers:
-            layer.up, layer.down = nn.Linear(WIDTH, 83), nn.Linear(83, WIDTH)
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * self.scale.sum()
-
-
 def check_eval_between(mesh: DeviceMesh) -> None:
     """Eval runs PyTorch's hooks, which leave the root's parameters gathered."""
     rank, found = mesh.get_local_rank(), list[list[Tensor]]()
@@ -135,6 +120,55 @@ def check_eval_between(mesh: DeviceMesh) -> None:
             assert len(module._plans.runnables) == 1
         found.append(values)
     assert_equal(*found)
+
+
+class Exchanged(Net):
+    """Ranks exchange tokens between the layers, as in Ulysses and expert parallelism."""
+
+    def __init__(self, exchange: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(2)
+        self.exchange = exchange
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.exchange(self.layers[0](self.embed(tokens)).contiguous())
+        return nn.functional.cross_entropy(
+            self.head(self.layers[1](x)).flatten(0, 1), tokens.flatten()
+        )
+
+
+def sent_around(x: Tensor) -> Tensor:
+    """To the other of two ranks, in place."""
+    other, found = 1 - distributed.get_rank(), torch.empty_like(x)
+    calls = (distributed.isend, x, other), (distributed.irecv, found, other)
+    for work in distributed.batch_isend_irecv([distributed.P2POp(*each) for each in calls]):
+        work.wait()
+    return found
+
+
+class Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return sent_around(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return sent_around(gradients[0].contiguous())
+
+
+def check_exchanges(mesh: DeviceMesh) -> None:
+    """All-to-all is planned. What writes in place is refused by name, and the model runs on."""
+    rank, found = mesh.get_local_rank(), list[list[Tensor]]()
+    for exchange in (lambda x: all_to_all_single_autograd(x, None, None, mesh), Ring.apply):
+        for is_planned in (False, True):
+            torch.manual_seed(0)
+            model = module = sharded(Exchanged(exchange), mesh)
+            if is_planned and len(found) == 3:
+                refused(model, r"c10d\.send.*all_to_all_single_autograd")
+            elif is_planned:
+                module = planned(model, 0.5)
+                assert sum("all_to_all" in each for each in collectives_of(module)) >= 2
+            found.append(trained(module, model, rank))
+        assert_equal(*found[-2:])
 
 
 def check_number_of_gathers(module: RockmateModule, budget: float | None) -> None:
@@ -497,6 +531,7 @@ CHECKS: dict[Callable[[DeviceMesh], None], int] = {
     check_training: 2,
     check_uneven: 3,
     check_eval_between: 2,
+    check_exchanges: 2,
     check_ignored: 2,
     check_wrapped_first: 2,
     check_other_sizes: 2,

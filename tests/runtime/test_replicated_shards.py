@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from ranks import needs_gloo, run_on_ranks
 from sharded_net import (
+    OddNet,
     assert_equal,
     batch,
     collectives_of,
@@ -37,16 +39,19 @@ def two_by_two() -> DeviceMesh:
 
 
 def check_training(_: DeviceMesh) -> None:
-    """Bit for bit, with a batch of its own on each rank, at three budgets and without a plan."""
+    """Bit for bit, with a batch of its own on each rank, sizes that two divide and others."""
     mesh = two_by_two()
     rank = distributed.get_rank()
-    theirs = sharded(net(2), mesh)
-    expected = trained(theirs, theirs, rank)
-    for budget in (1.0, 0.4):
-        model: Any = sharded(net(2), mesh)
-        module = planned(model, budget)
-        assert_equal(trained(module, model, rank), expected)
-        assert model.get_parameter("embed.weight").placements == (Replicate(), Shard(0))
+    for make in (partial(net, 2), OddNet):
+        found = []
+        for budget in (None, 1.0, 0.4):
+            torch.manual_seed(0)
+            model: Any = sharded(make(), mesh)
+            module = planned(model, budget) if budget else model
+            found.append(trained(module, model, rank))
+            assert model.get_parameter("embed.weight").placements == (Replicate(), Shard(0))
+        assert_equal(found[1], found[0])
+        assert_equal(found[2], found[0])
 
 
 def check_policies(_: DeviceMesh) -> None:

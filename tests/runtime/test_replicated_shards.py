@@ -86,18 +86,19 @@ def check_memory(_: DeviceMesh) -> None:
 
 
 def check_tensor_parallelism(_: DeviceMesh) -> None:
-    """Beside replicas, on a mesh of three dimensions."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
-    found = []
-    for is_ours in (False, True):
-        model = net(2)
-        for layer in model.layers:
-            plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(layer, mesh["tensor"], plan)
-        sharded(model, mesh["replicate", "shard"])
-        module: Any = planned(model, 0.5) if is_ours else model
-        found.append(trained_by_sgd(module, model, mesh.get_local_rank("replicate")))
-    assert_equal(*found)
+    """Beside shards, and beside replicas on a mesh of three dimensions."""
+    for sizes in ((2, 2), (2, 1, 2)):
+        names = ("replicate", "shard", "tensor")[-len(sizes) :]
+        mesh, found = init_device_mesh("cpu", sizes, mesh_dim_names=names), []
+        for is_ours in (False, True):
+            model = net(2)
+            for layer in model.layers:
+                plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(layer, mesh["tensor"], plan)
+            sharded(model, mesh[names[:-1]])
+            module: Any = planned(model, 0.5) if is_ours else model
+            found.append(trained_by_sgd(module, model, mesh.get_local_rank(names[0])))
+        assert_equal(*found)
 
 
 def check_partial_reduction(_: DeviceMesh) -> None:

@@ -33,6 +33,7 @@ from rockmate._torch.fsdp import (
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.pytree import tree_map_only
 from rockmate.ops.kernel_layouts import contiguous_strides
+from rockmate.ops.shards import gather_shards
 
 # The largest bucket of several parameters, in bytes of whole ones.
 BUCKET_BYTES = 1 << 22
@@ -110,7 +111,7 @@ def _gathered(group: ShardedGroup, bucket: list[ShardedParameter]) -> Iterator[A
     from torch.distributed.tensor import DTensor  # loads sympy
 
     first = bucket[0]
-    found = torch.ops.rockmate.gather_shards(
+    found = gather_shards(
         [parameter.tensor.to_local() for parameter in bucket],
         [parameter.dim for parameter in bucket],
         group.num_ranks,

@@ -148,9 +148,10 @@ def padded_parts(model: nn.Module) -> dict[str, torch.Size]:
     for unit in sharded_units(model):
         for parameter in (each for group in unit.groups for each in group.parameters):
             shapes[id(parameter.tensor)] = parameter.padded_shape
+    named: Any = model.named_parameters(remove_duplicate=False)
     return {
         name: shapes[id(tensor)]
-        for name, tensor in model.named_parameters(remove_duplicate=False)
+        for name, tensor in named
         if id(tensor) in shapes and tensor.detach().to_local().shape != shapes[id(tensor)]
     }
 

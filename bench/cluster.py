@@ -38,7 +38,7 @@ from bench.models import Workload, built, makers
 from bench.pages import filled
 from rockmate import Machine, Planner
 from rockmate.costs.machine import load_machine
-from rockmate.ops.shards import gather_shards
+from rockmate.ops.shards import GATHER
 from rockmate.plan.plan import Plan
 from rockmate.sharding.fully_shard import sharded_by_layers
 
@@ -157,7 +157,7 @@ class Cluster:
             plan.predicted_ms,
             step_ms,
             1e3 * self.options.batch * self.options.length / step_ms,
-            targets.count(gather_shards),
+            targets.count(GATHER),
             is_hidden,
         )
 

@@ -51,15 +51,8 @@ def holds_sharded_parameters(module: nn.Module) -> bool:
     FSDP's first generation puts views of its flat parameter in the places of parameters, as plain
     attributes. Neither generation marks a module publicly.
     """
-    tensors = (
-        *module._parameters.values(),
-        *(value for value in vars(module).values() if isinstance(value, torch.Tensor)),
-    )
-    return hasattr(module, "_fsdp_wrapped_module") or any(
-        hasattr(each, "_fsdp_flattened") or hasattr(each, "device_mesh")
-        for tensor in tensors
-        for each in (tensor, base_of(tensor))
-    )
+    is_second = any(hasattr(each, "device_mesh") for each in module._parameters.values())
+    return is_second or is_gathered_by_fsdp1(module)
 
 
 def is_gathered_by_fsdp1(module: nn.Module) -> bool:
@@ -152,19 +145,6 @@ def free(memory: torch.Tensor) -> None:
     A thread of gloo holds the tensors of a collective for a while after its end.
     """
     memory.untyped_storage().resize_(0)
-
-
-def timeout_s() -> float:
-    """After how long a collective of the default process group fails; no public getter."""
-    found = torch.distributed.distributed_c10d._get_default_timeout(distributed.get_backend())
-    group: Any = distributed.group.WORLD
-    for name in ("cpu", "cuda"):
-        try:
-            options = group._get_backend(torch.device(name)).options
-            return options._timeout.total_seconds()
-        except (RuntimeError, AttributeError):
-            continue
-    return found.total_seconds()
 
 
 @contextlib.contextmanager

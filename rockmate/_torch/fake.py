@@ -11,10 +11,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from rockmate.errors import UnsupportedModelError
+
 __all__ = [
     "LIFTS",
     "FakeTensor",
     "FakeTensorMode",
+    "InPlaceCollectiveError",
     "errors_unlogged",
     "functional_part",
     "hint_of",
@@ -59,6 +62,13 @@ def move_to(fake: FakeTensor, device: torch.device) -> None:
     fake.fake_device = device
 
 
+class InPlaceCollectiveError(UnsupportedModelError):
+    """A forward that is traced calls a collective of `torch.distributed` itself.
+
+    An opaque op would run it as often as each rank measures it, and ranks would wait for ever.
+    """
+
+
 @contextlib.contextmanager
 def results_corrected(
     correct: Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], Any],
@@ -71,6 +81,9 @@ def results_corrected(
 
     Args:
         correct: gets the op, its arguments, its keywords and its result, within the fake mode.
+
+    Raises:
+        InPlaceCollectiveError: an op is a collective that writes into its arguments.
     """
     dispatch = FakeTensorMode.dispatch
     fakes: dict[int, torch.Tensor] = {}
@@ -86,6 +99,12 @@ def results_corrected(
     def dispatch_corrected(
         self: FakeTensorMode, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if getattr(func, "namespace", "") == "c10d":
+            raise InPlaceCollectiveError(
+                f"the forward calls {func}, a collective that writes into a tensor, which a plan "
+                "does not repeat. Call that of torch.distributed._functional_collectives, which "
+                "returns its result, as all_to_all_single_autograd."
+            )
         if func not in LIFTS:
             args = [fake(self, each) for each in args]
         result = dispatch(self, func, types, args, kwargs or {})

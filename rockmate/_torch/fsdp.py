@@ -74,11 +74,6 @@ class ShardedGroup:
         return not self._own.reduce_grads
 
     @property
-    def stays_whole(self) -> bool:
-        """Whether eager keeps gathered parameters between forward and backward."""
-        return self._own.post_forward_mesh_info is None
-
-    @property
     def is_gathered(self) -> bool:
         """Whether gathered parameters stand in the places, as behind a forward of the root."""
         return not self._own.is_sharded

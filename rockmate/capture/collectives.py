@@ -13,8 +13,7 @@ from torch import fx
 from rockmate._torch.distributed import is_collective, is_wait, ranks_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.ops.collectives import collective, groups_of
-from rockmate.ops.shard_ops import function_of
-from rockmate.ops.shards import gather_shards
+from rockmate.ops.shards import GATHER, ON_SHARDS
 
 
 def wait_for_collectives(graph: fx.Graph) -> None:
@@ -27,11 +26,9 @@ def wait_for_collectives(graph: fx.Graph) -> None:
     """
     _gather_late(graph)
     for node in list(graph.nodes):
-        function = function_of(node.target)
-        if function is not None:
-            node.target = function
-            if function is gather_shards:
-                node.args = node.args[:-2]  # how its gradient is reduced
+        if node.target in ON_SHARDS:
+            if node.target is GATHER:
+                node.args = (*node.args[:6], None, "")  # its gradient is reduced already
             _note_ranks(node)
             continue
         if not is_collective(node.target):
@@ -40,7 +37,7 @@ def wait_for_collectives(graph: fx.Graph) -> None:
         if not isinstance(node.meta["val"], torch.Tensor) or len(waits) != 1:
             msg = (
                 f"{node.target} returns several tensors at once, or is waited for {len(waits)} "
-                "times, which cannot be planned"
+                "times, which cannot be planned."
             )
             raise UnsupportedModelError(msg)
         with graph.inserting_before(node):
@@ -57,7 +54,7 @@ def _gather_late(graph: fx.Graph) -> None:
     """Puts each gather in front of its first reader: a trace has it ahead of a whole unit."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if function_of(node.target) is not gather_shards:
+        if node.target is not GATHER:
             continue
         items = sorted(node.users, key=place.__getitem__)
         readers = [reader for item in items for reader in item.users]

@@ -32,7 +32,13 @@ from rockmate._torch.aot import (
     scripts_traced,
     value_checks_as_ops,
 )
-from rockmate._torch.fake import errors_unlogged, forget_tensors, is_fake, results_corrected
+from rockmate._torch.fake import (
+    InPlaceCollectiveError,
+    errors_unlogged,
+    forget_tensors,
+    is_fake,
+    results_corrected,
+)
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
@@ -202,6 +208,7 @@ def _captured(
             break
         except Exception as error:
             is_told = isinstance(error, InvalidSampleError | UnsupportedModelError)
+            is_told = is_told and not isinstance(error, InPlaceCollectiveError)
             # What is opaque may see layouts, which are as given then.
             is_final = is_elsewhere or make().memory_format != "as_given"
             if is_told and not is_final and functions.may_be_traced_again(error):

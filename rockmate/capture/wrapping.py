@@ -10,7 +10,6 @@ import torch
 
 from rockmate._torch.subclasses import wrapped_parts
 from rockmate.errors import UnsupportedModelError
-from rockmate.sharding.gathering import local_part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,7 +71,7 @@ class Wrapping:
             parameter: whose gradient it is, if it is a parameter's.
         """
         if self.is_padded:
-            tensor = tensor[: local_part(parameter).shape[0]]
+            tensor = tensor[: parameter.detach().to_local().shape[0]]
         parts = {self.part: tensor, **self.others}
         return self.kind.__tensor_unflatten__(parts, self.context, self.shape, self.strides)
 

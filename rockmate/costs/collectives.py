@@ -42,7 +42,7 @@ from torch import fx
 from rockmate.costs.cost import Cost
 from rockmate.costs.machine import Machine
 from rockmate.ops.collectives import collective
-from rockmate.ops.shards import gather_shards, has_whole_memory, part_shape
+from rockmate.ops.shards import GATHER, has_whole_memory, part_shape
 
 # Share of a ring's rate that NCCL expects of a tree.
 _TREE_RATE = 0.92
@@ -131,7 +131,7 @@ def _shards_cost(node: fx.Node, machine: Machine | None) -> Cost:
     num_ranks: Any = node.args[2]
     dtypes: Any = node.args[4:]
     given = [operand.meta["val"] for operand in operands]
-    device, is_gather = given[0].device, node.target is gather_shards
+    device, is_gather = given[0].device, node.target is GATHER
     dtype = dtypes[0] or given[0].dtype
     parts = [each.shape for each in given]
     is_whole = is_gather and has_whole_memory(parts, (dims, num_ranks, node.args[5]), device)

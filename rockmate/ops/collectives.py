@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from rockmate._torch.distributed import wait_for
-from rockmate.ops.shards import ON_SHARDS, reduce_to_shards
+from rockmate.ops.shards import ON_SHARDS, REDUCE
 
 
 def collective(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -49,7 +49,7 @@ def _argument_text(value: Any) -> str:
 
 def groups_of(node: fx.Node) -> list[str]:
     """The names of the process groups of a collective, by which ops know them."""
-    if node.target is reduce_to_shards:
+    if node.target is REDUCE:
         names: list[Any] = [node.args[3], *filter(None, node.args[6:])]
     elif node.target in ON_SHARDS:
         names = [node.args[3]]

@@ -6,9 +6,9 @@ a rank. Where they are not equal, those of the last ranks are padded.
 
     memory of the collective, for W ranks:   rank 0: [a0 b0]  rank 1: [a1 b1]  ...
 
-Each is a function here, in a plan, and a custom op in a trace (`rockmate.ops.shard_ops`). What they
-return shares no memory, so each whole parameter is released after its own last reader. Each has two
-halves, which issue the collective and wait for it: a plan may run other ops between them.
+Each is a custom op, of which a plan knows the overload. What it returns shares no memory, so each
+whole parameter is released after its own last reader. Each has two halves, which issue the
+collective and wait for it: a plan may run other ops between them.
 
 On a GPU, what is gathered by itself along its first dimension, without padding, is the collective's
 memory. On a CPU
@@ -39,12 +39,12 @@ from rockmate._torch.distributed import (
     start_reduction,
     wait_for,
 )
-from rockmate._torch.fake import is_fake
 
 # Types whose sums cannot overflow, so that the division may come last.
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
+@torch.library.custom_op("rockmate::gather_shards", mutates_args=())
 def gather_shards(
     shards: Sequence[Tensor],
     dims: Sequence[int],
@@ -52,6 +52,8 @@ def gather_shards(
     group: str,
     dtype: torch.dtype | None,
     sizes: Sequence[int],
+    reduce_dtype: torch.dtype | None,
+    replicas: str,
 ) -> list[Tensor]:
     """The whole tensors of which each rank has a part.
 
@@ -62,9 +64,9 @@ def gather_shards(
         group: name of the process group.
         dtype: of the results; None: that of the shards.
         sizes: of the dimensions that are cut, whole.
+        reduce_dtype: of the `Reduction` of their gradients, for a trace.
+        replicas: of the same.
     """
-    if is_fake(shards[0]):
-        return fake_whole(shards, dims, sizes, dtype)
     return finish_gather(issue_gather(shards, dims, num_ranks, group, dtype, sizes))
 
 
@@ -152,19 +154,28 @@ class Reduction(NamedTuple):
     replicas: str = ""
 
 
+@torch.library.custom_op("rockmate::reduce_to_shards", mutates_args=())
 def reduce_to_shards(
-    gradients: Sequence[Tensor], dims: Sequence[int], *settings: Any
+    gradients: Sequence[Tensor],
+    dims: Sequence[int],
+    num_ranks: int,
+    group: str,
+    reduce_dtype: torch.dtype | None,
+    dtype: torch.dtype,
+    replicas: str,
 ) -> list[Tensor]:
     """This rank's parts of the means of whole gradients over the ranks of a group.
 
     Args:
         gradients: whole ones, of this rank's part of the batch.
         dims: for each, the dimension that is cut.
-        *settings: the fields of a `Reduction`: a graph has no tuples with names.
+        num_ranks: see `Reduction`, as for the others.
+        group: see there.
+        reduce_dtype: see there.
+        dtype: see there.
+        replicas: see there.
     """
-    how = Reduction(*settings)
-    if is_fake(gradients[0]):
-        return fake_parts(gradients, dims, how)
+    how = Reduction(num_ranks, group, reduce_dtype, dtype, replicas)
     return finish_reduction(issue_reduction(gradients, dims, how))
 
 
@@ -250,16 +261,16 @@ def part_shape(shape: torch.Size, dim: int, num_ranks: int) -> list[int]:
     return _resized(shape, dim, -(-shape[dim] // num_ranks))
 
 
-def fake_whole(
-    shards: Sequence[Tensor], dims: Sequence[int], sizes: Sequence[int], dtype: torch.dtype | None
-) -> list[Tensor]:
-    """What `gather_shards` returns, without numbers."""
+@gather_shards.register_fake
+def _(shards: Sequence[Tensor], dims: Sequence[int], *settings: Any) -> list[Tensor]:
+    _, _, dtype, sizes, *_ = settings
     whole = zip(shards, dims, sizes, strict=True)
     return [each.new_empty(_resized(each.shape, d, size), dtype=dtype) for each, d, size in whole]
 
 
-def fake_parts(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> list[Tensor]:
-    """What `reduce_to_shards` returns, without numbers."""
+@reduce_to_shards.register_fake
+def _(gradients: Sequence[Tensor], dims: Sequence[int], *settings: Any) -> list[Tensor]:
+    how = Reduction(*settings)
     return [
         whole.new_empty(part_shape(whole.shape, dim, how.num_ranks), dtype=how.dtype)
         for whole, dim in zip(gradients, dims, strict=True)
@@ -282,4 +293,27 @@ def _cut_into(row: Tensor, whole: Tensor, dim: int, num_ranks: int) -> None:
         place.view(shape).narrow(dim, 0, part.shape[dim]).copy_(part)
 
 
-ON_SHARDS = (gather_shards, reduce_to_shards)
+def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    shards, ctx.dims, num_ranks, group, _, _, reduce_dtype, replicas = inputs
+    ctx.how = Reduction(num_ranks, group, reduce_dtype, shards[0].dtype, replicas)
+    ctx.set_materialize_grads(False)  # a parameter that the loss does not read has no gradient
+
+
+def _reduce_gradients(ctx: Any, gradients: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    given = [index for index, gradient in enumerate(gradients) if gradient is not None]
+    parts: list[Tensor | None] = [None] * len(gradients)
+    if given:
+        present: Any = [gradients[index] for index in given]
+        dims = [ctx.dims[index] for index in given]
+        reduced = reduce_to_shards(present, dims, *ctx.how)
+        for index, part in zip(given, reduced, strict=True):
+            parts[index] = part
+    return parts, *[None] * 7
+
+
+gather_shards.register_autograd(_reduce_gradients, setup_context=_keep_settings)
+
+
+GATHER = torch.ops.rockmate.gather_shards.default
+REDUCE = torch.ops.rockmate.reduce_to_shards.default
+ON_SHARDS = (GATHER, REDUCE)

@@ -18,7 +18,7 @@ from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, 
 from rockmate.ops.kernels import as_strided
 from rockmate.ops.moves import fetch, fetched, send, sent
 from rockmate.ops.rng import exchange_random_state, get_random_state
-from rockmate.ops.shards import finish_gather, issue_gather, reduce_to_shards
+from rockmate.ops.shards import REDUCE, finish_gather, issue_gather
 from rockmate.runtime.gradient_sink import (
     emit_embedding_gradient,
     emit_gradient,
@@ -138,7 +138,7 @@ class GraphWriter:
         for ahead in self._flights.issued_before.get(position, ()):
             op = self._op_at(ahead)
             _, args, kwargs = self._call_of(op, is_recompute=op.index in self.has_run)
-            self._issued[ahead] = self.graph.call_function(issue_gather, args, kwargs)
+            self._issued[ahead] = self.graph.call_function(issue_gather, args[:6], kwargs)
         self._run(self._op_at(position), position)
         for awaited in self._flights.awaited_after.get(position, ()):
             call = self.graph.call_function(emit_wait, (self._issued.pop(awaited),))
@@ -164,7 +164,7 @@ class GraphWriter:
         if op.gradient_sink_form is not None:
             self._emit_without_whole(op, args)
             return
-        if op.node.target is reduce_to_shards:
+        if op.node.target is REDUCE:
             args = (self._sink(), reduced_names(self.source, op), *args)
             if self._flights.is_awaited_later(position):
                 self._issued[position] = self.graph.call_function(emit_issue, args, kwargs)

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 from torch import distributed, nn
 
-from rockmate._torch.distributed import default_store, first_offer, ranks_of, timeout_s
+from rockmate._torch.distributed import default_store, first_offer, ranks_of
 from rockmate.bound.protocol import StoredBound
 from rockmate.errors import PlanMismatchError
 from rockmate.plan.plan import Plan
@@ -96,15 +96,15 @@ def confirm_order(model: nn.Module, order: Order) -> None:
     _CONFIRMED[model] = order
 
 
-def _read(store: distributed.Store, key: str, rank: int) -> str:
-    wait_s = min(WAIT_S, timeout_s())
+def _read(store: Any, key: str, rank: int) -> str:
+    longest = min(timedelta(seconds=WAIT_S), store.timeout)  # that is the timeout of the group
     try:
-        store.wait([key], timedelta(seconds=wait_s))
+        store.wait([key], longest)
         return store.get(key).decode()
     except (RuntimeError, distributed.DistError) as error:
         msg = (
             f"rank {rank} has not planned a step with the collectives of this rank within "
-            f"{wait_s:.0f} s. Plan on all ranks of a group with the same "
+            f"{longest.total_seconds():.0f} s. Plan on all ranks of a group with the same "
             "model, sample shapes and budget."
         )
         raise PlanMismatchError(msg) from error

@@ -28,7 +28,7 @@ from typing import Any
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
 from rockmate.ops.collectives import is_communication
-from rockmate.ops.shards import gather_shards, reduce_to_shards
+from rockmate.ops.shards import GATHER, REDUCE
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation
 
@@ -138,14 +138,14 @@ class _Search:
         self._gathers = [
             position
             for position, target in enumerate(targets)
-            if target is gather_shards and all(each.is_static for each in self._ops[position].reads)
+            if target is GATHER and all(each.is_static for each in self._ops[position].reads)
         ]
         partial = Counter(role.name for op in graph.ops for _, role in op.final_gradients)
         read = {storage for op in graph.ops for storage in op.reads}
         self._reductions = [
             position
             for position, target in enumerate(targets)
-            if target is reduce_to_shards
+            if target is REDUCE
             and read.isdisjoint(self._ops[position].writes)
             and all(partial[role.name] == 1 for _, role in self._ops[position].final_gradients)
         ]

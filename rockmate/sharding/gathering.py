@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from rockmate._torch.fsdp import (
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.pytree import tree_map_only
 from rockmate.ops.kernel_layouts import contiguous_strides
+from rockmate.ops.shards import gather_shards
 
 # The largest bucket of several parameters, in bytes of whole ones.
 BUCKET_BYTES = 1 << 22
@@ -41,14 +42,12 @@ BUCKET_BYTES = 1 << 22
 @contextlib.contextmanager
 def gathered_by_ops(model: nn.Module) -> Iterator[None]:
     """For a trace of the forward: ops gather what hooks of `fully_shard` would have gathered."""
-    units = [_TracedUnit(each) for each in sharded_units(model)]
     with contextlib.ExitStack() as stack:
-        for unit in units:
+        for unit in (_TracedUnit(each, stack) for each in sharded_units(model)):
             for module in unit.unit.modules:
                 for table, key, is_before in fsdp_hooks(module):
                     stack.callback(table.__setitem__, key, table[key])
                     table[key] = unit.before if is_before else unit.after
-            stack.callback(unit.put_shards)
         yield
 
 
@@ -58,45 +57,35 @@ class _TracedUnit:
 
     Attributes:
         unit: that is traced.
-        waiting: its modules that have not run since its parameters were put in their places.
-        whole: gathered parameters.
-        shards: tables of submodules, with what stood there under a name.
+        end: puts back what stood in the places of gathered parameters.
+        is_whole: whether these stand there, from its first call on.
     """
 
     unit: ShardedUnit
-    waiting: set[nn.Module] = field(default_factory=set)
-    whole: dict[ShardedParameter, Any] = field(default_factory=dict)
-    shards: list[tuple[dict[str, Any], str, Any]] = field(default_factory=list)
+    end: contextlib.ExitStack
+    is_whole: bool = False
 
     def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Ahead of the forward of a module."""
-        if not self.shards:
-            for group in self.unit.groups:
-                self._put_whole(group)
-        self.waiting = self.waiting or set(self.unit.modules)
+        for group in () if self.is_whole else self.unit.groups:
+            self._put_whole(group)
+        self.is_whole = True
         return _cast((args, kwargs), self.unit.input_dtype)
 
-    def after(self, module: nn.Module, _: Any, output: Any) -> Any:
+    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
         """Behind it."""
-        self.waiting.discard(module)
-        if not self.waiting and not any(group.stays_whole for group in self.unit.groups):
-            self.put_shards()
         return _cast(output, self.unit.output_dtype)
 
-    def put_shards(self) -> None:
-        """Puts back what stood in the places of gathered parameters."""
-        for table, name, shard in self.shards:
-            table[name] = shard
-        self.shards.clear()
-
     def _put_whole(self, group: ShardedGroup) -> None:
-        for bucket in [] if self.whole.keys() >= {*group.parameters} else _buckets(group):
-            self.whole.update(zip(bucket, _gathered(group, bucket), strict=True))
-        for parameter in group.parameters:
-            for module, name in parameter.places:
-                table, _ = tensor_tables(module)
-                self.shards.append((table, name, table[name]))
-                table[name] = self.whole[parameter]
+        for bucket in _buckets(group):
+            for parameter, whole in zip(bucket, _gathered(group, bucket), strict=True):
+                for module, name in parameter.places:
+                    table, _ = tensor_tables(module)
+                    self.end.callback(table.__setitem__, name, table[name])
+                    table[name] = whole
+                    if hasattr(module, "quant_state"):
+                        # Without it, bitsandbytes would make a weight of its own class.
+                        whole.quant_state = module.quant_state
 
 
 def _buckets(group: ShardedGroup) -> Iterator[list[ShardedParameter]]:
@@ -122,7 +111,7 @@ def _gathered(group: ShardedGroup, bucket: list[ShardedParameter]) -> Iterator[A
     from torch.distributed.tensor import DTensor  # loads sympy
 
     first = bucket[0]
-    found = torch.ops.rockmate.gather_shards(
+    found = gather_shards(
         [parameter.tensor.to_local() for parameter in bucket],
         [parameter.dim for parameter in bucket],
         group.num_ranks,
@@ -159,16 +148,12 @@ def padded_parts(model: nn.Module) -> dict[str, torch.Size]:
     for unit in sharded_units(model):
         for parameter in (each for group in unit.groups for each in group.parameters):
             shapes[id(parameter.tensor)] = parameter.padded_shape
+    named: Any = model.named_parameters(remove_duplicate=False)
     return {
         name: shapes[id(tensor)]
-        for name, tensor in model.named_parameters(remove_duplicate=False)
-        if id(tensor) in shapes and local_part(tensor).shape != shapes[id(tensor)]
+        for name, tensor in named
+        if id(tensor) in shapes and tensor.detach().to_local().shape != shapes[id(tensor)]
     }
-
-
-def local_part(tensor: Any) -> torch.Tensor:
-    """This rank's part of a `DTensor`."""
-    return tensor.detach().to_local()
 
 
 def padded(part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -189,7 +174,7 @@ def padded_places(model: nn.Module) -> Iterator[None]:
             own: Any = table[key]
             if id(own) not in made:
                 whole = DTensor.from_local(
-                    padded(local_part(own), shape),
+                    padded(own.detach().to_local(), shape),
                     own.device_mesh,
                     own.placements,
                     run_check=False,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.fsdp import put_shards
 from rockmate._torch.members import (
     MEMBER_TABLES,
     hooks_within,
@@ -80,6 +81,7 @@ class CallState:
             writes: those of the call.
             random: the random state then; None leaves the present one.
         """
+        put_shards(self._model)  # while hooks of fully_shard know what they have gathered
         self.objects.restore()
         with torch.no_grad():
             writes.restore()

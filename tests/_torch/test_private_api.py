@@ -675,7 +675,6 @@ class TestDistributed:
         assert distributed.own_part(reduced, 1, group).tolist() == [1.0, 1.0]
         distributed.free(memory)
         assert memory.untyped_storage().nbytes() == 0
-        assert 0 < distributed.timeout_s() < 1e5
 
 
 class TestFullyShard:
@@ -712,9 +711,6 @@ class TestFullyShard:
         assert distributed.ranks_of(group.replicas) == [0, 2]
         assert not group.unplanned_setting
         assert not group.holds_gradients
-        assert not group.stays_whole
-        model.set_reshard_after_forward(False)
-        assert group.stays_whole
         model.set_requires_gradient_sync(False)
         assert group.holds_gradients
         model.set_requires_gradient_sync(True)

@@ -15,6 +15,7 @@ from sharded_net import (
     NUM_TOKENS,
     WIDTH,
     Net,
+    OddNet,
     assert_equal,
     batch,
     collectives_of,
@@ -26,6 +27,7 @@ from sharded_net import (
     whole,
 )
 from torch import Tensor, distributed, nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.checkpoint import load, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -35,12 +37,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor
 
 import rockmate
 from rockmate import (
@@ -100,23 +97,6 @@ def check_uneven(mesh: DeviceMesh) -> None:
         assert_equal(ours, found[0])
 
 
-class OddNet(Net):
-    """Numbers of rows that two or three ranks do not divide, and one of one row."""
-
-    def __init__(self) -> None:
-        super().__init__(2, is_tied=False)
-        self.embed, self.head = (
-            nn.Embedding(NUM_TOKENS + 1, WIDTH),
-            nn.Linear(WIDTH, NUM_TOKENS + 1),
-        )
-        for layer in self.layers:
-            layer.up, layer.down = nn.Linear(WIDTH, 83), nn.Linear(83, WIDTH)
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) * self.scale.sum()
-
-
 def check_eval_between(mesh: DeviceMesh) -> None:
     """Eval runs PyTorch's hooks, which leave the root's parameters gathered."""
     rank, found = mesh.get_local_rank(), list[list[Tensor]]()
@@ -135,6 +115,44 @@ def check_eval_between(mesh: DeviceMesh) -> None:
             assert len(module._plans.runnables) == 1
         found.append(values)
     assert_equal(*found)
+
+
+class InPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Any:
+        found = torch.empty_like(x)
+        distributed.all_to_all_single(found, x.contiguous())
+        return found
+
+    backward = forward
+
+
+class Exchange(nn.Module):
+    def __init__(self, mesh: DeviceMesh | None) -> None:
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, x: Tensor) -> Any:
+        if self.mesh is None:
+            return InPlace.apply(x)
+        return all_to_all_single_autograd(x, None, None, self.mesh.get_group())
+
+
+def check_exchanges(mesh: DeviceMesh) -> None:
+    """All-to-all is planned. What writes in place is refused by name, and the model runs on."""
+    for group in (mesh, None):
+        found = []
+        for is_planned in (False, True):
+            model = net(2)
+            model.layers[0].drop = Exchange(group)
+            module = sharded(model, mesh)
+            if is_planned and group is None:
+                refused(model, r"c10d\.alltoall_base_.*all_to_all_single_autograd")
+            elif is_planned:
+                module = planned(model, 0.5)
+                assert sum("all_to_all" in each for each in collectives_of(module)) >= 2
+            found.append(trained(module, model, mesh.get_local_rank()))
+        assert_equal(*found)
 
 
 def check_number_of_gathers(module: RockmateModule, budget: float | None) -> None:
@@ -401,32 +419,6 @@ def check_death(mesh: DeviceMesh) -> None:
     os._exit(0)
 
 
-def check_two_dimensions(_: DeviceMesh) -> None:
-    """Tensor parallelism in pairs, and sharding across them."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    across, rank = mesh["data"], mesh.get_local_rank("data")
-    found = []
-    for is_ours in (False, True):
-        model = net(2)
-        for layer in model.layers:
-            plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(layer, mesh["tensor"], plan)
-        sharded(model, across)
-        module: nn.Module = planned(model, 0.5) if is_ours else model
-        found.append(trained_by_sgd(module, model, rank))
-        layouts = [layout for _, layout in placements(model)]
-        assert layouts[0] == (Shard(0),)
-        found[-1].append(torch.tensor([len(layout) for layout in layouts]))
-    assert_equal(*found)
-
-
-def check_four_ranks(mesh: DeviceMesh) -> None:
-    theirs = sharded(net(2), mesh)
-    expected = trained(theirs, theirs, mesh.get_local_rank())
-    model = sharded(net(2), mesh)
-    assert_equal(trained(planned(model, 0.4), model, mesh.get_local_rank()), expected)
-
-
 def check_architectures(mesh: DeviceMesh) -> None:
     """Losses, norms and parameters of architectures from configurations, dropout on."""
     import transformers
@@ -497,6 +489,7 @@ CHECKS: dict[Callable[[DeviceMesh], None], int] = {
     check_training: 2,
     check_uneven: 3,
     check_eval_between: 2,
+    check_exchanges: 2,
     check_ignored: 2,
     check_wrapped_first: 2,
     check_other_sizes: 2,
@@ -512,8 +505,6 @@ CHECKS: dict[Callable[[DeviceMesh], None], int] = {
     check_a_circle_of_groups: 4,
     check_death: 2,
     check_architectures: 2,
-    check_two_dimensions: 4,
-    check_four_ranks: 4,
 }
 
 

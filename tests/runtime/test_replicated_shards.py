@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from ranks import needs_gloo, run_on_ranks
 from sharded_net import (
+    OddNet,
     assert_equal,
     batch,
     collectives_of,
@@ -37,16 +39,19 @@ def two_by_two() -> DeviceMesh:
 
 
 def check_training(_: DeviceMesh) -> None:
-    """Bit for bit, with a batch of its own on each rank, at three budgets and without a plan."""
+    """Bit for bit, with a batch of its own on each rank, sizes that two divide and others."""
     mesh = two_by_two()
     rank = distributed.get_rank()
-    theirs = sharded(net(2), mesh)
-    expected = trained(theirs, theirs, rank)
-    for budget in (1.0, 0.4):
-        model: Any = sharded(net(2), mesh)
-        module = planned(model, budget)
-        assert_equal(trained(module, model, rank), expected)
-        assert model.get_parameter("embed.weight").placements == (Replicate(), Shard(0))
+    for make in (partial(net, 2), OddNet):
+        found = []
+        for budget in (None, 1.0, 0.4):
+            torch.manual_seed(0)
+            model: Any = sharded(make(), mesh)
+            module = planned(model, budget) if budget else model
+            found.append(trained(module, model, rank))
+            assert model.get_parameter("embed.weight").placements == (Replicate(), Shard(0))
+        assert_equal(found[1], found[0])
+        assert_equal(found[2], found[0])
 
 
 def check_policies(_: DeviceMesh) -> None:
@@ -81,18 +86,19 @@ def check_memory(_: DeviceMesh) -> None:
 
 
 def check_tensor_parallelism(_: DeviceMesh) -> None:
-    """Beside replicas, on a mesh of three dimensions."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("replicate", "shard", "tensor"))
-    found = []
-    for is_ours in (False, True):
-        model = net(2)
-        for layer in model.layers:
-            plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(layer, mesh["tensor"], plan)
-        sharded(model, mesh["replicate", "shard"])
-        module: Any = planned(model, 0.5) if is_ours else model
-        found.append(trained_by_sgd(module, model, mesh.get_local_rank("replicate")))
-    assert_equal(*found)
+    """Beside shards, and beside replicas on a mesh of three dimensions."""
+    for sizes in ((2, 2), (2, 1, 2)):
+        names = ("replicate", "shard", "tensor")[-len(sizes) :]
+        mesh, found = init_device_mesh("cpu", sizes, mesh_dim_names=names), []
+        for is_ours in (False, True):
+            model = net(2)
+            for layer in model.layers:
+                plan: Any = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(layer, mesh["tensor"], plan)
+            sharded(model, mesh[names[:-1]])
+            module: Any = planned(model, 0.5) if is_ours else model
+            found.append(trained_by_sgd(module, model, mesh.get_local_rank(names[0])))
+        assert_equal(*found)
 
 
 def check_partial_reduction(_: DeviceMesh) -> None:

@@ -46,6 +46,23 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(scores, tokens.flatten())
 
 
+class OddNet(Net):
+    """Numbers of rows that two or three ranks do not divide, and one of one row."""
+
+    def __init__(self) -> None:
+        super().__init__(2, is_tied=False)
+        self.embed, self.head = (
+            nn.Embedding(NUM_TOKENS + 1, WIDTH),
+            nn.Linear(WIDTH, NUM_TOKENS + 1),
+        )
+        for layer in self.layers:
+            layer.up, layer.down = nn.Linear(WIDTH, 83), nn.Linear(83, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) * self.scale.sum()
+
+
 def net(num_layers: int = 4, *, is_tied: bool = True) -> Net:
     torch.manual_seed(0)
     return Net(num_layers, is_tied=is_tied)

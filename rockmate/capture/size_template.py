@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import fx
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import sympy
 
 TEMPLATE = "template"  # key in a node's meta
+EqualSizes: TypeAlias = "tuple[sympy.Expr | int, sympy.Expr | int]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,11 +196,12 @@ class GraphTemplate:
                 if isinstance(item, _TensorTemplate)
             )
 
-    def is_generic(self, values: Mapping[sympy.Symbol, sympy.Integer]) -> bool:
-        """Whether no two expressions of layouts are equal by chance at these numbers."""
-        numbers = SizeValues(values)
-        items = {item for tensor in self._tensors() for item in tensor.layout}
-        return len({numbers.of(item) for item in items}) == len(items)
+    def equal_sizes(self, values: Mapping[sympy.Symbol, sympy.Integer]) -> list[EqualSizes]:
+        """Pairs of different expressions of layouts that are equal at these numbers."""
+        numbers, known = SizeValues(values), dict[int, "sympy.Expr | int"]()
+        items = dict.fromkeys(item for tensor in self._tensors() for item in tensor.layout)
+        pairs = [(known.setdefault(numbers.of(item), item), item) for item in items]
+        return [pair for pair in pairs if pair[0] != pair[1]]
 
     def layout(
         self, node: fx.Node
@@ -271,6 +273,14 @@ class SizeValues:
             if all(sizes)
             else 0
         )
+
+
+def are_equal(
+    sizes: Sequence[EqualSizes], values: Mapping[sympy.Symbol, sympy.Integer]
+) -> bool:
+    """Whether the expressions of each pair are equal at some numbers for their symbols."""
+    numbers = SizeValues(values)
+    return all(numbers.of(mine) == numbers.of(other) for mine, other in sizes)
 
 
 class _Copier:

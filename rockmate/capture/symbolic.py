@@ -11,7 +11,8 @@ like one that was traced at those sizes, for the cost of copying nodes.
 
 A *generic* capture goes one step further: at sizes of which no two expressions are equal by chance,
 what the rewrites of the graph find equal is equal at all sizes. So the graph is rewritten once, and
-its numbers, which bear names, can be put in afterwards.
+its numbers, which bear names, can be put in afterwards. Expressions that guards make equal are
+found by their numbers, at several sizes, and compared again at those of each call.
 
 Sizes of 0 and 1 are never symbols: broadcasting makes another graph of them. An instance is refused
 where a guard does not hold, so where the model's code, or PyTorch's, might have gone another way.
@@ -45,6 +46,7 @@ from rockmate.capture.size_template import (
     SizeNames,
     SizesNotCoveredError,
     SizeValues,
+    are_equal,
 )
 from rockmate.ops.convolutions import MADE_BY_LAYOUT
 
@@ -160,7 +162,8 @@ class SymbolicCapture:
                 self._check_guards(values)
             except SizesNotCoveredError:
                 continue
-            if self._template.is_generic(values):
+            equal = self._template.equal_sizes(values)
+            if are_equal(equal, given) and are_equal(equal, other):
                 return GenericCapture(self, self._capture, self._template, values, passes)
         raise SizesNotCoveredError("no sizes near the sample's keep all expressions apart")
 
@@ -218,6 +221,7 @@ class GenericCapture:
         For `passes` see `SymbolicCapture.generic`.
         """
         self._symbolic = symbolic
+        self._equal = template.equal_sizes(values)
         names, numbers = SizeNames(), SizeValues(values)
         # The template is read after the passes, since it has to know every node.
         self.capture = passes(symbolic.copied(capture, template, values, names))
@@ -235,14 +239,20 @@ class GenericCapture:
 
         `SizesNotCoveredError` as for `SymbolicCapture.instance`.
         """
-        return self._symbolic.copied(self.capture, self._template, self._symbolic.values(call))
+        return self._symbolic.copied(self.capture, self._template, self._values(call))
 
     def numbers(self, call: CallSignature) -> SizedNumbers:
         """All that depends on the sizes of `call`.
 
         `SizesNotCoveredError` as for `SymbolicCapture.instance`.
         """
-        return self._template.numbers(self._symbolic.values(call), self.capture.inputs)
+        return self._template.numbers(self._values(call), self.capture.inputs)
+
+    def _values(self, call: CallSignature) -> dict[sympy.Symbol, sympy.Integer]:
+        values = self._symbolic.values(call)
+        if not are_equal(self._equal, values):
+            raise SizesNotCoveredError("sizes differ that were equal in every call before")
+        return values
 
 
 def _solved(environment: ShapeEnv) -> dict[sympy.Symbol, Any]:

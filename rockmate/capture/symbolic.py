@@ -142,8 +142,8 @@ class SymbolicCapture:
         """The capture at generic sizes, rewritten.
 
         Args:
-            passes: rewrites the captured graph; nodes that it adds have no size that depends on
-                the call, dropout masks excepted.
+            passes: rewrites the captured graph; nodes that it adds have sizes and strides that
+                others have, too, or that are the same in all calls.
             call: of other sizes, as they go together.
 
         Raises:
@@ -162,8 +162,8 @@ class SymbolicCapture:
                 self._check_guards(values)
             except SizesNotCoveredError:
                 continue
-            equal = self._template.equal_sizes(values)
-            if are_equal(equal, given) and are_equal(equal, other):
+            sizes = self._template.sizes(values)
+            if are_equal(sizes.values(), given) and are_equal(sizes.values(), other):
                 return GenericCapture(self, self._capture, self._template, values, passes)
         raise SizesNotCoveredError("no sizes near the sample's keep all expressions apart")
 
@@ -221,11 +221,17 @@ class GenericCapture:
         For `passes` see `SymbolicCapture.generic`.
         """
         self._symbolic = symbolic
-        self._equal = template.equal_sizes(values)
+        sizes = template.sizes(values)
+        self._equal = [group for group in sizes.values() if len(group) > 1]
         names, numbers = SizeNames(), SizeValues(values)
         # The template is read after the passes, since it has to know every node.
         self.capture = passes(symbolic.copied(capture, template, values, names))
-        self._template = GraphTemplate(self.capture.joint.graph, symbolic.mode, symbolic.solved)
+        self._template = GraphTemplate(
+            self.capture.joint.graph,
+            symbolic.mode,
+            symbolic.solved,
+            {number: group[0] for number, group in sizes.items()},
+        )
         for node in self.capture.joint.graph.nodes:
             if node.target in MADE_BY_LAYOUT:  # written by the rewrite, with the sizes that it saw
                 drawn = self._template.layout(node)

@@ -110,7 +110,6 @@ class GraphTemplate:
         self,
         graph: fx.Graph,
         mode: FakeTensorMode,
-        solved: Mapping[sympy.Symbol, sympy.Expr],
         sizes: Mapping[int, sympy.Expr | int] = MappingProxyType({}),
     ) -> None:
         """Reads a graph.
@@ -118,10 +117,9 @@ class GraphTemplate:
         Args:
             graph: the graph.
             mode: of its fake tensors.
-            solved: expressions to put in the place of symbols.
             sizes: of a graph at generic sizes, what each number stands for.
         """
-        self._graph, self._mode, self._solved, self._sizes = graph, mode, solved, sizes
+        self._graph, self._mode, self._sizes = graph, mode, sizes
         self._memories: dict[int, int] = {}  # by the identity of a storage
         self._first: list[_TensorTemplate] = []  # tensor of each storage
         self._expressions: dict[sympy.Expr, sympy.Expr | int] = {}
@@ -183,7 +181,7 @@ class GraphTemplate:
         written = value.node.expr
         known = self._expressions.get(written)
         if known is None:
-            expression = value.node.shape_env.simplify(written).xreplace(self._solved).expand()
+            expression = value.node.shape_env.simplify(written).expand()
             known = self._expressions[written] = (
                 int(expression) if expression.is_number else expression
             )

@@ -92,8 +92,7 @@ class SymbolicCapture:
             self._capture = capture_joint(model, tensors, call.structure, values=values, **options)
         if device is not None:
             move_to(self._capture.joint, device)
-        self.solved = _solved(self._environment)
-        self._template = GraphTemplate(self._capture.joint.graph, mode, self.solved)
+        self._template = GraphTemplate(self._capture.joint.graph, mode)
 
     @property
     def read_values(self) -> ReadValues:
@@ -150,13 +149,13 @@ class SymbolicCapture:
             SizesNotCoveredError: no such sizes were found near those that it was traced at, or a
                 number in it is no integer.
         """
-        given, replaced = self.values(self._call), self.solved
+        given = self.values(self._call)
         other = given if call is None else self.values(call)
-        free = {symbol: given[symbol] for symbol in given if replaced.get(symbol, symbol) == symbol}
+        replaced = {symbol: self._environment.simplify(symbol) for symbol in given}
+        free = {symbol: given[symbol] for symbol in given if replaced[symbol] == symbol}
         for nearby in _sizes_nearby(free, [int(other[each] - size) for each, size in free.items()]):
             values = {
-                symbol: sympy.Integer(replaced.get(symbol, symbol).xreplace(nearby))
-                for symbol in given
+                symbol: sympy.Integer(size.xreplace(nearby)) for symbol, size in replaced.items()
             }
             try:
                 self._check_guards(values)
@@ -229,7 +228,6 @@ class GenericCapture:
         self._template = GraphTemplate(
             self.capture.joint.graph,
             symbolic.mode,
-            symbolic.solved,
             {number: group[0] for number, group in sizes.items()},
         )
         for node in self.capture.joint.graph.nodes:
@@ -259,30 +257,6 @@ class GenericCapture:
         if not are_equal(self._equal, values):
             raise SizesNotCoveredError("sizes differ that were equal in every call before")
         return values
-
-
-def _solved(environment: ShapeEnv) -> dict[sympy.Symbol, Any]:
-    """Symbols that guards leave no choice, as expressions in others.
-
-    With them, expressions would be equal at all sizes and not look so.
-    """
-    solved = dict[sympy.Symbol, Any]()
-    equal: list[Any] = [each.expr for each in environment.guards if isinstance(each.expr, sympy.Eq)]
-    for kinds, each in itertools.product((sympy.Symbol, sympy.Expr), equal):
-        difference = environment.simplify(each.lhs - each.rhs).xreplace(solved).expand()
-        terms = difference.as_coefficients_dict()
-        powers = [term for term in terms if term != 1]
-        if not difference.is_polynomial() or not all(isinstance(term, kinds) for term in powers):
-            continue
-        for symbol in powers:
-            rest = sympy.expand(symbol - difference / terms[symbol])
-            is_whole = all(number.is_integer for number in rest.as_coefficients_dict().values())
-            if isinstance(symbol, sympy.Symbol) and is_whole and not rest.has(symbol):
-                given = {symbol: rest}
-                solved = {name: size.xreplace(given) for name, size in solved.items()} | given
-                break
-    replaced = environment.replacements.items()
-    return {symbol: size.xreplace(solved) for symbol, size in replaced} | solved
 
 
 def _sizes_nearby(

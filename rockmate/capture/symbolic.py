@@ -264,16 +264,17 @@ def _sizes_nearby(
 ) -> Iterator[dict[sympy.Symbol, sympy.Integer]]:
     """Sizes near the given ones, nearest first: each by another distance, or on the way of a call.
 
-    On that way, what sizes have in common stays so: sums, products with constants, divisors.
+    On that way, what sizes have in common stays so: sums, products with constants, divisors. Sizes
+    that do not differ in the call stay as they are at last.
     """
     along = [step // (math.gcd(*way) or 1) for step in way]
-    ways = itertools.product(range(1, _MAX_DISTANCE), (1, -1), ([0] * len(along), along))
-    for distance, sign, steps in ways:
+    ways = itertools.product((1, 0), range(1, _MAX_DISTANCE), (1, -1), ([0] * len(along), along))
+    for apart, distance, sign, steps in ways:
         moved = [
-            int(value) + sign * (distance * step or distance + 2 * index)
+            int(value) + sign * (distance * step or apart * (distance + 2 * index))
             for index, (value, step) in enumerate(zip(values.values(), steps, strict=True))
         ]
-        if min(moved, default=MIN_SYMBOLIC_SIZE) >= MIN_SYMBOLIC_SIZE:
+        if (apart or any(steps)) and min(moved, default=MIN_SYMBOLIC_SIZE) >= MIN_SYMBOLIC_SIZE:
             yield {symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)}
 
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -151,7 +151,7 @@ class SymbolicCapture:
         """
         given = self.values(self._call)
         other = given if call is None else self.values(call)
-        replaced = {symbol: self._environment.simplify(symbol) for symbol in given}
+        replaced = _solved(self._environment, given)
         free = {symbol: given[symbol] for symbol in given if replaced[symbol] == symbol}
         for nearby in _sizes_nearby(free, [int(other[each] - size) for each, size in free.items()]):
             values = {
@@ -257,6 +257,23 @@ class GenericCapture:
         if not are_equal(self._equal, values):
             raise SizesNotCoveredError("sizes differ that were equal in every call before")
         return values
+
+
+def _solved(environment: ShapeEnv, symbols: Iterable[sympy.Symbol]) -> dict[sympy.Symbol, Any]:
+    """Symbols that linear guards leave no choice as expressions in others, which stand as such."""
+    solved: dict[sympy.Symbol, Any] = {each: environment.simplify(each) for each in symbols}
+    for guard in (each.expr for each in environment.guards if isinstance(each.expr, sympy.Eq)):
+        difference: Any = environment.simplify(guard.lhs - guard.rhs).xreplace(solved).expand()
+        for symbol in sorted(difference.free_symbols, key=str):
+            factor = difference.coeff(symbol)
+            rest = (
+                (symbol - difference / factor).expand() if factor.is_Integer and factor else symbol
+            )
+            parts = rest.as_coefficients_dict().values()
+            if not rest.has(symbol) and all(each.is_integer for each in parts):
+                solved = {name: size.xreplace({symbol: rest}) for name, size in solved.items()}
+                break
+    return solved
 
 
 def _sizes_nearby(

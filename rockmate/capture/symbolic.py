@@ -262,15 +262,14 @@ class GenericCapture:
 def _solved(environment: ShapeEnv, symbols: Iterable[sympy.Symbol]) -> dict[sympy.Symbol, Any]:
     """Symbols that linear guards leave no choice as expressions in others, which stand as such."""
     solved: dict[sympy.Symbol, Any] = {each: environment.simplify(each) for each in symbols}
-    for guard in (each.expr for each in environment.guards if isinstance(each.expr, sympy.Eq)):
-        difference: Any = environment.simplify(guard.lhs - guard.rhs).xreplace(solved).expand()
+    equal: list[Any] = [each.expr for each in environment.guards if isinstance(each.expr, sympy.Eq)]
+    for each in equal:
+        difference: Any = environment.simplify(each.lhs - each.rhs).xreplace(solved).expand()
         for symbol in sorted(difference.free_symbols, key=str):
             factor = difference.coeff(symbol)
-            rest = (
-                (symbol - difference / factor).expand() if factor.is_Integer and factor else symbol
-            )
-            parts = rest.as_coefficients_dict().values()
-            if not rest.has(symbol) and all(each.is_integer for each in parts):
+            rest = sympy.expand(symbol - difference / (factor or 1))
+            is_whole = all(part.is_integer for part in rest.as_coefficients_dict().values())
+            if factor.is_Integer and is_whole and not rest.has(symbol):
                 solved = {name: size.xreplace({symbol: rest}) for name, size in solved.items()}
                 break
     return solved

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,10 +107,19 @@ class GraphTemplate:
     """
 
     def __init__(
-        self, graph: fx.Graph, mode: FakeTensorMode, solved: Mapping[sympy.Symbol, sympy.Expr]
+        self,
+        graph: fx.Graph,
+        mode: FakeTensorMode,
+        sizes: Mapping[int, sympy.Expr | int] = MappingProxyType({}),
     ) -> None:
-        """Reads a graph; `solved` are expressions to put in the place of symbols."""
-        self._graph, self._mode, self._solved = graph, mode, solved
+        """Reads a graph.
+
+        Args:
+            graph: the graph.
+            mode: of its fake tensors.
+            sizes: of a graph at generic sizes, what each number stands for.
+        """
+        self._graph, self._mode, self._sizes = graph, mode, sizes
         self._memories: dict[int, int] = {}  # by the identity of a storage
         self._first: list[_TensorTemplate] = []  # tensor of each storage
         self._expressions: dict[sympy.Expr, sympy.Expr | int] = {}
@@ -118,17 +128,11 @@ class GraphTemplate:
             self._values[node] = self._read_node(node)
 
     def _read_node(self, node: fx.Node) -> Any:
-        known = node.meta.get(
-            TEMPLATE
-        )  # of a copy at generic sizes: its expressions, where its fake tensors have numbers
-        if isinstance(known, tuple | list):
-            return type(known)(
-                self._read(*pair, None) for pair in zip(known, node.meta["val"], strict=True)
-            )
-        if known is not None:
-            return self._read(known, node.meta["val"], None)
         viewed = self._viewed_memory(node)
-        return map_aggregate(node.meta.get("val"), lambda value: self._read(None, value, viewed))
+        value = map_aggregate(node.meta.get("val"), lambda value: self._read(value, viewed))
+        if self._sizes:
+            node.meta[TEMPLATE] = value
+        return value
 
     def _viewed_memory(self, node: fx.Node) -> int | None:
         """The storage of what the node is a view of, by its schema; None if it is no view."""
@@ -137,7 +141,7 @@ class GraphTemplate:
         viewed = self._values[node.all_input_nodes[0]]
         return viewed.memory if isinstance(viewed, _TensorTemplate) else None
 
-    def _read(self, known: Any, value: Any, viewed: int | None) -> Any:
+    def _read(self, value: Any, viewed: int | None) -> Any:
         if isinstance(value, torch.SymInt):
             return self._expression(value)
         if not isinstance(value, torch.Tensor):
@@ -150,12 +154,8 @@ class GraphTemplate:
         self._memories[storage] = (
             memory  # of a view: so that items and views of it are found there, too
         )
-        layout = (
-            known.layout
-            if known
-            else tuple(
-                map(self._expression, (value.storage_offset(), *value.shape, *value.stride()))
-            )
+        layout = tuple(
+            map(self._expression, (value.storage_offset(), *value.shape, *value.stride()))
         )
         is_new = memory == len(self._first)
         is_fixed = (
@@ -174,14 +174,14 @@ class GraphTemplate:
     def _expression(self, value: int | torch.SymInt) -> sympy.Expr | int:
         """A size as an expression in the symbols, the same for all ways of writing it.
 
-        A number if it has none.
+        A number if it has none. At generic sizes a number tells what it stands for.
         """
         if not isinstance(value, torch.SymInt):
-            return value
+            return self._sizes.get(value, value)
         written = value.node.expr
         known = self._expressions.get(written)
         if known is None:
-            expression = value.node.shape_env.simplify(written).xreplace(self._solved).expand()
+            expression = value.node.shape_env.simplify(written).expand()
             known = self._expressions[written] = (
                 int(expression) if expression.is_number else expression
             )
@@ -195,11 +195,12 @@ class GraphTemplate:
                 if isinstance(item, _TensorTemplate)
             )
 
-    def is_generic(self, values: Mapping[sympy.Symbol, sympy.Integer]) -> bool:
-        """Whether no two expressions of layouts are equal by chance at these numbers."""
-        numbers = SizeValues(values)
-        items = {item for tensor in self._tensors() for item in tensor.layout}
-        return len({numbers.of(item) for item in items}) == len(items)
+    def sizes(self, values: Mapping[sympy.Symbol, sympy.Integer]) -> dict[int, list[Any]]:
+        """For each number in layouts the expressions that come to it at these values."""
+        numbers, found = SizeValues(values), dict[int, list[Any]]()
+        for item in dict.fromkeys(item for each in self._tensors() for item in each.layout):
+            found.setdefault(numbers.of(item), []).append(item)
+        return found
 
     def layout(
         self, node: fx.Node
@@ -273,6 +274,12 @@ class SizeValues:
         )
 
 
+def are_equal(sizes: Iterable[Sequence[Any]], values: Mapping[sympy.Symbol, sympy.Integer]) -> bool:
+    """Whether the expressions of each group are equal at some numbers for their symbols."""
+    numbers = SizeValues(values)
+    return all(len(set(map(numbers.of, group))) == 1 for group in sizes)
+
+
 class _Copier:
     """One copy of a template at numbers for its symbols."""
 
@@ -316,8 +323,6 @@ class _Copier:
                 copied.meta["val"] = map_aggregate(value, self.tensor)
             if node.target in CLONES and isinstance(value, _TensorTemplate):
                 self._lay_out_clone(copied, value)
-            if self._names is not None:
-                copied.meta[TEMPLATE] = value
         return graph, {
             node: copied for node, copied in present.items() if isinstance(copied, fx.Node)
         }

@@ -11,7 +11,8 @@ like one that was traced at those sizes, for the cost of copying nodes.
 
 A *generic* capture goes one step further: at sizes of which no two expressions are equal by chance,
 what the rewrites of the graph find equal is equal at all sizes. So the graph is rewritten once, and
-its numbers, which bear names, can be put in afterwards.
+its numbers, which bear names, can be put in afterwards. Expressions that guards make equal are
+found by their numbers, at several sizes, and compared again at those of each call.
 
 Sizes of 0 and 1 are never symbols: broadcasting makes another graph of them. An instance is refused
 where a guard does not hold, so where the model's code, or PyTorch's, might have gone another way.
@@ -21,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -45,6 +46,7 @@ from rockmate.capture.size_template import (
     SizeNames,
     SizesNotCoveredError,
     SizeValues,
+    are_equal,
 )
 from rockmate.ops.convolutions import MADE_BY_LAYOUT
 
@@ -90,8 +92,7 @@ class SymbolicCapture:
             self._capture = capture_joint(model, tensors, call.structure, values=values, **options)
         if device is not None:
             move_to(self._capture.joint, device)
-        self.solved = _solved(self._environment)
-        self._template = GraphTemplate(self._capture.joint.graph, mode, self.solved)
+        self._template = GraphTemplate(self._capture.joint.graph, mode)
 
     @property
     def read_values(self) -> ReadValues:
@@ -140,27 +141,28 @@ class SymbolicCapture:
         """The capture at generic sizes, rewritten.
 
         Args:
-            passes: rewrites the captured graph; nodes that it adds have no size that depends on
-                the call, dropout masks excepted.
+            passes: rewrites the captured graph; nodes that it adds have sizes and strides that
+                others have, too, or that are the same in all calls.
             call: of other sizes, as they go together.
 
         Raises:
             SizesNotCoveredError: no such sizes were found near those that it was traced at, or a
                 number in it is no integer.
         """
-        given, replaced = self.values(self._call), self.solved
+        given = self.values(self._call)
         other = given if call is None else self.values(call)
-        free = {symbol: given[symbol] for symbol in given if replaced.get(symbol, symbol) == symbol}
+        replaced = _solved(self._environment, given)
+        free = {symbol: given[symbol] for symbol in given if replaced[symbol] == symbol}
         for nearby in _sizes_nearby(free, [int(other[each] - size) for each, size in free.items()]):
             values = {
-                symbol: sympy.Integer(replaced.get(symbol, symbol).xreplace(nearby))
-                for symbol in given
+                symbol: sympy.Integer(size.xreplace(nearby)) for symbol, size in replaced.items()
             }
             try:
                 self._check_guards(values)
             except SizesNotCoveredError:
                 continue
-            if self._template.is_generic(values):
+            sizes = self._template.sizes(values)
+            if are_equal(sizes.values(), given) and are_equal(sizes.values(), other):
                 return GenericCapture(self, self._capture, self._template, values, passes)
         raise SizesNotCoveredError("no sizes near the sample's keep all expressions apart")
 
@@ -218,10 +220,16 @@ class GenericCapture:
         For `passes` see `SymbolicCapture.generic`.
         """
         self._symbolic = symbolic
+        sizes = template.sizes(values)
+        self._equal = [group for group in sizes.values() if len(group) > 1]
         names, numbers = SizeNames(), SizeValues(values)
         # The template is read after the passes, since it has to know every node.
         self.capture = passes(symbolic.copied(capture, template, values, names))
-        self._template = GraphTemplate(self.capture.joint.graph, symbolic.mode, symbolic.solved)
+        self._template = GraphTemplate(
+            self.capture.joint.graph,
+            symbolic.mode,
+            {number: group[0] for number, group in sizes.items()},
+        )
         for node in self.capture.joint.graph.nodes:
             if node.target in MADE_BY_LAYOUT:  # written by the rewrite, with the sizes that it saw
                 drawn = self._template.layout(node)
@@ -235,38 +243,36 @@ class GenericCapture:
 
         `SizesNotCoveredError` as for `SymbolicCapture.instance`.
         """
-        return self._symbolic.copied(self.capture, self._template, self._symbolic.values(call))
+        return self._symbolic.copied(self.capture, self._template, self._values(call))
 
     def numbers(self, call: CallSignature) -> SizedNumbers:
         """All that depends on the sizes of `call`.
 
         `SizesNotCoveredError` as for `SymbolicCapture.instance`.
         """
-        return self._template.numbers(self._symbolic.values(call), self.capture.inputs)
+        return self._template.numbers(self._values(call), self.capture.inputs)
+
+    def _values(self, call: CallSignature) -> dict[sympy.Symbol, sympy.Integer]:
+        values = self._symbolic.values(call)
+        if not are_equal(self._equal, values):
+            raise SizesNotCoveredError("sizes differ that were equal in every call before")
+        return values
 
 
-def _solved(environment: ShapeEnv) -> dict[sympy.Symbol, Any]:
-    """Symbols that guards leave no choice, as expressions in others.
-
-    With them, expressions would be equal at all sizes and not look so.
-    """
-    solved = dict[sympy.Symbol, Any]()
+def _solved(environment: ShapeEnv, symbols: Iterable[sympy.Symbol]) -> dict[sympy.Symbol, Any]:
+    """Symbols that linear guards leave no choice as expressions in others, which stand as such."""
+    solved: dict[sympy.Symbol, Any] = {each: environment.simplify(each) for each in symbols}
     equal: list[Any] = [each.expr for each in environment.guards if isinstance(each.expr, sympy.Eq)]
-    for kinds, each in itertools.product((sympy.Symbol, sympy.Expr), equal):
-        difference = environment.simplify(each.lhs - each.rhs).xreplace(solved).expand()
-        terms = difference.as_coefficients_dict()
-        powers = [term for term in terms if term != 1]
-        if not difference.is_polynomial() or not all(isinstance(term, kinds) for term in powers):
-            continue
-        for symbol in powers:
-            rest = sympy.expand(symbol - difference / terms[symbol])
-            is_whole = all(number.is_integer for number in rest.as_coefficients_dict().values())
-            if isinstance(symbol, sympy.Symbol) and is_whole and not rest.has(symbol):
-                given = {symbol: rest}
-                solved = {name: size.xreplace(given) for name, size in solved.items()} | given
+    for each in equal:
+        difference: Any = environment.simplify(each.lhs - each.rhs).xreplace(solved).expand()
+        for symbol in sorted(difference.free_symbols, key=str):
+            factor = difference.coeff(symbol)
+            rest = sympy.expand(symbol - difference / (factor or 1))
+            is_whole = all(part.is_integer for part in rest.as_coefficients_dict().values())
+            if factor.is_Integer and is_whole and not rest.has(symbol):
+                solved = {name: size.xreplace({symbol: rest}) for name, size in solved.items()}
                 break
-    replaced = environment.replacements.items()
-    return {symbol: size.xreplace(solved) for symbol, size in replaced} | solved
+    return solved
 
 
 def _sizes_nearby(
@@ -274,16 +280,17 @@ def _sizes_nearby(
 ) -> Iterator[dict[sympy.Symbol, sympy.Integer]]:
     """Sizes near the given ones, nearest first: each by another distance, or on the way of a call.
 
-    On that way, what sizes have in common stays so: sums, products with constants, divisors.
+    On that way, what sizes have in common stays so: sums, products with constants, divisors. Sizes
+    that do not differ in the call stay as they are at last.
     """
     along = [step // (math.gcd(*way) or 1) for step in way]
-    ways = itertools.product(range(1, _MAX_DISTANCE), (1, -1), ([0] * len(along), along))
-    for distance, sign, steps in ways:
+    ways = itertools.product((1, 0), range(1, _MAX_DISTANCE), (1, -1), ([0] * len(along), along))
+    for apart, distance, sign, steps in ways:
         moved = [
-            int(value) + sign * (distance * step or distance + 2 * index)
+            int(value) + sign * (distance * step or apart * (distance + 2 * index))
             for index, (value, step) in enumerate(zip(values.values(), steps, strict=True))
         ]
-        if min(moved, default=MIN_SYMBOLIC_SIZE) >= MIN_SYMBOLIC_SIZE:
+        if (apart or any(steps)) and min(moved, default=MIN_SYMBOLIC_SIZE) >= MIN_SYMBOLIC_SIZE:
             yield {symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)}
 
 

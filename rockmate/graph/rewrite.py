@@ -13,7 +13,6 @@ from torch import fx
 
 from rockmate.capture.nodes import ancestors, storage_ids
 from rockmate.capture.roles import Capture, RoleKind
-from rockmate.capture.size_template import TEMPLATE
 from rockmate.graph.fake_values import fake_result, refresh, refresh_views
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD
 from rockmate.graph.node_marks import is_saved
@@ -77,8 +76,7 @@ def split_dropouts(graph: fx.Graph) -> None:
         with graph.inserting_before(node):
             mask = graph.call_function(dropout_mask, (*layout, probability))
             output = graph.call_function(dropout_apply, (values, mask, probability))
-        of_results = {key: node.meta[key][1] for key in ("val", TEMPLATE) if key in node.meta}
-        mask.meta.update({**node.meta, **of_results})
+        mask.meta.update({**node.meta, "val": drawn})
         if 1 in items:  # else no gradient goes through it
             _replace(items[1], mask)
         _replace(items[0], output)

@@ -186,10 +186,10 @@ def check_memory(mesh: DeviceMesh) -> None:
     """Activations and gathered parameters together, on each rank."""
     for budget in (1.0, 0.6, 0.3, 0.01):
         model = sharded(net(), mesh)
-        module = planned(model, budget)
+        module = planned(model, budget, size=2)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        tokens = batch()
+        tokens = batch(size=2)
 
         def step(module: nn.Module = module, tokens: Tensor = tokens) -> None:
             module(tokens).backward()
@@ -200,7 +200,7 @@ def check_memory(mesh: DeviceMesh) -> None:
         predicted = module.plan.predicted_peak_bytes
         assert predicted <= module.plan.budget_bytes
         assert abs(measured - predicted) <= 0.01 * predicted
-        # All gathered parameters together are more than the smallest peak.
+    # All gathered parameters together are more than the smallest peak.
     total = sum(parameter.numel() * 4 for parameter in net().parameters())
     assert predicted < total
 

@@ -79,9 +79,11 @@ def sharded(model: Net, mesh: DeviceMesh | None = None, **options: Any) -> Net:
     return model
 
 
-def planned(model: nn.Module, budget: float | int, **options: Any) -> RockmateModule:
+def planned(
+    model: nn.Module, budget: float | int, *, size: int = 8, **options: Any
+) -> RockmateModule:
     return RockmateModule(
-        model, batch(), budget, on_infeasible="least", numerics="bitwise", **options
+        model, batch(size=size), budget, on_infeasible="least", numerics="bitwise", **options
     )
 
 

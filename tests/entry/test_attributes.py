@@ -635,3 +635,15 @@ def test_an_attribute_that_is_an_op() -> None:
     plain = copy.deepcopy(model)
     module = RockmateModule(model, x, budget=1.0)
     assert torch.equal(module(x), plain(x))
+
+
+def test_an_assigned_forward_is_the_modules_where_the_model_has_one_of_its_own() -> None:
+    # As accelerate's mixed precision assigns one. In the model it would call the module, and that
+    # the model.
+    model = nn.Linear(4, 4)
+    own = model.forward
+    model.forward = lambda x: own(x) * 2
+    module = RockmateModule(model, torch.ones(2, 4), 1.0)
+    given = module.forward
+    module.forward = lambda x: given(x) + 1
+    assert torch.equal(module(torch.ones(2, 4)), own(torch.ones(2, 4)) * 2 + 1)

@@ -99,6 +99,13 @@ class UnsupportedModelError(RockmateError, ValueError):
     """The model cannot be captured as one static graph, or holds an op that cannot be planned."""
 
 
+class InPlaceCollectiveError(UnsupportedModelError):
+    """A forward that is traced calls a collective of `torch.distributed` itself.
+
+    An opaque op would run it as often as each rank measures it, and ranks would wait for ever.
+    """
+
+
 class KernelLayoutError(UnsupportedModelError):
     """Kernels lay results out otherwise than their fake tensors, on which the capture went.
 

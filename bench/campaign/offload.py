@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ from bench.measure import Trainer
 from bench.models import Workload
 from bench.peers.disk import DiskStash
 from rockmate import InfeasibleBudgetError, Planner
+from rockmate.checks.run import host_waits
 from rockmate.offload.disk_tier import DiskTier
 from rockmate.offload.pinned_tier import PinnedTier
 from rockmate.offload.tiers import tier_of
@@ -81,14 +81,7 @@ def _num_host_waits(step: Callable[[], object]) -> int:
         return 0
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("called a synchronizing" in str(each.message) for each in found)
+    return host_waits(step).total()
 
 
 def _without_moves(planner: Planner, budget: int, workload: Workload) -> Figures:

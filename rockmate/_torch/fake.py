@@ -11,13 +11,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-from rockmate.errors import UnsupportedModelError
+from rockmate.errors import InPlaceCollectiveError
 
 __all__ = [
     "LIFTS",
     "FakeTensor",
     "FakeTensorMode",
-    "InPlaceCollectiveError",
     "errors_unlogged",
     "functional_part",
     "hint_of",
@@ -60,13 +59,6 @@ def hint_of(size: Any) -> int:
 def move_to(fake: FakeTensor, device: torch.device) -> None:
     """Changes the device that a fake tensor reports, in place. `Tensor.to` would make another."""
     fake.fake_device = device
-
-
-class InPlaceCollectiveError(UnsupportedModelError):
-    """A forward that is traced calls a collective of `torch.distributed` itself.
-
-    An opaque op would run it as often as each rank measures it, and ranks would wait for ever.
-    """
 
 
 @contextlib.contextmanager

@@ -32,13 +32,7 @@ from rockmate._torch.aot import (
     scripts_traced,
     value_checks_as_ops,
 )
-from rockmate._torch.fake import (
-    InPlaceCollectiveError,
-    errors_unlogged,
-    forget_tensors,
-    is_fake,
-    results_corrected,
-)
+from rockmate._torch.fake import errors_unlogged, forget_tensors, is_fake, results_corrected
 from rockmate.capture.attribute_access import Place
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
@@ -69,7 +63,7 @@ from rockmate.capture.trace_state import (
 )
 from rockmate.capture.traced_forward import RUNS_FIRST, ModuleReplacedError, TracedForward
 from rockmate.capture.wrapping import Wrapping
-from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.errors import InPlaceCollectiveError, InvalidSampleError, UnsupportedModelError
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
 from rockmate.sharding.gathering import padded_parts, padded_places

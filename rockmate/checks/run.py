@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -227,18 +228,18 @@ def _errors(
 
 def _least_waits(call: Callable[..., Any], sample: Any) -> Counter[str]:
     """Those of the step with the fewest: a step of frames that plans an inside has more."""
-    found = [_waits(call, sample) for _ in range(_NUM_STEPS)]
-    return min(found, key=Counter.total)
+    step = partial(run_step, call, sample, seed=0)
+    return min((host_waits(step) for _ in range(_NUM_STEPS)), key=Counter.total)
 
 
-def _waits(call: Callable[..., Any], sample: Any) -> Counter[str]:
+def host_waits(step: Callable[[], object]) -> Counter[str]:
     """The lines at which one step has the host wait for the GPU, as PyTorch's debug mode says."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            run_step(call, sample, seed=0)
+            step()
         finally:
             torch.cuda.set_sync_debug_mode(before)
     waits = [each for each in caught if "called a synchronizing" in str(each.message)]

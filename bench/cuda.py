@@ -68,7 +68,7 @@ class Case:
 
 
 def cases(models: Mapping[str, Build], *, tiny: bool) -> Iterator[Case]:
-    """All cases, part by part."""
+    """All cases, model by model."""
     caps = {f"{cap} GB": (cap << 20) // 100 if tiny else cap * 10**9 for cap in CAPS_GB}
     fused = partial(measure.planned_step, is_fused=True)
     parts: dict[str, dict[str, Callable[..., Mapping[str, Any]]]] = {
@@ -83,8 +83,8 @@ def cases(models: Mapping[str, Build], *, tiny: bool) -> Iterator[Case]:
             name: partial(measure.largest_batches, cap_bytes=size) for name, size in caps.items()
         },
     }
-    for part, settings in parts.items():
-        for name, build in models.items():
+    for name, build in models.items():  # whose planner is kept from one part to the next
+        for part, settings in parts.items():
             for setting, measured in settings.items():
                 yield Case(part, name, setting, partial(measured, build))
 
@@ -96,6 +96,7 @@ def run_case(case: Case) -> dict[str, Any]:
         figures = dict(case.run())
     except Exception as error:  # noqa: BLE001 - one case must not stop the campaign
         figures = {"error": f"{type(error).__name__}: {error}"[:2000]}
+        measure.release_memory()  # of what the frames of the error hold
     seconds = round(time.perf_counter() - begin, 1)
     return {"model": case.model, "setting": case.setting, **figures, "seconds": seconds}
 

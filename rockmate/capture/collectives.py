@@ -28,7 +28,7 @@ def wait_for_collectives(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in ON_SHARDS:
             if node.target is GATHER:
-                node.args = (*node.args[:6], None, "")  # its gradient is reduced already
+                node.args = node.args[:6]  # the others are of its gradient, which has its own op
             _note_ranks(node)
             continue
         if not is_collective(node.target):

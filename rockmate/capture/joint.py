@@ -66,7 +66,7 @@ from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InPlaceCollectiveError, InvalidSampleError, UnsupportedModelError
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
-from rockmate.sharding.gathering import padded_parts, padded_places
+from rockmate.sharding.gathering import padded_parts, put_padded_parts
 from rockmate.state.call_state import CallState, caches_passed_by, undone
 from rockmate.state.writes import Writes
 
@@ -262,7 +262,7 @@ def _traced(
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))
-        stack.enter_context(padded_places(model))
+        put_padded_parts(model)
         stack.enter_context(scripts_traced(model))
         stack.enter_context(traced_as_ops(calls, model))
         modules = stack.enter_context(record_module_stack(model))

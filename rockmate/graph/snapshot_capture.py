@@ -110,7 +110,7 @@ def _keywords(call: CallSignature) -> dict[int, str]:
 def _snapshot_op(op: Op, source_of: Mapping[str, str], groups: Mapping[str, int]) -> SnapshotOp:
     return SnapshotOp(
         name=op.name,
-        call=_call_text(op.node, groups),
+        call=call_text(op.node, groups),
         phase=op.phase.value,
         module=op.module,
         source=source_of[op.node.meta.get("stack_trace") or ""],
@@ -148,7 +148,13 @@ def _group_numbers(graph: Graph) -> dict[str, int]:
     return {name: number for number, name in enumerate(names)}
 
 
-def _call_text(node: fx.Node, groups: Mapping[str, int]) -> str:
+def call_text(node: fx.Node, groups: Mapping[str, int]) -> str:
+    """A call as text that is equal in all processes.
+
+    Args:
+        node: the call, with the fake values of its arguments.
+        groups: number of each process group of a collective, by name.
+    """
     given = {**dict(enumerate(node.args)), **node.kwargs}
     if is_communication(node.target):
         numbered = {name: f"group {groups[name]}" for name in groups_of(node)}

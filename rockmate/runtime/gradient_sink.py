@@ -50,8 +50,8 @@ from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.capture.wrapping import NO_WRAPPINGS, Wrapping
 from rockmate.graph.ir import SlicedMatmul
-from rockmate.ops.held_gradients import HeldGradients
 from rockmate.ops.undefined_gradient import is_undefined
+from rockmate.runtime.held_gradients import HeldGradients
 from rockmate.runtime.pending_steps import PartialGradients
 
 # In a process group, nodes are visited as soon as this many parameters wait, ...

@@ -18,15 +18,15 @@ from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, 
 from rockmate.ops.kernels import as_strided
 from rockmate.ops.moves import fetch, fetched, send, sent
 from rockmate.ops.rng import exchange_random_state, get_random_state
-from rockmate.ops.shards import REDUCE, finish_gather, issue_gather
+from rockmate.ops.shards import REDUCE, finish, issue_gather
 from rockmate.runtime.gradient_sink import (
     emit_embedding_gradient,
     emit_gradient,
     emit_sliced_matmul,
     fire_hooks,
 )
+from rockmate.runtime.held_gradients import emit_issue, reduced_names
 from rockmate.runtime.program import Argument, ArgumentKind
-from rockmate.runtime.shard_calls import emit_issue, emit_reduction, emit_wait, reduced_names
 from rockmate.schedule.flights import Flights
 from rockmate.schedule.move import MoveEvent, PlacedEvent
 from rockmate.schedule.schedule import Schedule
@@ -138,12 +138,16 @@ class GraphWriter:
         for ahead in self._flights.issued_before.get(position, ()):
             op = self._op_at(ahead)
             _, args, kwargs = self._call_of(op, is_recompute=op.index in self.has_run)
-            self._issued[ahead] = self.graph.call_function(issue_gather, args[:6], kwargs)
+            self._issued[ahead] = self.graph.call_function(issue_gather, args, kwargs)
         self._run(self._op_at(position), position)
         for awaited in self._flights.awaited_after.get(position, ()):
-            call = self.graph.call_function(emit_wait, (self._issued.pop(awaited),))
-            self._hold_results(self._op_at(awaited), call)
-            self._emit_gradients(self._op_at(awaited))
+            self._finish(awaited)
+
+    def _finish(self, position: int) -> None:
+        """Writes the wait for a collective that is issued, and what follows its call."""
+        op = self._op_at(position)
+        self._hold_results(op, self.graph.call_function(finish, (self._issued.pop(position),)))
+        self._emit_gradients(op)
 
     def _op_at(self, position: int) -> Op:
         return self.source.ops[self.schedule.steps[position]]
@@ -152,9 +156,7 @@ class GraphWriter:
         is_recompute = op.index in self.has_run
         self.has_run.add(op.index)
         if position in self._issued:
-            self._hold_results(
-                op, self.graph.call_function(finish_gather, (self._issued.pop(position),))
-            )
+            self._finish(position)
             return
         target, args, kwargs = self._call_of(op, is_recompute=is_recompute)
         if position in self.schedule.in_place:
@@ -166,10 +168,10 @@ class GraphWriter:
             return
         if op.node.target is REDUCE:
             args = (self._sink(), reduced_names(self.source, op), *args)
-            if self._flights.is_awaited_later(position):
-                self._issued[position] = self.graph.call_function(emit_issue, args, kwargs)
-                return
-            target = emit_reduction
+            self._issued[position] = self.graph.call_function(emit_issue, args, kwargs)
+            if not self._flights.is_awaited_later(position):
+                self._finish(position)
+            return
         present_state = None
         if op.is_random and is_recompute:
             present_state = self.graph.call_function(

@@ -8,9 +8,8 @@ again. In planned steps no submodule is called, and no hook runs.
 A *bucket* is a list of parameters of one group, in its order, that one collective gathers. Its size
 is bounded, so that a large parameter is gathered by itself, right before its first reader.
 
-Where the ranks do not divide a dimension, the last of them hold less. `fully_shard` stores their
-parts within memory of the size of the first rank's, which is what collectives take. So the capture
-takes the padded part as the parameter, and is the same on all ranks.
+Where the ranks do not divide a dimension, the last of them hold less. A trace takes a part of the
+size of the first rank's for theirs, which is what collectives take, and is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from rockmate._torch.fsdp import (
     ShardedParameter,
     ShardedUnit,
     fsdp_hooks,
+    sharded_groups,
     sharded_units,
 )
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.pytree import tree_map_only
-from rockmate.ops.kernel_layouts import contiguous_strides
 from rockmate.ops.shards import gather_shards
 
-# The largest bucket of several parameters, in bytes of whole ones.
+# The largest bucket of several parameters, in bytes of whole ones with their padding.
 BUCKET_BYTES = 1 << 22
 
 
@@ -95,16 +94,13 @@ def _buckets(group: ShardedGroup) -> Iterator[list[ShardedParameter]]:
         tensor = parameter.tensor
         kind = tensor.dtype, parameter.dtype, parameter.reduce_dtype, tensor.requires_grad
         bucket = buckets.setdefault(kind, [])
-        if bucket and sum(map(_whole_bytes, (*bucket, parameter))) > BUCKET_BYTES:
+        num_elements = sum(each.padded_shape.numel() for each in (*bucket, parameter))
+        itemsize = (parameter.dtype or tensor.dtype).itemsize
+        if bucket and group.num_ranks * num_elements * itemsize > BUCKET_BYTES:
             yield buckets.pop(kind)
             bucket = buckets.setdefault(kind, [])
         bucket.append(parameter)
     yield from buckets.values()
-
-
-def _whole_bytes(parameter: ShardedParameter) -> int:
-    rest = parameter.padded_shape.numel() // max(1, parameter.padded_shape[parameter.dim])
-    return rest * parameter.size * (parameter.dtype or parameter.tensor.dtype).itemsize
 
 
 def _gathered(group: ShardedGroup, bucket: list[ShardedParameter]) -> Iterator[Any]:
@@ -115,9 +111,9 @@ def _gathered(group: ShardedGroup, bucket: list[ShardedParameter]) -> Iterator[A
         [parameter.tensor.to_local() for parameter in bucket],
         [parameter.dim for parameter in bucket],
         group.num_ranks,
-        group.name,
         first.dtype,
         [parameter.size for parameter in bucket],
+        group.name,
         first.reduce_dtype,
         group.replicas,
     )
@@ -144,10 +140,8 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
 
 def padded_parts(model: nn.Module) -> dict[str, torch.Size]:
     """Name of each parameter of which this rank holds less than others -> the shape of theirs."""
-    shapes: dict[int, torch.Size] = {}
-    for unit in sharded_units(model):
-        for parameter in (each for group in unit.groups for each in group.parameters):
-            shapes[id(parameter.tensor)] = parameter.padded_shape
+    parameters = [each for group in sharded_groups(model) for each in group.parameters]
+    shapes = {id(each.tensor): each.padded_shape for each in parameters}
     named: Any = model.named_parameters(remove_duplicate=False)
     return {
         name: shapes[id(tensor)]
@@ -156,32 +150,24 @@ def padded_parts(model: nn.Module) -> dict[str, torch.Size]:
     }
 
 
-def padded(part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A part within the memory that `fully_shard` has given it."""
-    return part.as_strided(shape, contiguous_strides(shape))
-
-
-@contextlib.contextmanager
-def padded_places(model: nn.Module) -> Iterator[None]:
-    """Puts parameters with padded parts into the places of those that have less."""
+def put_padded_parts(model: nn.Module) -> None:
+    """Puts parameters with padded parts into the places of those that have less, for a trace."""
     from torch.distributed.tensor import DTensor  # loads sympy
 
     made: dict[int, nn.Parameter] = {}  # tied ones stay tied
-    with contextlib.ExitStack() as stack:
-        for name, shape in padded_parts(model).items():
-            path, _, key = name.rpartition(".")
-            table, _ = tensor_tables(model.get_submodule(path))
-            own: Any = table[key]
-            if id(own) not in made:
-                whole = DTensor.from_local(
-                    padded(own.detach().to_local(), shape),
-                    own.device_mesh,
-                    own.placements,
-                    run_check=False,
-                    shape=own.shape,
-                    stride=own.stride(),
-                )
-                made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)
-            stack.callback(table.__setitem__, key, own)
-            table[key] = made[id(own)]
-        yield
+    for name, shape in padded_parts(model).items():
+        path, _, key = name.rpartition(".")
+        table, _ = tensor_tables(model.get_submodule(path))
+        own: Any = table[key]
+        if id(own) not in made:
+            part = own.detach().to_local().new_empty(shape)
+            whole = DTensor.from_local(
+                part,
+                own.device_mesh,
+                own.placements,
+                run_check=False,
+                shape=own.shape,
+                stride=own.stride(),
+            )
+            made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)
+        table[key] = made[id(own)]

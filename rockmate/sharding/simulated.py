@@ -14,7 +14,6 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from rockmate._torch.distributed import fake_group
-from rockmate._torch.members import tensor_tables
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.errors import InvalidArgumentError, RockmateError, UnsupportedModelError
 from rockmate.sharding.fully_shard import sharded_by_layers
@@ -137,14 +136,12 @@ def _refuse_divided(model: nn.Module) -> None:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device."""
-    copies: dict[int, Any] = {}
-    for part in model.modules():
-        for table in tensor_tables(part):
-            for tensor in table.values():
-                # Else the copy would lose what its class or its attributes say.
-                if tensor is not None and not is_subclassed(tensor):
-                    copies.setdefault(id(tensor), _meta_tensor(tensor))
+    """A copy of a model whose parameters and buffers are on the meta device.
+
+    But for those of a class of their own: the copy would lose what the class says.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    copies: dict[int, Any] = {id(t): _meta_tensor(t) for t in tensors if not is_subclassed(t)}
     try:
         return copy.deepcopy(model, copies)
     except Exception as error:

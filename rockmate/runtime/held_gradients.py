@@ -1,4 +1,4 @@
-"""Whole gradients that several backwards add up before they are reduced.
+"""Reductions of gradients to shards in a backward, and whole gradients that wait for theirs.
 
 With micro batches a reduction in each backward sends as many bytes as the last one alone would have
 to. So backwards may hold whole gradients instead, in the dtype of the reduction, as PyTorch's
@@ -8,14 +8,21 @@ take the memory of the whole parameters on each rank, at rest beside `.grad`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import fx
 
-from rockmate._torch.fsdp import ShardedGroup, sharded_units
+from rockmate._torch.fsdp import ShardedGroup, sharded_groups, unplanned_setting
+from rockmate.capture.roles import RoleKind
 from rockmate.errors import BackwardError
-from rockmate.ops.shards import Reduction, reduce_to_shards
+from rockmate.graph.ir import Graph, Op
+from rockmate.ops.shards import Reduction, Wait, issue_reduction, part_shape, reduce_to_shards
+from rockmate.ops.undefined_gradient import undefined_gradient
+
+if TYPE_CHECKING:
+    from rockmate.runtime.gradient_sink import GradientSink
 
 
 class _Held(NamedTuple):
@@ -47,14 +54,14 @@ class HeldGradients:
         Raises:
             BackwardError: gradients are to be reduced in a way that a plan does not have.
         """
-        setting = next(filter(None, (group.unplanned_setting for group in self.groups)), "")
+        setting = unplanned_setting(self.groups)
         if setting:
             msg = (
                 f"{setting} was called after the step was planned, and planned steps do not follow "
                 "it. Take the setting back, or use the plain model."
             )
             raise BackwardError(msg)
-        holding: list[ShardedGroup] = [each for each in self.groups if each.holds_gradients]
+        holding = (group for group in self.groups if group.holds_gradients)
         return frozenset(id(shard) for group in holding for shard in group.shards)
 
     def add(
@@ -103,9 +110,62 @@ def held_gradients_of(model: torch.nn.Module) -> HeldGradients | None:
 
     All plans of a model have the same: one may reduce what another has held.
     """
-    groups = [group for unit in sharded_units(model) for group in unit.groups]
+    groups = sharded_groups(model)
     if not groups:
         return None
     held = vars(model).setdefault("_rockmate_held_gradients", HeldGradients())
     held.groups = groups
     return held
+
+
+def emit_issue(
+    sink: GradientSink,
+    names: Sequence[str],
+    gradients: Sequence[torch.Tensor],
+    dims: Sequence[int],
+    *settings: Any,
+) -> Wait:
+    """Begins to reduce whole gradients, or holds them; called from the emitted backward.
+
+    Args:
+        sink: of the backward.
+        names: of the parameters.
+        gradients: see `reduce_to_shards`, as for the others.
+        dims: see there.
+        *settings: see there.
+
+    Returns:
+        What gives this rank's parts; undefined ones if whole gradients are held.
+    """
+    how = Reduction(*settings)
+    if sink.held is None:
+        return issue_reduction(gradients, dims, how)
+    parameters = sink.leaves(names)
+    if id(parameters[0]) not in sink.holding:
+        return issue_reduction(sink.held.joined(parameters, gradients), dims, how)
+    sink.held.add(parameters, gradients, dims, how)
+    shapes = [part_shape(w.shape, d, how.num_ranks) for w, d in zip(gradients, dims, strict=True)]
+    zeros = [gradients[0].new_zeros(shape, dtype=how.dtype) for shape in shapes]
+    return lambda: [undefined_gradient(each) for each in zeros]
+
+
+def reduced_names(graph: Graph, op: Op) -> tuple[str, ...]:
+    """The parameters of which an op reduces the gradients, in the order of its arguments.
+
+    The gradient of a tied one may be a sum of several that are reduced.
+    """
+    roles = {
+        node: role.name for node, role in graph.outputs if role.kind is RoleKind.PARAMETER_GRADIENT
+    }
+    items: dict[Any, fx.Node] = {user.args[1]: user for user in op.node.users}
+    gradients: Any = op.node.args[0]
+    return tuple(_name_of(items.get(index), roles) for index in range(len(gradients)))
+
+
+def _name_of(result: fx.Node | None, roles: Mapping[fx.Node, str]) -> str:
+    waiting = [] if result is None else [result]
+    for node in waiting:
+        if node in roles:
+            return roles[node]
+        waiting += node.users
+    return ""

@@ -37,7 +37,6 @@ from rockmate.capture.attribute_access import Place
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
 from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoints
-from rockmate.capture.collectives import wait_for_collectives
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.given_tensors import cloned_with_strides, lifted_tensors, with_trained_buffers
@@ -64,6 +63,7 @@ from rockmate.capture.trace_state import (
 from rockmate.capture.traced_forward import RUNS_FIRST, ModuleReplacedError, TracedForward
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InPlaceCollectiveError, InvalidSampleError, UnsupportedModelError
+from rockmate.ops.collectives import wait_for_collectives
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
 from rockmate.sharding.gathering import padded_parts, put_padded_parts

@@ -1,4 +1,9 @@
-"""A collective that returns when its result is there."""
+"""Collectives of a captured graph: each waits for its result.
+
+A trace has two calls for a collective, one that issues it and one that waits. In a plan they are
+one op, so that no schedule stands between them: its result is a value like any other, released
+after its last reader, and recomputed by all ranks or by none.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.distributed import wait_for
-from rockmate.ops.shards import ON_SHARDS
+from rockmate._torch.distributed import is_collective, is_wait, ranks_of, wait_for
+from rockmate.errors import UnsupportedModelError
+from rockmate.ops.shards import GATHER, ON_SHARDS
 
 
 def collective(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -35,3 +41,57 @@ def groups_of(node: fx.Node) -> list[str]:
 def is_communication(target: Any) -> bool:
     """Whether all ranks of a group must make a call of this target."""
     return target is collective or target in ON_SHARDS
+
+
+def wait_for_collectives(graph: fx.Graph) -> None:
+    """Makes one call of each collective and what waits for it, in place.
+
+    Each notes the ranks of its groups, since a cost model may have none of these later.
+
+    Raises:
+        UnsupportedModelError: a collective returns several tensors.
+    """
+    _gather_late(graph)
+    for node in list(graph.nodes):
+        if node.target in ON_SHARDS:
+            if node.target is GATHER:
+                node.args = node.args[:6]  # the others are of its gradient, which has its own op
+            _note_ranks(node)
+            continue
+        if not is_collective(node.target):
+            continue
+        waits = [user for user in node.users if is_wait(user.target)]
+        if not isinstance(node.meta["val"], torch.Tensor) or len(waits) != 1:
+            msg = (
+                f"{node.target} returns several tensors at once, or is waited for {len(waits)} "
+                "times, which cannot be planned."
+            )
+            raise UnsupportedModelError(msg)
+        with graph.inserting_before(node):
+            merged = graph.call_function(collective, (node.target, *node.args), dict(node.kwargs))
+        # What views the result lies in the memory of this fake value.
+        merged.meta.update({**node.meta, "val": waits[0].meta["val"]})
+        _note_ranks(merged)
+        for each in (*waits, node):
+            each.replace_all_uses_with(merged)
+            graph.erase_node(each)
+
+
+def _gather_late(graph: fx.Graph) -> None:
+    """Puts each gather in front of its first reader: a trace has it ahead of a whole unit."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.target is not GATHER:
+            continue
+        items = sorted(node.users, key=place.__getitem__)
+        readers = [reader for item in items for reader in item.users]
+        if not readers:
+            continue
+        first = min(readers, key=place.__getitem__)
+        for moved in (node, *items):
+            first.prepend(moved)
+            moved.meta["module"] = first.meta.get("module", "")
+
+
+def _note_ranks(node: fx.Node) -> None:
+    node.meta["ranks"] = tuple(tuple(ranks_of(name)) for name in groups_of(node))

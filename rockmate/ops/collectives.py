@@ -55,16 +55,16 @@ def wait_for_collectives(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in ON_SHARDS:
             if node.target is GATHER:
-                node.args = node.args[:6]  # the others are of its gradient, which has its own op
+                node.args = (*node.args[:6], None, "")  # its gradient has an op of its own
             _note_ranks(node)
             continue
         if not is_collective(node.target):
             continue
         waits = [user for user in node.users if is_wait(user.target)]
-        if not isinstance(node.meta["val"], torch.Tensor) or len(waits) != 1:
+        if not isinstance(node.meta["val"], torch.Tensor) or not waits:
             msg = (
-                f"{node.target} returns several tensors at once, or is waited for {len(waits)} "
-                "times, which cannot be planned."
+                f"{node.target} returns several tensors at once, or is not waited for, which "
+                "cannot be planned."
             )
             raise UnsupportedModelError(msg)
         with graph.inserting_before(node):
@@ -75,6 +75,10 @@ def wait_for_collectives(graph: fx.Graph) -> None:
         for each in (*waits, node):
             each.replace_all_uses_with(merged)
             graph.erase_node(each)
+    for node in list(graph.nodes):
+        if is_wait(node.target):  # code waits for what a trace has waited for already
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
 
 
 def _gather_late(graph: fx.Graph) -> None:

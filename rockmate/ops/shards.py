@@ -54,8 +54,8 @@ def gather_shards(
     dtype: torch.dtype | None,
     sizes: Sequence[int],
     group: str,
-    reduce_dtype: torch.dtype | None = None,
-    replicas: str = "",
+    reduce_dtype: torch.dtype | None,
+    replicas: str,
 ) -> list[Tensor]:
     """The whole tensors of which each rank has a part.
 
@@ -79,8 +79,9 @@ def issue_gather(
     dtype: torch.dtype | None,
     sizes: Sequence[int],
     group: str,
+    *_: Any,
 ) -> Wait:
-    """Begins what `gather_shards` does; arguments as there."""
+    """Begins what `gather_shards` does; arguments as there, of which the last are not read."""
     settings = zip(shards, dims, sizes, strict=True)
     shapes = [_resized(part.shape, dim, -(-size // num_ranks)) for part, dim, size in settings]
     numbers = [*map(prod, shapes)]

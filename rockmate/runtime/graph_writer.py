@@ -18,14 +18,14 @@ from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, 
 from rockmate.ops.kernels import as_strided
 from rockmate.ops.moves import fetch, fetched, send, sent
 from rockmate.ops.rng import exchange_random_state, get_random_state
-from rockmate.ops.shards import ON_SHARDS, REDUCE, finish, issue_gather
+from rockmate.ops.shards import REDUCE, finish, issue_gather
 from rockmate.runtime.gradient_sink import (
     emit_embedding_gradient,
     emit_gradient,
     emit_sliced_matmul,
     fire_hooks,
 )
-from rockmate.runtime.held_gradients import emit_issue, reduced_names
+from rockmate.runtime.held_gradients import emit_issue, emit_reduction, reduced_names
 from rockmate.runtime.program import Argument, ArgumentKind
 from rockmate.schedule.flights import Flights
 from rockmate.schedule.move import MoveEvent, PlacedEvent
@@ -136,18 +136,12 @@ class GraphWriter:
         A run is its call, its results, and the gradients that are complete now.
         """
         for ahead in self._flights.issued_before.get(position, ()):
-            self._issue(ahead)
+            op = self._op_at(ahead)
+            _, args, kwargs = self._call_of(op, is_recompute=op.index in self.has_run)
+            self._issued[ahead] = self.graph.call_function(issue_gather, args, kwargs)
         self._run(self._op_at(position), position)
         for awaited in self._flights.awaited_after.get(position, ()):
             self._finish(awaited)
-
-    def _issue(self, position: int) -> None:
-        """Writes the call that issues a collective on shards."""
-        op = self._op_at(position)
-        target, (_, args, _) = issue_gather, self._call_of(op, is_recompute=False)
-        if op.node.target is REDUCE:
-            target, args = emit_issue, (self._sink(), reduced_names(self.source, op), *args)
-        self._issued[position] = self.graph.call_function(target, args)
 
     def _finish(self, position: int) -> None:
         """Writes the wait for a collective that is issued, and what follows its call."""
@@ -161,11 +155,8 @@ class GraphWriter:
     def _run(self, op: Op, position: int) -> None:
         is_recompute = op.index in self.has_run
         self.has_run.add(op.index)
-        if op.node.target in ON_SHARDS:
-            if position not in self._issued:
-                self._issue(position)
-            if not self._flights.is_awaited_later(position):
-                self._finish(position)
+        if position in self._issued:
+            self._finish(position)
             return
         target, args, kwargs = self._call_of(op, is_recompute=is_recompute)
         if position in self.schedule.in_place:
@@ -175,6 +166,12 @@ class GraphWriter:
         if op.gradient_sink_form is not None:
             self._emit_without_whole(op, args)
             return
+        if op.node.target is REDUCE:
+            args = (self._sink(), reduced_names(self.source, op), *args)
+            if self._flights.is_awaited_later(position):
+                self._issued[position] = self.graph.call_function(emit_issue, args, kwargs)
+                return
+            target = emit_reduction
         present_state = None
         if op.is_random and is_recompute:
             present_state = self.graph.call_function(

@@ -149,6 +149,11 @@ def emit_issue(
     return lambda: [undefined_gradient(each) for each in zeros]
 
 
+def emit_reduction(sink: GradientSink, names: Sequence[str], *args: Any) -> list[torch.Tensor]:
+    """What `emit_issue` begins; the whole gradients are live until it has ended."""
+    return emit_issue(sink, names, *args)()
+
+
 def reduced_names(graph: Graph, op: Op) -> tuple[str, ...]:
     """The parameters of which an op reduces the gradients, in the order of its arguments.
 

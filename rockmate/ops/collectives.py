@@ -61,24 +61,23 @@ def wait_for_collectives(graph: fx.Graph) -> None:
         if not is_collective(node.target):
             continue
         waits = [user for user in node.users if is_wait(user.target)]
-        if not isinstance(node.meta["val"], torch.Tensor) or not waits:
+        if not isinstance(node.meta["val"], torch.Tensor) or len(waits) != 1:
             msg = (
-                f"{node.target} returns several tensors at once, or is not waited for, which "
-                "cannot be planned."
+                f"{node.target} returns several tensors at once, or is waited for {len(waits)} "
+                "times, which cannot be planned."
             )
             raise UnsupportedModelError(msg)
+        # Code may wait for what a trace has waited for already.
+        while len(waits[-1].users) == 1 and is_wait(next(iter(waits[-1].users)).target):
+            waits += waits[-1].users
         with graph.inserting_before(node):
             merged = graph.call_function(collective, (node.target, *node.args), dict(node.kwargs))
         # What views the result lies in the memory of this fake value.
-        merged.meta.update({**node.meta, "val": waits[0].meta["val"]})
+        merged.meta.update({**node.meta, "val": waits[-1].meta["val"]})
         _note_ranks(merged)
-        for each in (*waits, node):
-            each.replace_all_uses_with(merged)
+        waits[-1].replace_all_uses_with(merged)
+        for each in (*reversed(waits), node):
             graph.erase_node(each)
-    for node in list(graph.nodes):
-        if is_wait(node.target):  # code waits for what a trace has waited for already
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
 
 
 def _gather_late(graph: fx.Graph) -> None:

@@ -46,30 +46,20 @@ Wait = Callable[[], list[Tensor]]
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@torch.library.custom_op("rockmate::gather_shards", mutates_args=())
-def gather_shards(
-    shards: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    dtype: torch.dtype | None,
-    sizes: Sequence[int],
-    group: str,
-    reduce_dtype: torch.dtype | None,
-    replicas: str,
-) -> list[Tensor]:
+@torch.library.custom_op(
+    "rockmate::gather_shards",
+    mutates_args=(),
+    schema="(Tensor[] shards, int[] dims, int num_ranks, ScalarType? dtype, int[] sizes, "
+    "str group, ScalarType? reduce_dtype, str replicas) -> Tensor[]",
+)
+def gather_shards(*args: Any) -> list[Tensor]:
     """The whole tensors of which each rank has a part.
 
     Args:
-        shards: this rank's parts, with or without their padding.
-        dims: for each, the dimension that is cut.
-        num_ranks: of the group.
-        dtype: of the results; None: that of the shards.
-        sizes: of the dimensions that are cut, whole.
-        group: name of the process group.
-        reduce_dtype: of the `Reduction` of their gradients, for a trace.
-        replicas: of the same.
+        *args: those of `issue_gather`, then `reduce_dtype` and `replicas` of the `Reduction` of
+            their gradients, for a trace.
     """
-    return issue_gather(shards, dims, num_ranks, dtype, sizes, group)()
+    return issue_gather(*args)()
 
 
 def issue_gather(
@@ -81,7 +71,16 @@ def issue_gather(
     group: str,
     *_: Any,
 ) -> Wait:
-    """Begins what `gather_shards` does; arguments as there, of which the last are not read."""
+    """Begins to gather.
+
+    Args:
+        shards: this rank's parts, with or without their padding.
+        dims: for each, the dimension that is cut.
+        num_ranks: of the group.
+        dtype: of the results; None: that of the shards.
+        sizes: of the dimensions that are cut, whole.
+        group: name of the process group.
+    """
     settings = zip(shards, dims, sizes, strict=True)
     shapes = [_resized(part.shape, dim, -(-size // num_ranks)) for part, dim, size in settings]
     numbers = [*map(prod, shapes)]
@@ -145,36 +144,30 @@ class Reduction(NamedTuple):
     reduce_dtype: torch.dtype | None
     dtype: torch.dtype
     group: str
-    replicas: str = ""
+    replicas: str
 
 
-@torch.library.custom_op("rockmate::reduce_to_shards", mutates_args=())
+@torch.library.custom_op(
+    "rockmate::reduce_to_shards",
+    mutates_args=(),
+    schema="(Tensor[] gradients, int[] dims, int num_ranks, ScalarType? reduce_dtype, "
+    "ScalarType dtype, str group, str replicas) -> Tensor[]",
+)
 def reduce_to_shards(
-    gradients: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    reduce_dtype: torch.dtype | None,
-    dtype: torch.dtype,
-    group: str,
-    replicas: str,
+    gradients: Sequence[Tensor], dims: Sequence[int], *settings: Any
 ) -> list[Tensor]:
-    """This rank's parts, with their padding, of the means of whole gradients over a group's ranks.
+    """What `issue_reduction` begins; the settings are those of a `Reduction`, in their order."""
+    return issue_reduction(gradients, dims, Reduction(*settings))()
+
+
+def issue_reduction(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> Wait:
+    """Begins to find this rank's parts, with their padding, of means over a group's ranks.
 
     Args:
         gradients: whole ones, of this rank's part of the batch.
         dims: for each, the dimension that is cut.
-        num_ranks: see `Reduction`, as for the others.
-        reduce_dtype: see there.
-        dtype: see there.
-        group: see there.
-        replicas: see there.
+        how: they are reduced.
     """
-    how = Reduction(num_ranks, reduce_dtype, dtype, group, replicas)
-    return issue_reduction(gradients, dims, how)()
-
-
-def issue_reduction(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> Wait:
-    """Begins what `reduce_to_shards` does; arguments as there."""
     num_ranks, reduce_dtype, dtype, group, replicas = how
     reduce_dtype = reduce_dtype or gradients[0].dtype
     shapes = [part_shape(each.shape, d, num_ranks) for each, d in zip(gradients, dims, strict=True)]

@@ -18,7 +18,7 @@ from rockmate._torch.fsdp import ShardedGroup, sharded_groups, unplanned_setting
 from rockmate.capture.roles import RoleKind
 from rockmate.errors import BackwardError
 from rockmate.graph.ir import Graph, Op
-from rockmate.ops.shards import Reduction, Wait, issue_reduction, part_shape, reduce_to_shards
+from rockmate.ops.shards import Reduction, Wait, issue_reduction, part_shape
 from rockmate.ops.undefined_gradient import undefined_gradient
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class HeldGradients:
         """
         for key in [key for key in self._held if key not in holding]:
             parameter, gradient, dim, how = self._held.pop(key)
-            (part,) = reduce_to_shards([gradient], [dim], *how)
+            (part,) = issue_reduction([gradient], [dim], how)()
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             total: Any = parameter.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
@@ -130,9 +130,9 @@ def emit_issue(
     Args:
         sink: of the backward.
         names: of the parameters.
-        gradients: see `reduce_to_shards`, as for the others.
+        gradients: see `issue_reduction`, as for `dims`.
         dims: see there.
-        *settings: see there.
+        *settings: fields of the `Reduction`.
 
     Returns:
         What gives this rank's parts; undefined ones if whole gradients are held.

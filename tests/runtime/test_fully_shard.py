@@ -123,10 +123,13 @@ def check_eval_between(mesh: DeviceMesh) -> None:
     assert_equal(*found)
 
 
+RINGS: list[Any] = []  # the group of two ranks that exchange values
+
+
 class Sent(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, x: Tensor) -> Any:
-        found, x, other = torch.empty_like(x), x.contiguous(), 1 - distributed.get_rank()
+        found, x, other = torch.empty_like(x), x.contiguous(), distributed.get_rank() ^ 1
         pairs = (distributed.isend, x), (distributed.irecv, found)
         for each in distributed.batch_isend_irecv([P2POp(*pair, other) for pair in pairs]):
             each.wait()
@@ -138,14 +141,14 @@ class Sent(torch.autograd.Function):
 class Permuted(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, x: Tensor) -> Any:
-        found = permute_tensor(x.flatten(), [1, 0], distributed.group.WORLD)
+        found = permute_tensor(x.flatten(), [1, 0], RINGS[0])
         return wait_tensor(found).view(x.shape)
 
     backward = forward
 
 
 def all_to_all(x: Tensor) -> Any:
-    return all_to_all_single_autograd(x, None, None, distributed.group.WORLD)
+    return all_to_all_single_autograd(x, None, None, RINGS[0])
 
 
 def ring_attention(x: Tensor, exchange: Callable[[Tensor], Any] = Permuted.apply) -> Any:
@@ -167,8 +170,10 @@ class Exchange(nn.Module):
         return self.function(x)
 
 
-def check_exchanges(mesh: DeviceMesh) -> None:
-    """Functional collectives are planned. Others are refused by name, and the model runs on."""
+def check_exchanges(_: DeviceMesh) -> None:
+    """Beside shards: functional collectives are planned, others refused by name, and run on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    RINGS.append(mesh.get_group("ring"))
     refusals: dict[Any, str] = {
         all_to_all: "",
         ring_attention: "",
@@ -179,13 +184,13 @@ def check_exchanges(mesh: DeviceMesh) -> None:
         for is_planned in (False, True):
             model = net(2)
             model.layers[0].drop = Exchange(function)
-            module = sharded(model, mesh)
+            module = sharded(model, mesh["data"])
             if is_planned and refusal:
                 refused(model, refusal)
             elif is_planned:
                 module = planned(model, 0.5)
                 assert sum("all_to_all" in each for each in collectives_of(module)) >= 2
-            found.append(trained(module, model, mesh.get_local_rank()))
+            found.append(trained(module, model, distributed.get_rank()))
         assert_equal(*found)
 
 
@@ -523,7 +528,7 @@ CHECKS: dict[Callable[[DeviceMesh], None], int] = {
     check_training: 2,
     check_uneven: 3,
     check_eval_between: 2,
-    check_exchanges: 2,
+    check_exchanges: 4,
     check_ignored: 2,
     check_wrapped_first: 2,
     check_other_sizes: 2,

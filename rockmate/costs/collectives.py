@@ -42,7 +42,7 @@ from torch import fx
 from rockmate.costs.cost import Cost
 from rockmate.costs.machine import Machine
 from rockmate.ops.collectives import collective
-from rockmate.ops.shards import GATHER, has_whole_memory, part_shape
+from rockmate.ops.shards import GATHER, Cut, has_whole_memory
 
 # Share of a ring's rate that NCCL expects of a tree.
 _TREE_RATE = 0.92
@@ -126,23 +126,19 @@ def collective_cost(node: fx.Node, machine: Machine | None = None) -> Cost:
 
 def _shards_cost(node: fx.Node, machine: Machine | None) -> Cost:
     """The cost of a call of `rockmate.ops.shards`, whose docstring has what it allocates."""
-    operands: Any = node.args[0]
-    dims: Any = node.args[1]
-    num_ranks: Any = node.args[2]
-    sizes: Any = node.args[4]  # of a gather
-    given = [operand.meta["val"] for operand in operands]
-    device, is_gather = given[0].device, node.target is GATHER
-    dtype: Any = node.args[3] or given[0].dtype
-    parts = [each.shape for each in given]
-    is_whole = is_gather and has_whole_memory(parts, dims, num_ranks, sizes, device)
-    if not is_gather:
-        parts = [part_shape(s, d, num_ranks) for s, d in zip(parts, dims, strict=True)]
-    value_bytes = num_ranks * sum(map(prod, parts)) * dtype.itemsize
+    args: Any = node.args
+    operands, dims, num_ranks, dtype, *_ = args
+    is_gather, given = node.target is GATHER, [each.meta["val"] for each in operands]
+    whole = node.meta["val"] if is_gather else given
+    cuts = [Cut(each.shape, dim, num_ranks) for each, dim in zip(whole, dims, strict=True)]
+    device, dtype = given[0].device, dtype or given[0].dtype
+    value_bytes = num_ranks * sum(prod(cut.part) for cut in cuts) * dtype.itemsize
     link = _link_of(device, machine)
     ranks, *replicas = node.meta["ranks"]
     time_ms = link.time_ms("all_gather" if is_gather else "reduce_scatter", value_bytes, ranks)
     for group in replicas:
         time_ms += link.time_ms("all_reduce", value_bytes / num_ranks, group)
+    is_whole = is_gather and has_whole_memory(cuts, device)
     return Cost(time_ms=time_ms, overhead_bytes=0 if is_whole else value_bytes)
 
 

@@ -46,6 +46,44 @@ Wait = Callable[[], list[Tensor]]
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
+class Cut(NamedTuple):
+    """How a tensor is cut into parts.
+
+    Attributes:
+        shape: of the whole tensor.
+        dim: the dimension that is cut.
+        num_ranks: that have a part each.
+    """
+
+    shape: Sequence[int]
+    dim: int
+    num_ranks: int
+
+    @property
+    def part(self) -> list[int]:
+        """The shape of a part, with its padding."""
+        return _resized(self.shape, self.dim, -(-self.shape[self.dim] // self.num_ranks))
+
+    def joined(self, row: Tensor) -> Tensor:
+        """The whole tensor from a row for each rank's part."""
+        whole = row.new_empty(self.shape)
+        parts = row.unflatten(1, self.part).unbind(0)
+        places = whole.split(self.part[self.dim], self.dim)
+        for place, part in zip(places, parts, strict=False):
+            place.copy_(part.narrow(self.dim, 0, place.shape[self.dim]))
+        return whole
+
+    def write(self, whole: Tensor, row: Tensor) -> None:
+        """Writes the parts of the whole tensor into a row for each rank."""
+        parts = whole.split(self.part[self.dim], self.dim)
+        for place, part in zip(row.unbind(0), parts, strict=False):
+            place.view(self.part).narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    return [*shape[:dim], size, *shape[dim + 1 :]]
+
+
 @torch.library.custom_op(
     "rockmate::gather_shards",
     mutates_args=(),
@@ -82,21 +120,21 @@ def issue_gather(
         group: name of the process group.
     """
     settings = zip(shards, dims, sizes, strict=True)
-    shapes = [_resized(part.shape, dim, -(-size // num_ranks)) for part, dim, size in settings]
-    numbers = [*map(prod, shapes)]
+    cuts = [Cut(_resized(part.shape, dim, size), dim, num_ranks) for part, dim, size in settings]
+    numbers = [prod(cut.part) for cut in cuts]
     total, device = sum(numbers), shards[0].device
     memory = torch.empty(num_ranks * total, dtype=dtype or shards[0].dtype, device=device)
     own = memory.narrow(0, rank_in(group) * total, total)
-    for row, shard, shape, dim in zip(own.split(numbers), shards, shapes, dims, strict=True):
-        row.view(shape).narrow(dim, 0, shard.shape[dim]).copy_(shard)
+    for row, shard, cut in zip(own.split(numbers), shards, cuts, strict=True):
+        row.view(cut.part).narrow(cut.dim, 0, shard.shape[cut.dim]).copy_(shard)
     running = start_gather(memory, own, num_ranks, group)
 
     def wait() -> list[Tensor]:
         wait_for(running)
-        if has_whole_memory(shapes, dims, num_ranks, sizes, device):
-            return [memory.view(_resized(shapes[0], 0, sizes[0]))]
+        if has_whole_memory(cuts, device):
+            return [memory.view(cuts[0].shape)]
         rows = memory.view(num_ranks, -1).split(numbers, dim=1)
-        whole = list(map(_joined, rows, shapes, dims, sizes))
+        whole = [cut.joined(row) for cut, row in zip(cuts, rows, strict=True)]
         free(memory)
         return whole
 
@@ -108,24 +146,11 @@ def finish(wait: Wait) -> list[Tensor]:
     return wait()
 
 
-def has_whole_memory(
-    shapes: Sequence[Sequence[int]],
-    dims: Sequence[int],
-    num_ranks: int,
-    sizes: Sequence[int],
-    device: torch.device,
-) -> bool:
-    """Whether what is gathered is the collective's memory, not a copy of it.
-
-    Args:
-        shapes: of the parts, with their padding.
-        dims: see `gather_shards`, as for `num_ranks` and `sizes`.
-        num_ranks: see there.
-        sizes: see there.
-        device: of the parts.
-    """
-    is_even = shapes[0][dims[0]] * num_ranks == sizes[0]
-    return len(shapes) == 1 and dims[0] == 0 and is_even and device.type != "cpu"
+def has_whole_memory(cuts: Sequence[Cut], device: torch.device) -> bool:
+    """Whether what is gathered on a device is the collective's memory, not a copy of it."""
+    cut = cuts[0]
+    is_even = cut.shape[cut.dim] % cut.num_ranks == 0
+    return len(cuts) == 1 and cut.dim == 0 and is_even and device.type != "cpu"
 
 
 class Reduction(NamedTuple):
@@ -170,8 +195,8 @@ def issue_reduction(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduc
     """
     num_ranks, reduce_dtype, dtype, group, replicas = how
     reduce_dtype = reduce_dtype or gradients[0].dtype
-    shapes = [part_shape(each.shape, d, num_ranks) for each, d in zip(gradients, dims, strict=True)]
-    sizes = [*map(prod, shapes)]
+    cuts = [Cut(g.shape, dim, num_ranks) for g, dim in zip(gradients, dims, strict=True)]
+    sizes = [prod(cut.part) for cut in cuts]
     num_replicas = len(ranks_of(replicas)) if replicas else 1
     before, after = _divisors(num_ranks * num_replicas, reduce_dtype)
     mean = "avg" if after == 1 else "sum"
@@ -180,8 +205,8 @@ def issue_reduction(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduc
     make = torch.zeros if is_padded else torch.empty
     memory = make(total, dtype=reduce_dtype, device=gradients[0].device)
     rows = memory.view(num_ranks, -1).split(sizes, dim=1)
-    for row, gradient, shape, dim in zip(rows, gradients, shapes, dims, strict=True):
-        _cut_into(row, gradient, shape, dim)
+    for row, gradient, cut in zip(rows, gradients, cuts, strict=True):
+        cut.write(gradient, row)
     if before != 1:
         memory.div_(before)
     wait_for_part = start_reduction(memory, mean, num_ranks, group)
@@ -192,8 +217,8 @@ def issue_reduction(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduc
             wait_for(start_all_reduce(reduced, mean, replicas))
         if after != 1:
             reduced.div_(after)
-        rows = zip(reduced.split(sizes), shapes, strict=True)
-        parts = [row.to(dtype, copy=True).view(shape) for row, shape in rows]
+        rows = zip(reduced.split(sizes), cuts, strict=True)
+        parts = [row.to(dtype, copy=True).view(cut.part) for row, cut in rows]
         free(memory)
         return parts
 
@@ -214,15 +239,6 @@ def _divisors(num_ranks: int, dtype: torch.dtype) -> tuple[float, float]:
     return before, num_ranks / before
 
 
-def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
-    return [*shape[:dim], size, *shape[dim + 1 :]]
-
-
-def part_shape(shape: torch.Size, dim: int, num_ranks: int) -> list[int]:
-    """The shape of a rank's part of a tensor that is cut along a dimension, with its padding."""
-    return _resized(shape, dim, -(-shape[dim] // num_ranks))
-
-
 @gather_shards.register_fake
 def _(shards: Sequence[Tensor], dims: Sequence[int], *settings: Any) -> list[Tensor]:
     _, dtype, sizes, *_ = settings
@@ -232,26 +248,15 @@ def _(shards: Sequence[Tensor], dims: Sequence[int], *settings: Any) -> list[Ten
 
 @reduce_to_shards.register_fake
 def _(gradients: Sequence[Tensor], dims: Sequence[int], *settings: Any) -> list[Tensor]:
-    how = Reduction(*settings)
+    return zero_parts(gradients, dims, Reduction(*settings))
+
+
+def zero_parts(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> list[Tensor]:
+    """Zeros in the shapes of what `issue_reduction` gives."""
     return [
-        whole.new_empty(part_shape(whole.shape, dim, how.num_ranks), dtype=how.dtype)
+        whole.new_zeros(Cut(whole.shape, dim, how.num_ranks).part, dtype=how.dtype)
         for whole, dim in zip(gradients, dims, strict=True)
     ]
-
-
-def _joined(row: Tensor, shape: Sequence[int], dim: int, size: int) -> Tensor:
-    """A whole tensor from the parts of all ranks, one a row."""
-    whole = row.new_empty(_resized(shape, dim, size))
-    parts = row.unflatten(1, shape).unbind(0)
-    for place, part in zip(whole.split(shape[dim], dim), parts, strict=False):
-        place.copy_(part.narrow(dim, 0, place.shape[dim]))
-    return whole
-
-
-def _cut_into(row: Tensor, whole: Tensor, shape: Sequence[int], dim: int) -> None:
-    """Writes the parts of a whole tensor into the memory of the ranks, one a row."""
-    for place, part in zip(row.unbind(0), whole.split(shape[dim], dim), strict=False):
-        place.view(shape).narrow(dim, 0, part.shape[dim]).copy_(part)
 
 
 def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:

@@ -18,7 +18,7 @@ from rockmate._torch.fsdp import ShardedGroup, sharded_groups, unplanned_setting
 from rockmate.capture.roles import RoleKind
 from rockmate.errors import BackwardError
 from rockmate.graph.ir import Graph, Op
-from rockmate.ops.shards import Reduction, Wait, issue_reduction, part_shape
+from rockmate.ops.shards import Reduction, Wait, issue_reduction, zero_parts
 from rockmate.ops.undefined_gradient import undefined_gradient
 
 if TYPE_CHECKING:
@@ -144,9 +144,8 @@ def emit_issue(
     if id(parameters[0]) not in sink.holding:
         return issue_reduction(sink.held.joined(parameters, gradients), dims, how)
     sink.held.add(parameters, gradients, dims, how)
-    shapes = [part_shape(w.shape, d, how.num_ranks) for w, d in zip(gradients, dims, strict=True)]
-    zeros = [gradients[0].new_zeros(shape, dtype=how.dtype) for shape in shapes]
-    return lambda: [undefined_gradient(each) for each in zeros]
+    zeros = zero_parts(gradients, dims, how)
+    return lambda: [*map(undefined_gradient, zeros)]
 
 
 def emit_reduction(sink: GradientSink, names: Sequence[str], *args: Any) -> list[torch.Tensor]:

@@ -27,7 +27,7 @@ from rockmate.graph.snapshot import (
     StepSnapshot,
     StorageKind,
 )
-from rockmate.ops.collectives import groups_of, is_communication
+from rockmate.ops.collectives import collective, groups_of, is_communication
 
 _FRAME = re.compile(
     r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<code>\S.*))?'
@@ -149,7 +149,7 @@ def _group_numbers(graph: Graph) -> dict[str, int]:
 
 
 def call_text(node: fx.Node, groups: Mapping[str, int]) -> str:
-    """A call as text that is equal in all processes.
+    """A call as text that is equal in all processes and on all ranks.
 
     Args:
         node: the call, with the fake values of its arguments.
@@ -158,10 +158,11 @@ def call_text(node: fx.Node, groups: Mapping[str, int]) -> str:
     given = {**dict(enumerate(node.args)), **node.kwargs}
     if is_communication(node.target):
         numbered = {name: f"group {groups[name]}" for name in groups_of(node)}
-        given = {
-            key: numbered.get(value, value) if isinstance(value, str) else value
-            for key, value in given.items()
-        }
+        for key, value in given.items():
+            if isinstance(value, str):
+                given[key] = numbered.get(value, value)
+            elif node.target is collective and isinstance(value, list):
+                given[key] = sorted(value)  # sizes: a rank sends others more than another rank
     arguments = [_value_text(given[index]) for index in range(len(node.args))]
     arguments += [f"{name}={_value_text(given[name])}" for name in sorted(node.kwargs)]
     return _portable(f"{_target_text(node.target)}({', '.join(arguments)})")

@@ -66,7 +66,7 @@ from rockmate.errors import InPlaceCollectiveError, InvalidSampleError, Unsuppor
 from rockmate.ops.collectives import wait_for_collectives
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
-from rockmate.sharding.gathering import padded_parts, put_padded_parts
+from rockmate.sharding.gathering import padded_names, put_padded_parts
 from rockmate.state.call_state import CallState, caches_passed_by, undone
 from rockmate.state.writes import Writes
 
@@ -212,7 +212,7 @@ def _captured(
             if type(error) is not InvalidSampleError:
                 raise
             failure = error  # a library's code for compilers may leave out what training needs
-    wrappings = _wrappings(wrapped, padded_parts(model))
+    wrappings = _wrappings(wrapped, padded_names(model))
     if forward.notice:
         logger.warning(
             '%s; pass differentiable="all" if they are part of your loss', forward.notice

@@ -104,8 +104,6 @@ def _buckets(group: ShardedGroup) -> Iterator[list[ShardedParameter]]:
 
 
 def _gathered(group: ShardedGroup, bucket: list[ShardedParameter]) -> Iterator[Any]:
-    from torch.distributed.tensor import DTensor  # loads sympy
-
     first = bucket[0]
     found = gather_shards(
         [parameter.tensor.to_local() for parameter in bucket],
@@ -121,10 +119,14 @@ def _gathered(group: ShardedGroup, bucket: list[ShardedParameter]) -> Iterator[A
         rest = parameter.rest
         if rest is not None:
             shape, stride = rest.tensor_meta.shape, rest.tensor_meta.stride
-            whole = DTensor.from_local(
-                whole, rest.mesh, rest.placements, run_check=False, shape=shape, stride=stride
-            )
+            whole = _dtensor(whole, rest.mesh, rest.placements, shape, stride)
         yield whole
+
+
+def _dtensor(part: torch.Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:
+    from torch.distributed.tensor import DTensor  # loads sympy
+
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
@@ -138,36 +140,29 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     return tree_map_only(torch.Tensor, cast, values)
 
 
-def padded_parts(model: nn.Module) -> dict[str, torch.Size]:
-    """Name of each parameter of which this rank holds less than others -> the shape of theirs."""
-    parameters = [each for group in sharded_groups(model) for each in group.parameters]
-    shapes = {id(each.tensor): each.padded_shape for each in parameters}
-    named: Any = model.named_parameters(remove_duplicate=False)
-    return {
-        name: shapes[id(tensor)]
-        for name, tensor in named
-        if id(tensor) in shapes and tensor.detach().to_local().shape != shapes[id(tensor)]
-    }
+def padded_names(model: nn.Module) -> set[str]:
+    """Names of the parameters of which this rank holds less than others."""
+    padded = {id(each.tensor) for each in _padded_parameters(model)}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, tensor in named if id(tensor) in padded}
 
 
 def put_padded_parts(model: nn.Module) -> None:
-    """Puts parameters with padded parts into the places of those that have less, for a trace."""
-    from torch.distributed.tensor import DTensor  # loads sympy
+    """Puts parameters with padded parts into the places of those, for a trace."""
+    for parameter in _padded_parameters(model):
+        own = parameter.tensor
+        part = own.detach().to_local().new_empty(parameter.padded_shape)
+        made = _dtensor(part, own.device_mesh, own.placements, own.shape, own.stride())
+        padded = nn.Parameter(made, own.requires_grad)
+        for module, name in parameter.places:
+            table, _ = tensor_tables(module)
+            table[name] = padded
 
-    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
-    for name, shape in padded_parts(model).items():
-        path, _, key = name.rpartition(".")
-        table, _ = tensor_tables(model.get_submodule(path))
-        own: Any = table[key]
-        if id(own) not in made:
-            part = own.detach().to_local().new_empty(shape)
-            whole = DTensor.from_local(
-                part,
-                own.device_mesh,
-                own.placements,
-                run_check=False,
-                shape=own.shape,
-                stride=own.stride(),
-            )
-            made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)
-        table[key] = made[id(own)]
+
+def _padded_parameters(model: nn.Module) -> list[ShardedParameter]:
+    return [
+        each
+        for group in sharded_groups(model)
+        for each in group.parameters
+        if each.tensor.detach().to_local().shape != each.padded_shape
+    ]

@@ -22,10 +22,11 @@ from rockmate.ops.shards import REDUCE, finish, issue_gather
 from rockmate.runtime.gradient_sink import (
     emit_embedding_gradient,
     emit_gradient,
+    emit_issue,
+    emit_reduction,
     emit_sliced_matmul,
     fire_hooks,
 )
-from rockmate.runtime.held_gradients import emit_issue, emit_reduction, reduced_names
 from rockmate.runtime.program import Argument, ArgumentKind
 from rockmate.schedule.flights import Flights
 from rockmate.schedule.move import MoveEvent, PlacedEvent
@@ -167,7 +168,7 @@ class GraphWriter:
             self._emit_without_whole(op, args)
             return
         if op.node.target is REDUCE:
-            args = (self._sink(), reduced_names(self.source, op), *args)
+            args = (self._sink(), _reduced_names(self.source, op), *args)
             if self._flights.is_awaited_later(position):
                 self._issued[position] = self.graph.call_function(emit_issue, args, kwargs)
                 return
@@ -339,6 +340,28 @@ class GraphWriter:
     def _is_final(self, name: str) -> bool:
         assert self._hook_schedule is not None
         return self._hook_schedule.is_final(name)
+
+
+def _reduced_names(graph: Graph, op: Op) -> tuple[str, ...]:
+    """The parameters of which an op reduces the gradients, in the order of its arguments.
+
+    The gradient of a tied one may be a sum of several that are reduced.
+    """
+    roles = {
+        node: role.name for node, role in graph.outputs if role.kind is RoleKind.PARAMETER_GRADIENT
+    }
+    items: dict[Any, fx.Node] = {user.args[1]: user for user in op.node.users}
+    gradients: Any = op.node.args[0]
+    return tuple(_name_of(items.get(index), roles) for index in range(len(gradients)))
+
+
+def _name_of(result: fx.Node | None, roles: Mapping[fx.Node, str]) -> str:
+    waiting = [] if result is None else [result]
+    for node in waiting:
+        if node in roles:
+            return roles[node]
+        waiting += node.users
+    return ""
 
 
 def accumulated_names(graph: Graph, schedule: Schedule) -> list[str]:

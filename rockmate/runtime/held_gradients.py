@@ -1,4 +1,4 @@
-"""Reductions of gradients to shards in a backward, and whole gradients that wait for theirs.
+"""Whole gradients that several backwards add up before they are reduced.
 
 With micro batches a reduction in each backward sends as many bytes as the last one alone would have
 to. So backwards may hold whole gradients instead, in the dtype of the reduction, as PyTorch's
@@ -8,21 +8,14 @@ take the memory of the whole parameters on each rank, at rest beside `.grad`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
 
 from rockmate._torch.fsdp import ShardedGroup, sharded_groups, unplanned_setting
-from rockmate.capture.roles import RoleKind
 from rockmate.errors import BackwardError
-from rockmate.graph.ir import Graph, Op
-from rockmate.ops.shards import Reduction, Wait, issue_reduction, zero_parts
-from rockmate.ops.undefined_gradient import undefined_gradient
-
-if TYPE_CHECKING:
-    from rockmate.runtime.gradient_sink import GradientSink
+from rockmate.ops.shards import Reduction, issue_reduction
 
 
 class _Held(NamedTuple):
@@ -116,60 +109,3 @@ def held_gradients_of(model: torch.nn.Module) -> HeldGradients | None:
     held = vars(model).setdefault("_rockmate_held_gradients", HeldGradients())
     held.groups = groups
     return held
-
-
-def emit_issue(
-    sink: GradientSink,
-    names: Sequence[str],
-    gradients: Sequence[torch.Tensor],
-    dims: Sequence[int],
-    *settings: Any,
-) -> Wait:
-    """Begins to reduce whole gradients, or holds them; called from the emitted backward.
-
-    Args:
-        sink: of the backward.
-        names: of the parameters.
-        gradients: see `issue_reduction`, as for `dims`.
-        dims: see there.
-        *settings: fields of the `Reduction`.
-
-    Returns:
-        What gives this rank's parts; undefined ones if whole gradients are held.
-    """
-    how = Reduction(*settings)
-    if sink.held is None:
-        return issue_reduction(gradients, dims, how)
-    parameters = sink.leaves(names)
-    if id(parameters[0]) not in sink.holding:
-        return issue_reduction(sink.held.joined(parameters, gradients), dims, how)
-    sink.held.add(parameters, gradients, dims, how)
-    zeros = zero_parts(gradients, dims, how)
-    return lambda: [*map(undefined_gradient, zeros)]
-
-
-def emit_reduction(sink: GradientSink, names: Sequence[str], *args: Any) -> list[torch.Tensor]:
-    """What `emit_issue` begins; the whole gradients are live until it has ended."""
-    return emit_issue(sink, names, *args)()
-
-
-def reduced_names(graph: Graph, op: Op) -> tuple[str, ...]:
-    """The parameters of which an op reduces the gradients, in the order of its arguments.
-
-    The gradient of a tied one may be a sum of several that are reduced.
-    """
-    roles = {
-        node: role.name for node, role in graph.outputs if role.kind is RoleKind.PARAMETER_GRADIENT
-    }
-    items: dict[Any, fx.Node] = {user.args[1]: user for user in op.node.users}
-    gradients: Any = op.node.args[0]
-    return tuple(_name_of(items.get(index), roles) for index in range(len(gradients)))
-
-
-def _name_of(result: fx.Node | None, roles: Mapping[fx.Node, str]) -> str:
-    waiting = [] if result is None else [result]
-    for node in waiting:
-        if node in roles:
-            return roles[node]
-        waiting += node.users
-    return ""

@@ -134,7 +134,7 @@ def emit_issue(
     parameters = sink.leaves(names)
     if id(parameters[0]) not in sink.holding:
         return issue_reduction(sink.held.joined(parameters, gradients), dims, how)
-    sink.held.add(parameters, gradients, dims, how)
+    sink.held.add(parameters, gradients, how)
     zeros = zero_parts(gradients, dims, how)
     return lambda: [*map(undefined_gradient, zeros)]
 

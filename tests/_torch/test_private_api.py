@@ -706,7 +706,7 @@ class TestFullyShard:
         assert parameter.reduce_dtype == (torch.float32 if is_new else None)
 
     def test_switches(self, model: Any) -> None:
-        (group,) = fsdp.sharded_units(model)[0].groups
+        group, _ = groups = fsdp.sharded_groups(model)
         assert (group.num_ranks, distributed.ranks_of(group.name)) == (2, [0, 1])
         assert distributed.ranks_of(group.replicas) == [0, 2]
         assert not group.unplanned_setting
@@ -718,7 +718,7 @@ class TestFullyShard:
         assert group.unplanned_setting == "set_requires_all_reduce"
         model.set_requires_all_reduce(True)
         model.set_gradient_divide_factor(2.0)
-        assert group.unplanned_setting == "set_gradient_divide_factor"
+        assert fsdp.unplanned_setting(groups) == "set_gradient_divide_factor"
 
     def test_gathered_parameters_are_put_away(self, model: Any) -> None:
         group = fsdp.sharded_units(model)[0].groups[0]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,49 +41,39 @@ BUCKET_BYTES = 1 << 22
 def gathered_by_ops(model: nn.Module) -> Iterator[None]:
     """For a trace of the forward: ops gather what hooks of `fully_shard` would have gathered."""
     with contextlib.ExitStack() as stack:
-        for unit in (_TracedUnit(each, stack) for each in sharded_units(model)):
-            for module in unit.unit.modules:
-                for table, key, is_before in fsdp_hooks(module):
-                    stack.callback(table.__setitem__, key, table[key])
-                    table[key] = unit.before if is_before else unit.after
+        for unit in sharded_units(model):
+            _put_hooks(unit, stack)
         yield
 
 
-@dataclass(eq=False, slots=True)
-class _TracedUnit:
-    """A unit in a trace.
+def _put_hooks(unit: ShardedUnit, end: contextlib.ExitStack) -> None:
+    """Puts hooks into the places of a unit's; `end` puts back what stood there, and parameters."""
+    waiting = list(unit.groups)  # for the first call of a module
 
-    Attributes:
-        unit: that is traced.
-        end: puts back what stood in the places of gathered parameters.
-        is_whole: whether these stand there, from its first call on.
-    """
+    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        while waiting:
+            _put_whole(waiting.pop(0), end)
+        return _cast((args, kwargs), unit.input_dtype)
 
-    unit: ShardedUnit
-    end: contextlib.ExitStack
-    is_whole: bool = False
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        return _cast(output, unit.output_dtype)
 
-    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Ahead of the forward of a module."""
-        for group in () if self.is_whole else self.unit.groups:
-            self._put_whole(group)
-        self.is_whole = True
-        return _cast((args, kwargs), self.unit.input_dtype)
+    for module in unit.modules:
+        for table, key, is_before in fsdp_hooks(module):
+            end.callback(table.__setitem__, key, table[key])
+            table[key] = before if is_before else after
 
-    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """Behind it."""
-        return _cast(output, self.unit.output_dtype)
 
-    def _put_whole(self, group: ShardedGroup) -> None:
-        for bucket in _buckets(group):
-            for parameter, whole in zip(bucket, _gathered(group, bucket), strict=True):
-                for module, name in parameter.places:
-                    table, _ = tensor_tables(module)
-                    self.end.callback(table.__setitem__, name, table[name])
-                    table[name] = whole
-                    if hasattr(module, "quant_state"):
-                        # Without it, bitsandbytes would make a weight of its own class.
-                        whole.quant_state = module.quant_state
+def _put_whole(group: ShardedGroup, end: contextlib.ExitStack) -> None:
+    for bucket in _buckets(group):
+        for parameter, whole in zip(bucket, _gathered(group, bucket), strict=True):
+            for module, name in parameter.places:
+                table, _ = tensor_tables(module)
+                end.callback(table.__setitem__, name, table[name])
+                table[name] = whole
+                if hasattr(module, "quant_state"):
+                    # Without it, bitsandbytes would make a weight of its own class.
+                    whole.quant_state = module.quant_state
 
 
 def _buckets(group: ShardedGroup) -> Iterator[list[ShardedParameter]]:

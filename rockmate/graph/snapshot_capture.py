@@ -162,7 +162,8 @@ def call_text(node: fx.Node, groups: Mapping[str, int]) -> str:
             if isinstance(value, str):
                 given[key] = numbered.get(value, value)
             elif node.target is collective and isinstance(value, list):
-                given[key] = sorted(value)  # sizes: a rank sends others more than another rank
+                sizes: list[Any] = [*value]  # of parts: each rank sends more to another one
+                given[key] = sorted(sizes)
     arguments = [_value_text(given[index]) for index in range(len(node.args))]
     arguments += [f"{name}={_value_text(given[name])}" for name in sorted(node.kwargs)]
     return _portable(f"{_target_text(node.target)}({', '.join(arguments)})")

@@ -90,7 +90,7 @@ class HeldGradients:
         (part,) = issue_reduction([self._held.pop(id(shard))], [dim], how)()
         if shard.grad is None:
             shard.grad = torch.zeros_like(shard)
-        total = shard.grad.to_local()
+        total: Any = shard.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
         total.add_(part.narrow(dim, 0, total.shape[dim]))
 
 

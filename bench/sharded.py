@@ -158,7 +158,7 @@ def measured(options: argparse.Namespace, rank: int) -> list[Record]:
             "plan_ms": min(own.times_ms),
             # Whatever else the processor does for a while, it does to the whole of a round.
             "ratio": own.over(times[name]).ratio if name in times else None,
-            "num_gathers": sum(text.startswith("gather") for text, _ in collectives),
+            "num_gathers": sum("gather_shards" in text for text, _ in collectives),
         })  # fmt: skip
     return rows
 

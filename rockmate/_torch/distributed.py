@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -110,19 +110,23 @@ def start_gather(
     return functional.all_gather_into_tensor_out(part, num_ranks, group, out=memory)
 
 
-def start_reduction(memory: torch.Tensor, how: str, num_ranks: int, group: str) -> torch.Tensor:
-    """Begins to sum ("sum") or average ("avg") a tensor over ranks, for `own_part` of the result.
+def start_reduction(
+    memory: torch.Tensor, how: str, num_ranks: int, group: str
+) -> Callable[[], torch.Tensor]:
+    """Begins to sum ("sum") or average ("avg") a tensor over ranks.
 
     `memory` is overwritten. On a CPU, gloo reduces a copy of the whole tensor when it is asked to
     reduce and scatter. Here it reduces the tensor itself, in the same order.
 
     Returns:
-        What `wait_for` takes.
+        What waits, and gives this rank's part along dimension 0; that may be a view.
     """
-    functional = torch.ops._c10d_functional
     if memory.device.type == "cpu":
-        return start_all_reduce(memory, how, group)
-    return functional.reduce_scatter_tensor(memory, how, num_ranks, group)
+        running = start_all_reduce(memory, how, group)
+        return lambda: wait_for(running).chunk(num_ranks)[rank_in(group)]
+    functional = torch.ops._c10d_functional
+    running = functional.reduce_scatter_tensor(memory, how, num_ranks, group)
+    return lambda: wait_for(running)
 
 
 def start_all_reduce(memory: torch.Tensor, how: str, group: str) -> torch.Tensor:
@@ -132,11 +136,6 @@ def start_all_reduce(memory: torch.Tensor, how: str, group: str) -> torch.Tensor
         What `wait_for` takes.
     """
     return torch.ops._c10d_functional.all_reduce_(memory, how, group)
-
-
-def own_part(reduced: torch.Tensor, num_ranks: int, group: str) -> torch.Tensor:
-    """This rank's part, along dimension 0, of what `start_reduction` has made; may be a view."""
-    return reduced.chunk(num_ranks)[rank_in(group)] if reduced.device.type == "cpu" else reduced
 
 
 def free(memory: torch.Tensor) -> None:

@@ -95,7 +95,7 @@ def results_corrected(
             raise InPlaceCollectiveError(
                 f"the forward calls {func}, a collective that writes into a tensor, which a plan "
                 "does not repeat. Call that of torch.distributed._functional_collectives, which "
-                "returns its result, as all_to_all_single_autograd."
+                "returns its result, as all_to_all_single_autograd or permute_tensor."
             )
         if func not in LIFTS:
             args = [fake(self, each) for each in args]

@@ -7,7 +7,7 @@ gathered together, in which dtypes, and how gradients are reduced stands in priv
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,11 +72,6 @@ class ShardedGroup:
     def holds_gradients(self) -> bool:
         """Whether backwards hold whole gradients, after `set_requires_gradient_sync(False)`."""
         return not self._own.reduce_grads
-
-    @property
-    def is_gathered(self) -> bool:
-        """Whether gathered parameters stand in the places, as behind a forward of the root."""
-        return not self._own.is_sharded
 
     @property
     def unplanned_setting(self) -> str:
@@ -185,11 +180,20 @@ def _parameter(own: Any) -> ShardedParameter:
     )
 
 
+def sharded_groups(model: nn.Module) -> list[ShardedGroup]:
+    """The groups of all units of a model; errors as for `sharded_units`."""
+    return [group for unit in sharded_units(model) for group in unit.groups]
+
+
 def modules_with_shards(model: nn.Module) -> Iterator[nn.Module]:
     """The submodules that have sharded parameters."""
-    for unit in sharded_units(model):
-        for group in unit.groups:
-            yield from (module for each in group.parameters for module, _ in each.places)
+    for group in sharded_groups(model):
+        yield from (module for each in group.parameters for module, _ in each.places)
+
+
+def unplanned_setting(groups: Iterable[ShardedGroup]) -> str:
+    """The method that has set how gradients are reduced, if plans do not follow it; else ""."""
+    return next(filter(None, (group.unplanned_setting for group in groups)), "")
 
 
 def put_shards(model: nn.Module) -> bool:
@@ -198,14 +202,9 @@ def put_shards(model: nn.Module) -> bool:
     Returns:
         Whether there were any.
     """
-    gathered: list[Any] = [
-        module
-        for unit in sharded_units(model)
-        if any(group.is_gathered for group in unit.groups)
-        for module in unit.modules
-    ]
-    for module in gathered:
-        module.reshard()
+    gathered = [each._own for each in sharded_groups(model) if not each._own.is_sharded]
+    for own in gathered:
+        own.reshard()
     return bool(gathered)
 
 

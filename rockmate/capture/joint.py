@@ -37,7 +37,6 @@ from rockmate.capture.attribute_access import Place
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
 from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoints
-from rockmate.capture.collectives import wait_for_collectives
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.diagnose import explain_failure, refuse_effects
 from rockmate.capture.given_tensors import cloned_with_strides, lifted_tensors, with_trained_buffers
@@ -64,9 +63,10 @@ from rockmate.capture.trace_state import (
 from rockmate.capture.traced_forward import RUNS_FIRST, ModuleReplacedError, TracedForward
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InPlaceCollectiveError, InvalidSampleError, UnsupportedModelError
+from rockmate.ops.collectives import wait_for_collectives
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
-from rockmate.sharding.gathering import padded_parts, padded_places
+from rockmate.sharding.gathering import padded_names, put_padded_parts
 from rockmate.state.call_state import CallState, caches_passed_by, undone
 from rockmate.state.writes import Writes
 
@@ -212,7 +212,7 @@ def _captured(
             if type(error) is not InvalidSampleError:
                 raise
             failure = error  # a library's code for compilers may leave out what training needs
-    wrappings = _wrappings(wrapped, padded_parts(model))
+    wrappings = _wrappings(wrapped, padded_names(model))
     if forward.notice:
         logger.warning(
             '%s; pass differentiable="all" if they are part of your loss', forward.notice
@@ -262,7 +262,7 @@ def _traced(
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))
-        stack.enter_context(padded_places(model))
+        put_padded_parts(model)
         stack.enter_context(scripts_traced(model))
         stack.enter_context(traced_as_ops(calls, model))
         modules = stack.enter_context(record_module_stack(model))

@@ -42,30 +42,30 @@ from torch import fx
 from rockmate.costs.cost import Cost
 from rockmate.costs.machine import Machine
 from rockmate.ops.collectives import collective
-from rockmate.ops.shards import GATHER, has_whole_memory, part_shape
+from rockmate.ops.shards import GATHER, Cut, has_whole_memory
 
 # Share of a ring's rate that NCCL expects of a tree.
 _TREE_RATE = 0.92
 
 
 class _Link(NamedTuple):
-    """What connects ranks.
+    """What connects ranks, by the names of `rockmate.costs.machine`.
 
     Attributes:
-        latency_ms: of each collective.
+        latency_us: of each collective.
         gb_per_s: that a rank sends within a node.
         ranks_in_node: number of ranks that share one.
         gb_per_s_between_nodes: that each rank sends to other nodes.
-        hop_ms: from rank to rank within a node.
-        hop_ms_between_nodes: the same to another node.
+        hop_latency_us: from rank to rank within a node.
+        hop_latency_us_between_nodes: the same to another node.
     """
 
-    latency_ms: float
+    latency_us: float
     gb_per_s: float
     ranks_in_node: float = inf
     gb_per_s_between_nodes: float = inf
-    hop_ms: float = 0.0
-    hop_ms_between_nodes: float = 0.0
+    hop_latency_us: float = 0.0
+    hop_latency_us_between_nodes: float = 0.0
 
     def time_ms(self, name: str, num_bytes: float, ranks: Sequence[int]) -> float:
         """Time of a collective.
@@ -78,29 +78,29 @@ class _Link(NamedTuple):
         num_ranks = len(ranks)
         in_node = Counter(rank // self.ranks_in_node for rank in ranks)
         num_nodes, on_each = len(in_node), min(in_node.values())
-        across = self.gb_per_s_between_nodes if num_nodes > 1 else inf
-        rate = min(self.gb_per_s, on_each * across) * 1e6
-        share = (num_ranks - 1) / num_ranks
-        one_way_ms = (num_ranks - num_nodes) * self.hop_ms
-        one_way_ms += (num_nodes - 1) * self.hop_ms_between_nodes
+        is_across = num_nodes > 1
+        across = self.gb_per_s_between_nodes if is_across else inf
+        kilobytes, share = num_bytes / 1e3, (num_ranks - 1) / num_ranks  # of which 1 GB/s: 1 us
+        rate = min(self.gb_per_s, on_each * across)
+        one_way_us = (num_ranks - num_nodes) * self.hop_latency_us
+        one_way_us += (num_nodes - 1) * self.hop_latency_us_between_nodes
         if "all_to_all" in name:
-            outside_ms = (num_ranks - on_each) / num_ranks * num_bytes / (across * 1e6)
-            inside_ms = (on_each - 1) / num_ranks * num_bytes / (self.gb_per_s * 1e6)
-            is_across = num_nodes > 1
-            hop_ms = self.hop_ms_between_nodes if is_across else self.hop_ms
-            time_ms = hop_ms + max(outside_ms, inside_ms)
+            outside_us = (num_ranks - on_each) / num_ranks * kilobytes / across
+            inside_us = (on_each - 1) / num_ranks * kilobytes / self.gb_per_s
+            hop_us = self.hop_latency_us_between_nodes if is_across else self.hop_latency_us
+            time_us = hop_us + max(outside_us, inside_us)
         elif "all_reduce" in name:
-            ring_ms = 2 * (one_way_ms + share * num_bytes / rate)
-            depth_ms = (on_each - 1) * self.hop_ms
-            depth_ms += ceil(log2(num_nodes)) * self.hop_ms_between_nodes
-            time_ms = min(ring_ms, 2 * (depth_ms + num_bytes / (rate * _TREE_RATE)))
+            ring_us = 2 * (one_way_us + share * kilobytes / rate)
+            depth_us = (on_each - 1) * self.hop_latency_us
+            depth_us += ceil(log2(num_nodes)) * self.hop_latency_us_between_nodes
+            time_us = min(ring_us, 2 * (depth_us + kilobytes / (rate * _TREE_RATE)))
         else:
-            sent = num_bytes if "broadcast" in name else share * num_bytes
-            time_ms = one_way_ms + sent / rate
-        return self.latency_ms + time_ms
+            sent = kilobytes if "broadcast" in name else share * kilobytes
+            time_us = one_way_us + sent / rate
+        return (self.latency_us + time_us) / 1e3
 
 
-_LINKS = {"cpu": _Link(0.5, 1.0), "cuda": _Link(0.03, 100.0)}
+_LINKS = {"cpu": _Link(500.0, 1.0), "cuda": _Link(30.0, 100.0)}
 
 
 def collective_cost(node: fx.Node, machine: Machine | None = None) -> Cost:
@@ -126,35 +126,24 @@ def collective_cost(node: fx.Node, machine: Machine | None = None) -> Cost:
 
 def _shards_cost(node: fx.Node, machine: Machine | None) -> Cost:
     """The cost of a call of `rockmate.ops.shards`, whose docstring has what it allocates."""
-    operands: Any = node.args[0]
-    dims: Any = node.args[1]
-    num_ranks: Any = node.args[2]
-    dtypes: Any = node.args[4:]
-    given = [operand.meta["val"] for operand in operands]
-    device, is_gather = given[0].device, node.target is GATHER
-    dtype = dtypes[0] or given[0].dtype
-    parts = [each.shape for each in given]
-    is_whole = is_gather and has_whole_memory(parts, (dims, num_ranks, node.args[5]), device)
-    if not is_gather:
-        parts = [part_shape(s, d, num_ranks) for s, d in zip(parts, dims, strict=True)]
-    value_bytes = num_ranks * sum(map(prod, parts)) * dtype.itemsize
+    args: Any = node.args
+    operands, dims, num_ranks, dtype, *_ = args
+    is_gather, given = node.target is GATHER, [each.meta["val"] for each in operands]
+    whole = node.meta["val"] if is_gather else given
+    cuts = [Cut(each.shape, dim, num_ranks) for each, dim in zip(whole, dims, strict=True)]
+    device, dtype = given[0].device, dtype or given[0].dtype
+    value_bytes = num_ranks * sum(prod(cut.part) for cut in cuts) * dtype.itemsize
     link = _link_of(device, machine)
     ranks, *replicas = node.meta["ranks"]
     time_ms = link.time_ms("all_gather" if is_gather else "reduce_scatter", value_bytes, ranks)
     for group in replicas:
         time_ms += link.time_ms("all_reduce", value_bytes / num_ranks, group)
+    is_whole = is_gather and has_whole_memory(cuts, device)
     return Cost(time_ms=time_ms, overhead_bytes=0 if is_whole else value_bytes)
 
 
 def _link_of(device: torch.device, machine: Machine | None) -> _Link:
-    if machine is None or "gb_per_s" not in machine.link:
+    given = {} if machine is None else machine.link
+    if "gb_per_s" not in given:
         return _LINKS.get(device.type, _LINKS["cuda"])
-    link = machine.link
-    return _Link(
-        latency_ms=link["latency_us"] / 1e3,
-        gb_per_s=link["gb_per_s"],
-        ranks_in_node=link["ranks_in_node"],
-        gb_per_s_between_nodes=link["gb_per_s_between_nodes"],
-        hop_ms=link.get("hop_latency_us", 0.0) / 1e3,
-        hop_ms_between_nodes=link.get("hop_latency_us_between_nodes", 0.0) / 1e3,
-    )
+    return _Link(**{name: given[name] for name in _Link._fields if name in given})

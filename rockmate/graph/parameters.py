@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import tensor_tables
-from rockmate.sharding.gathering import padded_parts
 
 
 class Binding:
@@ -16,12 +15,10 @@ class Binding:
 
     Attributes:
         places: for each name, the table of the submodule that holds the tensor, and its key there.
-        padded: name of a sharded parameter of which this rank holds less -> shape of a padded part.
     """
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self.places = {name: _place(model, name) for name in names}
-        self.padded = padded_parts(model)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         table, key = self.places[name]

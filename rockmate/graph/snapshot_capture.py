@@ -27,7 +27,7 @@ from rockmate.graph.snapshot import (
     StepSnapshot,
     StorageKind,
 )
-from rockmate.ops.collectives import groups_of, is_communication
+from rockmate.ops.collectives import collective, groups_of, is_communication
 
 _FRAME = re.compile(
     r'File "(?P<path>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)(?:\n\s*(?P<code>\S.*))?'
@@ -110,7 +110,7 @@ def _keywords(call: CallSignature) -> dict[int, str]:
 def _snapshot_op(op: Op, source_of: Mapping[str, str], groups: Mapping[str, int]) -> SnapshotOp:
     return SnapshotOp(
         name=op.name,
-        call=_call_text(op.node, groups),
+        call=call_text(op.node, groups),
         phase=op.phase.value,
         module=op.module,
         source=source_of[op.node.meta.get("stack_trace") or ""],
@@ -148,14 +148,22 @@ def _group_numbers(graph: Graph) -> dict[str, int]:
     return {name: number for number, name in enumerate(names)}
 
 
-def _call_text(node: fx.Node, groups: Mapping[str, int]) -> str:
+def call_text(node: fx.Node, groups: Mapping[str, int]) -> str:
+    """A call as text that is equal in all processes and on all ranks.
+
+    Args:
+        node: the call, with the fake values of its arguments.
+        groups: number of each process group of a collective, by name.
+    """
     given = {**dict(enumerate(node.args)), **node.kwargs}
     if is_communication(node.target):
         numbered = {name: f"group {groups[name]}" for name in groups_of(node)}
-        given = {
-            key: numbered.get(value, value) if isinstance(value, str) else value
-            for key, value in given.items()
-        }
+        for key, value in given.items():
+            if isinstance(value, str):
+                given[key] = numbered.get(value, value)
+            elif node.target is collective and isinstance(value, list):
+                sizes: list[Any] = [*value]  # of parts: each rank sends more to another one
+                given[key] = sorted(sizes)
     arguments = [_value_text(given[index]) for index in range(len(node.args))]
     arguments += [f"{name}={_value_text(given[name])}" for name in sorted(node.kwargs)]
     return _portable(f"{_target_text(node.target)}({', '.join(arguments)})")

@@ -210,8 +210,3 @@ def cloned(given: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     numel = nbytes // given.element_size()
     memory = torch.empty(numel, dtype=result.dtype, device=result.device)
     return memory.as_strided(result.shape, result.stride(), offset)
-
-
-def contiguous_strides(shape: torch.Size) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return torch.empty(shape, device="meta").stride()

@@ -7,12 +7,12 @@ a rank. Where they are not equal, those of the last ranks are padded.
     memory of the collective, for W ranks:   rank 0: [a0 b0]  rank 1: [a1 b1]  ...
 
 Each is a custom op, of which a plan knows the overload. What it returns shares no memory, so each
-whole parameter is released after its own last reader. Each has two halves, which issue the
-collective and wait for it: a plan may run other ops between them.
+whole parameter is released after its own last reader. A plan may run other ops while a collective
+runs: it calls the function that issues it, and later the `Wait` that this returns.
 
 On a GPU, what is gathered by itself along its first dimension, without padding, is the collective's
-memory. On a CPU
-it is copied out, since a thread of gloo holds that memory for a while after the collective.
+memory. On a CPU it is copied out, since a thread of gloo holds that memory for a while after the
+collective.
 
 | | allocates beside its results, on a CPU |
 |---|---|
@@ -22,7 +22,7 @@ it is copied out, since a thread of gloo holds that memory for a while after the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ from torch import Tensor
 
 from rockmate._torch.distributed import (
     free,
-    own_part,
     rank_in,
     ranks_of,
     start_all_reduce,
@@ -40,99 +39,118 @@ from rockmate._torch.distributed import (
     wait_for,
 )
 
+Wait = Callable[[], list[Tensor]]
+"""Gives the results of a collective that is issued, once they are there; to be called once."""
+
 # Types whose sums cannot overflow, so that the division may come last.
 _WIDE = (torch.float32, torch.bfloat16, torch.float64)
 
 
-@torch.library.custom_op("rockmate::gather_shards", mutates_args=())
-def gather_shards(
-    shards: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    dtype: torch.dtype | None,
-    sizes: Sequence[int],
-    reduce_dtype: torch.dtype | None,
-    replicas: str,
-) -> list[Tensor]:
+class Cut(NamedTuple):
+    """How a tensor is cut into parts.
+
+    Attributes:
+        shape: of the whole tensor.
+        dim: the dimension that is cut.
+        num_ranks: that have a part each.
+    """
+
+    shape: Sequence[int]
+    dim: int
+    num_ranks: int
+
+    @property
+    def part(self) -> list[int]:
+        """The shape of a part, with its padding."""
+        return _resized(self.shape, self.dim, -(-self.shape[self.dim] // self.num_ranks))
+
+    def joined(self, row: Tensor) -> Tensor:
+        """The whole tensor from a row for each rank's part."""
+        whole = row.new_empty(self.shape)
+        parts = row.unflatten(1, self.part).unbind(0)
+        places = whole.split(self.part[self.dim], self.dim)
+        for place, part in zip(places, parts, strict=False):
+            place.copy_(part.narrow(self.dim, 0, place.shape[self.dim]))
+        return whole
+
+    def write(self, whole: Tensor, row: Tensor) -> None:
+        """Writes the parts of the whole tensor into a row for each rank."""
+        parts = whole.split(self.part[self.dim], self.dim)
+        for place, part in zip(row.unbind(0), parts, strict=False):
+            place.view(self.part).narrow(self.dim, 0, part.shape[self.dim]).copy_(part)
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> list[int]:
+    return [*shape[:dim], size, *shape[dim + 1 :]]
+
+
+@torch.library.custom_op(
+    "rockmate::gather_shards",
+    mutates_args=(),
+    schema="(Tensor[] shards, int[] dims, int num_ranks, ScalarType? dtype, int[] sizes, "
+    "str group, ScalarType? reduce_dtype, str replicas) -> Tensor[]",
+)
+def gather_shards(*args: Any) -> list[Tensor]:
     """The whole tensors of which each rank has a part.
 
     Args:
-        shards: this rank's parts, padded to the size of the first rank's.
-        dims: for each, the dimension that is cut.
-        num_ranks: of the group.
-        group: name of the process group.
-        dtype: of the results; None: that of the shards.
-        sizes: of the dimensions that are cut, whole.
-        reduce_dtype: of the `Reduction` of their gradients, for a trace.
-        replicas: of the same.
+        *args: those of `issue_gather`, then `reduce_dtype` and `replicas` of the `Reduction` of
+            their gradients, for a trace.
     """
-    return finish_gather(issue_gather(shards, dims, num_ranks, group, dtype, sizes))
-
-
-class Gathering(NamedTuple):
-    """A gather that has begun.
-
-    Attributes:
-        memory: of the collective.
-        running: what to wait for.
-        shapes: of this rank's parts.
-        dims: for each, the dimension that is cut.
-        num_ranks: of the group.
-        sizes: of those dimensions, whole.
-    """
-
-    memory: Tensor
-    running: Tensor
-    shapes: tuple[torch.Size, ...]
-    dims: Sequence[int]
-    num_ranks: int
-    sizes: Sequence[int]
+    return issue_gather(*args)()
 
 
 def issue_gather(
     shards: Sequence[Tensor],
     dims: Sequence[int],
     num_ranks: int,
-    group: str,
     dtype: torch.dtype | None,
     sizes: Sequence[int],
-) -> Gathering:
-    """Begins what `finish_gather` ends; arguments as for `gather_shards`."""
-    dtype = dtype or shards[0].dtype
-    numbers = [shard.numel() for shard in shards]
-    total = sum(numbers)
-    memory = torch.empty(num_ranks * total, dtype=dtype, device=shards[0].device)
-    own = memory.narrow(0, rank_in(group) * total, total)
-    for part, shard in zip(own.split(numbers), shards, strict=True):
-        part.view(shard.shape).copy_(shard)
-    running = start_gather(memory, own, num_ranks, group)
-    return Gathering(memory, running, tuple(each.shape for each in shards), dims, num_ranks, sizes)
-
-
-def has_whole_memory(shapes: Sequence[torch.Size], gather: Sequence[Any], device: Any) -> bool:
-    """Whether what is gathered is the collective's memory, not a copy of it.
+    group: str,
+    *_: Any,
+) -> Wait:
+    """Begins to gather.
 
     Args:
-        shapes: of the parts.
-        gather: `dims`, `num_ranks` and `sizes` of `gather_shards`.
-        device: of the parts.
+        shards: this rank's parts, with or without their padding.
+        dims: for each, the dimension that is cut.
+        num_ranks: of the group.
+        dtype: of the results; None: that of the shards.
+        sizes: of the dimensions that are cut, whole.
+        group: name of the process group.
     """
-    dims, num_ranks, sizes = gather
-    is_even = shapes[0][dims[0]] * num_ranks == sizes[0]
-    return len(shapes) == 1 and dims[0] == 0 and is_even and device.type != "cpu"
+    settings = zip(shards, dims, sizes, strict=True)
+    cuts = [Cut(_resized(part.shape, dim, size), dim, num_ranks) for part, dim, size in settings]
+    numbers = [prod(cut.part) for cut in cuts]
+    total, device = sum(numbers), shards[0].device
+    memory = torch.empty(num_ranks * total, dtype=dtype or shards[0].dtype, device=device)
+    own = memory.narrow(0, rank_in(group) * total, total)
+    for row, shard, cut in zip(own.split(numbers), shards, cuts, strict=True):
+        row.view(cut.part).narrow(cut.dim, 0, shard.shape[cut.dim]).copy_(shard)
+    running = start_gather(memory, own, num_ranks, group)
+
+    def wait() -> list[Tensor]:
+        wait_for(running)
+        if has_whole_memory(cuts, device):
+            return [memory.view(cuts[0].shape)]
+        rows = memory.view(num_ranks, -1).split(numbers, dim=1)
+        whole = [cut.joined(row) for cut, row in zip(cuts, rows, strict=True)]
+        free(memory)
+        return whole
+
+    return wait
 
 
-def finish_gather(gathering: Gathering) -> list[Tensor]:
-    """The whole tensors of a gather, once they are there."""
-    memory, running, shapes, dims, num_ranks, sizes = gathering
-    wait_for(running)
-    if has_whole_memory(shapes, (dims, num_ranks, sizes), memory.device):
-        return [memory.view(_resized(shapes[0], 0, sizes[0]))]
-    rows = memory.view(num_ranks, -1).split([shape.numel() for shape in shapes], dim=1)
-    whole = list(map(_joined, rows, shapes, dims, sizes))
-    free(memory)
-    return whole
+def finish(wait: Wait) -> list[Tensor]:
+    """The results of a collective that is issued; called from emitted code."""
+    return wait()
+
+
+def has_whole_memory(cuts: Sequence[Cut], device: torch.device) -> bool:
+    """Whether what is gathered on a device is the collective's memory, not a copy of it."""
+    cut = cuts[0]
+    is_even = cut.shape[cut.dim] % cut.num_ranks == 0
+    return len(cuts) == 1 and cut.dim == 0 and is_even and device.type != "cpu"
 
 
 class Reduction(NamedTuple):
@@ -140,102 +158,71 @@ class Reduction(NamedTuple):
 
     Attributes:
         num_ranks: of the group.
-        group: name of the process group.
         reduce_dtype: in which gradients are added; None: that of the gradients.
         dtype: of the results.
+        group: name of the process group.
         replicas: name of the group of ranks that have the same parts, over which the mean extends;
             "" if each part is on one rank.
     """
 
     num_ranks: int
-    group: str
     reduce_dtype: torch.dtype | None
     dtype: torch.dtype
-    replicas: str = ""
+    group: str
+    replicas: str
 
 
-@torch.library.custom_op("rockmate::reduce_to_shards", mutates_args=())
+@torch.library.custom_op(
+    "rockmate::reduce_to_shards",
+    mutates_args=(),
+    schema="(Tensor[] gradients, int[] dims, int num_ranks, ScalarType? reduce_dtype, "
+    "ScalarType dtype, str group, str replicas) -> Tensor[]",
+)
 def reduce_to_shards(
-    gradients: Sequence[Tensor],
-    dims: Sequence[int],
-    num_ranks: int,
-    group: str,
-    reduce_dtype: torch.dtype | None,
-    dtype: torch.dtype,
-    replicas: str,
+    gradients: Sequence[Tensor], dims: Sequence[int], *settings: Any
 ) -> list[Tensor]:
-    """This rank's parts of the means of whole gradients over the ranks of a group.
+    """What `issue_reduction` begins; the settings are those of a `Reduction`, in their order."""
+    return issue_reduction(gradients, dims, Reduction(*settings))()
+
+
+def issue_reduction(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> Wait:
+    """Begins to find this rank's parts, with their padding, of means over a group's ranks.
 
     Args:
         gradients: whole ones, of this rank's part of the batch.
         dims: for each, the dimension that is cut.
-        num_ranks: see `Reduction`, as for the others.
-        group: see there.
-        reduce_dtype: see there.
-        dtype: see there.
-        replicas: see there.
-    """
-    how = Reduction(num_ranks, group, reduce_dtype, dtype, replicas)
-    return finish_reduction(issue_reduction(gradients, dims, how))
-
-
-class Reducing(NamedTuple):
-    """A reduction that has begun.
-
-    Attributes:
-        memory: of the collective.
-        running: what to wait for.
-        shapes: of the whole gradients.
-        dims: for each, the dimension that is cut.
         how: they are reduced.
-        divisor: of the sum, once it is complete.
     """
-
-    memory: Tensor
-    running: Tensor
-    shapes: tuple[torch.Size, ...]
-    dims: Sequence[int]
-    how: Reduction
-    divisor: float
-
-
-def issue_reduction(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> Reducing:
-    """Begins what `finish_reduction` ends; arguments as for `reduce_to_shards`."""
-    num_ranks, group, reduce_dtype, _, replicas = how
+    num_ranks, reduce_dtype, dtype, group, replicas = how
     reduce_dtype = reduce_dtype or gradients[0].dtype
-    shapes = [each.shape for each in gradients]
-    sizes = [prod(part_shape(s, d, num_ranks)) for s, d in zip(shapes, dims, strict=True)]
+    cuts = [Cut(g.shape, dim, num_ranks) for g, dim in zip(gradients, dims, strict=True)]
+    sizes = [prod(cut.part) for cut in cuts]
     num_replicas = len(ranks_of(replicas)) if replicas else 1
     before, after = _divisors(num_ranks * num_replicas, reduce_dtype)
-    total, device = num_ranks * sum(sizes), gradients[0].device
+    mean = "avg" if after == 1 else "sum"
+    total = num_ranks * sum(sizes)
     is_padded = total > sum(each.numel() for each in gradients)
     make = torch.zeros if is_padded else torch.empty
-    memory = make(total, dtype=reduce_dtype, device=device)
+    memory = make(total, dtype=reduce_dtype, device=gradients[0].device)
     rows = memory.view(num_ranks, -1).split(sizes, dim=1)
-    for row, gradient, dim in zip(rows, gradients, dims, strict=True):
-        _cut_into(row, gradient, dim, num_ranks)
+    for row, gradient, cut in zip(rows, gradients, cuts, strict=True):
+        cut.write(gradient, row)
     if before != 1:
         memory.div_(before)
-    running = start_reduction(memory, "avg" if after == 1 else "sum", num_ranks, group)
-    return Reducing(memory, running, tuple(shapes), dims, how, after)
+    wait_for_part = start_reduction(memory, mean, num_ranks, group)
 
+    def wait() -> list[Tensor]:
+        reduced = wait_for_part()
+        if replicas:
+            wait_for(start_all_reduce(reduced, mean, replicas))
+        if after != 1:
+            reduced.div_(after)
+        rows = zip(reduced.split(sizes), cuts, strict=True)
+        parts = [row.to(dtype, copy=True).view(cut.part) for row, cut in rows]
+        free(memory)
+        return parts
 
-def finish_reduction(reducing: Reducing) -> list[Tensor]:
-    """This rank's parts of the means of a reduction, once they are there."""
-    memory, running, shapes, dims, how, divisor = reducing
-    num_ranks = how.num_ranks
-    reduced = own_part(wait_for(running), num_ranks, how.group)
-    if how.replicas:
-        wait_for(start_all_reduce(reduced, "avg" if divisor == 1 else "sum", how.replicas))
-    if divisor != 1:
-        reduced.div_(divisor)
-    own = [part_shape(shape, dim, num_ranks) for shape, dim in zip(shapes, dims, strict=True)]
-    parts = [
-        part.to(how.dtype, copy=True).view(shape)
-        for part, shape in zip(reduced.split([*map(prod, own)]), own, strict=True)
-    ]
-    free(memory)
-    return parts
+    return wait
 
 
 def _divisors(num_ranks: int, dtype: torch.dtype) -> tuple[float, float]:
@@ -252,50 +239,29 @@ def _divisors(num_ranks: int, dtype: torch.dtype) -> tuple[float, float]:
     return before, num_ranks / before
 
 
-def _resized(shape: torch.Size, dim: int, size: int) -> list[int]:
-    return [*shape[:dim], size, *shape[dim + 1 :]]
-
-
-def part_shape(shape: torch.Size, dim: int, num_ranks: int) -> list[int]:
-    """The shape of a rank's part of a tensor that is cut along a dimension, with its padding."""
-    return _resized(shape, dim, -(-shape[dim] // num_ranks))
-
-
 @gather_shards.register_fake
 def _(shards: Sequence[Tensor], dims: Sequence[int], *settings: Any) -> list[Tensor]:
-    _, _, dtype, sizes, *_ = settings
+    _, dtype, sizes, *_ = settings
     whole = zip(shards, dims, sizes, strict=True)
     return [each.new_empty(_resized(each.shape, d, size), dtype=dtype) for each, d, size in whole]
 
 
 @reduce_to_shards.register_fake
 def _(gradients: Sequence[Tensor], dims: Sequence[int], *settings: Any) -> list[Tensor]:
-    how = Reduction(*settings)
+    return zero_parts(gradients, dims, Reduction(*settings))
+
+
+def zero_parts(gradients: Sequence[Tensor], dims: Sequence[int], how: Reduction) -> list[Tensor]:
+    """Zeros in the shapes of what `issue_reduction` gives."""
     return [
-        whole.new_empty(part_shape(whole.shape, dim, how.num_ranks), dtype=how.dtype)
+        whole.new_zeros(Cut(whole.shape, dim, how.num_ranks).part, dtype=how.dtype)
         for whole, dim in zip(gradients, dims, strict=True)
     ]
 
 
-def _joined(row: Tensor, shape: torch.Size, dim: int, size: int) -> Tensor:
-    """A whole tensor from the parts of all ranks, one a row."""
-    whole = row.new_empty(_resized(shape, dim, size))
-    parts = row.unflatten(1, shape).unbind(0)
-    for place, part in zip(whole.split(shape[dim], dim), parts, strict=False):
-        place.copy_(part.narrow(dim, 0, place.shape[dim]))
-    return whole
-
-
-def _cut_into(row: Tensor, whole: Tensor, dim: int, num_ranks: int) -> None:
-    """Writes the parts of a whole tensor into the memory of the ranks, one a row."""
-    shape = part_shape(whole.shape, dim, num_ranks)
-    for place, part in zip(row.unbind(0), whole.split(shape[dim], dim), strict=False):
-        place.view(shape).narrow(dim, 0, part.shape[dim]).copy_(part)
-
-
 def _keep_settings(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    shards, ctx.dims, num_ranks, group, _, _, reduce_dtype, replicas = inputs
-    ctx.how = Reduction(num_ranks, group, reduce_dtype, shards[0].dtype, replicas)
+    shards, ctx.dims, num_ranks, _, _, group, reduce_dtype, replicas = inputs
+    ctx.how = Reduction(num_ranks, reduce_dtype, shards[0].dtype, group, replicas)
     ctx.set_materialize_grads(False)  # a parameter that the loss does not read has no gradient
 
 

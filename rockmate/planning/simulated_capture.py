@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,7 +13,7 @@ from rockmate.costs.machine import Machine, load_machine
 from rockmate.errors import InvalidArgumentError, MachineError, frames_advised
 from rockmate.graph.marking import log_uncovered
 from rockmate.planning.options import PlanOptions
-from rockmate.sharding.simulated import SimulatedMesh
+from rockmate.sharding.simulated import mesh_sizes, mesh_text, sharded_copy
 from rockmate.step import CapturedStep, capture_step
 
 
@@ -32,7 +31,7 @@ def machine_of(options: PlanOptions) -> Machine | None:
                 "shard says how a model is sharded on a mesh. Give mesh, too."
             )
         return None if machine is None else load_machine(machine)
-    simulated = SimulatedMesh.of(mesh, shard)
+    sizes = mesh_sizes(mesh)
     if machine is None:
         msg = (
             f"mesh is {mesh!r}, whose ranks are not here, so nothing can be measured on them. Say "
@@ -40,7 +39,7 @@ def machine_of(options: PlanOptions) -> Machine | None:
         )
         raise MachineError(msg)
     found = load_machine(machine)
-    return replace(found, name=f"{found.name}, {simulated}")
+    return replace(found, name=f"{found.name}, {mesh_text(sizes)}")
 
 
 def captured_step(
@@ -59,21 +58,16 @@ def captured_step(
         with frames_advised():
             step = capture(model)
     else:
-        step = _step_on(SimulatedMesh.of(options.mesh, options.shard), model, capture)
+        sizes = mesh_sizes(options.mesh)
+        with sharded_copy(model, sizes, options.shard) as sharded:
+            step = capture(sharded)
+        absence = (
+            f"the plan is for a mesh of {mesh_text(sizes)}, and its ranks are not here. Save it "
+            "(Plan.save), and on each rank shard the model in the same way and wrap it: "
+            "RockmateModule(model, batch, plan=Plan.load(path))."
+        )
+        step = replace(step, absence=absence)
     if not step.options.marks.honours_checkpoints:
         log_lifted(step.model, step.capture.num_checkpoints)
     log_uncovered(step.graph, step.options.marks)
     return step
-
-
-def _step_on(
-    simulated: SimulatedMesh, model: nn.Module, capture: Callable[[nn.Module], CapturedStep]
-) -> CapturedStep:
-    with simulated.holding(model) as sharded:
-        step = capture(sharded)
-    absence = (
-        f"the plan is for a mesh of {simulated}, and its ranks are not here. Save it (Plan.save), "
-        "and on each rank shard the model in the same way and wrap it: "
-        "RockmateModule(model, batch, plan=Plan.load(path))."
-    )
-    return replace(step, absence=absence)

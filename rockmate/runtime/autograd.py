@@ -59,7 +59,6 @@ from rockmate.graph.parameters import Binding
 from rockmate.offload.step_moves import StepMoves
 from rockmate.offload.tiers import tier_of
 from rockmate.offload.weight_home import has_homes, homes_of
-from rockmate.ops.held_gradients import held_gradients_of
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.backward_arguments import (
     DroppingSink,
@@ -70,6 +69,7 @@ from rockmate.runtime.backward_arguments import (
 )
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.gradient_sink import Anchor, GradientSink
+from rockmate.runtime.held_gradients import held_gradients_of
 from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.plan_agreement import confirm_order, order_of
 from rockmate.runtime.program import Argument, ArgumentKind, PlannedLayout, Program, Statics

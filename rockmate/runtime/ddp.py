@@ -22,12 +22,12 @@ import torch
 from torch import distributed, nn
 
 from rockmate._torch.distributed import active_data_parallel, is_gathered_by_fsdp1
-from rockmate._torch.fsdp import sharded_units
+from rockmate._torch.fsdp import sharded_groups, unplanned_setting
 from rockmate._torch.members import accumulation_hooks_of, has_accumulation_hooks
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import UnsupportedModelError
-from rockmate.ops.held_gradients import HeldGradients
 from rockmate.runtime.gradient_sink import GradientSink, empty_gradient
+from rockmate.runtime.held_gradients import HeldGradients
 
 SHARDED = (
     "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which a plan does not "
@@ -49,8 +49,7 @@ def refuse_sharded(model: nn.Module) -> None:
     if any(map(is_gathered_by_fsdp1, model.modules())):
         raise UnsupportedModelError(SHARDED)
     try:
-        groups = [group for unit in sharded_units(model) for group in unit.groups]
-        found = next(filter(None, (group.unplanned_setting for group in groups)), "")
+        found = unplanned_setting(sharded_groups(model))
     except NotImplementedError as error:
         found = str(error)
     if found:

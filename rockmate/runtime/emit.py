@@ -23,8 +23,9 @@ from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.build import FUNCTIONAL_BATCH_NORM
 from rockmate.graph.ir import FORWARD_ENDS, Graph, Storage
+from rockmate.graph.snapshot_capture import call_text
 from rockmate.offload.request import OffloadRequest
-from rockmate.ops.collectives import collective_texts, is_communication
+from rockmate.ops.collectives import groups_of, is_communication
 from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter, HookSchedule, accumulated_names
@@ -158,11 +159,19 @@ def _wrappings(graph: Graph) -> dict[str, Wrapping]:
 
 
 def _collectives(graph: Graph, schedule: Schedule, flights: Flights) -> tuple[tuple[str, str], ...]:
-    """The collectives of a schedule in their order; see `Program.collectives`."""
+    """The collectives of a schedule in their order; see `Program.collectives`.
+
+    A reduction of a replicated shard is two: over the ranks that share the whole, and over those
+    with the same part.
+    """
     steps = schedule.steps
     nodes = [graph.ops[steps[position]].node for position in flights.issue_order(schedule)]
-    running = (node for node in nodes if is_communication(node.target))
-    return tuple(pair for node in running for pair in collective_texts(node))
+    running = [(node, groups_of(node)) for node in nodes if is_communication(node.target)]
+    return tuple(
+        (call_text(node, dict.fromkeys(groups, 0)), group)
+        for node, groups in running
+        for group in groups
+    )
 
 
 def _write_forward(

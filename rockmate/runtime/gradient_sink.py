@@ -41,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -50,8 +51,9 @@ from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.capture.wrapping import NO_WRAPPINGS, Wrapping
 from rockmate.graph.ir import SlicedMatmul
-from rockmate.ops.held_gradients import HeldGradients
-from rockmate.ops.undefined_gradient import is_undefined
+from rockmate.ops.shards import Reduction, Wait, issue_reduction, zero_parts
+from rockmate.ops.undefined_gradient import is_undefined, undefined_gradient
+from rockmate.runtime.held_gradients import HeldGradients
 from rockmate.runtime.pending_steps import PartialGradients
 
 # In a process group, nodes are visited as soon as this many parameters wait, ...
@@ -105,6 +107,41 @@ def emit_embedding_gradient(
 def fire_hooks(sink: GradientSink, name: str) -> None:
     """Fires the hooks of a parameter after its last read; called from the emitted backward."""
     sink.fire_hooks(name)
+
+
+def emit_issue(
+    sink: GradientSink,
+    names: Sequence[str],
+    gradients: Sequence[torch.Tensor],
+    dims: Sequence[int],
+    *settings: Any,
+) -> Wait:
+    """Begins to reduce whole gradients, or holds them; called from the emitted backward.
+
+    Args:
+        sink: of the backward.
+        names: of the parameters.
+        gradients: see `issue_reduction`, as for `dims`.
+        dims: see there.
+        *settings: fields of the `Reduction`.
+
+    Returns:
+        What gives this rank's parts; undefined ones if whole gradients are held.
+    """
+    how = Reduction(*settings)
+    if sink.held is None:
+        return issue_reduction(gradients, dims, how)
+    parameters = sink.leaves(names)
+    if id(parameters[0]) not in sink.holding:
+        return issue_reduction(sink.held.joined(parameters, gradients), dims, how)
+    sink.held.add(parameters, gradients, how)
+    zeros = zero_parts(gradients, dims, how)
+    return lambda: [*map(undefined_gradient, zeros)]
+
+
+def emit_reduction(sink: GradientSink, names: Sequence[str], *args: Any) -> list[torch.Tensor]:
+    """What `emit_issue` begins; the whole gradients are live until it has ended."""
+    return emit_issue(sink, names, *args)()
 
 
 class GradientSink:

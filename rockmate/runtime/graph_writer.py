@@ -18,15 +18,16 @@ from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, 
 from rockmate.ops.kernels import as_strided
 from rockmate.ops.moves import fetch, fetched, send, sent
 from rockmate.ops.rng import exchange_random_state, get_random_state
-from rockmate.ops.shards import REDUCE, finish_gather, issue_gather
+from rockmate.ops.shards import REDUCE, finish, issue_gather
 from rockmate.runtime.gradient_sink import (
     emit_embedding_gradient,
     emit_gradient,
+    emit_issue,
+    emit_reduction,
     emit_sliced_matmul,
     fire_hooks,
 )
 from rockmate.runtime.program import Argument, ArgumentKind
-from rockmate.runtime.shard_calls import emit_issue, emit_reduction, emit_wait, reduced_names
 from rockmate.schedule.flights import Flights
 from rockmate.schedule.move import MoveEvent, PlacedEvent
 from rockmate.schedule.schedule import Schedule
@@ -138,12 +139,16 @@ class GraphWriter:
         for ahead in self._flights.issued_before.get(position, ()):
             op = self._op_at(ahead)
             _, args, kwargs = self._call_of(op, is_recompute=op.index in self.has_run)
-            self._issued[ahead] = self.graph.call_function(issue_gather, args[:6], kwargs)
+            self._issued[ahead] = self.graph.call_function(issue_gather, args, kwargs)
         self._run(self._op_at(position), position)
         for awaited in self._flights.awaited_after.get(position, ()):
-            call = self.graph.call_function(emit_wait, (self._issued.pop(awaited),))
-            self._hold_results(self._op_at(awaited), call)
-            self._emit_gradients(self._op_at(awaited))
+            self._finish(awaited)
+
+    def _finish(self, position: int) -> None:
+        """Writes the wait for a collective that is issued, and what follows its call."""
+        op = self._op_at(position)
+        self._hold_results(op, self.graph.call_function(finish, (self._issued.pop(position),)))
+        self._emit_gradients(op)
 
     def _op_at(self, position: int) -> Op:
         return self.source.ops[self.schedule.steps[position]]
@@ -152,9 +157,7 @@ class GraphWriter:
         is_recompute = op.index in self.has_run
         self.has_run.add(op.index)
         if position in self._issued:
-            self._hold_results(
-                op, self.graph.call_function(finish_gather, (self._issued.pop(position),))
-            )
+            self._finish(position)
             return
         target, args, kwargs = self._call_of(op, is_recompute=is_recompute)
         if position in self.schedule.in_place:
@@ -165,7 +168,7 @@ class GraphWriter:
             self._emit_without_whole(op, args)
             return
         if op.node.target is REDUCE:
-            args = (self._sink(), reduced_names(self.source, op), *args)
+            args = (self._sink(), _reduced_names(self.source, op), *args)
             if self._flights.is_awaited_later(position):
                 self._issued[position] = self.graph.call_function(emit_issue, args, kwargs)
                 return
@@ -337,6 +340,28 @@ class GraphWriter:
     def _is_final(self, name: str) -> bool:
         assert self._hook_schedule is not None
         return self._hook_schedule.is_final(name)
+
+
+def _reduced_names(graph: Graph, op: Op) -> tuple[str, ...]:
+    """The parameters of which an op reduces the gradients, in the order of its arguments.
+
+    The gradient of a tied one may be a sum of several that are reduced.
+    """
+    roles = {
+        node: role.name for node, role in graph.outputs if role.kind is RoleKind.PARAMETER_GRADIENT
+    }
+    items: dict[Any, fx.Node] = {user.args[1]: user for user in op.node.users}
+    gradients: Any = op.node.args[0]
+    return tuple(_name_of(items.get(index), roles) for index in range(len(gradients)))
+
+
+def _name_of(result: fx.Node | None, roles: Mapping[fx.Node, str]) -> str:
+    waiting = [] if result is None else [result]
+    for node in waiting:
+        if node in roles:
+            return roles[node]
+        waiting += node.users
+    return ""
 
 
 def accumulated_names(graph: Graph, schedule: Schedule) -> list[str]:

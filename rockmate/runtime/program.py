@@ -24,7 +24,6 @@ from rockmate.graph.parameters import Binding
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.plan import Plan
 from rockmate.schedule.move import SlotPlan
-from rockmate.sharding.gathering import padded
 
 
 class ArgumentKind(enum.Enum):
@@ -213,7 +212,6 @@ class Statics:
         self._places: list[tuple[Mapping[str, Any] | None, Any]] = []
         # (position, attributes) of those inside of the tensor found there, or of another class.
         self._inner: list[tuple[int, tuple[str, ...]]] = []
-        self._padded: list[tuple[int, torch.Size]] = []  # (position, shape with the padding)
         for argument in arguments:
             if argument.kind is not ArgumentKind.STATIC:
                 continue
@@ -221,8 +219,6 @@ class Statics:
             assert isinstance(role, Role)
             if role.inner or (role.name in binding.places and is_subclassed(binding[role.name])):
                 self._inner.append((len(self._places), role.inner))
-            if role.name in binding.padded:
-                self._padded.append((len(self._places), binding.padded[role.name]))
             if role.kind is RoleKind.INPUT:
                 self._places.append((None, role.index))
             elif role.kind is RoleKind.CONSTANT:
@@ -238,8 +234,6 @@ class Statics:
         found = [inputs[key] if holder is None else holder[key] for holder, key in self._places]
         for place, path in self._inner:
             found[place] = without_class(at_path(found[place], path))
-        for place, shape in self._padded:
-            found[place] = padded(found[place], shape)
         return found
 
 

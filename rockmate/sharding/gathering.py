@@ -8,16 +8,14 @@ again. In planned steps no submodule is called, and no hook runs.
 A *bucket* is a list of parameters of one group, in its order, that one collective gathers. Its size
 is bounded, so that a large parameter is gathered by itself, right before its first reader.
 
-Where the ranks do not divide a dimension, the last of them hold less. `fully_shard` stores their
-parts within memory of the size of the first rank's, which is what collectives take. So the capture
-takes the padded part as the parameter, and is the same on all ranks.
+Where the ranks do not divide a dimension, the last of them hold less. A trace takes a part of the
+size of the first rank's for theirs, which is what collectives take, and is the same on all ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,14 +26,14 @@ from rockmate._torch.fsdp import (
     ShardedParameter,
     ShardedUnit,
     fsdp_hooks,
+    sharded_groups,
     sharded_units,
 )
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.pytree import tree_map_only
-from rockmate.ops.kernel_layouts import contiguous_strides
 from rockmate.ops.shards import gather_shards
 
-# The largest bucket of several parameters, in bytes of whole ones.
+# The largest bucket of several parameters, in bytes of whole ones with their padding.
 BUCKET_BYTES = 1 << 22
 
 
@@ -43,49 +41,39 @@ BUCKET_BYTES = 1 << 22
 def gathered_by_ops(model: nn.Module) -> Iterator[None]:
     """For a trace of the forward: ops gather what hooks of `fully_shard` would have gathered."""
     with contextlib.ExitStack() as stack:
-        for unit in (_TracedUnit(each, stack) for each in sharded_units(model)):
-            for module in unit.unit.modules:
-                for table, key, is_before in fsdp_hooks(module):
-                    stack.callback(table.__setitem__, key, table[key])
-                    table[key] = unit.before if is_before else unit.after
+        for unit in sharded_units(model):
+            _put_hooks(unit, stack)
         yield
 
 
-@dataclass(eq=False, slots=True)
-class _TracedUnit:
-    """A unit in a trace.
+def _put_hooks(unit: ShardedUnit, end: contextlib.ExitStack) -> None:
+    """Puts hooks into the places of a unit's; `end` puts back what stood there, and parameters."""
+    waiting = list(unit.groups)  # for the first call of a module
 
-    Attributes:
-        unit: that is traced.
-        end: puts back what stood in the places of gathered parameters.
-        is_whole: whether these stand there, from its first call on.
-    """
+    def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        while waiting:
+            _put_whole(waiting.pop(0), end)
+        return _cast((args, kwargs), unit.input_dtype)
 
-    unit: ShardedUnit
-    end: contextlib.ExitStack
-    is_whole: bool = False
+    def after(_: nn.Module, __: Any, output: Any) -> Any:
+        return _cast(output, unit.output_dtype)
 
-    def before(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Ahead of the forward of a module."""
-        for group in () if self.is_whole else self.unit.groups:
-            self._put_whole(group)
-        self.is_whole = True
-        return _cast((args, kwargs), self.unit.input_dtype)
+    for module in unit.modules:
+        for table, key, is_before in fsdp_hooks(module):
+            end.callback(table.__setitem__, key, table[key])
+            table[key] = before if is_before else after
 
-    def after(self, _: nn.Module, __: Any, output: Any) -> Any:
-        """Behind it."""
-        return _cast(output, self.unit.output_dtype)
 
-    def _put_whole(self, group: ShardedGroup) -> None:
-        for bucket in _buckets(group):
-            for parameter, whole in zip(bucket, _gathered(group, bucket), strict=True):
-                for module, name in parameter.places:
-                    table, _ = tensor_tables(module)
-                    self.end.callback(table.__setitem__, name, table[name])
-                    table[name] = whole
-                    if hasattr(module, "quant_state"):
-                        # Without it, bitsandbytes would make a weight of its own class.
-                        whole.quant_state = module.quant_state
+def _put_whole(group: ShardedGroup, end: contextlib.ExitStack) -> None:
+    for bucket in _buckets(group):
+        for parameter, whole in zip(bucket, _gathered(group, bucket), strict=True):
+            for module, name in parameter.places:
+                table, _ = tensor_tables(module)
+                end.callback(table.__setitem__, name, table[name])
+                table[name] = whole
+                if hasattr(module, "quant_state"):
+                    # Without it, bitsandbytes would make a weight of its own class.
+                    whole.quant_state = module.quant_state
 
 
 def _buckets(group: ShardedGroup) -> Iterator[list[ShardedParameter]]:
@@ -95,29 +83,24 @@ def _buckets(group: ShardedGroup) -> Iterator[list[ShardedParameter]]:
         tensor = parameter.tensor
         kind = tensor.dtype, parameter.dtype, parameter.reduce_dtype, tensor.requires_grad
         bucket = buckets.setdefault(kind, [])
-        if bucket and sum(map(_whole_bytes, (*bucket, parameter))) > BUCKET_BYTES:
+        num_elements = sum(each.padded_shape.numel() for each in (*bucket, parameter))
+        itemsize = (parameter.dtype or tensor.dtype).itemsize
+        if bucket and group.num_ranks * num_elements * itemsize > BUCKET_BYTES:
             yield buckets.pop(kind)
             bucket = buckets.setdefault(kind, [])
         bucket.append(parameter)
     yield from buckets.values()
 
 
-def _whole_bytes(parameter: ShardedParameter) -> int:
-    rest = parameter.padded_shape.numel() // max(1, parameter.padded_shape[parameter.dim])
-    return rest * parameter.size * (parameter.dtype or parameter.tensor.dtype).itemsize
-
-
 def _gathered(group: ShardedGroup, bucket: list[ShardedParameter]) -> Iterator[Any]:
-    from torch.distributed.tensor import DTensor  # loads sympy
-
     first = bucket[0]
     found = gather_shards(
         [parameter.tensor.to_local() for parameter in bucket],
         [parameter.dim for parameter in bucket],
         group.num_ranks,
-        group.name,
         first.dtype,
         [parameter.size for parameter in bucket],
+        group.name,
         first.reduce_dtype,
         group.replicas,
     )
@@ -125,10 +108,14 @@ def _gathered(group: ShardedGroup, bucket: list[ShardedParameter]) -> Iterator[A
         rest = parameter.rest
         if rest is not None:
             shape, stride = rest.tensor_meta.shape, rest.tensor_meta.stride
-            whole = DTensor.from_local(
-                whole, rest.mesh, rest.placements, run_check=False, shape=shape, stride=stride
-            )
+            whole = _dtensor(whole, rest.mesh, rest.placements, shape, stride)
         yield whole
+
+
+def _dtensor(part: torch.Tensor, mesh: Any, placements: Any, shape: Any, stride: Any) -> Any:
+    from torch.distributed.tensor import DTensor  # loads sympy
+
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
@@ -142,46 +129,29 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     return tree_map_only(torch.Tensor, cast, values)
 
 
-def padded_parts(model: nn.Module) -> dict[str, torch.Size]:
-    """Name of each parameter of which this rank holds less than others -> the shape of theirs."""
-    shapes: dict[int, torch.Size] = {}
-    for unit in sharded_units(model):
-        for parameter in (each for group in unit.groups for each in group.parameters):
-            shapes[id(parameter.tensor)] = parameter.padded_shape
-    named: Any = model.named_parameters(remove_duplicate=False)
-    return {
-        name: shapes[id(tensor)]
-        for name, tensor in named
-        if id(tensor) in shapes and tensor.detach().to_local().shape != shapes[id(tensor)]
-    }
+def padded_names(model: nn.Module) -> set[str]:
+    """Names of the parameters of which this rank holds less than others."""
+    padded = {id(each.tensor) for each in _padded_parameters(model)}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, tensor in named if id(tensor) in padded}
 
 
-def padded(part: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """A part within the memory that `fully_shard` has given it."""
-    return part.as_strided(shape, contiguous_strides(shape))
+def put_padded_parts(model: nn.Module) -> None:
+    """Puts parameters with padded parts into the places of those, for a trace."""
+    for parameter in _padded_parameters(model):
+        own = parameter.tensor
+        part = own.detach().to_local().new_empty(parameter.padded_shape)
+        made = _dtensor(part, own.device_mesh, own.placements, own.shape, own.stride())
+        padded = nn.Parameter(made, own.requires_grad)
+        for module, name in parameter.places:
+            table, _ = tensor_tables(module)
+            table[name] = padded
 
 
-@contextlib.contextmanager
-def padded_places(model: nn.Module) -> Iterator[None]:
-    """Puts parameters with padded parts into the places of those that have less."""
-    from torch.distributed.tensor import DTensor  # loads sympy
-
-    made: dict[int, nn.Parameter] = {}  # tied ones stay tied
-    with contextlib.ExitStack() as stack:
-        for name, shape in padded_parts(model).items():
-            path, _, key = name.rpartition(".")
-            table, _ = tensor_tables(model.get_submodule(path))
-            own: Any = table[key]
-            if id(own) not in made:
-                whole = DTensor.from_local(
-                    padded(own.detach().to_local(), shape),
-                    own.device_mesh,
-                    own.placements,
-                    run_check=False,
-                    shape=own.shape,
-                    stride=own.stride(),
-                )
-                made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)
-            stack.callback(table.__setitem__, key, own)
-            table[key] = made[id(own)]
-        yield
+def _padded_parameters(model: nn.Module) -> list[ShardedParameter]:
+    return [
+        each
+        for group in sharded_groups(model)
+        for each in group.parameters
+        if each.tensor.detach().to_local().shape != each.padded_shape
+    ]

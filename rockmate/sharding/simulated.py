@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 
 from rockmate._torch.distributed import fake_group
-from rockmate._torch.members import tensor_tables
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.errors import InvalidArgumentError, RockmateError, UnsupportedModelError
 from rockmate.sharding.fully_shard import sharded_by_layers
@@ -58,72 +56,61 @@ def simulated_ranks(num_ranks: int) -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True, slots=True)
-class SimulatedMesh:
-    """A device mesh of ranks that are not there, and how a model is sharded on it.
+def mesh_sizes(mesh: MeshSizes) -> dict[str, int]:
+    """The sizes of a mesh by the names of its dimensions; see `Planner` for what they may be.
 
-    Attributes:
-        sizes: of its dimensions, by name.
-        shard: takes a model, which it changes in place, and the mesh.
+    Raises:
+        InvalidArgumentError: they are no sizes of a mesh.
     """
-
-    sizes: Mapping[str, int]
-    shard: Shard
-
-    @classmethod
-    def of(cls, mesh: MeshSizes, shard: Shard | None = None) -> SimulatedMesh:
-        """The mesh of sizes; see `Planner` for what they may be.
-
-        Raises:
-            InvalidArgumentError: they are no sizes of a mesh.
-        """
-        if isinstance(mesh, Mapping):
-            sizes = dict(mesh)
-        else:
-            listed = (mesh,) if isinstance(mesh, int) else tuple(mesh)
-            if len(listed) not in _NAMES:
-                msg = (
-                    f"mesh is {mesh!r}. Give (shards,) or (replicas, shards); for other dimensions "
-                    'name them, as {"data": 4, "tensor": 8}, with shard=...'
-                )
-                raise InvalidArgumentError(msg)
-            sizes = dict(zip(_NAMES[len(listed)], listed, strict=True))
-        wrong = [size for size in sizes.values() if not _is_size(size)]
-        if wrong or not sizes:
-            msg = f"mesh is {mesh!r}; each of its sizes must be a whole number of at least 1"
-            raise InvalidArgumentError(msg)
-        return cls(sizes, shard or sharded_by_layers)
-
-    def __str__(self) -> str:
-        number = prod(self.sizes.values())
-        if len(self.sizes) == 1:
-            return f"{number} rank{'s' if number > 1 else ''}"
-        return f"{' x '.join(map(str, self.sizes.values()))} ranks ({', '.join(self.sizes)})"
-
-    @contextlib.contextmanager
-    def holding(self, model: nn.Module) -> Iterator[nn.Module]:
-        """A sharded copy of a model, for as long as the ranks are simulated.
-
-        The copy has no memory for parameters and buffers. The model stays as it is.
-
-        Raises:
-            RockmateError: there is a process group already.
-            UnsupportedModelError: the model cannot be copied or sharded.
-        """
-        from torch.distributed.device_mesh import init_device_mesh
-
-        _refuse_divided(model)
-        with simulated_ranks(prod(self.sizes.values())):
-            mesh = init_device_mesh(
-                "cpu", tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes)
+    if isinstance(mesh, Mapping):
+        sizes = dict(mesh)
+    else:
+        listed = (mesh,) if isinstance(mesh, int) else tuple(mesh)
+        if len(listed) not in _NAMES:
+            msg = (
+                f"mesh is {mesh!r}. Give (shards,) or (replicas, shards); for other dimensions "
+                'name them, as {"data": 4, "tensor": 8}, with shard=...'
             )
-            made = _without_memory(model)
-            sharded = self.shard(made, mesh)
-            yield sharded if isinstance(sharded, nn.Module) else made
+            raise InvalidArgumentError(msg)
+        sizes = dict(zip(_NAMES[len(listed)], listed, strict=True))
+    # True would be a size of 1.
+    if not sizes or any(type(size) is not int or size < 1 for size in sizes.values()):
+        msg = f"mesh is {mesh!r}; each of its sizes must be a whole number of at least 1"
+        raise InvalidArgumentError(msg)
+    return sizes
 
 
-def _is_size(size: Any) -> bool:
-    return isinstance(size, int) and not isinstance(size, bool) and size >= 1
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """The ranks of a mesh, in words."""
+    number = prod(sizes.values())
+    if len(sizes) == 1:
+        return f"{number} rank{'s' if number > 1 else ''}"
+    return f"{' x '.join(map(str, sizes.values()))} ranks ({', '.join(sizes)})"
+
+
+@contextlib.contextmanager
+def sharded_copy(
+    model: nn.Module, sizes: Mapping[str, int], shard: Shard | None
+) -> Iterator[nn.Module]:
+    """A sharded copy of a model without memory, for as long as its ranks are simulated.
+
+    Args:
+        model: stays as it is.
+        sizes: of the mesh, by the names of its dimensions.
+        shard: takes a model, which it changes in place, and the mesh; None shards by layers.
+
+    Raises:
+        RockmateError: there is a process group already.
+        UnsupportedModelError: the model cannot be copied or sharded.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    _refuse_divided(model)
+    with simulated_ranks(prod(sizes.values())):
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        made = _without_memory(model)
+        sharded = (shard or sharded_by_layers)(made, mesh)
+        yield sharded if isinstance(sharded, nn.Module) else made
 
 
 def _refuse_divided(model: nn.Module) -> None:
@@ -137,14 +124,12 @@ def _refuse_divided(model: nn.Module) -> None:
 
 
 def _without_memory(model: nn.Module) -> nn.Module:
-    """A copy of a model whose parameters and buffers are on the meta device."""
-    copies: dict[int, Any] = {}
-    for part in model.modules():
-        for table in tensor_tables(part):
-            for tensor in table.values():
-                # Else the copy would lose what its class or its attributes say.
-                if tensor is not None and not is_subclassed(tensor):
-                    copies.setdefault(id(tensor), _meta_tensor(tensor))
+    """A copy of a model whose parameters and buffers are on the meta device.
+
+    But for those of a class of their own: the copy would lose what the class says.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    copies: dict[int, Any] = {id(t): _meta_tensor(t) for t in tensors if not is_subclassed(t)}
     try:
         return copy.deepcopy(model, copies)
     except Exception as error:

@@ -671,8 +671,8 @@ class TestDistributed:
         assert distributed.wait_for(
             distributed.start_all_reduce(memory, "sum", group)
         ).tolist() == [1.0, 1.0]
-        reduced = distributed.wait_for(distributed.start_reduction(memory, "avg", 1, group))
-        assert distributed.own_part(reduced, 1, group).tolist() == [1.0, 1.0]
+        wait = distributed.start_reduction(memory, "avg", 1, group)
+        assert wait().tolist() == [1.0, 1.0]
         distributed.free(memory)
         assert memory.untyped_storage().nbytes() == 0
 
@@ -706,7 +706,7 @@ class TestFullyShard:
         assert parameter.reduce_dtype == (torch.float32 if is_new else None)
 
     def test_switches(self, model: Any) -> None:
-        (group,) = fsdp.sharded_units(model)[0].groups
+        group, _ = groups = fsdp.sharded_groups(model)
         assert (group.num_ranks, distributed.ranks_of(group.name)) == (2, [0, 1])
         assert distributed.ranks_of(group.replicas) == [0, 2]
         assert not group.unplanned_setting
@@ -718,17 +718,15 @@ class TestFullyShard:
         assert group.unplanned_setting == "set_requires_all_reduce"
         model.set_requires_all_reduce(True)
         model.set_gradient_divide_factor(2.0)
-        assert group.unplanned_setting == "set_gradient_divide_factor"
+        assert fsdp.unplanned_setting(groups) == "set_gradient_divide_factor"
 
     def test_gathered_parameters_are_put_away(self, model: Any) -> None:
         group = fsdp.sharded_units(model)[0].groups[0]
         assert not fsdp.put_shards(model)
         model.unshard()
-        assert group.is_gathered
         assert type(model[1].weight) is nn.Parameter
         assert fsdp.put_shards(model)
         assert group.shards == [model[1].weight]
-        assert not group.is_gathered
 
     def test_hooks(self, model: Any) -> None:
         model.register_forward_hook(lambda *_: None)

@@ -122,7 +122,7 @@ def test_replicas_reduce_over_one_adapter_of_each_node() -> None:
 
 def test_groups_across_nodes_and_within() -> None:
     """Eight ranks of one node, and one of each of eight: rates, hops, and kinds of collectives."""
-    link = _Link(1.0, 100.0, 8, 10.0, 0.01, 0.1)
+    link = _Link(1e3, 100.0, 8, 10.0, 10.0, 100.0)
     within, across = range(8), range(0, 64, 8)
     seven_eighths = 7 / 8 * 1e8 / 1e6
     gather = "_c10d_functional.all_gather_into_tensor.default"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -27,7 +28,12 @@ from sharded_net import (
     whole,
 )
 from torch import Tensor, distributed, nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed import P2POp
+from torch.distributed._functional_collectives import (
+    all_to_all_single_autograd,
+    permute_tensor,
+    wait_tensor,
+)
 from torch.distributed.checkpoint import load, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -117,41 +123,74 @@ def check_eval_between(mesh: DeviceMesh) -> None:
     assert_equal(*found)
 
 
-class InPlace(torch.autograd.Function):
+RINGS: list[Any] = []  # the group of two ranks that exchange values
+
+
+class Sent(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, x: Tensor) -> Any:
-        found = torch.empty_like(x)
-        distributed.all_to_all_single(found, x.contiguous())
+        found, x, other = torch.empty_like(x), x.contiguous(), distributed.get_rank() ^ 1
+        pairs = (distributed.isend, x), (distributed.irecv, found)
+        for each in distributed.batch_isend_irecv([P2POp(*pair, other) for pair in pairs]):
+            each.wait()
         return found
 
     backward = forward
 
 
+class Permuted(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Any:
+        found = permute_tensor(x.flatten(), [1, 0], RINGS[0])
+        return wait_tensor(found).view(x.shape)
+
+    backward = forward
+
+
+def all_to_all(x: Tensor) -> Any:
+    return all_to_all_single_autograd(x, None, None, RINGS[0])
+
+
+def ring_attention(x: Tensor, exchange: Callable[[Tensor], Any] = Permuted.apply) -> Any:
+    """Each rank's tokens attend to those of all, which come by turns."""
+    keys, top, bottom = x, torch.zeros(()), torch.zeros(())
+    for _ in range(2):
+        weights = (x @ keys.mT / WIDTH).exp()
+        top, bottom = top + weights @ keys, bottom + weights.sum(-1, keepdim=True)
+        keys = exchange(keys)
+    return top / bottom
+
+
 class Exchange(nn.Module):
-    def __init__(self, mesh: DeviceMesh | None) -> None:
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.function = function
 
     def forward(self, x: Tensor) -> Any:
-        if self.mesh is None:
-            return InPlace.apply(x)
-        return all_to_all_single_autograd(x, None, None, self.mesh.get_group())
+        return self.function(x)
 
 
-def check_exchanges(mesh: DeviceMesh) -> None:
-    """All-to-all is planned. What writes in place is refused by name, and the model runs on."""
-    for group in (mesh, None):
+def check_exchanges(_: DeviceMesh) -> None:
+    """Beside shards: functional collectives are planned, others refused by name, and run on."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    RINGS.append(mesh.get_group("ring"))
+    refusals: dict[Any, str] = {
+        all_to_all: "",
+        ring_attention: "",
+        partial(ring_attention, exchange=Sent.apply): r"c10d\.(send|recv).*permute_tensor",
+    }
+    for function, refusal in refusals.items():
         found = []
         for is_planned in (False, True):
             model = net(2)
-            model.layers[0].drop = Exchange(group)
-            module = sharded(model, mesh)
-            if is_planned and group is None:
-                refused(model, r"c10d\.alltoall_base_.*all_to_all_single_autograd")
+            model.layers[0].drop = Exchange(function)
+            module = sharded(model, mesh["data"])
+            if is_planned and refusal:
+                refused(model, refusal)
             elif is_planned:
                 module = planned(model, 0.5)
                 assert sum("all_to_all" in each for each in collectives_of(module)) >= 2
-            found.append(trained(module, model, mesh.get_local_rank()))
+            found.append(trained(module, model, distributed.get_rank()))
         assert_equal(*found)
 
 
@@ -489,7 +528,7 @@ CHECKS: dict[Callable[[DeviceMesh], None], int] = {
     check_training: 2,
     check_uneven: 3,
     check_eval_between: 2,
-    check_exchanges: 2,
+    check_exchanges: 4,
     check_ignored: 2,
     check_wrapped_first: 2,
     check_other_sizes: 2,

@@ -204,8 +204,8 @@ def check_sequence_parallel(mesh: DeviceMesh) -> None:
 def check_fully_sharded(mesh: DeviceMesh) -> None:
     numbers = check_as_eager(mesh, fully_sharded)
     num_parameters = len(list(model_of().parameters()))
-    # A gather and a reduction for each; at the least budget some are gathered twice.
-    assert numbers[0] == 2 * num_parameters
+    # A gather and a reduction for each; at the least budget more are gathered twice.
+    assert numbers[0] >= 2 * num_parameters
     assert numbers[-1] > numbers[0]
 
 

@@ -129,4 +129,4 @@ def assert_equal(ours: list[Tensor], theirs: list[Tensor]) -> None:
 
 def collectives_of(module: RockmateModule) -> list[str]:
     program = module._plans.runnables[0].runner.program
-    return [text for text, _ in program.collectives]
+    return [text.removeprefix("rockmate.") for text, _ in program.collectives]

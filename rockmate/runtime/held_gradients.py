@@ -9,20 +9,13 @@ take the memory of the whole parameters on each rank, at rest beside `.grad`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from rockmate._torch.fsdp import ShardedGroup, sharded_units
+from rockmate._torch.fsdp import ShardedGroup, ShardedParameter, sharded_groups, unplanned_setting
 from rockmate.errors import BackwardError
-from rockmate.ops.shards import Reduction, reduce_to_shards
-
-
-class _Held(NamedTuple):
-    parameter: Any
-    gradient: torch.Tensor
-    dim: int
-    how: Reduction
+from rockmate.ops.shards import Reduction, issue_reduction
 
 
 class HeldGradients:
@@ -35,8 +28,7 @@ class HeldGradients:
     def __init__(self) -> None:
         """None are held yet."""
         self.groups: list[ShardedGroup] = []
-        # By the address of the parameter, in the order in which they came.
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, torch.Tensor] = {}  # by the address of the parameter
 
     def __bool__(self) -> bool:
         return bool(self._held)
@@ -47,31 +39,27 @@ class HeldGradients:
         Raises:
             BackwardError: gradients are to be reduced in a way that a plan does not have.
         """
-        setting = next(filter(None, (group.unplanned_setting for group in self.groups)), "")
+        setting = unplanned_setting(self.groups)
         if setting:
             msg = (
                 f"{setting} was called after the step was planned, and planned steps do not follow "
                 "it. Take the setting back, or use the plain model."
             )
             raise BackwardError(msg)
-        holding: list[ShardedGroup] = [each for each in self.groups if each.holds_gradients]
+        holding = (group for group in self.groups if group.holds_gradients)
         return frozenset(id(shard) for group in holding for shard in group.shards)
 
     def add(
-        self,
-        parameters: Sequence[Any],
-        gradients: Sequence[torch.Tensor],
-        dims: Sequence[int],
-        how: Reduction,
+        self, parameters: Sequence[Any], gradients: Sequence[torch.Tensor], how: Reduction
     ) -> None:
         """Adds gradients to those that are held; copies the first of each parameter."""
-        for parameter, gradient, dim in zip(parameters, gradients, dims, strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             held = self._held.get(id(parameter))
             if held is None:
-                first = gradient.detach().to(how.reduce_dtype or gradient.dtype, copy=True)
-                self._held[id(parameter)] = _Held(parameter, first, dim, how)
+                dtype = how.reduce_dtype or gradient.dtype
+                self._held[id(parameter)] = gradient.detach().to(dtype, copy=True)
             else:
-                held.gradient.add_(gradient)
+                held.add_(gradient)
 
     def joined(
         self, parameters: Sequence[Any], gradients: Sequence[torch.Tensor]
@@ -79,7 +67,7 @@ class HeldGradients:
         """Each gradient with what is held of its parameter, which is held no longer."""
         held = [self._held.pop(id(each), None) for each in parameters]
         pairs = zip(gradients, held, strict=True)
-        return [new if each is None else each.gradient.add_(new) for new, each in pairs]
+        return [new if sums is None else sums.add_(new) for new, sums in pairs]
 
     def reduce_others(self, holding: frozenset[int]) -> None:
         """Reduces what a backward has left: gradients of parameters that had none in it.
@@ -89,13 +77,21 @@ class HeldGradients:
         Args:
             holding: parameters whose gradients stay held.
         """
-        for key in [key for key in self._held if key not in holding]:
-            parameter, gradient, dim, how = self._held.pop(key)
-            (part,) = reduce_to_shards([gradient], [dim], *how)
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            total: Any = parameter.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
-            total.add_(part.narrow(dim, 0, total.shape[dim]))
+        for group in self.groups:
+            for parameter, shard in zip(group.parameters, group.shards, strict=True):
+                if id(shard) in self._held.keys() - holding:
+                    self._reduce(group, parameter, shard)
+
+    def _reduce(self, group: ShardedGroup, parameter: ShardedParameter, shard: Any) -> None:
+        how = Reduction(
+            group.num_ranks, parameter.reduce_dtype, shard.dtype, group.name, group.replicas
+        )
+        dim = parameter.dim
+        (part,) = issue_reduction([self._held.pop(id(shard))], [dim], how)()
+        if shard.grad is None:
+            shard.grad = torch.zeros_like(shard)
+        total: Any = shard.grad.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+        total.add_(part.narrow(dim, 0, total.shape[dim]))
 
 
 def held_gradients_of(model: torch.nn.Module) -> HeldGradients | None:
@@ -103,7 +99,7 @@ def held_gradients_of(model: torch.nn.Module) -> HeldGradients | None:
 
     All plans of a model have the same: one may reduce what another has held.
     """
-    groups = [group for unit in sharded_units(model) for group in unit.groups]
+    groups = sharded_groups(model)
     if not groups:
         return None
     held = vars(model).setdefault("_rockmate_held_gradients", HeldGradients())

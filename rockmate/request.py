@@ -147,8 +147,7 @@ class PlanRequest:
     def _room(self, model: nn.Module) -> int:
         """What the limit leaves now to one method."""
         assert self.memory_limit is not None
-        has_homes = self.options.weights == "auto"
-        room_bytes = self.memory_limit.activation_budget_bytes(model, has_homes=has_homes)
+        room_bytes = self.memory_limit.activation_budget_bytes(model, self.options.weights)
         room_bytes //= self.num_methods
         return max(1, room_bytes - self.excess_bytes)
 

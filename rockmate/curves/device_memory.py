@@ -29,6 +29,7 @@ from torch import nn
 
 from rockmate.budget import size_text
 from rockmate.memory_limit import MemoryLimit, Optimizer, missing_state_bytes, present_bytes
+from rockmate.offload.weight_home import can_go_home
 
 _DEVICE_BYTES = 1 << 30  # of a GPU that is elsewhere
 _MARGINS = {"cuda": 0.05, "cpu": 0.02}  # of the memory
@@ -76,6 +77,7 @@ def fixed_memory(
     *,
     rounded: Callable[[int], int],
     reserve_bytes: int | None = None,
+    weights: str = "resident",
 ) -> FixedMemory:
     """What training a model takes of a device whatever the batch.
 
@@ -85,6 +87,7 @@ def fixed_memory(
         device: that it is trained on.
         rounded: the bytes of an allocation of so many bytes.
         reserve_bytes: what the device itself takes; None measures or assumes it.
+        weights: which are at home, as for `Planner`: of "all", gradients and states, too.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
@@ -94,12 +97,15 @@ def fixed_memory(
         present = max(0, _device_bytes(model, device) - _held_state(limit.optimizer))
         reserve_bytes = present + margin_bytes
     sizes = [rounded(parameter.nbytes) for parameter in trained]
+    kept = [p for p in trained if weights != "all" or not can_go_home(p, with_trained=True)]
     return FixedMemory(
         device_bytes=reserve_bytes,
         margin_bytes=margin_bytes,
         parameter_bytes=sum(rounded(each.nbytes) for each in tensors.values()),
-        gradient_bytes=3 * max(sizes, default=0) if limit.steps_in_backward else sum(sizes),
-        state_bytes=missing_state_bytes(limit.optimizer, trained) + _held_state(limit.optimizer),
+        gradient_bytes=3 * max(sizes, default=0)
+        if limit.steps_in_backward
+        else sum(rounded(parameter.nbytes) for parameter in kept),
+        state_bytes=missing_state_bytes(limit.optimizer, kept) + _held_state(limit.optimizer),
         step_bytes=0 if limit.steps_in_backward else _step_bytes(limit.optimizer, sizes, device),
     )
 

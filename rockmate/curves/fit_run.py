@@ -81,6 +81,7 @@ def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: 
         machine.torch_device,
         rounded=machine.rounded_bytes,
         reserve_bytes=options.reserve_bytes,
+        weights=options.planning.weights,
     )
     run = _Run(model, sample_input, options, machine, fixed)
     fixed = run.fixed
@@ -116,7 +117,7 @@ class _Run:
     """The work of one fit: the search for the largest size, and the rows.
 
     Attributes:
-        fixed: what every batch takes, frozen weights that can be at home left out.
+        fixed: what every batch takes, weights that can be at home left out.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class _Run:
         self._chunks: Chunks | None = None
         self._whole = 0  # the largest size that fits without chunks
 
-        if options.planning.weights == "auto":
+        if options.planning.weights != "resident":
             weight_bytes = self._planners.whole(self._options.step).weight_bytes
             left_bytes = fixed.parameter_bytes - weight_bytes
             self.fixed = replace(fixed, parameter_bytes=left_bytes)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rockmate.errors import OffloadError
+from rockmate._torch.storage import version_of
+from rockmate.errors import BackwardError, OffloadError
 from rockmate.offload.tiers import Pending, Slab
 from rockmate.offload.weight_home import WeightHomes
 from rockmate.schedule.move import SlotPlan
@@ -49,6 +50,7 @@ class StepMoves:
         weights: Sequence[torch.Tensor] = (),
     ) -> None:
         self._slots, self._homes, self._weights = slots, homes, weights
+        self._versions = [version_of(weight) for weight in weights]
         self._layouts: dict[int, _Layout] = {}
         self._leaving: dict[int, Pending] = {}
         self._coming: dict[int, Pending] = {}
@@ -85,7 +87,14 @@ class StepMoves:
         """Begins to copy a value back, or a weight; the result is not to be read yet."""
         if index >= len(self._slots.offsets):
             assert self._homes is not None
-            weight = self._weights[index - len(self._slots.offsets)]
+            number = index - len(self._slots.offsets)
+            weight = self._weights[number]
+            if version_of(weight) != self._versions[number]:
+                msg = (
+                    "a weight at home that the backward reads was changed in place after the "
+                    "forward. Change it after the backward."
+                )
+                raise BackwardError(msg)
             value, self._coming[index] = self._homes.fetch(weight)
             return value
         layout = self._layouts[index]

@@ -1,4 +1,4 @@
-"""Homes of frozen weights: where they are while a step does not read them.
+"""Homes of weights: where they are while a step does not read them.
 
 A weight at home is still a tensor of the model, on its device: `state_dict`, `eval` calls and
 `generate` find it whole, and a script may write to it.
@@ -9,6 +9,8 @@ A weight at home is still a tensor of the model, on its device: `state_dict`, `e
   or change under a step.
 - On a GPU it lies in pinned memory of the host, which kernels reach by way of the link: others than
   planned steps read it at the link's rate.
+
+A trained weight is updated where it lies, and `trained_home` has what belongs to it.
 """
 
 from __future__ import annotations
@@ -20,13 +22,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from rockmate._torch.members import tensor_tables
 from rockmate.budget import size_text
 from rockmate.errors import InvalidArgumentError, OffloadError
 from rockmate.offload.request import OffloadRequest
-from rockmate.offload.tiers import Pending, Slab, tier_of
+from rockmate.offload.tiers import Pending, Slab, Tier, tier_of
+from rockmate.offload.trained_home import Ground, keep_at_home, keep_on_device
 from rockmate.schedule.move import SLOT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -78,6 +81,7 @@ class WeightHomes:
         # By the identity of the parameter, of which tied names have one.
         self._places: dict[int, _Place] = {}
         self._held: tuple[str, ...] | None = None
+        self._grounds: dict[torch.device, Ground] = {}
 
     def hold(
         self,
@@ -88,11 +92,14 @@ class WeightHomes:
         """Sends these weights home, and brings all others back to memory.
 
         One that a script has put elsewhere goes home again, with what it holds by then. They are
-        of their own devices thereafter, or of `device`.
+        of their own devices thereafter, or of `device`. Gradients and states of all trained ones
+        are at home if the request says so.
 
         Raises:
-            OffloadError: the home has no room, or a copy has failed.
+            OffloadError: the home has no room, or a copy has failed; or trained weights are to be
+                at home in a process group.
         """
+        self._hold_trained(request, device)
         weights = self._named(names)
         away = [w for w in weights.values() if not self._is_at_home(w)]
         if self._held == names and not away:
@@ -111,6 +118,26 @@ class WeightHomes:
                 if place.has(weight):
                     weight.data = place.mapped.clone()
         self._held = names
+
+    def _hold_trained(self, request: OffloadRequest | None, device: torch.device | None) -> None:
+        """Has what belongs to trained weights at home, or no longer."""
+        if request is None or not request.with_trained:
+            keep_on_device(self._root().parameters() if self._grounds else ())
+            return
+        if distributed.is_available() and distributed.is_initialized():
+            msg = (
+                "weights='all' is for one process, not for a process group. Use weights='auto'."
+            )
+            raise OffloadError(msg)
+        for weight in named_weights(self._root(), with_trained=True).values():
+            if weight.requires_grad:
+                own = device or weight.device
+                if own not in self._grounds:
+                    self._grounds[own] = Ground(self._tier(request), own)
+                keep_at_home([weight], self._grounds[own])
+
+    def _tier(self, request: OffloadRequest) -> Tier:
+        return tier_of(self._root(), replace(request, host_bytes=None))
 
     def fetch(self, weight: torch.Tensor) -> tuple[torch.Tensor, Pending]:
         """A weight in memory, once what is returned with it has been waited for."""
@@ -133,7 +160,7 @@ class WeightHomes:
         request: OffloadRequest,
         device: torch.device | None,
     ) -> None:
-        tier = tier_of(self._root(), replace(request, host_bytes=None))
+        tier = self._tier(request)
         offsets, end = list[int](), 0
         for weight in weights:
             request.check_device(device or weight.device)
@@ -145,7 +172,7 @@ class WeightHomes:
             self._places[id(weight)] = _Place(
                 slab, offset, view.view(weight.dtype).view(weight.shape)
             )
-        logger.info("%s of frozen weights are at home in %s", size_text(end), request.text)
+        logger.info("%s of weights are at home in %s", size_text(end), request.text)
 
     def _named(self, names: Iterable[str]) -> dict[int, torch.Tensor]:
         found: dict[int, torch.Tensor] = {}
@@ -181,7 +208,13 @@ def homes_of(model: nn.Module) -> WeightHomes:
     return _OF_MODEL.setdefault(model, WeightHomes(model))
 
 
-def send_home(model: nn.Module, offload: str, device: torch.device | str = "cpu") -> None:
+def send_home(
+    model: nn.Module,
+    offload: str,
+    device: torch.device | str = "cpu",
+    *,
+    with_trained: bool = False,
+) -> None:
     """Sends the frozen weights of a model home, and all else of it to a device.
 
     So a model whose weights do not fit a GPU comes to it from the host: load it there, and call
@@ -192,6 +225,7 @@ def send_home(model: nn.Module, offload: str, device: torch.device | str = "cpu"
         model: the model, with adapters and `requires_grad` as for training.
         offload: the home, as for `Planner`: "host" for a GPU, "disk:FOLDER" for the CPU.
         device: that computes.
+        with_trained: sends trained weights home, too, for plans with `weights="all"`.
 
     Raises:
         InvalidArgumentError: `offload` has another form.
@@ -201,8 +235,9 @@ def send_home(model: nn.Module, offload: str, device: torch.device | str = "cpu"
     request, target = OffloadRequest.parse(offload), torch.empty(0, device=device).device
     if request is None:
         raise InvalidArgumentError('offload is None; choose "host" or "disk:FOLDER"')
+    request = replace(request, with_trained=with_trained)
     request.check_device(target)
-    weights = named_weights(model)
+    weights = named_weights(model, with_trained=with_trained)
     if missing := [name for name, weight in weights.items() if weight.is_meta]:
         msg = f"{missing[0]} is on the meta device. Load it: load_state_dict(..., assign=True)."
         raise OffloadError(msg)
@@ -215,19 +250,25 @@ def has_homes(model: nn.Module) -> bool:
     return model in _OF_MODEL
 
 
-def can_go_home(weight: torch.Tensor) -> bool:
-    """Whether a parameter may: a frozen dense tensor of no own class, alone in its memory."""
+def can_go_home(weight: torch.Tensor, *, with_trained: bool = False) -> bool:
+    """Whether a parameter may: a frozen dense tensor of no own class, alone in its memory.
+
+    Args:
+        weight: the parameter.
+        with_trained: whether it may be trained.
+    """
     return (
         isinstance(weight, nn.Parameter)
         and type(weight.data) is torch.Tensor
-        and not weight.requires_grad
+        and (with_trained or not weight.requires_grad)
+        and weight.numel() > 0
         and weight.layout is torch.strided
         and weight.is_contiguous()
         and (weight.is_meta or weight.untyped_storage().nbytes() == weight.nbytes)
     )
 
 
-def named_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
+def named_weights(model: nn.Module, *, with_trained: bool = False) -> Mapping[str, torch.Tensor]:
     """Name -> parameter that can go home; tied ones under each of their names."""
     named = model.named_parameters(remove_duplicate=False)
-    return {name: weight for name, weight in named if can_go_home(weight)}
+    return {name: each for name, each in named if can_go_home(each, with_trained=with_trained)}

@@ -1,6 +1,6 @@
-"""Frozen weights that do not fit: which stay in memory, and when the others are fetched.
+"""Weights that do not fit: which stay in memory, and when the others are fetched.
 
-A budget then bounds activations and frozen weights together. A plan is chosen in three steps:
+A budget then bounds activations and these weights together. A plan is chosen in three steps:
 
 1. *Activations.* Schedules for a grid of smaller budgets, as if all weights were in memory. What
    such a schedule leaves free, run by run, is room for weights.
@@ -59,10 +59,11 @@ class _Weight:
 
 
 class WeightSearch:
-    """The search for plans whose frozen weights come and go.
+    """The search for plans whose weights come and go.
 
     Args:
         captured: the step as captured.
+        with_trained: whether trained ones may, too.
         within: gives the fastest schedule with all weights in memory within a budget of
             activations, for a strategy.
         smallest: gives the schedule of the smallest peak with all weights in memory.
@@ -71,11 +72,13 @@ class WeightSearch:
     def __init__(
         self,
         captured: Form,
+        with_trained: bool,
         within: Callable[[int, str], Found | None],
         smallest: Callable[[str], Found],
     ) -> None:
         self._captured, self._within, self._smallest = captured, cache(within), cache(smallest)
         self._weights: dict[Form, list[_Weight]] = {}
+        self._with_trained = with_trained
 
     @property
     def num_bytes(self) -> int:
@@ -128,7 +131,7 @@ class WeightSearch:
     def _of(self, form: Form) -> list[_Weight]:
         """The weights of a form that can be at home, in the order of their first reads."""
         if form not in self._weights:
-            self._weights[form] = _weights_of(form)
+            self._weights[form] = _weights_of(form, self._with_trained)
         return self._weights[form]
 
     def _starts(self, budget_bytes: int, strategy: str) -> Iterator[Found]:
@@ -291,10 +294,10 @@ class _WeightBounds:
         return max(self.activations.tight_bound_ms(self.budget_bytes), self.copy_ms)
 
 
-def _weights_of(form: Form) -> list[_Weight]:
+def _weights_of(form: Form, with_trained: bool) -> list[_Weight]:
     graph, link = form.graph, form.costs.link
     assert link is not None
-    named = named_weights(form.step.model)
+    named = named_weights(form.step.model, with_trained=with_trained)
     held = {graph.storage_of[node] for node, _ in graph.outputs if node in graph.storage_of}
     storages = dict.fromkeys(
         graph.storage_of[node]

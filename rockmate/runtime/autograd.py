@@ -227,9 +227,10 @@ class Runner:
         Raises:
             OffloadError: the home has no room, or a copy has failed.
         """
-        names = tuple(dict.fromkeys(self.program.fetched))
-        if (names or has_homes(self.model)) and not self.pending.runners_of(self.model):
-            homes_of(self.model).hold(names, self.program.offload)
+        names, offload = tuple(dict.fromkeys(self.program.fetched)), self.program.offload
+        has_own = bool(names) or (offload is not None and offload.with_trained)
+        if (has_own or has_homes(self.model)) and not self.pending.runners_of(self.model):
+            homes_of(self.model).hold(names, offload)
 
     def gradient_owners(self) -> dict[str, torch.Tensor]:
         """Name -> parameter in the module now, for each gradient that the backward accumulates.

@@ -50,6 +50,7 @@ from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.capture.wrapping import NO_WRAPPINGS, Wrapping
 from rockmate.graph.ir import SlicedMatmul
+from rockmate.offload.trained_home import gradient_at_home, send_gradient_home
 from rockmate.ops.held_gradients import HeldGradients
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.pending_steps import PartialGradients
@@ -309,6 +310,8 @@ class GradientSink:
     ) -> None:
         """Lets the engine accumulate gradients and fire the hooks of their parameters."""
         engine.accumulate(parameters, gradients, self._dispatch_keys)
+        for parameter in parameters:
+            send_gradient_home(parameter)
 
 
 def _numbered(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -351,6 +354,8 @@ def _grad_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _new_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if (at_home := gradient_at_home(parameter)) is not None:
+        return at_home
     Recording.leave_out(parameter.nbytes)
     return torch.empty_like(parameter)
 

@@ -202,7 +202,8 @@ _OPTIONS: dict[str, tuple[str, str | None, Callable[[str], Any]]] = {
     ),
     "host_budget": ("most that they take there, as 32GiB (default: no limit)", "SIZE", str),
     "weights": (
-        "auto keeps frozen weights in that tier, too, where they do not fit beside activations",
+        "auto keeps frozen weights in that tier, too, where they do not fit beside activations; "
+        "all also trained ones, with their gradients and optimizer's states",
         None,
         str,
     ),

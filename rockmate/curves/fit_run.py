@@ -269,8 +269,16 @@ class _Run:
 
     def predicted_row(self, size: int) -> FitRow:
         """The row of a size by estimated costs."""
-        planner = self._planners.whole(size)
-        return self._row(size, planner, planner.plan(self._budget_bytes(size)))
+        planner, budget = self._planners.whole(size), self._budget_bytes(size)
+        try:
+            plan = planner.plan(budget)
+        except InfeasibleBudgetError:
+            # Beside weights that are fetched, other chunks are the smallest than without.
+            chunked = self._planners.planner(size, self._chunks) if self._chunks else None
+            if chunked is None:
+                raise
+            planner, plan = chunked, chunked.plan(budget)
+        return self._row(size, planner, plan)
 
     def _budget_bytes(self, size: int) -> int:
         return self._limit_bytes - self._held_at(size)

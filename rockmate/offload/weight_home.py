@@ -25,7 +25,9 @@ import torch
 from torch import distributed, nn
 
 from rockmate._torch.members import tensor_tables
+from rockmate._torch.subclasses import is_wrapper
 from rockmate.budget import size_text
+from rockmate.capture.tensor_parts import inner_tensors
 from rockmate.errors import InvalidArgumentError, OffloadError
 from rockmate.offload.request import OffloadRequest
 from rockmate.offload.tiers import Pending, Slab, Tier, tier_of
@@ -112,7 +114,7 @@ class WeightHomes:
             self._make_places(missing, request, device)
         for weight in away:
             self._places[id(weight)].write(weight)
-        for weight in self._root().parameters():
+        for weight in named_weights(self._root(), with_trained=True).values():
             if id(weight) in self._places and id(weight) not in weights:
                 place = self._places.pop(id(weight))
                 if place.has(weight):
@@ -125,9 +127,7 @@ class WeightHomes:
             keep_on_device(self._root().parameters() if self._grounds else ())
             return
         if distributed.is_available() and distributed.is_initialized():
-            msg = (
-                "weights='all' is for one process, not for a process group. Use weights='auto'."
-            )
+            msg = "weights='all' is for one process, not for a process group. Use weights='auto'."
             raise OffloadError(msg)
         for weight in named_weights(self._root(), with_trained=True).values():
             if weight.requires_grad:
@@ -187,9 +187,12 @@ class WeightHomes:
         return model
 
 
-def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    path, _, key = name.rpartition(".")
-    return tensor_tables(model.get_submodule(path))[0][key]
+def _tensor(model: nn.Module, path: str) -> torch.Tensor:
+    found: Any = model
+    for key in path.split("."):
+        table = tensor_tables(found)[0] if isinstance(found, nn.Module) else {}
+        found = table[key] if key in table else getattr(found, key)
+    return found
 
 
 def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -237,7 +240,8 @@ def send_home(
         raise InvalidArgumentError('offload is None; choose "host" or "disk:FOLDER"')
     request = replace(request, with_trained=with_trained)
     request.check_device(target)
-    weights = named_weights(model, with_trained=with_trained)
+    named = named_weights(model, with_trained=with_trained)
+    weights = {name: each for name, each in named.items() if isinstance(each, nn.Parameter)}
     if missing := [name for name, weight in weights.items() if weight.is_meta]:
         msg = f"{missing[0]} is on the meta device. Load it: load_state_dict(..., assign=True)."
         raise OffloadError(msg)
@@ -251,15 +255,14 @@ def has_homes(model: nn.Module) -> bool:
 
 
 def can_go_home(weight: torch.Tensor, *, with_trained: bool = False) -> bool:
-    """Whether a parameter may: a frozen dense tensor of no own class, alone in its memory.
+    """Whether a weight may: a frozen dense tensor of no own class, alone in its memory.
 
     Args:
-        weight: the parameter.
+        weight: a parameter, or a tensor inside of one.
         with_trained: whether it may be trained.
     """
     return (
-        isinstance(weight, nn.Parameter)
-        and type(weight.data) is torch.Tensor
+        type(weight.data) is torch.Tensor
         and (with_trained or not weight.requires_grad)
         and weight.numel() > 0
         and weight.layout is torch.strided
@@ -269,6 +272,17 @@ def can_go_home(weight: torch.Tensor, *, with_trained: bool = False) -> bool:
 
 
 def named_weights(model: nn.Module, *, with_trained: bool = False) -> Mapping[str, torch.Tensor]:
-    """Name -> parameter that can go home; tied ones under each of their names."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: each for name, each in named if can_go_home(each, with_trained=with_trained)}
+    """Path -> parameter that can go home, or tensor inside of one that wraps tensors.
+
+    Tied ones stand under each of their names.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if is_wrapper(weight) and not weight.requires_grad:
+            inner = inner_tensors(weight).items()
+            found.update({".".join((name, *path)): each for path, each in inner})
+        else:
+            found[name] = weight
+    return {
+        path: each for path, each in found.items() if can_go_home(each, with_trained=with_trained)
+    }

@@ -143,9 +143,7 @@ class PlanOptions(CaptureOptions):
             elif isinstance(default, bool) and not isinstance(value, bool):
                 raise InvalidArgumentError(f"{each.name} is {value!r}; give True or False")
         if self.weights == "all" and self.gradients == "returned":
-            msg = (
-                "weights='all' has gradients at home in .grad, and gradients='returned' has none"
-            )
+            msg = "weights='all' has gradients at home in .grad, and gradients='returned' has none"
             raise InvalidArgumentError(f"{msg} there; leave one of them out")
         if self.numerics == "bitwise" and self.kernels == "auto":
             msg = (

@@ -89,7 +89,7 @@ class WeightSearch:
     def names(self) -> tuple[str, ...]:
         """Their names."""
         form = self._captured
-        inputs = {form.graph.storage_of[node].index: role.name for node, role in form.graph.inputs}
+        inputs = {form.graph.storage_of[node].index: role.path for node, role in form.graph.inputs}
         return tuple(inputs[each.storage] for each in self._of(form))
 
     def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
@@ -302,7 +302,7 @@ def _weights_of(form: Form, with_trained: bool) -> list[_Weight]:
     storages = dict.fromkeys(
         graph.storage_of[node]
         for node, role in graph.inputs
-        if role.name in named and not role.inner and graph.storage_of[node] not in held
+        if role.path in named and graph.storage_of[node] not in held
     )
     # A smaller one takes longer to begin with than to copy.
     least_bytes = link.latency_ms * link.in_gb_per_s * 1e6

@@ -213,7 +213,7 @@ class Runner:
         assert offload is not None
         slab = tier_of(self.model, offload).borrow(slots.num_bytes) if slots.num_bytes else None
         homes = homes_of(self.model) if self.program.fetched else None
-        weights = [self.binding[name] for name in self.program.fetched]
+        weights = [at_path(self.binding[each.name], each.inner) for each in self.program.fetched]
         moves = StepMoves(slab, slots, homes, weights)
         if self._moves_place is not None:
             arguments.insert(self._moves_place, moves)
@@ -227,7 +227,8 @@ class Runner:
         Raises:
             OffloadError: the home has no room, or a copy has failed.
         """
-        names, offload = tuple(dict.fromkeys(self.program.fetched)), self.program.offload
+        names = tuple(dict.fromkeys(each.path for each in self.program.fetched))
+        offload = self.program.offload
         has_own = bool(names) or (offload is not None and offload.with_trained)
         if (has_own or has_homes(self.model)) and not self.pending.runners_of(self.model):
             homes_of(self.model).hold(names, offload)

@@ -111,7 +111,7 @@ class Program:
         backward_code: the backward's source.
         num_in_flight: number of forwards before a backward that the plan's budget bounds.
         slots: where moved values wait in the other tier; None if nothing moves or is fetched.
-        fetched: name of the weight of each fetch, in the order of `Schedule.fetches`.
+        fetched: the weight of each fetch, in the order of `Schedule.fetches`.
         offload: that tier.
     """
 
@@ -138,7 +138,7 @@ class Program:
     backward_code: str
     num_in_flight: int = 1
     slots: SlotPlan | None = None
-    fetched: tuple[str, ...] = ()
+    fetched: tuple[Role, ...] = ()
     offload: OffloadRequest | None = None
 
     def of_copy(self, memo: dict[int, Any]) -> Program:
@@ -175,9 +175,9 @@ class Program:
         """Names of the module's tensors that it reads, updates or has gradients of."""
         arguments = (*self.forward_arguments, *self.backward_arguments)
         roles = [each.source for each in arguments if isinstance(each.source, Role)]
-        roles += [*self.results, *self.gradients]
+        roles += [*self.results, *self.gradients, *self.fetched]
         names = [role.name for role in roles if role.name and role.kind is not RoleKind.CONSTANT]
-        return list(dict.fromkeys([*names, *self.accumulated, *self.fetched]))
+        return list(dict.fromkeys([*names, *self.accumulated]))
 
 
 class PlannedLayout:

@@ -48,20 +48,26 @@ OPT = {
 def test_trained(tmp_path: Path, name: str, in_backward: bool) -> None:
     model = layers()
     eager = copy.deepcopy(model)
-    module = RockmateModule(model, rows(), size_of(model) // 3, offload=f"disk:{tmp_path}", weights="all", **QUICK)
+    module = RockmateModule(
+        model, rows(), size_of(model) // 3, offload=f"disk:{tmp_path}", weights="all", **QUICK
+    )
     assert module.plan.schedule.fetches
     print(module.plan.summary())
+
     def opt_of(m):
         if not in_backward:
             o = OPT[name](m.parameters())
             return lambda: (o.step(), o.zero_grad())
         for p in m.parameters():
             o = OPT[name]([p])
+
             def hook(p, o=o):
                 o.step()
                 o.zero_grad()
+
             p.register_post_accumulate_grad_hook(hook)
         return lambda: None
+
     steps = [opt_of(each) for each in (model, eager)]
     for seed in range(4):
         losses = []

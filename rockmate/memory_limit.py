@@ -7,8 +7,9 @@ What a training process holds is, in the terms used here:
   what the operating system counts;
 * *gradients*: one element of `.grad` for each of a trainable parameter, minus what is there
   already; those of trained weights at home are there, with their state. With `steps_in_backward`
-  (a post-accumulate hook that steps the parameter and frees its gradient) one is at rest at a time, while two temporary tensors of its size let the optimizer
-  step: three times the largest parameter;
+  (a post-accumulate hook that steps the parameter and frees its gradient) one is at rest at a
+  time, while two temporary tensors of its size let the optimizer step: three times the largest
+  parameter;
 * *state*: what the optimizer will hold, minus what it holds already: by the rules below, else by
   what it has allocated;
 * *activations*: the rest. The budget counts them, their gradients and the workspaces of ops.

@@ -40,6 +40,7 @@ class StepMoves:
         slots: where each move's bytes wait.
         homes: of the weights.
         weights: of each fetch.
+        log: takes the bytes of each copy, whether it is one out, and the copy; None for no log.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class StepMoves:
         slots: SlotPlan,
         homes: WeightHomes | None = None,
         weights: Sequence[torch.Tensor] = (),
+        log: list[tuple[int, bool, Pending]] | None = None,
     ) -> None:
+        self._log = log
         self._slots, self._homes, self._weights = slots, homes, weights
         self._versions = [version_of(weight) for weight in weights]
         self._layouts: dict[int, _Layout] = {}
@@ -76,6 +79,7 @@ class StepMoves:
             strides=value.stride(),
         )
         self._leaving[index] = self._slab.copy_out(self._slots.offsets[index], source)
+        self._note(source.numel(), self._leaving[index], is_out=True)
 
     def sent(self, index: int) -> None:
         """Waits until the copy out has ended. Again for a kept graph: then it has long ended."""
@@ -96,16 +100,22 @@ class StepMoves:
                 )
                 raise BackwardError(msg)
             value, self._coming[index] = self._homes.fetch(weight)
+            self._note(value.nbytes, self._coming[index], is_out=False)
             return value
         layout = self._layouts[index]
         target = torch.empty(layout.num_bytes, dtype=torch.uint8, device=layout.device)
         self._coming[index] = self._slab.copy_in(self._slots.offsets[index], target)
+        self._note(target.numel(), self._coming[index], is_out=False)
         value = torch.empty(0, dtype=layout.dtype, device=layout.device)
         return value.set_(target.untyped_storage(), layout.offset, layout.sizes, layout.strides)
 
     def fetched(self, index: int) -> None:
         """Waits until the copy back has ended."""
         self._coming.pop(index).wait()
+
+    def _note(self, num_bytes: int, copy: Pending, *, is_out: bool) -> None:
+        if self._log is not None:
+            self._log.append((num_bytes, is_out, copy))
 
 
 def _bytes_of(value: torch.Tensor) -> torch.Tensor:

@@ -74,6 +74,10 @@ class _Ready:
     def wait(self) -> None:
         """Waits for nothing."""
 
+    def took_ms(self) -> float:
+        """No time."""
+        return 0.0
+
 
 class WeightHomes:
     """The homes of one model's weights."""

@@ -74,7 +74,11 @@ class Forms:
         self.weights = None
         if weights != "resident":
             self.weights = WeightSearch(
-                self.captured, weights == "all", self._resident_within, self._least_found
+                self.captured,
+                weights == "all",
+                self._resident_within,
+                self._least_found,
+                self._resident_minimum,
             )
 
     def check_budget(self, budget: Budget) -> None:

@@ -67,6 +67,7 @@ class WeightSearch:
         within: gives the fastest schedule with all weights in memory within a budget of
             activations, for a strategy.
         smallest: gives the schedule of the smallest peak with all weights in memory.
+        minimum: gives that of the step as captured, which may be smaller beside fetched weights.
     """
 
     def __init__(
@@ -75,8 +76,10 @@ class WeightSearch:
         with_trained: bool,
         within: Callable[[int, str], Found | None],
         smallest: Callable[[str], Found],
+        minimum: Callable[[str], Candidate],
     ) -> None:
         self._captured, self._within, self._smallest = captured, cache(within), cache(smallest)
+        self._minimum = cache(minimum)
         self._weights: dict[Form, list[_Weight]] = {}
         self._with_trained = with_trained
 
@@ -106,6 +109,9 @@ class WeightSearch:
         for start in self._starts(budget_bytes, strategy):
             if start.time_ms < time_of(best):
                 best = self._fetched(start, budget_bytes, best)
+        if best is None:
+            start = Found(self._captured, self._minimum(strategy))
+            best = self._fetched(start, budget_bytes, None)
         return best
 
     def least(self, form: Form, start: Candidate) -> Candidate:

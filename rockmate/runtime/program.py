@@ -141,6 +141,11 @@ class Program:
     fetched: tuple[Role, ...] = ()
     offload: OffloadRequest | None = None
 
+    @property
+    def has_homes(self) -> bool:
+        """Whether weights are at home, or what belongs to trained ones."""
+        return bool(self.fetched) or (self.offload is not None and self.offload.with_trained)
+
     def of_copy(self, memo: dict[int, Any]) -> Program:
         """The same for a copy of the model, which `copy.deepcopy` has made."""
         own = {name: memo.get(id(each), each) for name, each in self.constants.items()}

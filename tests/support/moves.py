@@ -110,6 +110,9 @@ class PoisonCopy:
         if finish is not None:
             finish()  # pyright: ignore
 
+    def took_ms(self) -> float:
+        return 0.0
+
 
 class PoisonSlab:
     """Bytes in memory. What has been sent is filled with NaN, what is fetched is NaN until then."""

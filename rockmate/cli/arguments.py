@@ -186,6 +186,7 @@ _OPTIONS: dict[str, tuple[str, str | None, Callable[[str], Any]]] = {
         "MACHINE",
         str,
     ),
+    "outputs": ("loss releases all other outputs, such as logits", None, str),
     "in_flight": ("forwards that run before the backward of the first", "K", positive),
     "existing_checkpoints": (
         "undo checkpointed calls in the model's code, or keep them as marks", None, str

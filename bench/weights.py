@@ -2,6 +2,7 @@
 
     python -m bench.weights                  # writes bench/results/weights_<yyyymm>.*
     python -m bench.weights --case 8b-12 --rows 1,4
+    python -m bench.weights --longest
     python -m bench.weights --measured FOLDER
 
 Nothing runs, but for the last. The model is on the meta device in bfloat16, with rows of 2,048
@@ -10,6 +11,9 @@ description of a machine. A budget is the card's memory less adapters, their gra
 and a reserve for the context. Beside each plan stands a *block swap by hand* on the same machine:
 checkpoints around each layer, the loss in the planner's chunks, every k-th layer fetched while the
 layer before it runs, and dropped behind its last read, with the best k of those that fit.
+
+The longest are sequences of the 8B model, trained as a whole on a card of 80 GiB, with all weights,
+gradients and states at home.
 
 Measured is a small Llama type, in float32 on one thread, whose frozen weights are a multiple of the
 budget, with a disk as their home: the gradients beside eager's, the peak by the allocator's events,
@@ -24,7 +28,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +42,7 @@ from bench.measure import Trainer, same_bits
 from bench.models import Batch, built, makers
 from bench.moves.measured import planned, timed
 from bench.pages import filled
-from rockmate import InfeasibleBudgetError, Planner
+from rockmate import InfeasibleBudgetError, Planner, fit
 from rockmate.costs.machine import load_machine
 from rockmate.hf.adapt import with_lora
 from rockmate.offload.link import machine_link
@@ -49,6 +53,11 @@ from rockmate.schedule.simulate import simulate
 LENGTH, RANK, RESERVE_BYTES = 2048, 16, 512 << 20
 SHARES = (0.2, 0.3, 0.45, 0.7, 1.0, 1.3, 1.8)
 """Budgets of activations by hand, in smallest peaks without chunks."""
+LONGEST: dict[str, Any] = {
+    "memory": "80GiB", "machine": "h100", "offload": "host", "host_budget": "512GiB",
+    "weights": "all", "outputs": "loss", "optimizer": "adamw_torch_fused", "vary": "tokens",
+    "most": 1 << 21, "sizes": [500_000],
+}  # fmt: skip
 MULTIPLES, NUM_LAYERS = (3, 2, 1.5), 16
 """Frozen weights over the budget, where steps are measured, and the layers of that model."""
 
@@ -64,9 +73,7 @@ class Case(NamedTuple):
 
 CASES = {
     "8b-12": Case("llama-3-8b", "rtx4090", 12, (1, 2, 4, 8)),
-    "8b-24": Case("llama-3-8b", "rtx4090", 24, (4,)),
     "70b-24": Case("llama-3-70b", "rtx4090", 24, (1, 4)),
-    "70b-80": Case("llama-3-70b", "h100", 80, (4,)),
 }
 
 
@@ -77,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", help="of a batch, in place of the case's; commas between them")
     parser.add_argument("--layers", type=int, help="in place of the model's")
     parser.add_argument("--gib", type=float, help="in place of the card's")
+    parser.add_argument("--longest", action="store_true", help="the longest sequences of an 8B")
     parser.add_argument("--measured", metavar="FOLDER", help="train with weights at home there")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds of a search")
     options = parser.parse_args(argv)
@@ -90,16 +98,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 def page(records: Sequence[Record]) -> list[str]:
     """The page of all records."""
     key = ("model", "machine_name", "gib", "rows", "layers", "multiple")
-    rows = command.newest(records, *key)
+    rows = command.newest(records, *key, "num_tokens")
     return filled(
         "weights",
-        rows=[row for row in rows if "multiple" not in row],
+        rows=[row for row in rows if "budget_bytes" in row],
+        longest=[row for row in rows if "num_tokens" in row],
         measured=[row for row in rows if "multiple" in row],
         machines="\n\n".join(map(machine_text, {row["command"]: row for row in rows}.values())),
     )
 
 
 def _records(options: argparse.Namespace) -> Iterator[Record]:
+    if options.longest:
+        model, sample = _built(CASES["8b-12"], 1, options.layers)
+        for row in fit(model, dict(sample), **LONGEST).rows:
+            yield {"model": CASES["8b-12"].model, "layers": options.layers or 0, **asdict(row)}
+        return
     for name in options.case or CASES:
         case = CASES[name]
         for rows in map(int, options.rows.split(",")) if options.rows else case.rows:
@@ -180,10 +194,15 @@ def _figures(plan: Plan, budget: int) -> Record:
 
 
 def _adapted(case: Case, rows: int, layers: int | None) -> tuple[nn.Module, Batch]:
+    model, sample = _built(case, rows, layers)
+    return with_lora(model, rank=RANK), sample
+
+
+def _built(case: Case, rows: int, layers: int | None) -> tuple[Any, Batch]:
     sizes = {"layers": layers} if layers else {}
     make = partial(makers("large")[case.model], length=LENGTH, **sizes)
     workload = built(case.model, make, device="meta", dtype=torch.bfloat16)
-    return with_lora(workload.model, rank=RANK), workload.make_batch(0, rows)
+    return workload.model, workload.make_batch(0, rows)
 
 
 def _planner(

@@ -106,9 +106,7 @@ class MemoryLimit:
     def holdings(self, model: nn.Module, weights: str = "resident") -> Holdings:
         """What is and will be held beside activations, as of now; arguments as below."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        kept = parameters
-        if weights == "all":
-            kept = [each for each in parameters if not can_go_home(each, with_trained=True)]
+        kept = kept_on_device(parameters, weights)
         if self.steps_in_backward:
             gradient_bytes = 3 * max((_shard(each).nbytes for each in parameters), default=0)
         else:
@@ -150,6 +148,11 @@ class MemoryLimit:
                 msg, limit_bytes=limit_bytes, held_bytes=holdings.total_bytes
             )
         return limit_bytes - holdings.total_bytes
+
+
+def kept_on_device(parameters: Iterable[torch.Tensor], weights: str) -> list[torch.Tensor]:
+    """The trained parameters whose gradients and states are not at home; `weights` as above."""
+    return [each for each in parameters if weights != "all" or not can_go_home(each)]
 
 
 def present_bytes(device: torch.device) -> int:

@@ -28,8 +28,13 @@ import torch
 from torch import nn
 
 from rockmate.budget import size_text
-from rockmate.memory_limit import MemoryLimit, Optimizer, missing_state_bytes, present_bytes
-from rockmate.offload.weight_home import can_go_home
+from rockmate.memory_limit import (
+    MemoryLimit,
+    Optimizer,
+    kept_on_device,
+    missing_state_bytes,
+    present_bytes,
+)
 
 _DEVICE_BYTES = 1 << 30  # of a GPU that is elsewhere
 _MARGINS = {"cuda": 0.05, "cpu": 0.02}  # of the memory
@@ -46,6 +51,7 @@ class FixedMemory:
         gradient_bytes: gradients at rest.
         state_bytes: of the optimizer.
         step_bytes: temporary tensors of the optimizer's step.
+        home_bytes: gradients and state that are at home, no part of the memory.
     """
 
     device_bytes: int
@@ -54,6 +60,7 @@ class FixedMemory:
     gradient_bytes: int
     state_bytes: int
     step_bytes: int
+    home_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -97,16 +104,18 @@ def fixed_memory(
         present = max(0, _device_bytes(model, device) - _held_state(limit.optimizer))
         reserve_bytes = present + margin_bytes
     sizes = [rounded(parameter.nbytes) for parameter in trained]
-    kept = [p for p in trained if weights != "all" or not can_go_home(p, with_trained=True)]
+    kept = kept_on_device(trained, weights)
+    gradient_bytes = sum(rounded(parameter.nbytes) for parameter in kept)
+    state_bytes = missing_state_bytes(limit.optimizer, kept)
+    all_bytes = sum(sizes) + missing_state_bytes(limit.optimizer, trained)
     return FixedMemory(
         device_bytes=reserve_bytes,
         margin_bytes=margin_bytes,
         parameter_bytes=sum(rounded(each.nbytes) for each in tensors.values()),
-        gradient_bytes=3 * max(sizes, default=0)
-        if limit.steps_in_backward
-        else sum(rounded(parameter.nbytes) for parameter in kept),
-        state_bytes=missing_state_bytes(limit.optimizer, kept) + _held_state(limit.optimizer),
+        gradient_bytes=3 * max(sizes, default=0) if limit.steps_in_backward else gradient_bytes,
+        state_bytes=state_bytes + _held_state(limit.optimizer),
         step_bytes=0 if limit.steps_in_backward else _step_bytes(limit.optimizer, sizes, device),
+        home_bytes=all_bytes - gradient_bytes - state_bytes,
     )
 
 

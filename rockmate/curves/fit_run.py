@@ -303,7 +303,7 @@ class _Run:
             baseline_ms=planner.baseline_ms,
             num_recomputations=plan.schedule.num_recomputations(),
             loss_chunks=str(plan.options.loss_chunks or ""),
-            host_bytes=plan.simulation.host_bytes + home_bytes,
+            host_bytes=plan.simulation.host_bytes + home_bytes + self.fixed.home_bytes,
             num_moves=len(plan.schedule.moves),
         )
 

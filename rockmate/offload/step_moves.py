@@ -40,7 +40,7 @@ class StepMoves:
         slots: where each move's bytes wait.
         homes: of the weights.
         weights: of each fetch.
-        log: takes the bytes of each copy, whether it is one out, and the copy; None for no log.
+        log: takes each copy back, and its bytes; None for no log.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class StepMoves:
         slots: SlotPlan,
         homes: WeightHomes | None = None,
         weights: Sequence[torch.Tensor] = (),
-        log: list[tuple[int, bool, Pending]] | None = None,
+        log: list[tuple[int, Pending]] | None = None,
     ) -> None:
         self._log = log
         self._slots, self._homes, self._weights = slots, homes, weights
         self._versions = [version_of(weight) for weight in weights]
         self._layouts: dict[int, _Layout] = {}
         self._leaving: dict[int, Pending] = {}
-        self._coming: dict[int, Pending] = {}
+        self._coming: dict[int, tuple[Pending | None, int]] = {}  # with the bytes of each
         if slab is not None:
             self._slab = slab
             weakref.finalize(self, slab.release).atexit = False
@@ -79,7 +79,6 @@ class StepMoves:
             strides=value.stride(),
         )
         self._leaving[index] = self._slab.copy_out(self._slots.offsets[index], source)
-        self._note(source.numel(), self._leaving[index], is_out=True)
 
     def sent(self, index: int) -> None:
         """Waits until the copy out has ended. Again for a kept graph: then it has long ended."""
@@ -99,23 +98,23 @@ class StepMoves:
                     "forward. Change it after the backward."
                 )
                 raise BackwardError(msg)
-            value, self._coming[index] = self._homes.fetch(weight)
-            self._note(value.nbytes, self._coming[index], is_out=False)
+            value, pending = self._homes.fetch(weight)
+            self._coming[index] = pending, value.nbytes
             return value
         layout = self._layouts[index]
         target = torch.empty(layout.num_bytes, dtype=torch.uint8, device=layout.device)
-        self._coming[index] = self._slab.copy_in(self._slots.offsets[index], target)
-        self._note(target.numel(), self._coming[index], is_out=False)
+        pending = self._slab.copy_in(self._slots.offsets[index], target)
+        self._coming[index] = pending, layout.num_bytes
         value = torch.empty(0, dtype=layout.dtype, device=layout.device)
         return value.set_(target.untyped_storage(), layout.offset, layout.sizes, layout.strides)
 
     def fetched(self, index: int) -> None:
         """Waits until the copy back has ended."""
-        self._coming.pop(index).wait()
-
-    def _note(self, num_bytes: int, copy: Pending, *, is_out: bool) -> None:
-        if self._log is not None:
-            self._log.append((num_bytes, is_out, copy))
+        pending, num_bytes = self._coming.pop(index)
+        if pending is not None:
+            pending.wait()
+            if self._log is not None:
+                self._log.append((num_bytes, pending))
 
 
 def _bytes_of(value: torch.Tensor) -> torch.Tensor:

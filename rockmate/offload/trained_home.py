@@ -25,12 +25,12 @@ from rockmate.schedule.move import SLOT_ALIGNMENT
 
 
 class Ground:
-    """Memory of a home, in pieces; it is set aside as it is needed, twice as much each time."""
+    """Memory of a home, in pieces. It is set aside as it is needed, an eighth more each time."""
 
     def __init__(self, tier: Tier, device: torch.device) -> None:
         self._tier, self._device = tier, device
         self._slabs: list[tuple[Slab, range]] = []  # with its addresses
-        self._offset = self._num_bytes = 0  # of the last slab
+        self._left_bytes = self._num_bytes = 0  # of the last slab, of all
         self._free: defaultdict[int, list[tuple[Slab, int]]] = defaultdict(list)  # by bytes
 
     def take(self, like: torch.Tensor) -> torch.Tensor:
@@ -51,26 +51,26 @@ class Ground:
         return any(tensor.data_ptr() in addresses for _, addresses in self._slabs)
 
     def _further(self, size: int) -> tuple[Slab, int]:
-        if self._offset + size > self._num_bytes:
-            self._num_bytes = max(size, 2 * self._num_bytes)
-            slab = self._tier.borrow(self._num_bytes)
-            begin = slab.view(0, self._num_bytes, self._device).data_ptr()
-            self._slabs.append((slab, range(begin, begin + self._num_bytes)))
-            self._offset = 0
-        self._offset += size
-        return self._slabs[-1][0], self._offset - size
+        if self._left_bytes < size:
+            self._left_bytes = max(size, self._num_bytes // 8 // SLOT_ALIGNMENT * SLOT_ALIGNMENT)
+            self._num_bytes += self._left_bytes
+            slab = self._tier.borrow(self._left_bytes)
+            begin = slab.view(0, self._left_bytes, self._device).data_ptr()
+            self._slabs.append((slab, range(begin, begin + self._left_bytes)))
+        slab, addresses = self._slabs[-1]
+        self._left_bytes -= size
+        return slab, len(addresses) - self._left_bytes - size
 
 
 _GROUND_OF = WeakTensorKeyDictionary()  # parameter -> where its gradient and state are
 _HOOKS: list[Any] = []
 
 
-def keep_at_home(parameters: Iterable[torch.Tensor], ground: Ground) -> None:
-    """Has the gradients and states of these parameters at home from now on."""
+def keep_at_home(parameter: torch.Tensor, ground: Ground) -> None:
+    """Has the gradient and state of a parameter at home from now on."""
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_post_hook(_send_state_home))
-    for parameter in parameters:
-        _GROUND_OF[parameter] = ground
+    _GROUND_OF[parameter] = ground
 
 
 def keep_on_device(parameters: Iterable[torch.Tensor]) -> None:

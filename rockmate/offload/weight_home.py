@@ -24,13 +24,12 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from rockmate._torch.members import tensor_tables
 from rockmate._torch.subclasses import is_wrapper
 from rockmate.budget import size_text
 from rockmate.capture.tensor_parts import inner_tensors
 from rockmate.errors import InvalidArgumentError, OffloadError
 from rockmate.offload.request import OffloadRequest
-from rockmate.offload.tiers import Pending, Slab, Tier, tier_of
+from rockmate.offload.tiers import Pending, Slab, tier_of
 from rockmate.offload.trained_home import Ground, keep_at_home, keep_on_device
 from rockmate.schedule.move import SLOT_ALIGNMENT
 
@@ -68,17 +67,6 @@ class _Place:
         return value, pending
 
 
-class _Ready:
-    """A copy that has ended."""
-
-    def wait(self) -> None:
-        """Waits for nothing."""
-
-    def took_ms(self) -> float:
-        """No time."""
-        return 0.0
-
-
 class WeightHomes:
     """The homes of one model's weights."""
 
@@ -106,7 +94,8 @@ class WeightHomes:
                 at home in a process group.
         """
         self._hold_trained(request, device)
-        weights = self._named(names)
+        named = named_weights(self._root(), with_trained=True)
+        weights = {id(named[name]): named[name] for name in names if name in named}
         away = [w for w in weights.values() if not self._is_at_home(w)]
         if self._held == names and not away:
             return
@@ -118,7 +107,7 @@ class WeightHomes:
             self._make_places(missing, request, device)
         for weight in away:
             self._places[id(weight)].write(weight)
-        for weight in named_weights(self._root(), with_trained=True).values():
+        for weight in named.values():
             if id(weight) in self._places and id(weight) not in weights:
                 place = self._places.pop(id(weight))
                 if place.has(weight):
@@ -133,21 +122,17 @@ class WeightHomes:
         if distributed.is_available() and distributed.is_initialized():
             msg = "weights='all' is for one process, not for a process group. Use weights='auto'."
             raise OffloadError(msg)
-        for weight in named_weights(self._root(), with_trained=True).values():
-            if weight.requires_grad:
+        tier = tier_of(self._root(), replace(request, host_bytes=None))
+        for weight in self._root().parameters():
+            if weight.requires_grad and can_go_home(weight):
                 own = device or weight.device
-                if own not in self._grounds:
-                    self._grounds[own] = Ground(self._tier(request), own)
-                keep_at_home([weight], self._grounds[own])
+                keep_at_home(weight, self._grounds.setdefault(own, Ground(tier, own)))
 
-    def _tier(self, request: OffloadRequest) -> Tier:
-        return tier_of(self._root(), replace(request, host_bytes=None))
-
-    def fetch(self, weight: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """A weight in memory, once what is returned with it has been waited for."""
+    def fetch(self, weight: torch.Tensor) -> tuple[torch.Tensor, Pending | None]:
+        """A weight in memory, once the copy that is returned with it has been waited for."""
         if self._is_at_home(weight):
             return self._places[id(weight)].fetch()
-        return weight.detach().clone(), _Ready()
+        return weight.detach().clone(), None
 
     def _is_at_home(self, weight: torch.Tensor) -> bool:
         place = self._places.get(id(weight))
@@ -164,7 +149,7 @@ class WeightHomes:
         request: OffloadRequest,
         device: torch.device | None,
     ) -> None:
-        tier = self._tier(request)
+        tier = tier_of(self._root(), replace(request, host_bytes=None))
         offsets, end = list[int](), 0
         for weight in weights:
             request.check_device(device or weight.device)
@@ -178,25 +163,10 @@ class WeightHomes:
             )
         logger.info("%s of weights are at home in %s", size_text(end), request.text)
 
-    def _named(self, names: Iterable[str]) -> dict[int, torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
-        for name in names:
-            weight = _tensor(self._root(), name)
-            found[id(weight)] = weight
-        return found
-
     def _root(self) -> nn.Module:
         model = self._model()
         assert model is not None
         return model
-
-
-def _tensor(model: nn.Module, path: str) -> torch.Tensor:
-    found: Any = model
-    for key in path.split("."):
-        table = tensor_tables(found)[0] if isinstance(found, nn.Module) else {}
-        found = table[key] if key in table else getattr(found, key)
-    return found
 
 
 def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -258,16 +228,10 @@ def has_homes(model: nn.Module) -> bool:
     return model in _OF_MODEL
 
 
-def can_go_home(weight: torch.Tensor, *, with_trained: bool = False) -> bool:
-    """Whether a weight may: a frozen dense tensor of no own class, alone in its memory.
-
-    Args:
-        weight: a parameter, or a tensor inside of one.
-        with_trained: whether it may be trained.
-    """
+def can_go_home(weight: torch.Tensor) -> bool:
+    """Whether a weight may: a dense tensor of no own class, alone in its memory."""
     return (
         type(weight.data) is torch.Tensor
-        and (with_trained or not weight.requires_grad)
         and weight.numel() > 0
         and weight.layout is torch.strided
         and weight.is_contiguous()
@@ -282,11 +246,8 @@ def named_weights(model: nn.Module, *, with_trained: bool = False) -> Mapping[st
     """
     found: dict[str, torch.Tensor] = {}
     for name, weight in model.named_parameters(remove_duplicate=False):
-        if is_wrapper(weight) and not weight.requires_grad:
-            inner = inner_tensors(weight).items()
-            found.update({".".join((name, *path)): each for path, each in inner})
-        else:
-            found[name] = weight
-    return {
-        path: each for path, each in found.items() if can_go_home(each, with_trained=with_trained)
-    }
+        is_plain, is_shard = not is_wrapper(weight), hasattr(weight, "to_local")
+        if not is_shard and (not weight.requires_grad or (with_trained and is_plain)):
+            parts = {(): weight} if is_plain else inner_tensors(weight)
+            found |= {".".join((name, *path)): each for path, each in parts.items()}
+    return {path: each for path, each in found.items() if can_go_home(each)}

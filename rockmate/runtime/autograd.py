@@ -119,7 +119,7 @@ class Runner:
         self.program, self.name, self.way_out = program, name, way_out
         self.model = model
         self.check_tangents: Callable[[Sequence[torch.Tensor | None]], None] = lambda _: None
-        self.copies: list[tuple[int, bool, Pending]] | None = None
+        self.copies: list[tuple[int, Pending]] | None = None
         self.saved_bytes: Callable[[], int] = int
         self.around: Callable[[str], AbstractContextManager[Any]] = engine.profiler_label
         self.binding = Binding(model, program.tensor_names())

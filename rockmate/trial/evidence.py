@@ -46,7 +46,7 @@ class Evidence:
         self._seconds: list[float] = []  # of each step, from the first
         self._forward_s, self._forward_peak_bytes, self._saved_bytes = 0.0, 0, 0
         self._tangent_bytes = self.peak_bytes = self._untold_bytes = 0
-        self._copies: list[tuple[int, bool, Pending]] = []  # of the steps that are timed
+        self._copies: list[tuple[int, Pending]] = []  # of the steps that are timed
 
     def begin(self, runner: Runner, inputs: Sequence[torch.Tensor]) -> None:
         """Before a forward, which `runner` runs with these inputs."""
@@ -129,10 +129,8 @@ class Evidence:
         link = plan.costs.link
         if link is None or not copies:
             return ""
-        described_ms = sum(
-            (link.out_ms if is_out else link.in_ms)(num_bytes) for num_bytes, is_out, _ in copies
-        )
-        ratio = sum(copy.took_ms() for _, _, copy in copies) / described_ms
+        described_ms = sum(link.in_ms(num_bytes) for num_bytes, _ in copies)
+        ratio = sum(copy.took_ms() for _, copy in copies) / described_ms
         if ratio * link.duplex < _SLOW:
             return ""
         slower = replace(
@@ -141,8 +139,7 @@ class Evidence:
             in_gb_per_s=link.in_gb_per_s / ratio,
             latency_ms=link.latency_ms * ratio,
         )
-        costs = replace(plan.costs, link=slower)
-        slow_ms = simulate(plan.graph, plan.schedule, costs).time_ms
+        slow_ms = simulate(plan.graph, plan.schedule, replace(plan.costs, link=slower)).time_ms
         return (
             f". The link is slower than described: copies take {ratio:.1f}x of their time, for "
             f"which {slow_ms:.1f} ms are predicted, {slow_ms - plan.predicted_ms:.1f} ms more"

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fine_tuning import batch, llama
 from helpers import gradients_of, net_allocated
+from moves import Net, rows
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -60,13 +61,6 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return model
 
 
-class Net(nn.Sequential):
-    """Layers with the loss behind them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).square().mean()
-
-
 def layers() -> nn.Module:
     """Sixteen frozen products of 64 KiB each, with adapters and activations between them."""
     torch.manual_seed(0)
@@ -76,10 +70,6 @@ def layers() -> nn.Module:
 
 def frozen_bytes(model: nn.Module) -> int:
     return sum(each.nbytes for each in model.parameters() if not each.requires_grad)
-
-
-def rows(seed: int = 0, number: int = 32) -> Tensor:
-    return torch.randn(number, 128, generator=torch.Generator().manual_seed(seed))
 
 
 def planner_of(folder: Path, model: nn.Module, sample: Any = None, **options: Any) -> Planner:

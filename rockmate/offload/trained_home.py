@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -66,17 +65,14 @@ _GROUND_OF = WeakTensorKeyDictionary()  # parameter -> where its gradient and st
 _HOOKS: list[Any] = []
 
 
-def keep_at_home(parameter: torch.Tensor, ground: Ground) -> None:
-    """Has the gradient and state of a parameter at home from now on."""
+def keep_at(ground: Ground | None, parameter: torch.Tensor) -> None:
+    """Has the gradient and state of a parameter there from now on; None has them on the device."""
+    if ground is None:
+        _GROUND_OF.pop(parameter, None)
+        return
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_post_hook(_send_state_home))
     _GROUND_OF[parameter] = ground
-
-
-def keep_on_device(parameters: Iterable[torch.Tensor]) -> None:
-    """Has gradients and states that are made from now on where the parameters' device has them."""
-    for parameter in parameters:
-        _GROUND_OF.pop(parameter, None)
 
 
 def gradient_at_home(parameter: torch.Tensor) -> torch.Tensor | None:

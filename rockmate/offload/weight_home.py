@@ -30,7 +30,7 @@ from rockmate.capture.tensor_parts import inner_tensors
 from rockmate.errors import InvalidArgumentError, OffloadError
 from rockmate.offload.request import OffloadRequest
 from rockmate.offload.tiers import Pending, Slab, tier_of
-from rockmate.offload.trained_home import Ground, keep_at_home, keep_on_device
+from rockmate.offload.trained_home import Ground, keep_at
 from rockmate.schedule.move import SLOT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,8 @@ class WeightHomes:
     def _hold_trained(self, request: OffloadRequest | None, device: torch.device | None) -> None:
         """Has what belongs to trained weights at home, or no longer."""
         if request is None or not request.with_trained:
-            keep_on_device(self._root().parameters() if self._grounds else ())
+            for weight in self._root().parameters() if self._grounds else ():
+                keep_at(None, weight)
             return
         if distributed.is_available() and distributed.is_initialized():
             msg = "weights='all' is for one process, not for a process group. Use weights='auto'."
@@ -126,7 +127,7 @@ class WeightHomes:
         for weight in self._root().parameters():
             if weight.requires_grad and can_go_home(weight):
                 own = device or weight.device
-                keep_at_home(weight, self._grounds.setdefault(own, Ground(tier, own)))
+                keep_at(self._grounds.setdefault(own, Ground(tier, own)), weight)
 
     def fetch(self, weight: torch.Tensor) -> tuple[torch.Tensor, Pending | None]:
         """A weight in memory, once the copy that is returned with it has been waited for."""

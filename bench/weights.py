@@ -2,7 +2,6 @@
 
     python -m bench.weights                  # writes bench/results/weights_<yyyymm>.*
     python -m bench.weights --case 8b-12 --rows 1,4
-    python -m bench.weights --longest
     python -m bench.weights --measured FOLDER
 
 Nothing runs, but for the last. The model is on the meta device in bfloat16, with rows of 2,048
@@ -10,10 +9,8 @@ tokens, adapters of rank 16 beside all products, and AdamW in bfloat16. Times fo
 description of a machine. A budget is the card's memory less adapters, their gradients and states,
 and a reserve for the context. Beside each plan stands a *block swap by hand* on the same machine:
 checkpoints around each layer, the loss in the planner's chunks, every k-th layer fetched while the
-layer before it runs, and dropped behind its last read, with the best k of those that fit.
-
-The longest are sequences of the 8B model, trained as a whole on a card of 80 GiB, with all weights,
-gradients and states at home.
+layer before it runs, and dropped behind its last read, with the best k of those that fit. "alst" is
+one sequence of so many tokens, of a model that is trained with all of it at home.
 
 Measured is a small Llama type, in float32 on one thread, whose frozen weights are a multiple of the
 budget, with a disk as their home: the gradients beside eager's, the peak by the allocator's events,
@@ -28,7 +25,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -42,7 +39,7 @@ from bench.measure import Trainer, same_bits
 from bench.models import Batch, built, makers
 from bench.moves.measured import planned, timed
 from bench.pages import filled
-from rockmate import InfeasibleBudgetError, Planner, fit
+from rockmate import InfeasibleBudgetError, Planner
 from rockmate.costs.machine import load_machine
 from rockmate.hf.adapt import with_lora
 from rockmate.offload.link import machine_link
@@ -53,11 +50,6 @@ from rockmate.schedule.simulate import simulate
 LENGTH, RANK, RESERVE_BYTES = 2048, 16, 512 << 20
 SHARES = (0.2, 0.3, 0.45, 0.7, 1.0, 1.3, 1.8)
 """Budgets of activations by hand, in smallest peaks without chunks."""
-LONGEST: dict[str, Any] = {
-    "memory": "80GiB", "machine": "h100", "offload": "host", "host_budget": "512GiB",
-    "weights": "all", "outputs": "loss", "optimizer": "adamw_torch_fused", "vary": "tokens",
-    "most": 1 << 21, "sizes": [500_000],
-}  # fmt: skip
 MULTIPLES, NUM_LAYERS = (3, 2, 1.5), 16
 """Frozen weights over the budget, where steps are measured, and the layers of that model."""
 
@@ -69,11 +61,13 @@ class Case(NamedTuple):
     machine: str
     gib: int
     rows: tuple[int, ...]
+    weights: str = "auto"
 
 
 CASES = {
     "8b-12": Case("llama-3-8b", "rtx4090", 12, (1, 2, 4, 8)),
     "70b-24": Case("llama-3-70b", "rtx4090", 24, (1, 4)),
+    "alst": Case("llama-3-8b", "h100", 75, (500_000,), "all"),
 }
 
 
@@ -84,7 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", help="of a batch, in place of the case's; commas between them")
     parser.add_argument("--layers", type=int, help="in place of the model's")
     parser.add_argument("--gib", type=float, help="in place of the card's")
-    parser.add_argument("--longest", action="store_true", help="the longest sequences of an 8B")
     parser.add_argument("--measured", metavar="FOLDER", help="train with weights at home there")
     parser.add_argument("--limit", type=float, default=30.0, help="seconds of a search")
     options = parser.parse_args(argv)
@@ -98,22 +91,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 def page(records: Sequence[Record]) -> list[str]:
     """The page of all records."""
     key = ("model", "machine_name", "gib", "rows", "layers", "multiple")
-    rows = command.newest(records, *key, "num_tokens")
+    rows = command.newest(records, *key)
     return filled(
         "weights",
-        rows=[row for row in rows if "budget_bytes" in row],
-        longest=[row for row in rows if "num_tokens" in row],
+        rows=[row for row in rows if "multiple" not in row and row.get("weights") != "all"],
+        longest=[row for row in rows if row.get("weights") == "all"],
         measured=[row for row in rows if "multiple" in row],
         machines="\n\n".join(map(machine_text, {row["command"]: row for row in rows}.values())),
     )
 
 
 def _records(options: argparse.Namespace) -> Iterator[Record]:
-    if options.longest:
-        model, sample = _built(CASES["8b-12"], 1, options.layers)
-        for row in fit(model, dict(sample), **LONGEST).rows:
-            yield {"model": CASES["8b-12"].model, "layers": options.layers or 0, **asdict(row)}
-        return
     for name in options.case or CASES:
         case = CASES[name]
         for rows in map(int, options.rows.split(",")) if options.rows else case.rows:
@@ -123,16 +111,18 @@ def _records(options: argparse.Namespace) -> Iterator[Record]:
 def records_of(case: Case, rows: int, options: argparse.Namespace) -> Iterator[Record]:
     """A plan for a batch, and then the same with the block swap by hand."""
     model, sample = _adapted(case, rows, options.layers)
-    trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    on_card = model.parameters() if case.weights == "auto" else ()
+    trained_bytes = sum(each.nbytes for each in on_card if each.requires_grad)
     budget = int(case.gib * 2**30) - 4 * trained_bytes - RESERVE_BYTES
     begin = time.perf_counter()
-    planner = _planner(case, model, sample, options, weights="auto")
+    planner = _planner(case, model, sample, options, weights=case.weights, host_budget="512GiB")
     prepared = time.perf_counter()
     found: Record = {
         "model": case.model,
         "machine_name": case.machine,
         "gib": case.gib,
         "rows": rows,
+        "weights": case.weights,
         "layers": options.layers or 0,
         "budget_bytes": budget,
         "weight_bytes": planner.weight_bytes,
@@ -149,7 +139,8 @@ def records_of(case: Case, rows: int, options: argparse.Namespace) -> Iterator[R
     found |= {"plan_s": time.perf_counter() - prepared, **_figures(plan, budget)}
     found["bound_ms"] = plan.quick_lower_bound_ms
     yield found
-    yield found | _by_hand(case, rows, budget, options)
+    if case.weights == "auto":
+        yield found | _by_hand(case, rows, budget, options)
 
 
 def measured(folder: str) -> Iterator[Record]:
@@ -188,21 +179,20 @@ def _figures(plan: Plan, budget: int) -> Record:
         "resident_bytes": budget - plan.budget_bytes,
         "copied_bytes": copied,
         "moved_bytes": moved,
+        "host_bytes": plan.simulation.host_bytes,
+        "chunks": plan.options.loss_chunks,
         "num_recomputations": plan.schedule.num_recomputations(),
         "waited_ms": lanes.waited_ms if lanes else 0.0,
     }
 
 
 def _adapted(case: Case, rows: int, layers: int | None) -> tuple[nn.Module, Batch]:
-    model, sample = _built(case, rows, layers)
-    return with_lora(model, rank=RANK), sample
-
-
-def _built(case: Case, rows: int, layers: int | None) -> tuple[Any, Batch]:
     sizes = {"layers": layers} if layers else {}
-    make = partial(makers("large")[case.model], length=LENGTH, **sizes)
+    length, rows = (LENGTH, rows) if case.weights == "auto" else (rows, 1)
+    make = partial(makers("large")[case.model], length=length, **sizes)
     workload = built(case.model, make, device="meta", dtype=torch.bfloat16)
-    return workload.model, workload.make_batch(0, rows)
+    model = with_lora(workload.model, rank=RANK) if case.weights == "auto" else workload.model
+    return model, workload.make_batch(0, rows)
 
 
 def _planner(

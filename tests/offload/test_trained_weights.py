@@ -69,9 +69,9 @@ def train(module: Any, optimizer: torch.optim.Optimizer | None, seed: int) -> li
         loss.backward()
         losses.append(loss.item())
     if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad()
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.step()  # sends the state home
+        optimizer.zero_grad()
     return losses
 
 

@@ -133,12 +133,8 @@ class Evidence:
         ratio = sum(copy.took_ms() for _, copy in copies) / described_ms
         if ratio * link.duplex < _SLOW:
             return ""
-        slower = replace(
-            link,
-            out_gb_per_s=link.out_gb_per_s / ratio,
-            in_gb_per_s=link.in_gb_per_s / ratio,
-            latency_ms=link.latency_ms * ratio,
-        )
+        back, out = link.in_gb_per_s / ratio, link.out_gb_per_s / ratio
+        slower = replace(link, in_gb_per_s=back, out_gb_per_s=out)
         slow_ms = simulate(plan.graph, plan.schedule, replace(plan.costs, link=slower)).time_ms
         return (
             f". The link is slower than described: copies take {ratio:.1f}x of their time, for "

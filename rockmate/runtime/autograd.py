@@ -105,6 +105,8 @@ class Runner:
         tangent_layouts: index of an output -> the layout of its tangent that is relied on.
     """
 
+    copies: list[tuple[int, Pending]] | None = None
+
     def __init__(
         self, program: Program, model: nn.Module, *, name: str = "the model", way_out: str = ""
     ) -> None:
@@ -119,7 +121,6 @@ class Runner:
         self.program, self.name, self.way_out = program, name, way_out
         self.model = model
         self.check_tangents: Callable[[Sequence[torch.Tensor | None]], None] = lambda _: None
-        self.copies: list[tuple[int, Pending]] | None = None
         self.saved_bytes: Callable[[], int] = int
         self.around: Callable[[str], AbstractContextManager[Any]] = engine.profiler_label
         self.binding = Binding(model, program.tensor_names())

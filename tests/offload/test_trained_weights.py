@@ -84,6 +84,8 @@ def test_training_has_the_bits_of_eager_in_the_memory_of_activations(
     plan = module_of(tmp_path, model).plan
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
+    assert (loaded.schedule, loaded.simulation) == (plan.schedule, plan.simulation)
+    assert "at home in the disk" in loaded.summary()
     module = RockmateModule(model, rows(), plan=loaded, trial="never")
     ours, theirs = (stepped(each, name, in_backward=in_backward) for each in (model, eager))
     for seed in range(4):

@@ -23,7 +23,6 @@ from rockmate import (
     InfeasibleBudgetError,
     NothingFitsError,
     OffloadError,
-    Plan,
     Planner,
     RockmateModule,
     fit,
@@ -245,19 +244,6 @@ def test_a_kept_graph_and_two_forwards_have_the_bits_of_eager(tmp_path: Path) ->
         losses[0].backward()
         losses[1].backward()
     assert_equal(gradients_of(model), gradients_of(eager))
-
-
-def test_a_plan_file_holds_the_fetches(tmp_path: Path) -> None:
-    model = layers()
-    eager = copy.deepcopy(model)
-    plan = planner_of(tmp_path, model).plan(frozen_bytes(model) // 3)
-    plan.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.schedule == plan.schedule
-    assert loaded.simulation == plan.simulation
-    assert "at home in the disk" in loaded.summary()
-    module = RockmateModule(model, rows(), plan=loaded)
-    assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
 
 
 def test_a_full_home_is_an_error_before_anything_is_computed(

@@ -105,8 +105,6 @@ class Runner:
         tangent_layouts: index of an output -> the layout of its tangent that is relied on.
     """
 
-    copies: list[tuple[int, Pending]] | None = None
-
     def __init__(
         self, program: Program, model: nn.Module, *, name: str = "the model", way_out: str = ""
     ) -> None:
@@ -118,8 +116,8 @@ class Runner:
             name: of the model, for errors.
             way_out: what else a user may do about an error, after what can be done in any case.
         """
-        self.program, self.name, self.way_out = program, name, way_out
-        self.model = model
+        self.model, self.program, self.name, self.way_out = model, program, name, way_out
+        self.copies: list[tuple[int, Pending]] | None = None
         self.check_tangents: Callable[[Sequence[torch.Tensor | None]], None] = lambda _: None
         self.saved_bytes: Callable[[], int] = int
         self.around: Callable[[str], AbstractContextManager[Any]] = engine.profiler_label

@@ -118,7 +118,7 @@ class PlanRequest:
             if session.weights is not None:  # what is left is left to activations and to weights
                 plain = plain_model(model)
                 if not pending_steps_of(plain).runners_of(plain):
-                    homes_of(plain).hold(session.weights.names, self.options.moves)
+                    homes_of(plain).hold(session.weights.named, self.options.moves)
             self._call_within(session, self._room(model))
             budget = self._room(model)
         elif share_bytes is None:

@@ -79,7 +79,7 @@ class WeightHomes:
 
     def hold(
         self,
-        names: tuple[str, ...],
+        named: Mapping[str, torch.Tensor],
         request: OffloadRequest | None,
         device: torch.device | None = None,
     ) -> None:
@@ -94,8 +94,7 @@ class WeightHomes:
                 at home in a process group.
         """
         self._hold_trained(request, device)
-        named = named_weights(self._root(), with_trained=True)
-        weights = {id(named[name]): named[name] for name in names if name in named}
+        names, weights = tuple(named), {id(weight): weight for weight in named.values()}
         away = [w for w in weights.values() if not self._is_at_home(w)]
         if self._held == names and not away:
             return
@@ -107,7 +106,7 @@ class WeightHomes:
             self._make_places(missing, request, device)
         for weight in away:
             self._places[id(weight)].write(weight)
-        for weight in named.values():
+        for weight in named_weights(self._root(), with_trained=True).values():
             if id(weight) in self._places and id(weight) not in weights:
                 place = self._places.pop(id(weight))
                 if place.has(weight):
@@ -220,7 +219,7 @@ def send_home(
     if missing := [name for name, weight in weights.items() if weight.is_meta]:
         msg = f"{missing[0]} is on the meta device. Load it: load_state_dict(..., assign=True)."
         raise OffloadError(msg)
-    homes_of(model).hold(tuple(weights), request, target)
+    homes_of(model).hold(weights, request, target)
     model.to(target)
 
 

@@ -23,6 +23,7 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 from rockmate._util import Floats, Ints
 from rockmate.bound.protocol import Bounds
@@ -89,11 +90,12 @@ class WeightSearch:
         return _sum(self._of(self._captured))
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Their names."""
+    def named(self) -> dict[str, torch.Tensor]:
+        """They themselves, by their paths."""
         form = self._captured
         inputs = {form.graph.storage_of[node].index: role.path for node, role in form.graph.inputs}
-        return tuple(inputs[each.storage] for each in self._of(form))
+        named = named_weights(form.step.model, with_trained=self._with_trained)
+        return {inputs[each.storage]: named[inputs[each.storage]] for each in self._of(form)}
 
     def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
         """The fastest plan found within a budget; None if none fits."""

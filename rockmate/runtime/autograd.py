@@ -228,10 +228,10 @@ class Runner:
         Raises:
             OffloadError: the home has no room, or a copy has failed.
         """
-        names = tuple(dict.fromkeys(each.path for each in self.program.fetched))
+        named = {e.path: at_path(self.binding[e.name], e.inner) for e in self.program.fetched}
         is_home = self.program.has_homes or has_homes(self.model)
         if is_home and not self.pending.runners_of(self.model):
-            homes_of(self.model).hold(names, self.program.offload)
+            homes_of(self.model).hold(named, self.program.offload)
 
     def gradient_owners(self) -> dict[str, torch.Tensor]:
         """Name -> parameter in the module now, for each gradient that the backward accumulates.

@@ -42,10 +42,10 @@ assert value.cpu().unique() == 2.0
 weight.data.copy_(before["1.weight"])
 del value, pending
 for names in ("0.weight",), ("2.weight",), ():
-    homes.hold(names, OffloadRequest("host"))
+    homes.hold({name: model.get_parameter(name) for name in names}, OffloadRequest("host"))
     assert torch.cuda.memory_allocated() == 4 * 512 + (4 - len(names)) * weight.nbytes
     assert is_whole()
-homes.hold((), OffloadRequest("host", with_trained=True))
+homes.hold({}, OffloadRequest("host", with_trained=True))
 taken, bias = torch.cuda.memory_allocated(), model[1].bias
 gradient = gradient_at_home(bias)
 gradient.copy_(bias.detach())

@@ -159,4 +159,4 @@ def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         module_of(tmp_path, model, budget=1, gradients="returned")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     with pytest.raises(OffloadError, match="for one process"):
-        homes_of(model).hold((), OffloadRequest("disk", str(tmp_path), with_trained=True))
+        homes_of(model).hold({}, OffloadRequest("disk", str(tmp_path), with_trained=True))

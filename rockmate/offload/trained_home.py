@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from rockmate.offload.tiers import Slab, Tier
 from rockmate.schedule.move import SLOT_ALIGNMENT
@@ -61,29 +60,35 @@ class Ground:
         return slab, len(addresses) - self._left_bytes - size
 
 
-_GROUND_OF = WeakTensorKeyDictionary()  # parameter -> where its gradient and state are
+# By the identity of a parameter: the parameter, and where its gradient and state are.
+_GROUND_OF: dict[int, tuple[weakref.ref[torch.Tensor], Ground]] = {}
 _HOOKS: list[Any] = []
 
 
 def keep_at(ground: Ground | None, parameter: torch.Tensor) -> None:
     """Has the gradient and state of a parameter there from now on; None has them on the device."""
     if ground is None:
-        _GROUND_OF.pop(parameter, None)
+        _GROUND_OF.pop(id(parameter), None)
         return
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_post_hook(_send_state_home))
-    _GROUND_OF[parameter] = ground
+    _GROUND_OF[id(parameter)] = weakref.ref(parameter), ground
+
+
+def _ground_of(parameter: torch.Tensor) -> Ground | None:
+    found, ground = _GROUND_OF.get(id(parameter), (None, None))
+    return ground if found is not None and found() is parameter else None
 
 
 def gradient_at_home(parameter: torch.Tensor) -> torch.Tensor | None:
     """Memory at home for a gradient; None if it is to be on the device."""
-    ground = _GROUND_OF.get(parameter) if _GROUND_OF else None
+    ground = _ground_of(parameter) if _GROUND_OF else None
     return None if ground is None else ground.take(parameter)
 
 
 def send_gradient_home(parameter: torch.Tensor) -> None:
     """Sends the gradient home that autograd has put into `.grad`, if it is to be there."""
-    ground = _GROUND_OF.get(parameter) if _GROUND_OF else None
+    ground = _ground_of(parameter) if _GROUND_OF else None
     if ground is not None and parameter.grad is not None:
         parameter.grad = _sent(parameter.grad, ground)
 
@@ -91,7 +96,7 @@ def send_gradient_home(parameter: torch.Tensor) -> None:
 def _send_state_home(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """After each step of any optimizer, what it has made of late."""
     for parameter, state in optimizer.state.items():
-        ground = _GROUND_OF.get(parameter) if isinstance(parameter, torch.Tensor) else None
+        ground = _ground_of(parameter) if isinstance(parameter, torch.Tensor) else None
         if ground is not None and isinstance(state, dict):
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.device == parameter.device:

@@ -72,7 +72,9 @@ def keep_at(ground: Ground | None, parameter: torch.Tensor) -> None:
         return
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_post_hook(_send_state_home))
-    _GROUND_OF[id(parameter)] = weakref.ref(parameter), ground
+    key = id(parameter)
+    own = weakref.ref(parameter, lambda _: _GROUND_OF.pop(key, None) and None)
+    _GROUND_OF[key] = own, ground
 
 
 def _ground_of(parameter: torch.Tensor) -> Ground | None:

@@ -198,7 +198,7 @@ def measured_peers(workload: Workload, names: Sequence[str], rounds: int) -> Ite
         with lend(workload) as model:
             errors[name] = error_of(case.gradients(model), expected)
             peaks[name] = case.peak_bytes(model)
-        steps[name] = partial(_lent_step, case, lend)
+        steps[name] = partial(case.lent_step, lend)
         command.say(f"{workload.name}: {name} has a peak of {peaks[name] / 1e6:.1f} MB")
     modules = _modules_at(case, peaks_to_meet(list(peaks.values())))
     ours = {budget: case.peak_bytes(module) for budget, module in modules.items()}
@@ -221,11 +221,6 @@ def measured_peers(workload: Workload, names: Sequence[str], rounds: int) -> Ite
             "our_ratio": own.ratio if own else None,
             "our_spread": own.ratio_spread if own else None,
         }
-
-
-def _lent_step(case: Case, lend: Callable[..., Any]) -> None:
-    with lend(case.workload) as model:
-        case.step(model)()
 
 
 def _modules_at(case: Case, budgets: Sequence[int]) -> dict[int, RockmateModule]:

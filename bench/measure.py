@@ -26,7 +26,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import sub, truediv
@@ -75,6 +75,11 @@ class Trainer:
     def step(self, callee: Callable[..., Any]) -> Callable[[], Tensor]:
         """One step of a callee; gradients add up."""
         return partial(training_step, self.workload, callee, self.batch, seed=self.seed)
+
+    def lent_step(self, lend: Callable[..., AbstractContextManager[Any]]) -> None:
+        """One step of the callee that is lent for it."""
+        with lend(self.workload) as callee:
+            self.step(callee)()
 
     def zero(self) -> None:
         """Sets the gradients to zero, in place."""

@@ -9,7 +9,8 @@ tokens, adapters of rank 16 beside all products, and AdamW in bfloat16. Times fo
 description of a machine. A budget is the card's memory less adapters, their gradients and states,
 and a reserve for the context. Beside each plan stands a *block swap by hand* on the same machine:
 checkpoints around each layer, the loss in the planner's chunks, every k-th layer fetched while the
-layer before it runs, and dropped behind its last read, with the best k of those that fit.
+layer before it runs, and dropped behind its last read, with the best k of those that fit. "alst" is
+one sequence of so many tokens, of a model that is trained with all of it at home.
 
 Measured is a small Llama type, in float32 on one thread, whose frozen weights are a multiple of the
 budget, with a disk as their home: the gradients beside eager's, the peak by the allocator's events,
@@ -60,13 +61,13 @@ class Case(NamedTuple):
     machine: str
     gib: int
     rows: tuple[int, ...]
+    weights: str = "auto"
 
 
 CASES = {
     "8b-12": Case("llama-3-8b", "rtx4090", 12, (1, 2, 4, 8)),
-    "8b-24": Case("llama-3-8b", "rtx4090", 24, (4,)),
     "70b-24": Case("llama-3-70b", "rtx4090", 24, (1, 4)),
-    "70b-80": Case("llama-3-70b", "h100", 80, (4,)),
+    "alst": Case("llama-3-8b", "h100", 75, (500_000,), "all"),
 }
 
 
@@ -93,7 +94,8 @@ def page(records: Sequence[Record]) -> list[str]:
     rows = command.newest(records, *key)
     return filled(
         "weights",
-        rows=[row for row in rows if "multiple" not in row],
+        rows=[row for row in rows if "multiple" not in row and row.get("weights") != "all"],
+        longest=[row for row in rows if row.get("weights") == "all"],
         measured=[row for row in rows if "multiple" in row],
         machines="\n\n".join(map(machine_text, {row["command"]: row for row in rows}.values())),
     )
@@ -109,16 +111,18 @@ def _records(options: argparse.Namespace) -> Iterator[Record]:
 def records_of(case: Case, rows: int, options: argparse.Namespace) -> Iterator[Record]:
     """A plan for a batch, and then the same with the block swap by hand."""
     model, sample = _adapted(case, rows, options.layers)
-    trained_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+    on_card = model.parameters() if case.weights == "auto" else ()
+    trained_bytes = sum(each.nbytes for each in on_card if each.requires_grad)
     budget = int(case.gib * 2**30) - 4 * trained_bytes - RESERVE_BYTES
     begin = time.perf_counter()
-    planner = _planner(case, model, sample, options, weights="auto")
+    planner = _planner(case, model, sample, options, weights=case.weights, host_budget="512GiB")
     prepared = time.perf_counter()
     found: Record = {
         "model": case.model,
         "machine_name": case.machine,
         "gib": case.gib,
         "rows": rows,
+        "weights": case.weights,
         "layers": options.layers or 0,
         "budget_bytes": budget,
         "weight_bytes": planner.weight_bytes,
@@ -135,7 +139,8 @@ def records_of(case: Case, rows: int, options: argparse.Namespace) -> Iterator[R
     found |= {"plan_s": time.perf_counter() - prepared, **_figures(plan, budget)}
     found["bound_ms"] = plan.quick_lower_bound_ms
     yield found
-    yield found | _by_hand(case, rows, budget, options)
+    if case.weights == "auto":
+        yield found | _by_hand(case, rows, budget, options)
 
 
 def measured(folder: str) -> Iterator[Record]:
@@ -174,6 +179,8 @@ def _figures(plan: Plan, budget: int) -> Record:
         "resident_bytes": budget - plan.budget_bytes,
         "copied_bytes": copied,
         "moved_bytes": moved,
+        "host_bytes": plan.simulation.host_bytes,
+        "chunks": plan.options.loss_chunks,
         "num_recomputations": plan.schedule.num_recomputations(),
         "waited_ms": lanes.waited_ms if lanes else 0.0,
     }
@@ -181,9 +188,11 @@ def _figures(plan: Plan, budget: int) -> Record:
 
 def _adapted(case: Case, rows: int, layers: int | None) -> tuple[nn.Module, Batch]:
     sizes = {"layers": layers} if layers else {}
-    make = partial(makers("large")[case.model], length=LENGTH, **sizes)
+    length, rows = (LENGTH, rows) if case.weights == "auto" else (rows, 1)
+    make = partial(makers("large")[case.model], length=length, **sizes)
     workload = built(case.model, make, device="meta", dtype=torch.bfloat16)
-    return with_lora(workload.model, rank=RANK), workload.make_batch(0, rows)
+    model = with_lora(workload.model, rank=RANK) if case.weights == "auto" else workload.model
+    return model, workload.make_batch(0, rows)
 
 
 def _planner(

@@ -169,7 +169,9 @@ def _at_new_tier(plan: Plan, options: dict[str, Any]) -> Plan:
         msg = "offload cannot be given with a plan in which nothing moves; plan with offload."
         raise InvalidArgumentError(msg)
     limit = options.pop("host_budget", plan.offload.host_bytes)
-    return replace(plan, offload=OffloadRequest.parse(options.pop("offload"), limit))
+    request = OffloadRequest.parse(options.pop("offload"), limit)
+    with_trained = plan.offload.with_trained
+    return replace(plan, offload=request and replace(request, with_trained=with_trained))
 
 
 def memory_limit_of(

@@ -6,9 +6,10 @@ What a training process holds is, in the terms used here:
   On the CPU it is the process's resident memory, interpreter and libraries included, for that is
   what the operating system counts;
 * *gradients*: one element of `.grad` for each of a trainable parameter, minus what is there
-  already. With `steps_in_backward` (a post-accumulate hook that steps the parameter and frees its
-  gradient) one is at rest at a time, while two temporary tensors of its size let the optimizer
-  step: three times the largest parameter;
+  already; those of trained weights at home are there, with their state. With `steps_in_backward`
+  (a post-accumulate hook that steps the parameter and frees its gradient) one is at rest at a
+  time, while two temporary tensors of its size let the optimizer step: three times the largest
+  parameter;
 * *state*: what the optimizer will hold, minus what it holds already: by the rules below, else by
   what it has allocated;
 * *activations*: the rest. The budget counts them, their gradients and the workspaces of ops.
@@ -44,6 +45,7 @@ from torch import nn
 from rockmate._torch.cuda import make_workspaces, used_bytes
 from rockmate.budget import parse_budget, size_text
 from rockmate.errors import InfeasibleMemoryLimitError, InvalidBudgetError
+from rockmate.offload.weight_home import can_go_home
 
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
 
@@ -101,30 +103,31 @@ class MemoryLimit:
         """The bound in bytes, rounded down."""
         return parse_budget(self.limit, 0)
 
-    def holdings(self, model: nn.Module) -> Holdings:
-        """What is and will be held beside activations, as of now."""
+    def holdings(self, model: nn.Module, weights: str = "resident") -> Holdings:
+        """What is and will be held beside activations, as of now; arguments as below."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        kept = kept_on_device(parameters, weights)
         if self.steps_in_backward:
             gradient_bytes = 3 * max((_shard(each).nbytes for each in parameters), default=0)
         else:
-            gradient_bytes = sum(_shard(each).nbytes for each in parameters if each.grad is None)
+            gradient_bytes = sum(_shard(each).nbytes for each in kept if each.grad is None)
         return Holdings(
             present_bytes=present_bytes(device_of(model)),
             gradient_bytes=gradient_bytes,
-            state_bytes=missing_state_bytes(self.optimizer, parameters),
+            state_bytes=missing_state_bytes(self.optimizer, kept),
         )
 
-    def activation_budget_bytes(self, model: nn.Module, *, has_homes: bool = False) -> int:
+    def activation_budget_bytes(self, model: nn.Module, weights: str = "resident") -> int:
         """What is left for activations.
 
         Args:
             model: the model.
-            has_homes: whether frozen weights may be elsewhere, so that no error proposes it.
+            weights: which are at home, as for `Planner`: of "all", gradients and states, too.
 
         Raises:
             InfeasibleMemoryLimitError: nothing is.
         """
-        holdings, limit_bytes = self.holdings(model), self.limit_bytes
+        holdings, limit_bytes = self.holdings(model, weights), self.limit_bytes
         if holdings.total_bytes >= limit_bytes:
             msg = (
                 f"the memory limit of {size_text(limit_bytes)} ({limit_bytes:,} bytes) leaves "
@@ -136,7 +139,7 @@ class MemoryLimit:
                 "fewer parameters, or take an optimizer with less state."
             )
             frozen_bytes = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
-            if not has_homes and holdings.total_bytes - frozen_bytes < limit_bytes:
+            if weights == "resident" and holdings.total_bytes - frozen_bytes < limit_bytes:
                 msg += (
                     f" {size_text(frozen_bytes)} are frozen weights, which weights='auto' keeps "
                     "elsewhere, with offload='host' for a GPU, or offload='disk:FOLDER'."
@@ -145,6 +148,11 @@ class MemoryLimit:
                 msg, limit_bytes=limit_bytes, held_bytes=holdings.total_bytes
             )
         return limit_bytes - holdings.total_bytes
+
+
+def kept_on_device(parameters: Iterable[torch.Tensor], weights: str) -> list[torch.Tensor]:
+    """The trained parameters whose gradients and states are not at home; `weights` as above."""
+    return [each for each in parameters if weights != "all" or not can_go_home(each)]
 
 
 def present_bytes(device: torch.device) -> int:

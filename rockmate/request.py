@@ -118,7 +118,7 @@ class PlanRequest:
             if session.weights is not None:  # what is left is left to activations and to weights
                 plain = plain_model(model)
                 if not pending_steps_of(plain).runners_of(plain):
-                    homes_of(plain).hold(session.weights.names, self.options.moves)
+                    homes_of(plain).hold(session.weights.named, self.options.moves)
             self._call_within(session, self._room(model))
             budget = self._room(model)
         elif share_bytes is None:
@@ -147,8 +147,7 @@ class PlanRequest:
     def _room(self, model: nn.Module) -> int:
         """What the limit leaves now to one method."""
         assert self.memory_limit is not None
-        has_homes = self.options.weights == "auto"
-        room_bytes = self.memory_limit.activation_budget_bytes(model, has_homes=has_homes)
+        room_bytes = self.memory_limit.activation_budget_bytes(model, self.options.weights)
         room_bytes //= self.num_methods
         return max(1, room_bytes - self.excess_bytes)
 

@@ -153,7 +153,7 @@ class ModelMeasurement(measure.Trainer):
         speed drifts during a round.
         """
         say(f"{self._task.model}: timing {len(self._lent)} methods, {self._task.rounds} rounds")
-        steps = {name: partial(self._lent_step, peer) for name, peer in self._lent.items()}
+        steps = {name: partial(self.lent_step, peer) for name, peer in self._lent.items()}
         times = measure.time_in_turn(
             steps, self._task.rounds, before=self.zero, reference_every=_BETWEEN_EAGER
         )
@@ -162,10 +162,6 @@ class ModelMeasurement(measure.Trainer):
             for number, (ms, eager_ms) in enumerate(pairs):
                 record = {"kind": "time", "method": name, "round": number, "ms": ms}
                 yield record | {"eager_ms": eager_ms}
-
-    def _lent_step(self, peer: peers.Peer) -> None:
-        with peer(self.workload) as model:
-            self.step(model)()
 
 
 def _text_of(error: BaseException) -> str:

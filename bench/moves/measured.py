@@ -174,7 +174,7 @@ def against_peers(name: str, folder: str) -> Iterator[Record]:
         "checkpoints": partial(offloaded_to_disk, tier=tier, checkpoints=True),
     }
     for peer, lend in peers.items():
-        theirs = partial(_lent_step, trainer, lend)
+        theirs = partial(trainer.lent_step, lend)
         with lend(workload) as model:
             is_same = same_bits(trainer.gradients(model), reference)
         peer_bytes = allocator_peak(theirs)
@@ -200,8 +200,3 @@ def against_peers(name: str, folder: str) -> Iterator[Record]:
             "ratio": times["ours"].ratio,
             "over_peer": times["ours"].over(times["theirs"]).ratio,
         }
-
-
-def _lent_step(trainer: Trainer, lend: Lend) -> None:
-    with lend(trainer.workload) as model:
-        trainer.step(model)()

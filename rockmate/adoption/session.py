@@ -178,7 +178,8 @@ class Session:
     def _install(
         self, model: nn.Module, what: str, make: Callable[..., Any], options: dict[str, Any]
     ) -> Adopted | None:
-        moves = {name: getattr(self.settings, name) for name in ("offload", "host_budget")}
+        names = ("offload", "host_budget", "weights")
+        moves = {name: getattr(self.settings, name) for name in names}
         moves = {name: value for name, value in moves.items() if value is not None}
         try:
             make = partial(make, **self._bound(model, options), **moves)

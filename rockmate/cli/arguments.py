@@ -186,6 +186,7 @@ _OPTIONS: dict[str, tuple[str, str | None, Callable[[str], Any]]] = {
         "MACHINE",
         str,
     ),
+    "outputs": ("loss releases all other outputs, such as logits", None, str),
     "in_flight": ("forwards that run before the backward of the first", "K", positive),
     "existing_checkpoints": (
         "undo checkpointed calls in the model's code, or keep them as marks", None, str
@@ -202,7 +203,8 @@ _OPTIONS: dict[str, tuple[str, str | None, Callable[[str], Any]]] = {
     ),
     "host_budget": ("most that they take there, as 32GiB (default: no limit)", "SIZE", str),
     "weights": (
-        "auto keeps frozen weights in that tier, too, where they do not fit beside activations",
+        "auto keeps frozen weights in that tier, too, where they do not fit beside activations; "
+        "all also trained ones, with their gradients and optimizer's states",
         None,
         str,
     ),

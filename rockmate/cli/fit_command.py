@@ -38,9 +38,8 @@ def add_to(commands: Any) -> None:
     add_model_arguments(fit)
     _add_training(fit)
     _add_search(fit)
-    add_option(fit, "offload")
-    add_option(fit, "host_budget")
-    add_option(fit, "weights")
+    for name in ("outputs", "offload", "host_budget", "weights"):
+        add_option(fit, name)
     fit.add_argument("--json", type=Path, metavar="FILE", help="where the rows go, as JSON")
     fit.add_argument("--plot", type=Path, metavar="FILE", help="where the picture goes")
     fit.add_argument(

@@ -32,7 +32,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     bound.add_argument("--memory", metavar="SIZE", help=text)
     text = "of activations: a fraction up to 1 of the peak without recomputation, or a size"
     bound.add_argument("--budget", metavar="B", help=text)
-    for name in ("offload", "host_budget"):
+    for name in ("offload", "host_budget", "weights"):
         add_option(command, name)
     text = "write a page of what budgets cost at the end"
     add("--report", type=Path, metavar="FILE", help=text)
@@ -58,6 +58,9 @@ def check(arguments: argparse.Namespace) -> None:
         arguments.budget, *others = parse_budgets(arguments.budget)
         if others:
             raise InvalidArgumentError("--budget has several budgets, and a run has one; give one")
+    if arguments.weights != "resident" and arguments.offload is None:
+        msg = f"--weights {arguments.weights} needs a home for them: --offload host or disk:FOLDER"
+        raise InvalidArgumentError(msg)
     if arguments.memory not in (None, "auto"):
         parse_budget(arguments.memory, 0)
 

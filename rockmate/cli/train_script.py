@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 OPTIMIZERS = {"adamw": "adamw_torch", "adafactor": "adafactor", "sgd": "sgd"}
 OPTIMIZERS |= {"adamw_8bit": "adamw_bnb_8bit"}
 """Those of a fit, as `TrainingArguments` calls them."""
-_PLANNING = ("numerics", "offload", "host_budget", "weights", "untraced")
+_PLANNING = ("numerics", "outputs", "offload", "host_budget", "weights", "untraced")
 
 
 def script(arguments: argparse.Namespace, model: nn.Module, found: Fit) -> str:

@@ -28,7 +28,13 @@ import torch
 from torch import nn
 
 from rockmate.budget import size_text
-from rockmate.memory_limit import MemoryLimit, Optimizer, missing_state_bytes, present_bytes
+from rockmate.memory_limit import (
+    MemoryLimit,
+    Optimizer,
+    kept_on_device,
+    missing_state_bytes,
+    present_bytes,
+)
 
 _DEVICE_BYTES = 1 << 30  # of a GPU that is elsewhere
 _MARGINS = {"cuda": 0.05, "cpu": 0.02}  # of the memory
@@ -45,6 +51,7 @@ class FixedMemory:
         gradient_bytes: gradients at rest.
         state_bytes: of the optimizer.
         step_bytes: temporary tensors of the optimizer's step.
+        home_bytes: gradients and state that are at home, no part of the memory.
     """
 
     device_bytes: int
@@ -53,6 +60,7 @@ class FixedMemory:
     gradient_bytes: int
     state_bytes: int
     step_bytes: int
+    home_bytes: int = 0
 
     @property
     def held_bytes(self) -> int:
@@ -76,6 +84,7 @@ def fixed_memory(
     *,
     rounded: Callable[[int], int],
     reserve_bytes: int | None = None,
+    weights: str = "resident",
 ) -> FixedMemory:
     """What training a model takes of a device whatever the batch.
 
@@ -85,6 +94,7 @@ def fixed_memory(
         device: that it is trained on.
         rounded: the bytes of an allocation of so many bytes.
         reserve_bytes: what the device itself takes; None measures or assumes it.
+        weights: which are at home, as for `Planner`: of "all", gradients and states, too.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     tensors = {id(each): each for each in (*model.parameters(), *model.buffers())}
@@ -94,13 +104,18 @@ def fixed_memory(
         present = max(0, _device_bytes(model, device) - _held_state(limit.optimizer))
         reserve_bytes = present + margin_bytes
     sizes = [rounded(parameter.nbytes) for parameter in trained]
+    kept = kept_on_device(trained, weights)
+    gradient_bytes = sum(rounded(parameter.nbytes) for parameter in kept)
+    state_bytes = missing_state_bytes(limit.optimizer, kept)
+    all_bytes = sum(sizes) + missing_state_bytes(limit.optimizer, trained)
     return FixedMemory(
         device_bytes=reserve_bytes,
         margin_bytes=margin_bytes,
         parameter_bytes=sum(rounded(each.nbytes) for each in tensors.values()),
-        gradient_bytes=3 * max(sizes, default=0) if limit.steps_in_backward else sum(sizes),
-        state_bytes=missing_state_bytes(limit.optimizer, trained) + _held_state(limit.optimizer),
+        gradient_bytes=3 * max(sizes, default=0) if limit.steps_in_backward else gradient_bytes,
+        state_bytes=state_bytes + _held_state(limit.optimizer),
         step_bytes=0 if limit.steps_in_backward else _step_bytes(limit.optimizer, sizes, device),
+        home_bytes=all_bytes - gradient_bytes - state_bytes,
     )
 
 

@@ -81,6 +81,7 @@ def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: 
         machine.torch_device,
         rounded=machine.rounded_bytes,
         reserve_bytes=options.reserve_bytes,
+        weights=options.planning.weights,
     )
     run = _Run(model, sample_input, options, machine, fixed)
     fixed = run.fixed
@@ -116,7 +117,7 @@ class _Run:
     """The work of one fit: the search for the largest size, and the rows.
 
     Attributes:
-        fixed: what every batch takes, frozen weights that can be at home left out.
+        fixed: what every batch takes, weights that can be at home left out.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class _Run:
         self._chunks: Chunks | None = None
         self._whole = 0  # the largest size that fits without chunks
 
-        if options.planning.weights == "auto":
+        if options.planning.weights != "resident":
             weight_bytes = self._planners.whole(self._options.step).weight_bytes
             left_bytes = fixed.parameter_bytes - weight_bytes
             self.fixed = replace(fixed, parameter_bytes=left_bytes)
@@ -268,8 +269,16 @@ class _Run:
 
     def predicted_row(self, size: int) -> FitRow:
         """The row of a size by estimated costs."""
-        planner = self._planners.whole(size)
-        return self._row(size, planner, planner.plan(self._budget_bytes(size)))
+        planner, budget = self._planners.whole(size), self._budget_bytes(size)
+        try:
+            plan = planner.plan(budget)
+        except InfeasibleBudgetError:
+            # Beside weights that are fetched, other chunks are the smallest than without.
+            chunked = self._planners.planner(size, self._chunks) if self._chunks else None
+            if chunked is None:
+                raise
+            planner, plan = chunked, chunked.plan(budget)
+        return self._row(size, planner, plan)
 
     def _budget_bytes(self, size: int) -> int:
         return self._limit_bytes - self._held_at(size)
@@ -294,7 +303,7 @@ class _Run:
             baseline_ms=planner.baseline_ms,
             num_recomputations=plan.schedule.num_recomputations(),
             loss_chunks=str(plan.options.loss_chunks or ""),
-            host_bytes=plan.simulation.host_bytes + home_bytes,
+            host_bytes=plan.simulation.host_bytes + home_bytes + self.fixed.home_bytes,
             num_moves=len(plan.schedule.moves),
         )
 

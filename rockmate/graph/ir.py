@@ -264,6 +264,12 @@ class Graph:
         return frozenset(s for s in self.storages if s.is_static or s.is_tangent or s.is_result)
 
     @cached_property
+    def parameters(self) -> Mapping[str, Storage]:
+        """Those of the parameters, by name."""
+        kind = RoleKind.PARAMETER
+        return {role.name: self.storage_of[n] for n, role in self.inputs if role.kind is kind}
+
+    @cached_property
     def readers(self) -> Mapping[Storage, Sequence[Op]]:
         """The ops that read each storage, in order."""
         readers: dict[Storage, list[Op]] = {}

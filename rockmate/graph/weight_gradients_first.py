@@ -96,16 +96,11 @@ def _readers_of(graph: Graph, op: Op) -> list[Op]:
 
 def _swapped_contributions(graph: Graph, order: Sequence[Op]) -> set[Op]:
     """The ops that contribute to a parameter's gradient in another order than in the graph."""
-    parameters = {
-        role.name: graph.storage_of[node]
-        for node, role in graph.inputs
-        if role.kind is RoleKind.PARAMETER
-    }
     contributions: dict[Storage, set[Op]] = {}
     for node, role in graph.outputs:
         producer = graph.storage_of[node].producer
         if role.kind is RoleKind.PARAMETER_GRADIENT and producer is not None:
-            contributions.setdefault(parameters[role.name], set()).add(producer)
+            contributions.setdefault(graph.parameters[role.name], set()).add(producer)
     position = {op: index for index, op in enumerate(order)}
     swapped: set[Op] = set()
     for ops in contributions.values():

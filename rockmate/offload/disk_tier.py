@@ -14,6 +14,7 @@ import mmap
 import os
 import shutil
 import tempfile
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -33,13 +34,20 @@ _BLOCK_BYTES = 4096
 class FileCopy:
     """One copy between a tensor and a file; the thread runs it, the step waits for it."""
 
-    def __init__(self, future: Future[BaseException | None], what: str) -> None:
-        self._future, self._what = future, what
+    def __init__(
+        self, future: Future[BaseException | None], what: str, times_s: list[float]
+    ) -> None:
+        self._future, self._what, self._times_s = future, what, times_s
 
     @property
     def has_ended(self) -> bool:
         """Whether it is done, or has failed."""
         return self._future.done()
+
+    def took_ms(self) -> float:
+        """See `Pending`."""
+        begin_s, end_s = self._times_s
+        return 1e3 * (end_s - begin_s)
 
     def join(self) -> BaseException | None:
         """Waits until the copy has ended; returns the error if it has failed."""
@@ -166,17 +174,20 @@ class DiskSlab:
         self._tier.take_back(self._file)
 
     def _begin(self, offset: int, tensor: torch.Tensor, what: str, *, is_out: bool) -> FileCopy:
-        file, tensors = self._file, [tensor]
+        file, tensors, times_s = self._file, [tensor], list[float]()
 
         def copy(buffer: memoryview) -> BaseException | None:
+            times_s.append(time.perf_counter())
             try:
                 # Nothing but `file.copy` may hold the tensor, once the step may go on.
                 file.copy(offset, tensors.pop(), buffer, is_out=is_out)
             except BaseException as error:  # noqa: BLE001, the step that waits for it raises it
                 return error.with_traceback(None)
+            finally:
+                times_s.append(time.perf_counter())
             return None
 
-        file.last = FileCopy(self._tier.submit(copy), what)
+        file.last = FileCopy(self._tier.submit(copy), what, times_s)
         return file.last
 
 

@@ -116,10 +116,11 @@ class PinnedSlab:
     ) -> StreamCopy:
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
+            begin, event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record(stream)
             target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
             event.record(stream)
-        copy = StreamCopy(event, device, (source, target))
+        copy = StreamCopy(begin, event, device, (source, target))
         self._pending = [each for each in self._pending if not each.is_waited_for]
         self._pending.append(copy)
         return copy
@@ -130,17 +131,22 @@ class StreamCopy:
 
     def __init__(
         self,
+        begin: torch.cuda.Event,
         event: torch.cuda.Event,
         device: torch.device,
         tensors: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        self._event, self._device = event, device
+        self._begin, self._event, self._device = begin, event, device
         self._tensors: tuple[torch.Tensor, torch.Tensor] | None = tensors
 
     @property
     def is_waited_for(self) -> bool:
         """Whether the step's stream waits for it, or has done so."""
         return self._tensors is None
+
+    def took_ms(self) -> float:
+        """See `Pending`."""
+        return self._begin.elapsed_time(self._event)
 
     def wait(self) -> None:
         """Has the current stream of the device wait; the host goes on."""

@@ -24,11 +24,14 @@ class OffloadRequest:
         folder: of the file; empty for host memory.
         host_bytes: most bytes that the moved values of all pending steps take there; None for no
             limit.
+        with_trained: whether trained weights may be at home there, and gradients and optimizer's
+            states of them are.
     """
 
     kind: Literal["host", "disk"]
     folder: str = ""
     host_bytes: int | None = None
+    with_trained: bool = False
 
     @staticmethod
     def parse(offload: str | None, host_budget: int | str | None = None) -> OffloadRequest | None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from rockmate.errors import OffloadError
+from rockmate._torch.storage import version_of
+from rockmate.errors import BackwardError, OffloadError
 from rockmate.offload.tiers import Pending, Slab
 from rockmate.offload.weight_home import WeightHomes
 from rockmate.schedule.move import SlotPlan
@@ -39,6 +40,7 @@ class StepMoves:
         slots: where each move's bytes wait.
         homes: of the weights.
         weights: of each fetch.
+        log: takes each copy back, and its bytes; None for no log.
     """
 
     def __init__(
@@ -47,11 +49,14 @@ class StepMoves:
         slots: SlotPlan,
         homes: WeightHomes | None = None,
         weights: Sequence[torch.Tensor] = (),
+        log: list[tuple[int, Pending]] | None = None,
     ) -> None:
+        self._log = log
         self._slots, self._homes, self._weights = slots, homes, weights
+        self._versions = [version_of(weight) for weight in weights]
         self._layouts: dict[int, _Layout] = {}
         self._leaving: dict[int, Pending] = {}
-        self._coming: dict[int, Pending] = {}
+        self._coming: dict[int, tuple[Pending | None, int]] = {}  # with the bytes of each
         if slab is not None:
             self._slab = slab
             weakref.finalize(self, slab.release).atexit = False
@@ -85,18 +90,31 @@ class StepMoves:
         """Begins to copy a value back, or a weight; the result is not to be read yet."""
         if index >= len(self._slots.offsets):
             assert self._homes is not None
-            weight = self._weights[index - len(self._slots.offsets)]
-            value, self._coming[index] = self._homes.fetch(weight)
+            number = index - len(self._slots.offsets)
+            weight = self._weights[number]
+            if version_of(weight) != self._versions[number]:
+                msg = (
+                    "a weight at home that the backward reads was changed in place after the "
+                    "forward. Change it after the backward."
+                )
+                raise BackwardError(msg)
+            value, pending = self._homes.fetch(weight)
+            self._coming[index] = pending, value.nbytes
             return value
         layout = self._layouts[index]
         target = torch.empty(layout.num_bytes, dtype=torch.uint8, device=layout.device)
-        self._coming[index] = self._slab.copy_in(self._slots.offsets[index], target)
+        pending = self._slab.copy_in(self._slots.offsets[index], target)
+        self._coming[index] = pending, layout.num_bytes
         value = torch.empty(0, dtype=layout.dtype, device=layout.device)
         return value.set_(target.untyped_storage(), layout.offset, layout.sizes, layout.strides)
 
     def fetched(self, index: int) -> None:
         """Waits until the copy back has ended."""
-        self._coming.pop(index).wait()
+        pending, num_bytes = self._coming.pop(index)
+        if pending is not None:
+            pending.wait()
+            if self._log is not None:
+                self._log.append((num_bytes, pending))
 
 
 def _bytes_of(value: torch.Tensor) -> torch.Tensor:

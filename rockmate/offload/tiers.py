@@ -24,6 +24,10 @@ class Pending(Protocol):
         """
         ...
 
+    def took_ms(self) -> float:
+        """Milliseconds for which it has run, once it has ended."""
+        ...
+
 
 class Slab(Protocol):
     """Bytes of the tier that one step has to itself.

@@ -1,4 +1,4 @@
-"""Homes of frozen weights: where they are while a step does not read them.
+"""Homes of weights: where they are while a step does not read them.
 
 A weight at home is still a tensor of the model, on its device: `state_dict`, `eval` calls and
 `generate` find it whole, and a script may write to it.
@@ -9,6 +9,8 @@ A weight at home is still a tensor of the model, on its device: `state_dict`, `e
   or change under a step.
 - On a GPU it lies in pinned memory of the host, which kernels reach by way of the link: others than
   planned steps read it at the link's rate.
+
+A trained weight is updated where it lies, and `trained_home` has what belongs to it.
 """
 
 from __future__ import annotations
@@ -20,13 +22,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
-from rockmate._torch.members import tensor_tables
+from rockmate._torch.subclasses import is_wrapper
 from rockmate.budget import size_text
+from rockmate.capture.tensor_parts import inner_tensors
 from rockmate.errors import InvalidArgumentError, OffloadError
 from rockmate.offload.request import OffloadRequest
 from rockmate.offload.tiers import Pending, Slab, tier_of
+from rockmate.offload.trained_home import Ground, keep_at
 from rockmate.schedule.move import SLOT_ALIGNMENT
 
 logger = logging.getLogger(__name__)
@@ -63,13 +67,6 @@ class _Place:
         return value, pending
 
 
-class _Ready:
-    """A copy that has ended."""
-
-    def wait(self) -> None:
-        """Waits for nothing."""
-
-
 class WeightHomes:
     """The homes of one model's weights."""
 
@@ -78,22 +75,26 @@ class WeightHomes:
         # By the identity of the parameter, of which tied names have one.
         self._places: dict[int, _Place] = {}
         self._held: tuple[str, ...] | None = None
+        self._grounds: dict[torch.device, Ground] = {}
 
     def hold(
         self,
-        names: tuple[str, ...],
+        named: Mapping[str, torch.Tensor],
         request: OffloadRequest | None,
         device: torch.device | None = None,
     ) -> None:
         """Sends these weights home, and brings all others back to memory.
 
         One that a script has put elsewhere goes home again, with what it holds by then. They are
-        of their own devices thereafter, or of `device`.
+        of their own devices thereafter, or of `device`. Gradients and states of all trained ones
+        are at home if the request says so.
 
         Raises:
-            OffloadError: the home has no room, or a copy has failed.
+            OffloadError: the home has no room, or a copy has failed; or trained weights are to be
+                at home in a process group.
         """
-        weights = self._named(names)
+        self._hold_trained(request, device)
+        names, weights = tuple(named), {id(weight): weight for weight in named.values()}
         away = [w for w in weights.values() if not self._is_at_home(w)]
         if self._held == names and not away:
             return
@@ -105,18 +106,33 @@ class WeightHomes:
             self._make_places(missing, request, device)
         for weight in away:
             self._places[id(weight)].write(weight)
-        for weight in self._root().parameters():
+        for weight in named_weights(self._root(), with_trained=True).values():
             if id(weight) in self._places and id(weight) not in weights:
                 place = self._places.pop(id(weight))
                 if place.has(weight):
                     weight.data = place.mapped.clone()
         self._held = names
 
-    def fetch(self, weight: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """A weight in memory, once what is returned with it has been waited for."""
+    def _hold_trained(self, request: OffloadRequest | None, device: torch.device | None) -> None:
+        """Has what belongs to trained weights at home, or no longer."""
+        if request is None or not request.with_trained:
+            for weight in self._root().parameters() if self._grounds else ():
+                keep_at(None, weight)
+            return
+        if distributed.is_available() and distributed.is_initialized():
+            msg = "weights='all' is for one process, not for a process group. Use weights='auto'."
+            raise OffloadError(msg)
+        tier = tier_of(self._root(), replace(request, host_bytes=None))
+        for weight in self._root().parameters():
+            if weight.requires_grad and can_go_home(weight):
+                own = device or weight.device
+                keep_at(self._grounds.setdefault(own, Ground(tier, own)), weight)
+
+    def fetch(self, weight: torch.Tensor) -> tuple[torch.Tensor, Pending | None]:
+        """A weight in memory, once the copy that is returned with it has been waited for."""
         if self._is_at_home(weight):
             return self._places[id(weight)].fetch()
-        return weight.detach().clone(), _Ready()
+        return weight.detach().clone(), None
 
     def _is_at_home(self, weight: torch.Tensor) -> bool:
         place = self._places.get(id(weight))
@@ -145,24 +161,12 @@ class WeightHomes:
             self._places[id(weight)] = _Place(
                 slab, offset, view.view(weight.dtype).view(weight.shape)
             )
-        logger.info("%s of frozen weights are at home in %s", size_text(end), request.text)
-
-    def _named(self, names: Iterable[str]) -> dict[int, torch.Tensor]:
-        found: dict[int, torch.Tensor] = {}
-        for name in names:
-            weight = _tensor(self._root(), name)
-            found[id(weight)] = weight
-        return found
+        logger.info("%s of weights are at home in %s", size_text(end), request.text)
 
     def _root(self) -> nn.Module:
         model = self._model()
         assert model is not None
         return model
-
-
-def _tensor(model: nn.Module, name: str) -> torch.Tensor:
-    path, _, key = name.rpartition(".")
-    return tensor_tables(model.get_submodule(path))[0][key]
 
 
 def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -181,7 +185,13 @@ def homes_of(model: nn.Module) -> WeightHomes:
     return _OF_MODEL.setdefault(model, WeightHomes(model))
 
 
-def send_home(model: nn.Module, offload: str, device: torch.device | str = "cpu") -> None:
+def send_home(
+    model: nn.Module,
+    offload: str,
+    device: torch.device | str = "cpu",
+    *,
+    with_trained: bool = False,
+) -> None:
     """Sends the frozen weights of a model home, and all else of it to a device.
 
     So a model whose weights do not fit a GPU comes to it from the host: load it there, and call
@@ -192,6 +202,7 @@ def send_home(model: nn.Module, offload: str, device: torch.device | str = "cpu"
         model: the model, with adapters and `requires_grad` as for training.
         offload: the home, as for `Planner`: "host" for a GPU, "disk:FOLDER" for the CPU.
         device: that computes.
+        with_trained: sends trained weights home, too, for plans with `weights="all"`.
 
     Raises:
         InvalidArgumentError: `offload` has another form.
@@ -201,12 +212,14 @@ def send_home(model: nn.Module, offload: str, device: torch.device | str = "cpu"
     request, target = OffloadRequest.parse(offload), torch.empty(0, device=device).device
     if request is None:
         raise InvalidArgumentError('offload is None; choose "host" or "disk:FOLDER"')
+    request = replace(request, with_trained=with_trained)
     request.check_device(target)
-    weights = named_weights(model)
+    named = named_weights(model, with_trained=with_trained)
+    weights = {name: each for name, each in named.items() if isinstance(each, nn.Parameter)}
     if missing := [name for name, weight in weights.items() if weight.is_meta]:
         msg = f"{missing[0]} is on the meta device. Load it: load_state_dict(..., assign=True)."
         raise OffloadError(msg)
-    homes_of(model).hold(tuple(weights), request, target)
+    homes_of(model).hold(weights, request, target)
     model.to(target)
 
 
@@ -216,18 +229,25 @@ def has_homes(model: nn.Module) -> bool:
 
 
 def can_go_home(weight: torch.Tensor) -> bool:
-    """Whether a parameter may: a frozen dense tensor of no own class, alone in its memory."""
+    """Whether a weight may: a dense tensor of no own class, alone in its memory."""
     return (
-        isinstance(weight, nn.Parameter)
-        and type(weight.data) is torch.Tensor
-        and not weight.requires_grad
+        type(weight.data) is torch.Tensor
+        and weight.numel() > 0
         and weight.layout is torch.strided
         and weight.is_contiguous()
         and (weight.is_meta or weight.untyped_storage().nbytes() == weight.nbytes)
     )
 
 
-def named_weights(model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """Name -> parameter that can go home; tied ones under each of their names."""
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: weight for name, weight in named if can_go_home(weight)}
+def named_weights(model: nn.Module, *, with_trained: bool = False) -> Mapping[str, torch.Tensor]:
+    """Path -> parameter that can go home, or tensor inside of one that wraps tensors.
+
+    Tied ones stand under each of their names.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        is_plain, is_shard = not is_wrapper(weight), hasattr(weight, "to_local")
+        if not is_shard and (not weight.requires_grad or (with_trained and is_plain)):
+            parts = {(): weight} if is_plain else inner_tensors(weight)
+            found |= {".".join((name, *path)): each for path, each in parts.items()}
+    return {path: each for path, each in found.items() if can_go_home(each)}

@@ -146,6 +146,7 @@ def _moves_content(plan: PlanRecord) -> dict[str, Any]:
     return {
         "offload": plan.offload.text,
         "host_budget": plan.offload.host_bytes,
+        **({"with_trained": True} if plan.offload.with_trained else {}),
         "link": None if plan.costs.link is None else asdict(plan.costs.link),
         "moves": move_rows(plan.schedule.moves, names),
         **({"fetches": fetch_rows(plan.schedule.fetches, names)} if plan.schedule.fetches else {}),
@@ -277,7 +278,8 @@ def _offload(content: Mapping[str, Any]) -> OffloadRequest | None:
     if kind not in ("host", "disk"):
         msg = f"offload is {content['offload']!r}"
         raise ValueError(msg)
-    return OffloadRequest(kind, folder, content["host_budget"])
+    with_trained = bool(content.get("with_trained"))
+    return OffloadRequest(kind, folder, content["host_budget"], with_trained)
 
 
 def _built(

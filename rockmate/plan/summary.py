@@ -68,14 +68,14 @@ def _moved_text(plan: PlanRecord) -> str:
 
 
 def _fetched_text(plan: PlanRecord) -> str:
-    """How many frozen weights are at home, of how many bytes, and how long the step waits."""
+    """How many weights are at home, of how many bytes, and how long the step waits."""
     fetches, lanes = plan.schedule.fetches, plan.simulation.lanes
     assert lanes is not None
     sizes = {each.storage: plan.snapshot.storages[each.storage].num_bytes for each in fetches}
     copied_bytes = sum(sizes[each.storage] for each in fetches)
     waited_ms = sum(lanes.fetched_waits_ms[len(plan.schedule.moves) :])
     return (
-        f"{len(sizes)} frozen ones of {size_text(sum(sizes.values()))} at home in "
+        f"{len(sizes)} of {size_text(sum(sizes.values()))} at home in "
         f"{plan.tier_name}; {len(fetches)} copies of {size_text(copied_bytes)} a step, for which "
         f"it waits {waited_ms:.1f} ms"
     )

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Collection
 from itertools import pairwise
 
-from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.schedule.schedule import baseline_schedule
@@ -116,19 +115,14 @@ def _fixed_pairs(graph: Graph) -> list[tuple[Op, Op]]:
     to its gradient. A sum of contributions is then rounded as in eager mode, and the parameter's
     hooks see the same values.
     """
-    parameters = {
-        role.name: graph.storage_of[node]
-        for node, role in graph.inputs
-        if role.kind is RoleKind.PARAMETER
-    }
     of_one: dict[Storage | None, list[Op]] = {
-        storage: [] for storage in (None, *parameters.values())
+        storage: [] for storage in (None, *graph.parameters.values())
     }
     for op in graph.backward_ops:
         if op.phase is Phase.BACKWARD:
             touched = {
                 *op.reads,
-                *(parameters[role.name] for _, role in op.final_gradients),
+                *(graph.parameters[role.name] for _, role in op.final_gradients),
                 *([None] if op.is_random else []),
             }
             for one in touched & of_one.keys():

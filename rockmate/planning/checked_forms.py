@@ -17,6 +17,7 @@ from functools import cache
 import torch
 
 from rockmate._torch.distributed import first_offer
+from rockmate._torch.storage import bytes_of
 from rockmate._util import begin_stage, gc_paused
 from rockmate.capture.memory_format import draws_of, may_read_channels_last, output_layouts
 from rockmate.costs.cost import Cost, Costs, Link
@@ -64,10 +65,25 @@ def costs_from(
     def costs_of(graph: Graph) -> Costs:
         found = link(graph.ops[0].device)
         if machine is not None:
-            return replace(estimate_costs(graph, machine), link=found)
-        return replace(measure_costs(graph, progress=progress, known=measured), link=found)
+            costs = estimate_costs(graph, machine)
+        else:
+            costs = measure_costs(graph, progress=progress, known=measured)
+        costs = replace(costs, link=found)
+        if offload is None or not offload.with_trained:
+            return costs
+        return _with_gradients_home(costs, graph)
 
     return costs_of
+
+
+def _with_gradients_home(costs: Costs, graph: Graph) -> Costs:
+    """The same costs where gradients are added up at home: the op that adds them waits."""
+    link, first = costs.link, list(costs.first)
+    assert link is not None
+    for op in graph.ops:
+        sent_ms = sum(link.out_ms(bytes_of(node.meta["val"])) for node, _ in op.final_gradients)
+        first[op.index] = replace(first[op.index], time_ms=first[op.index].time_ms + sent_ms)
+    return replace(costs, first=tuple(first))
 
 
 @contextmanager

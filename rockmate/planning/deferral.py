@@ -18,7 +18,6 @@ from typing import NamedTuple
 import numpy as np
 
 from rockmate._util import Ints
-from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase
 from rockmate.ops.collectives import is_communication
@@ -39,14 +38,9 @@ def deferrable_ops(graph: Graph) -> frozenset[Op]:
     * An op that reads a parameter whose gradient another op makes. That parameter's hooks wait for
       its last read, and a later read would delay them and the whole gradient that they must see.
     """
-    parameters = {
-        role.name: graph.storage_of[node]
-        for node, role in graph.inputs
-        if role.kind is RoleKind.PARAMETER
-    }
-    contributions = Counter(parameters[role.name] for _, role in graph.initial_gradients)
+    contributions = Counter(graph.parameters[role.name] for _, role in graph.initial_gradients)
     contributions.update(
-        parameters[role.name] for op in graph.ops for _, role in op.final_gradients
+        graph.parameters[role.name] for op in graph.ops for _, role in op.final_gradients
     )
     is_sharded = any(is_communication(op.node.target) for op in graph.ops)
     return frozenset(
@@ -55,9 +49,9 @@ def deferrable_ops(graph: Graph) -> frozenset[Op]:
         if op.phase is Phase.BACKWARD
         and not op.is_random
         and not (is_sharded and any(graph.readers.get(storage) for storage in op.writes))
-        and all(contributions[parameters[role.name]] == 1 for _, role in op.final_gradients)
+        and all(contributions[graph.parameters[role.name]] == 1 for _, role in op.final_gradients)
         and (contributions.keys() & op.reads)
-        <= {parameters[role.name] for _, role in op.final_gradients}
+        <= {graph.parameters[role.name] for _, role in op.final_gradients}
     )
 
 

@@ -25,6 +25,7 @@ from rockmate.planning.chunkable_blocks import FormNotes
 from rockmate.planning.chunked_forms import ChunkedForms
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.moved_search import MovedSearch
+from rockmate.planning.options import Weights
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.strategies import BITWISE, DEFAULT, UNMOVED
 from rockmate.planning.weights import WeightSearch
@@ -47,12 +48,12 @@ class Forms:
         numerics: as for `Planner`.
         rule: when searches end.
         request: where values may move; None for nowhere.
-        has_homes: whether frozen weights may be at home there.
+        weights: which may be at home there.
 
     Attributes:
         captured: the step as captured.
         chunked: each form without chunks, with its forms in chunks.
-        weights: the search for plans whose frozen weights come and go; None without homes.
+        weights: the search for plans whose weights come and go; None without homes.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Forms:
         numerics: Numerics,
         rule: StoppingRule,
         request: OffloadRequest | None = None,
-        has_homes: bool = False,
+        weights: Weights = "resident",
     ) -> None:
         self.captured = whole[0]
         self.chunked = [ChunkedForms(each, form_of, numerics=numerics, rule=rule) for each in whole]
@@ -71,15 +72,21 @@ class Forms:
         if request is not None:
             self._moved = MovedSearch(self.captured, request, self._unmoved_within)
         self.weights = None
-        if has_homes:
-            self.weights = WeightSearch(self.captured, self._resident_within, self._least_found)
+        if weights != "resident":
+            self.weights = WeightSearch(
+                self.captured,
+                weights == "all",
+                self._resident_within,
+                self._least_found,
+                self._resident_minimum,
+            )
 
     def check_budget(self, budget: Budget) -> None:
         """Raises `InvalidBudgetError` for a share of activations where it bounds weights, too."""
         if self.weights is not None and (is_share(budget) or slowdown_of(budget) is not None):
             msg = (
-                f"budget {budget!r} is a share of what activations take, and with weights='auto' a "
-                'budget bounds frozen weights, too. Give bytes, or a size as "12GiB".'
+                f"budget {budget!r} is a share of what activations take, and with weights at home "
+                'it bounds weights, too. Give bytes, or a size as "12GiB".'
             )
             raise InvalidBudgetError(msg)
 

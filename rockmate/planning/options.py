@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rockmate.offload.request import OffloadRequest
     from rockmate.sharding.simulated import MeshSizes, Shard
 
-Weights = Literal["resident", "auto"]
+Weights = Literal["resident", "auto", "all"]
 _BUDGET_HINT = "A budget: Planner(model, sample).plan(budget)."
 
 
@@ -99,7 +99,8 @@ class PlanOptions(CaptureOptions):
             no limit.
         weights: "resident" leaves the model's weights in the device's memory. "auto" lets frozen
             ones be at home in the tier of `offload`, from which steps fetch them: a budget then
-            bounds activations and frozen weights together. See docs/guide/weights.md.
+            bounds activations and frozen weights together. "all" lets trained ones, too, whose
+            gradients and optimizer's states are then at home. See docs/guide/weights.md.
         mesh: plans the step of one rank of a cluster that need not be there, of the `machine`:
             (8,) shards parameters over 8 ranks, (2, 8) keeps 2 replicas of 8 shards each. The model
             stays as it is: a copy without memory is sharded. There are plans and a frontier, but no
@@ -141,6 +142,9 @@ class PlanOptions(CaptureOptions):
                 _check_positive(each.name, value, default)
             elif isinstance(default, bool) and not isinstance(value, bool):
                 raise InvalidArgumentError(f"{each.name} is {value!r}; give True or False")
+        if self.weights == "all" and self.gradients == "returned":
+            msg = "weights='all' has gradients at home in .grad, and gradients='returned' has none"
+            raise InvalidArgumentError(f"{msg} there; leave one of them out")
         if self.numerics == "bitwise" and self.kernels == "auto":
             msg = (
                 "numerics='bitwise' keeps the same bits at every budget, and kernels='auto' "
@@ -149,9 +153,9 @@ class PlanOptions(CaptureOptions):
             )
             raise InvalidArgumentError(msg)
 
-        if self.weights == "auto" and self.offload is None:
-            msg = "weights='auto' needs a home for them; give offload='host' or 'disk:FOLDER'"
-            raise InvalidArgumentError(msg)
+        if self.weights != "resident" and self.offload is None:
+            msg = f"weights={self.weights!r} needs a home for them; give offload="
+            raise InvalidArgumentError(f"{msg}'host' or 'disk:FOLDER'")
 
     @classmethod
     def of(
@@ -218,7 +222,8 @@ class PlanOptions(CaptureOptions):
         """
         from rockmate.offload.request import OffloadRequest
 
-        return OffloadRequest.parse(self.offload, self.host_budget)
+        request = OffloadRequest.parse(self.offload, self.host_budget)
+        return request and replace(request, with_trained=self.weights == "all")
 
 
 def _check_positive(name: str, value: Any, default: float) -> None:

@@ -150,7 +150,7 @@ class PlanningSession:
         self.fusion = fusions[0].report if fusions else None
         self._forms = Forms(
             forms, form_of, numerics=self.numerics, rule=self._rule, request=self._offload,
-            has_homes=options.weights == "auto",
+            weights=options.weights,
         )  # fmt: skip
         self.weights = self._forms.weights
         with timed(self.timings, "solve"):

@@ -1,6 +1,6 @@
-"""Frozen weights that do not fit: which stay in memory, and when the others are fetched.
+"""Weights that do not fit: which stay in memory, and when the others are fetched.
 
-A budget then bounds activations and frozen weights together. A plan is chosen in three steps:
+A budget then bounds activations and these weights together. A plan is chosen in three steps:
 
 1. *Activations.* Schedules for a grid of smaller budgets, as if all weights were in memory. What
    such a schedule leaves free, run by run, is room for weights.
@@ -23,6 +23,7 @@ from functools import cache
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 from rockmate._util import Floats, Ints
 from rockmate.bound.protocol import Bounds
@@ -59,23 +60,29 @@ class _Weight:
 
 
 class WeightSearch:
-    """The search for plans whose frozen weights come and go.
+    """The search for plans whose weights come and go.
 
     Args:
         captured: the step as captured.
+        with_trained: whether trained ones may, too.
         within: gives the fastest schedule with all weights in memory within a budget of
             activations, for a strategy.
         smallest: gives the schedule of the smallest peak with all weights in memory.
+        minimum: gives that of the step as captured, which may be smaller beside fetched weights.
     """
 
     def __init__(
         self,
         captured: Form,
+        with_trained: bool,
         within: Callable[[int, str], Found | None],
         smallest: Callable[[str], Found],
+        minimum: Callable[[str], Candidate],
     ) -> None:
         self._captured, self._within, self._smallest = captured, cache(within), cache(smallest)
+        self._minimum = cache(minimum)
         self._weights: dict[Form, list[_Weight]] = {}
+        self._with_trained = with_trained
 
     @property
     def num_bytes(self) -> int:
@@ -83,11 +90,12 @@ class WeightSearch:
         return _sum(self._of(self._captured))
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Their names."""
+    def named(self) -> dict[str, torch.Tensor]:
+        """They themselves, by their paths."""
         form = self._captured
-        inputs = {form.graph.storage_of[node].index: role.name for node, role in form.graph.inputs}
-        return tuple(inputs[each.storage] for each in self._of(form))
+        inputs = {form.graph.storage_of[node].index: role.path for node, role in form.graph.inputs}
+        named = named_weights(form.step.model, with_trained=self._with_trained)
+        return {inputs[each.storage]: named[inputs[each.storage]] for each in self._of(form)}
 
     def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
         """The fastest plan found within a budget; None if none fits."""
@@ -103,6 +111,9 @@ class WeightSearch:
         for start in self._starts(budget_bytes, strategy):
             if start.time_ms < time_of(best):
                 best = self._fetched(start, budget_bytes, best)
+        if best is None:
+            start = Found(self._captured, self._minimum(strategy))
+            best = self._fetched(start, budget_bytes, None)
         return best
 
     def least(self, form: Form, start: Candidate) -> Candidate:
@@ -128,7 +139,7 @@ class WeightSearch:
     def _of(self, form: Form) -> list[_Weight]:
         """The weights of a form that can be at home, in the order of their first reads."""
         if form not in self._weights:
-            self._weights[form] = _weights_of(form)
+            self._weights[form] = _weights_of(form, self._with_trained)
         return self._weights[form]
 
     def _starts(self, budget_bytes: int, strategy: str) -> Iterator[Found]:
@@ -291,15 +302,15 @@ class _WeightBounds:
         return max(self.activations.tight_bound_ms(self.budget_bytes), self.copy_ms)
 
 
-def _weights_of(form: Form) -> list[_Weight]:
+def _weights_of(form: Form, with_trained: bool) -> list[_Weight]:
     graph, link = form.graph, form.costs.link
     assert link is not None
-    named = named_weights(form.step.model)
+    named = named_weights(form.step.model, with_trained=with_trained)
     held = {graph.storage_of[node] for node, _ in graph.outputs if node in graph.storage_of}
     storages = dict.fromkeys(
         graph.storage_of[node]
         for node, role in graph.inputs
-        if role.name in named and not role.inner and graph.storage_of[node] not in held
+        if role.path in named and graph.storage_of[node] not in held
     )
     # A smaller one takes longer to begin with than to copy.
     least_bytes = link.latency_ms * link.in_gb_per_s * 1e6

@@ -57,7 +57,7 @@ from rockmate.capture.roles import RoleKind
 from rockmate.errors import BackwardError, SignatureMismatchError
 from rockmate.graph.parameters import Binding
 from rockmate.offload.step_moves import StepMoves
-from rockmate.offload.tiers import tier_of
+from rockmate.offload.tiers import Pending, tier_of
 from rockmate.offload.weight_home import has_homes, homes_of
 from rockmate.ops.undefined_gradient import is_undefined
 from rockmate.runtime.backward_arguments import (
@@ -95,6 +95,7 @@ class Runner:
         forward_statics: the statics that the forward reads.
         backward_statics: the statics that the backward reads.
         check_tangents: is given the gradients of outputs, and may refuse them.
+        copies: a log of copies, as for `StepMoves`.
         backward: the backward with all tangents.
         input_gradients: index of an input -> position of its gradient in the backward's results.
         further_gradients: where each reader of an input has its gradient by itself, those after the
@@ -115,8 +116,8 @@ class Runner:
             name: of the model, for errors.
             way_out: what else a user may do about an error, after what can be done in any case.
         """
-        self.program, self.name, self.way_out = program, name, way_out
-        self.model = model
+        self.model, self.program, self.name, self.way_out = model, program, name, way_out
+        self.copies: list[tuple[int, Pending]] | None = None
         self.check_tangents: Callable[[Sequence[torch.Tensor | None]], None] = lambda _: None
         self.saved_bytes: Callable[[], int] = int
         self.around: Callable[[str], AbstractContextManager[Any]] = engine.profiler_label
@@ -213,8 +214,8 @@ class Runner:
         assert offload is not None
         slab = tier_of(self.model, offload).borrow(slots.num_bytes) if slots.num_bytes else None
         homes = homes_of(self.model) if self.program.fetched else None
-        weights = [self.binding[name] for name in self.program.fetched]
-        moves = StepMoves(slab, slots, homes, weights)
+        weights = [at_path(self.binding[each.name], each.inner) for each in self.program.fetched]
+        moves = StepMoves(slab, slots, homes, weights, self.copies)
         if self._moves_place is not None:
             arguments.insert(self._moves_place, moves)
         return arguments, moves
@@ -227,9 +228,10 @@ class Runner:
         Raises:
             OffloadError: the home has no room, or a copy has failed.
         """
-        names = tuple(dict.fromkeys(self.program.fetched))
-        if (names or has_homes(self.model)) and not self.pending.runners_of(self.model):
-            homes_of(self.model).hold(names, self.program.offload)
+        named = {e.path: at_path(self.binding[e.name], e.inner) for e in self.program.fetched}
+        is_home = self.program.has_homes or has_homes(self.model)
+        if is_home and not self.pending.runners_of(self.model):
+            homes_of(self.model).hold(named, self.program.offload)
 
     def gradient_owners(self) -> dict[str, torch.Tensor]:
         """Name -> parameter in the module now, for each gradient that the backward accumulates.

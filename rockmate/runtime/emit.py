@@ -232,10 +232,10 @@ def _slots(graph: Graph, schedule: Schedule) -> SlotPlan | None:
     return plan_slots(schedule.moves, sizes)
 
 
-def _fetched(graph: Graph, schedule: Schedule) -> tuple[str, ...]:
-    """The name of the weight of each fetch."""
-    names = {graph.storage_of[node].index: role.name for node, role in graph.inputs if role.name}
-    return tuple(names[each.storage] for each in schedule.fetches)
+def _fetched(graph: Graph, schedule: Schedule) -> tuple[Role, ...]:
+    """The weight of each fetch."""
+    roles = {graph.storage_of[node].index: role for node, role in graph.inputs if role.name}
+    return tuple(roles[each.storage] for each in schedule.fetches)
 
 
 def _returned_gradients(graph: Graph) -> list[tuple[fx.Node, Role]]:

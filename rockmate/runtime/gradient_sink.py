@@ -51,6 +51,7 @@ from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.capture.wrapping import NO_WRAPPINGS, Wrapping
 from rockmate.graph.ir import SlicedMatmul
+from rockmate.offload.trained_home import gradient_at_home, send_gradient_home
 from rockmate.ops.shards import Reduction, Wait, issue_reduction, zero_parts
 from rockmate.ops.undefined_gradient import is_undefined, undefined_gradient
 from rockmate.runtime.held_gradients import HeldGradients
@@ -346,6 +347,8 @@ class GradientSink:
     ) -> None:
         """Lets the engine accumulate gradients and fire the hooks of their parameters."""
         engine.accumulate(parameters, gradients, self._dispatch_keys)
+        for parameter in parameters:
+            send_gradient_home(parameter)
 
 
 def _numbered(indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -388,6 +391,8 @@ def _grad_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _new_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if (at_home := gradient_at_home(parameter)) is not None:
+        return at_home
     Recording.leave_out(parameter.nbytes)
     return torch.empty_like(parameter)
 

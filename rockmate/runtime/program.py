@@ -110,7 +110,7 @@ class Program:
         backward_code: the backward's source.
         num_in_flight: number of forwards before a backward that the plan's budget bounds.
         slots: where moved values wait in the other tier; None if nothing moves or is fetched.
-        fetched: name of the weight of each fetch, in the order of `Schedule.fetches`.
+        fetched: the weight of each fetch, in the order of `Schedule.fetches`.
         offload: that tier.
     """
 
@@ -137,8 +137,13 @@ class Program:
     backward_code: str
     num_in_flight: int = 1
     slots: SlotPlan | None = None
-    fetched: tuple[str, ...] = ()
+    fetched: tuple[Role, ...] = ()
     offload: OffloadRequest | None = None
+
+    @property
+    def has_homes(self) -> bool:
+        """Whether weights are at home, or what belongs to trained ones."""
+        return bool(self.fetched) or (self.offload is not None and self.offload.with_trained)
 
     def of_copy(self, memo: dict[int, Any]) -> Program:
         """The same for a copy of the model, which `copy.deepcopy` has made."""
@@ -174,9 +179,9 @@ class Program:
         """Names of the module's tensors that it reads, updates or has gradients of."""
         arguments = (*self.forward_arguments, *self.backward_arguments)
         roles = [each.source for each in arguments if isinstance(each.source, Role)]
-        roles += [*self.results, *self.gradients]
+        roles += [*self.results, *self.gradients, *self.fetched]
         names = [role.name for role in roles if role.name and role.kind is not RoleKind.CONSTANT]
-        return list(dict.fromkeys([*names, *self.accumulated, *self.fetched]))
+        return list(dict.fromkeys([*names, *self.accumulated]))
 
 
 class PlannedLayout:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 
 import torch
@@ -20,12 +21,15 @@ from rockmate._torch.engine import is_profiling, profiler_label
 from rockmate._torch.fake import is_fake
 from rockmate._torch.storage import bytes_of
 from rockmate.budget import size_text
+from rockmate.offload.tiers import Pending
 from rockmate.runtime.autograd import Runner, may_be_needed_early
 from rockmate.runtime.program import PlannedCall
+from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger(__name__)
 
-_NUM_STEPS, _TOLERANCE = 5, 1.01
+_NUM_STEPS, _NUM_WARM, _TOLERANCE = 5, 2, 1.01
+_SLOW = 1.2  # times of copies over the described ones that are told
 
 
 class Evidence:
@@ -42,6 +46,7 @@ class Evidence:
         self._seconds: list[float] = []  # of each step, from the first
         self._forward_s, self._forward_peak_bytes, self._saved_bytes = 0.0, 0, 0
         self._tangent_bytes = self.peak_bytes = self._untold_bytes = 0
+        self._copies: list[tuple[int, Pending]] = []  # of the steps that are timed
 
     def begin(self, runner: Runner, inputs: Sequence[torch.Tensor]) -> None:
         """Before a forward, which `runner` runs with these inputs."""
@@ -51,6 +56,8 @@ class Evidence:
             self._is_over = True
         runner.around = profiler_label if self._is_over else self._around
         runner.check_tangents = self._note_tangents
+        is_timed = len(self._seconds) >= _NUM_WARM and not self._is_over
+        runner.copies = self._copies if is_timed else None
         # Hooks of parameters allocate for themselves, and free gradients.
         self._can_record = (
             (len(self._seconds) > 0 or self._device.type == "cuda")
@@ -104,12 +111,32 @@ class Evidence:
 
     def _tell(self) -> None:
         plan = self._planned.plan
-        step_ms, baseline_ms = median(self._seconds[2:]) * 1e3, plan.baseline_ms
-        logger.info(
+        step_ms, baseline_ms = median(self._seconds[_NUM_WARM:]) * 1e3, plan.baseline_ms
+        link_text = self._link_text()
+        logger.log(
+            logging.WARNING if link_text else logging.INFO,
             "the first steps of the plan: peak %s, predicted %s; forward and backward %.1f ms, "
             "predicted %.1f ms, which is %.2fx, predicted %.2fx, of %.1f ms, the predicted time "
-            "without recomputation",
+            "without recomputation%s",
             size_text(self.peak_bytes) if self.peak_bytes else "not measured",
             size_text(plan.predicted_peak_bytes), step_ms, plan.predicted_ms,
-            step_ms / baseline_ms, plan.predicted_ratio, baseline_ms,
+            step_ms / baseline_ms, plan.predicted_ratio, baseline_ms, link_text,
         )  # fmt: skip
+
+    def _link_text(self) -> str:
+        """How much slower than described copies were, and its cost; empty if they were not."""
+        plan, copies, self._copies = self._planned.plan, self._copies, []
+        link = plan.costs.link
+        if link is None or not copies:
+            return ""
+        described_ms = sum(link.in_ms(num_bytes) for num_bytes, _ in copies)
+        ratio = sum(copy.took_ms() for _, copy in copies) / described_ms
+        if ratio * link.duplex < _SLOW:
+            return ""
+        back, out = link.in_gb_per_s / ratio, link.out_gb_per_s / ratio
+        slower = replace(link, in_gb_per_s=back, out_gb_per_s=out)
+        slow_ms = simulate(plan.graph, plan.schedule, replace(plan.costs, link=slower)).time_ms
+        return (
+            f". The link is slower than described: copies take {ratio:.1f}x of their time, for "
+            f"which {slow_ms:.1f} ms are predicted, {slow_ms - plan.predicted_ms:.1f} ms more"
+        )

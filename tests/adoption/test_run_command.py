@@ -161,6 +161,15 @@ def test_a_script_trains_as_without_and_is_planned(tmp_path: Path, script: str) 
     assert "frames" not in ours[1]
 
 
+def test_trained_weights_of_a_script_may_be_at_home(tmp_path: Path) -> None:
+    options = ["--budget", "400kB", "--weights", "all"]
+    eager, refused = run(tmp_path, PLAIN), run(tmp_path, PLAIN, *options)
+    assert "needs a home for them: --offload host or disk:FOLDER" in refused[1]
+    ours = run(tmp_path, PLAIN, *options, "--offload", f"disk:{tmp_path}")
+    assert ours[0] == eager[0]
+    assert "as in eager" not in ours[1]
+
+
 @pytest.mark.parametrize("script", [NET + PENALTY, NET + RETURNED + LOOP])
 def test_gradients_that_no_plan_gives_have_frames(tmp_path: Path, script: str) -> None:
     eager, ours = run(tmp_path, script), run(tmp_path, script, "--budget", "0.6")

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from rockmate import send_home
 from rockmate.offload.request import OffloadRequest
+from rockmate.offload.trained_home import gradient_at_home
 from rockmate.offload.weight_home import homes_of
 
 model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]).requires_grad_(False)
@@ -41,9 +42,15 @@ assert value.cpu().unique() == 2.0
 weight.data.copy_(before["1.weight"])
 del value, pending
 for names in ("0.weight",), ("2.weight",), ():
-    homes.hold(names, OffloadRequest("host"))
+    homes.hold({name: model.get_parameter(name) for name in names}, OffloadRequest("host"))
     assert torch.cuda.memory_allocated() == 4 * 512 + (4 - len(names)) * weight.nbytes
     assert is_whole()
+homes.hold({}, OffloadRequest("host", with_trained=True))
+taken, bias = torch.cuda.memory_allocated(), model[1].bias
+gradient = gradient_at_home(bias)
+gradient.copy_(bias.detach())
+assert gradient.device == bias.device and torch.equal(gradient.cpu(), bias.detach().cpu())
+assert torch.cuda.memory_allocated() == taken
 """
 
 

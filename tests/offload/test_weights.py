@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from fine_tuning import batch, llama
 from helpers import gradients_of, net_allocated
+from moves import Net, rows
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -21,11 +23,11 @@ from rockmate import (
     InfeasibleBudgetError,
     NothingFitsError,
     OffloadError,
-    Plan,
     Planner,
     RockmateModule,
     fit,
 )
+from rockmate.capture.tensor_parts import inner_tensors
 from rockmate.errors import (
     InfeasibleMemoryLimitError,
     InvalidArgumentError,
@@ -58,13 +60,6 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return model
 
 
-class Net(nn.Sequential):
-    """Layers with the loss behind them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).square().mean()
-
-
 def layers() -> nn.Module:
     """Sixteen frozen products of 64 KiB each, with adapters and activations between them."""
     torch.manual_seed(0)
@@ -74,10 +69,6 @@ def layers() -> nn.Module:
 
 def frozen_bytes(model: nn.Module) -> int:
     return sum(each.nbytes for each in model.parameters() if not each.requires_grad)
-
-
-def rows(seed: int = 0, number: int = 32) -> Tensor:
-    return torch.randn(number, 128, generator=torch.Generator().manual_seed(seed))
 
 
 def planner_of(folder: Path, model: nn.Module, sample: Any = None, **options: Any) -> Planner:
@@ -136,21 +127,42 @@ def test_steps_have_the_bits_of_eager_and_the_predicted_bytes(share: float, tmp_
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_weights_of_four_bits_go_home_as_they_are(tmp_path: Path) -> None:
+def in_four_bits(layer: nn.Linear) -> nn.Module:
     quantized = pytest.importorskip("bitsandbytes").nn
+    found = quantized.Linear4bit(128, 128, compute_dtype=torch.float32, quant_type="nf4")
+    found.load_state_dict(layer.state_dict())
+    return found.to("cpu").requires_grad_(False)
+
+
+def by_torchao(layer: nn.Linear) -> nn.Module:
+    quantization: Any = pytest.importorskip("torchao.quantization")
+    quantization.quantize_(layer, quantization.Int8WeightOnlyConfig())
+    return layer.requires_grad_(False)
+
+
+def addresses(model: nn.Module) -> dict[str, int]:
+    """Of what the weights are made of."""
+    named = {name: inner_tensors(each) or {(): each} for name, each in model.named_parameters()}
+    return {f"{n}{path}": t.data_ptr() for n, inner in named.items() for path, t in inner.items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("quantize", [in_four_bits, by_torchao])
+def test_quantized_weights_go_home_as_they_are(
+    quantize: Callable[[nn.Linear], nn.Module], tmp_path: Path
+) -> None:
     model = layers()
     for each in model.modules():
         if isinstance(each, Adapted):
-            layer = quantized.Linear4bit(128, 128, compute_dtype=torch.float32, quant_type="nf4")
-            layer.load_state_dict(each.layer.state_dict())
-            each.layer = layer.to("cpu").requires_grad_(False)
-    eager, where = copy.deepcopy(model), {id(p): p.data_ptr() for p in model.parameters()}
+            each.layer = quantize(each.layer)  # pyright: ignore
+    eager, where = copy.deepcopy(model), addresses(model)
     planner = planner_of(tmp_path, model)
     module = planner.module(planner.minimum_peak_bytes + 4096)
-    assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
-    away = [p for p in model.parameters() if p.data_ptr() != where[id(p)]]
-    assert any(type(each) is quantized.Params4bit for each in away)
+    assert module.plan.schedule.fetches
+    for seed in (1, 2):
+        assert_equal(trained(module, model, rows(seed)), trained(eager, eager, rows(seed)))
+    assert {name for name, place in addresses(model).items() if place != where[name]}
+    assert torch.equal(model.eval()(rows(3)), eager.eval()(rows(3)))
 
 
 def test_a_budget_that_holds_all_has_the_plan_of_resident_weights(tmp_path: Path) -> None:
@@ -234,19 +246,6 @@ def test_a_kept_graph_and_two_forwards_have_the_bits_of_eager(tmp_path: Path) ->
     assert_equal(gradients_of(model), gradients_of(eager))
 
 
-def test_a_plan_file_holds_the_fetches(tmp_path: Path) -> None:
-    model = layers()
-    eager = copy.deepcopy(model)
-    plan = planner_of(tmp_path, model).plan(frozen_bytes(model) // 3)
-    plan.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    assert loaded.schedule == plan.schedule
-    assert loaded.simulation == plan.simulation
-    assert "at home in the disk" in loaded.summary()
-    module = RockmateModule(model, rows(), plan=loaded)
-    assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
-
-
 def test_a_full_home_is_an_error_before_anything_is_computed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,7 +287,7 @@ def test_refusals(tmp_path: Path) -> None:
         Planner(model, rows(), weights="auto")
     with pytest.raises(InvalidArgumentError, match="weights is 'home'"):
         Planner(model, rows(), offload=f"disk:{tmp_path}", weights="home")
-    with pytest.raises(InvalidBudgetError, match="bounds frozen weights, too"):
+    with pytest.raises(InvalidBudgetError, match="bounds weights, too"):
         planner_of(tmp_path, model).plan(0.5)
 
 

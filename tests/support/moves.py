@@ -37,6 +37,17 @@ def layers(width: int = 256, number: int = 6) -> nn.Sequential:
     return nn.Sequential(*parts).train()
 
 
+class Net(nn.Sequential):
+    """Layers with the loss behind them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def rows(seed: int = 0, number: int = 32) -> Tensor:
+    return torch.randn(number, 128, generator=torch.Generator().manual_seed(seed))
+
+
 def module_of(folder: Path, model: nn.Module | None = None, **options: Any) -> RockmateModule:
     """`model`, or `layers`, whose values move to a disk."""
     module = RockmateModule(model or layers(), X, 0.5, offload=f"disk:{folder}", **options)
@@ -109,6 +120,9 @@ class PoisonCopy:
         finish, self._finish = self._finish, None
         if finish is not None:
             finish()  # pyright: ignore
+
+    def took_ms(self) -> float:
+        return 0.0
 
 
 class PoisonSlab:

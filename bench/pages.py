@@ -16,8 +16,6 @@ import jinja2
 from bench.machine import hardware_text, versions_text
 
 Record = Mapping[str, Any]
-Column = tuple[str, str | Callable[[Any], str]]
-"""A title, and the cell of a record: a format of its fields, or a function of it."""
 
 
 def filled(template: str, **parts: Any) -> list[str]:
@@ -102,15 +100,6 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def table_row(cells: Sequence[str]) -> str:
     """One row of a table."""
     return f"| {' | '.join(cells)} |"
-
-
-def records_table(columns: Sequence[Column], records: Iterable[Any]) -> list[str]:
-    """A table with a row for each record."""
-    rows = (
-        [cell.format_map(each) if isinstance(cell, str) else cell(each) for _, cell in columns]
-        for each in records
-    )
-    return table([title for title, _ in columns], rows)
 
 
 def megabytes(num_bytes: int | None) -> str:

@@ -28,7 +28,7 @@ from bench import command
 from bench.command import Record
 from bench.forks import run_each
 from bench.machine import machine_record, machine_text
-from bench.pages import all_row, table, targets
+from bench.pages import all_row, filled, table, targets
 from bench.script_outcome import FAULTS, MEANINGS, NOT_COUNTED, RIGHT, outcome, random_scripts
 
 _LONGEST = 240
@@ -122,32 +122,16 @@ def page(records: Sequence[Record]) -> list[str]:
         all_row(f"scripts without {verdict.lower()}", len(counted) - counts[verdict], len(counted))
         for verdict in FAULTS
     ]
-    return [
-        "# Random training scripts beside eager",
-        "",
-        "Each script trains a small model of unusual layers in a loop with unusual habits, plain "
-        "and wrapped. Losses, gradients, parameters, buffers, attributes, hooks and random state "
-        "are compared bit for bit after each of four steps, and the peak of a later one, from the "
-        "profiler's events, with the budget. Right are: "
-        + "; ".join(f"*{name}*: {meaning}" for name, meaning in MEANINGS.items())
-        + f". Scripts that eager does not repeat: {len(records) - len(counted)}.",
-        "",
-        *targets(rows),
-        "",
-        "## Outcomes by mode",
-        "",
-        *_table(counted, "mode", lambda record: [record["mode"]]),
-        "",
-        "## Faults",
-        "",
-        *_faults(counted),
-        "",
-        "## Outcomes by kind",
-        "",
-        *_table(counted, "kind", lambda record: record["kinds"]),
-        "",
-        _ran(records),
-    ]
+    return filled(
+        "scripts",
+        meanings=MEANINGS,
+        num_unrepeated=len(records) - len(counted),
+        targets=targets(rows),
+        by_mode=_table(counted, "mode", lambda record: [record["mode"]]),
+        faults=_faults(counted),
+        by_kind=_table(counted, "kind", lambda record: record["kinds"]),
+        ran=_ran(records),
+    )
 
 
 def _ran(records: Sequence[Record]) -> str:

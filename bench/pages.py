@@ -140,12 +140,6 @@ class Target(NamedTuple):
         return table_row([*self[:4], self.verdict])
 
 
-def targets(rows: Iterable[Target]) -> list[str]:
-    """The section of targets."""
-    head = table(("what", "reach", "figure", "where", ""), ())
-    return ["## Targets", "", *head, *(row.text for row in rows)]
-
-
 def all_row(what: str, num_hit: int, num_all: int) -> Target:
     """A target that every case has to hit."""
     return Target(

@@ -12,10 +12,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial, update_wrapper
-from types import CodeType
 from typing import Any
 
 import torch
@@ -33,25 +31,14 @@ def names_in_loss(trainer: Any) -> set[str]:
         name = pending.pop()
         for function in filter(None, (vars(each).get(name) for each in type(trainer).__mro__)):
             code = getattr(inspect.unwrap(function), "__code__", None)
-            read = set[str]() if code is None else _read_by(code, words)
+            read = set(code.co_names if code else ())
+            for each in code.co_consts if code else ():  # those of keywords are in tuples
+                words.update(each if isinstance(each, tuple) else [each])
             pending += read - names
             names |= read
             if "super" not in read:
                 break
     return names | words
-
-
-def _read_by(code: CodeType, words: set[str]) -> set[str]:
-    """The names that code reads; its words, among them those of keywords, are added."""
-    names, constants = set(code.co_names), list(code.co_consts)
-    for each in constants:
-        if isinstance(each, CodeType):
-            names |= _read_by(each, words)
-        elif isinstance(each, tuple):
-            constants += each
-        elif isinstance(each, str):
-            words.add(each)
-    return names
 
 
 class PolicyCalls:
@@ -119,23 +106,17 @@ class PolicyCalls:
         return run(*args, **keywords)
 
     def _with_reference_adapters(self, *args: Any, **keywords: Any) -> Any:
-        with _reference_adapters(self._policy):
-            return self._policy.forward(*args, **keywords)
-
-
-@contextmanager
-def _reference_adapters(policy: Any) -> Iterator[None]:
-    """As TRL's: the adapters of a copy if the policy's were trained before, else none."""
-    if "ref" not in policy.peft_config:
-        with policy.disable_adapter():
-            yield
-        return
-    own = policy.active_adapter
-    policy.set_adapter("ref")
-    try:
-        yield
-    finally:
-        policy.set_adapter(own)
+        """As in TRL: those of a copy if the policy's were trained before, else none."""
+        policy = self._policy
+        if "ref" not in policy.peft_config:
+            with policy.disable_adapter():
+                return policy.forward(*args, **keywords)
+        own = policy.active_adapter
+        policy.set_adapter("ref")
+        try:
+            return policy.forward(*args, **keywords)
+        finally:
+            policy.set_adapter(own)
 
 
 def _adapters_of(policy: Any) -> tuple[Any, Any] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ KINDS = ("ORPO", "GKD", "Reward", "SFT", "DPO", "KTO", "GRPO")
 def tokenizer(num_words: int) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    known = ["[PAD]", "[EOS]", "[UNK]", *map(_word, range(num_words))]
+    known = ["[PAD]", "[EOS]", "[UNK]", *(f"w{at}" for at in range(num_words))]
     made = Tokenizer(models.WordLevel({word: at for at, word in enumerate(known)}, "[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
@@ -32,31 +33,22 @@ def tokenizer(num_words: int) -> Any:
     return found
 
 
-def _word(number: int) -> str:
-    return f"w{number}"
-
-
-def text(first: int, number: int) -> str:
-    return " ".join(_word((first + 3 * at) % 40) for at in range(number))
-
-
 def rows_for(kind: str, times: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for at in range(NUM_ROWS):
-        prompt, good, bad = (text(at + more, times * n) for more, n in ((0, 3), (5, 5), (7, 5)))
-        good, bad = f" {good}", f" {bad}"
-        match kind:
-            case "SFT":
-                rows.append({"text": prompt + good})
-            case "GKD":
-                said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": good}]
-                rows.append({"messages": said})
-            case "KTO":
-                rows.append({"prompt": prompt, "completion": good, "label": at % 2 == 0})
-            case "GRPO":
-                rows.append({"prompt": prompt})
-            case _:
-                rows.append({"prompt": prompt, "chosen": good, "rejected": bad})
+    for row in range(NUM_ROWS):
+        prompt, good, bad = (
+            " ".join(f"w{(first + 3 * at) % 40}" for at in range(number * times))
+            for first, number in ((row, 3), (row + 5, 5), (row + 7, 5))
+        )
+        said = [{"role": "user", "content": prompt}, {"role": "assistant", "content": good}]
+        columns = {
+            "SFT": {"text": f"{prompt} {good}"},
+            "GKD": {"messages": said},
+            "KTO": {"prompt": prompt, "completion": f" {good}", "label": row % 2 == 0},
+            "GRPO": {"prompt": prompt},
+        }
+        pair = {"prompt": prompt, "chosen": f" {good}", "rejected": f" {bad}"}
+        rows.append(columns.get(kind, pair))
     return rows
 
 
@@ -72,18 +64,12 @@ def trainer(
 ) -> Any:
     """A trainer of one of the `KINDS`, made as users make it.
 
-    Args:
-        kind: its name begins with this.
-        folder: for what it writes.
-        size: of the model, as `LlamaConfig` takes it.
-        times: how much longer than 8 tokens the rows are.
-        adapters: of LoRA, "new" or "trained" before; none if empty.
-        callbacks: as the trainer takes them.
-        **changes: of the trainer's arguments.
+    Its model has the fields `size` of a `LlamaConfig`, and adapters that are "new" or "trained"
+    before. Rows are `times` as long as 8 tokens. Changes are those of its arguments.
     """
     arguments: dict[str, Any] = {
         "output_dir": str(folder),
-        "per_device_train_batch_size": 2,
+        "per_device_train_batch_size": 4 if kind == "KTO" else 2,
         "max_steps": 3,
         "logging_steps": 1,
         "report_to": [],
@@ -100,41 +86,31 @@ def trainer(
     model: Any = llama(attention_dropout=0.0, pad_token_id=0, **size)
     more: dict[str, Any] = {}
     if kind == "GKD":
-        from trl.experimental.gkd import GKDConfig as Config
-        from trl.experimental.gkd import GKDTrainer as Trainer
-
         arguments |= {"lmbda": 0.0, "max_length": 16 * times, "max_new_tokens": 4}
         more["teacher_model"] = copy.deepcopy(model).requires_grad_(False)
     elif kind == "ORPO":
-        from trl.experimental.orpo import ORPOConfig as Config
-        from trl.experimental.orpo import ORPOTrainer as Trainer
-
         arguments |= {"max_length": 16 * times}
-    else:
-        Config, Trainer = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
-    if kind == "Reward":
+    elif kind == "Reward":
         torch.manual_seed(0)
         model.config.num_labels = 1
         model = transformers.LlamaForSequenceClassification(model.config).train()
-    if kind == "GRPO":
+    elif kind == "GRPO":
         arguments |= {"num_generations": 2, "max_completion_length": 4, "beta": 0.1}
         more["reward_funcs"] = lambda completions, **_: [float(len(c)) for c in completions]
-    if kind == "KTO":
-        arguments |= {"per_device_train_batch_size": 4}
     model.save_pretrained(folder / "start")  # references are loaded from there
     model.config._name_or_path = str(folder / "start")
     if adapters:
-        names = ["q_proj", "v_proj"]
-        config = peft.LoraConfig(
-            target_modules=names, task_type="CAUSAL_LM", init_lora_weights=False
-        )
-        if adapters == "new":
-            more["peft_config"] = config
-        else:
-            model = peft.get_peft_model(model, config)
-    return Trainer(
+        of_lora: Any = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+        config = peft.LoraConfig(task_type="CAUSAL_LM", **of_lora)
+        is_new = adapters == "new"
+        model = model if is_new else peft.get_peft_model(model, config)
+        more |= {"peft_config": config} if is_new else {}
+    library = trl
+    if kind in ("GKD", "ORPO"):
+        library = import_module(f"trl.experimental.{kind.lower()}")
+    return getattr(library, f"{kind}Trainer")(
         model=model,
-        args=Config(**arguments | changes),
+        args=getattr(library, f"{kind}Config")(**arguments | changes),
         processing_class=tokenizer(size["vocab_size"] - 3),
         train_dataset=datasets.Dataset.from_list(rows_for(kind, times)),
         callbacks=list(callbacks),

@@ -230,7 +230,7 @@ def _of_trainer(name: str, size: int, budget: Any, **options: Any) -> Step:
             kind, Path(folder), size=sizes, times=5, adapters=adapters,
             per_device_train_batch_size=rows,
         )  # fmt: skip
-    model = made.model
+    made.current_gradient_accumulation_steps, model = 1, made.model  # as its train() does
     if budget is not None:
         wrap_trainer(made, budget, **options)
     torch.manual_seed(1)

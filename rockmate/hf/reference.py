@@ -49,7 +49,7 @@ class PolicyCalls:
         self._policy = trainer.model
         self._kept: deque[tuple[dict[str, Any], Any]] = deque(maxlen=2)  # KTO has two batches
         self._adapters = _adapters_of(self._policy)
-        self._run = self._reference_of(trainer)
+        self._run: Any = self._reference_of(trainer)
         if self._run is not None:
             own = self._policy.forward
             self._policy.forward = update_wrapper(partial(self._both, own), own)

@@ -165,11 +165,8 @@ def _images(model: Any, shape: SampleShape) -> Sample:
     config, kind = model.config, type(model).__name__
     size = shape.image_size or getattr(config, "image_size", None) or _DEFAULT_PIXELS
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    sample = {
-        "pixel_values": torch.randn(
-            shape.batch_size, getattr(config, "num_channels", 3), height, width
-        )
-    }
+    num_channels = getattr(config, "num_channels", 3)
+    sample = {"pixel_values": torch.randn(shape.batch_size, num_channels, height, width)}
     if kind.endswith("ForImageClassification"):
         sample["labels"] = torch.randint(config.num_labels, (shape.batch_size,))
     elif kind.endswith("ForSemanticSegmentation"):

@@ -110,8 +110,9 @@ class ChunkableBlocks:
         if not self.is_allowed:
             return ()
         block = self.loss
-        fits = isinstance(block, Region) and not self.loss_refusal
-        numbers = [each for each in _NUM_CHUNKS if fits and _has_rows_for(block, each)]
+        numbers = []
+        if isinstance(block, Region) and not self.loss_refusal:
+            numbers = [each for each in _NUM_CHUNKS if _has_rows_for(block, each)]
         forms = [
             tuple(Chunks(number, form) for number in numbers) for form in ("recompute", "at_once")
         ]

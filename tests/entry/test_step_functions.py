@@ -199,8 +199,7 @@ def test_a_plan_of_a_step_is_a_file_and_serves_other_sizes(tmp_path: Path) -> No
 def trained_on_a_rank(rank: int, *, is_planned: bool) -> Any:
     """Gradients after each of two steps of two trained modules and a frozen one, in turn."""
     torch.manual_seed(0)
-    teacher, student, projection = mlp(16, 8).eval(), mlp(16, 8), mlp(8, 8)
-    teacher.requires_grad_(False)
+    student, projection, teacher = mlp(16, 8), mlp(8, 8), mlp(16, 8).eval().requires_grad_(False)
 
     def loss_fn(x: Tensor) -> Tensor:
         with torch.no_grad():

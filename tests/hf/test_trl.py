@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ from helpers import relative_error
 from bench.measure import allocator_peak
 from rockmate import PlannedStep, wrap_trainer
 
-pytest.importorskip("trl")
-KINDS, trainer = (getattr(import_module("trl_trainers"), name) for name in ("KINDS", "trainer"))
+trainers = pytest.importorskip("trl_trainers")  # needs TRL, datasets and PEFT
 pytestmark = pytest.mark.filterwarnings("ignore")  # of trainers
 
 
@@ -27,12 +25,12 @@ class Metrics(Record):
             self.logs.append({k: v for k, v in logs.items() if not k.endswith(("time", "second"))})
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", trainers.KINDS)
 def test_trains_as_without_a_budget(kind: str, tmp_path: Path) -> None:
     found = []
     for budget in (None, 0.8):
         record = Metrics()
-        made = trainer(kind, tmp_path, callbacks=[record])
+        made = trainers.trainer(kind, tmp_path, callbacks=[record])
         step = None if budget is None else wrap_trainer(made, budget)
         made.train()
         found.append((record.logs, made.model.state_dict()))
@@ -51,7 +49,7 @@ def test_trains_as_without_a_budget(kind: str, tmp_path: Path) -> None:
 def test_reference_is_within_the_budget(kind: str, adapters: str, tmp_path: Path) -> None:
     peaks, found = [], []
     for budget in (None, 0.6):
-        made = trainer(kind, tmp_path, adapters=adapters)
+        made = trainers.trainer(kind, tmp_path, adapters=adapters)
         policy = made.model
         if budget is not None:
             wrap_trainer(made, budget, trial="never")
@@ -75,11 +73,11 @@ def test_reference_is_within_the_budget(kind: str, adapters: str, tmp_path: Path
 
 
 def test_reference_outside_of_the_budget_is_named(tmp_path: Path, caplog: Any) -> None:
-    made = trainer("DPO", tmp_path)
+    made = trainers.trainer("DPO", tmp_path)
     wrap_trainer(made, 0.8)
     made.ref_model.forward(torch.ones(2, 4, dtype=torch.int64), use_cache=False)
     assert "called on other inputs than the policy" in caplog.text
-    wrap_trainer(trainer("GRPO", tmp_path), 0.8)
+    wrap_trainer(trainers.trainer("GRPO", tmp_path), 0.8)
     assert "is not called by the loss" in caplog.text
 
 
@@ -87,7 +85,7 @@ def test_mixed_precision(tmp_path: Path) -> None:
     logs = []
     for wrap in (lambda made: made, lambda made: wrap_trainer(made, 0.8)):
         record = Metrics()
-        made = trainer("DPO", tmp_path, callbacks=[record], bf16=True)
+        made = trainers.trainer("DPO", tmp_path, callbacks=[record], bf16=True)
         wrap(made)
         made.train()
         logs.append([line["loss"] for line in record.logs])

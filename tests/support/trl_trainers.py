@@ -28,9 +28,8 @@ def tokenizer(num_words: int) -> Any:
     made = Tokenizer(models.WordLevel({word: at for at, word in enumerate(known)}, "[UNK]"))
     made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "[PAD]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
-    found = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
-    found.chat_template = TEMPLATE
-    return found
+    more = {"chat_template": TEMPLATE, **special}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **more)
 
 
 def rows_for(kind: str, times: int) -> list[dict[str, Any]]:
@@ -105,9 +104,8 @@ def trainer(
         is_new = adapters == "new"
         model = model if is_new else peft.get_peft_model(model, config)
         more |= {"peft_config": config} if is_new else {}
-    library = trl
-    if kind in ("GKD", "ORPO"):
-        library = import_module(f"trl.experimental.{kind.lower()}")
+    experimental = f"trl.experimental.{kind.lower()}"
+    library = import_module(experimental) if kind in ("GKD", "ORPO") else trl
     return getattr(library, f"{kind}Trainer")(
         model=model,
         args=getattr(library, f"{kind}Config")(**arguments | changes),

@@ -71,12 +71,12 @@ def nll_loss_rule(call: RegionCall) -> ChunkedCall:
 def nll_loss_backward_rule(call: RegionCall) -> ChunkedCall:
     """`nll_loss_backward`: by rows, from the same rows of the scores and the weight of all rows."""
     gradient, scores, target, weight, _, _, total_weight = call.args
-    is_flat, slices = len(shape_of(scores)) == 2, dict[fx.Node, Rows]()
-    rows = Rows(0, 1) if is_flat else call.rows(scores)
+    num_dims, slices = len(shape_of(scores)), dict[fx.Node, Rows]()
+    rows = Rows(0, 1) if num_dims == 2 else call.rows(scores)
     if rows is None:
         of_target = call.known_rows(gradient if shape_of(gradient) else target)
         rows = Rows(of_target.start + bool(of_target.start), of_target.stop + bool(of_target.start))
-    call.require_other_dims(rows, [1], len(shape_of(scores)))
+    call.require_other_dims(rows, [1], num_dims)
     call.require_rows(scores, rows, slices)
     if rows.start and scores in slices:
         raise call.refuse(f"needs a contiguous {scores.name}, and its slices are not contiguous")

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -226,7 +227,8 @@ def _further_starts(
         elif is_elementwise(call):
             pending += [(each, rows) for each in operands if shape_of(each) == shape_of(call)]
         elif call.target is _aten.select_backward.default:
-            shift = rows.start > call.args[2] % len(shape_of(call))
+            dim: Any = call.args[2]
+            shift = int(rows.start > dim % len(shape_of(call)))
             pending += [(each, Rows(rows.start - shift, rows.stop - shift)) for each in operands]
         elif call.target in VIEWS or call in halves.forward:
             pending += [(each, Rows(0, 0)) for each in operands]

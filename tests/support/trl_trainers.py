@@ -17,7 +17,6 @@ from fine_tuning import llama
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} [EOS] {% endfor %}"
-NUM_ROWS = 8
 KINDS = ("ORPO", "GKD", "Reward", "SFT", "DPO", "KTO", "GRPO")
 
 
@@ -34,7 +33,7 @@ def tokenizer(num_words: int) -> Any:
 
 def rows_for(kind: str, times: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for row in range(NUM_ROWS):
+    for row in range(8):
         prompt, good, bad = (
             " ".join(f"w{(first + 3 * at) % 40}" for at in range(number * times))
             for first, number in ((row, 3), (row + 5, 5), (row + 7, 5))

@@ -15,15 +15,14 @@ recomputations.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import torch
-
 from bench import command, measure, models
 from bench.command import Record
-from bench.pages import about, records_table
+from bench.pages import about, filled
 from rockmate import InfeasibleBudgetError, Planner
 
 MODELS = ("mlp", "gpt2-2layer", "llama-2layer", "bert-2layer", "encoder")
@@ -33,13 +32,13 @@ REACHED_RATIO, REACHED_MS = 1.3, 0.3
 """Targets of a planned call: one of the two is to be reached."""
 
 
-def measured(name: str, budgets: Sequence[float], rounds: int, *, tiny: bool) -> Iterator[Record]:
+def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     """A record for each step of one model; infeasible budgets are left out."""
-    workload = models.build(name, tiny=tiny)
+    workload, rounds = models.build(name, tiny=not options.whole), options.rounds
     planner = Planner(workload.model, workload.sample)
     batch, predicted, first_ms = workload.make_batch(1), dict[str, float](), dict[str, float]()
     callees = {"eager": workload.model, "eager once more": workload.model}
-    for budget in budgets:
+    for budget in options.budget or BUDGETS:
         try:
             plan = planner.plan(budget)
         except InfeasibleBudgetError:
@@ -85,46 +84,21 @@ def page(records: Sequence[Record]) -> list[str]:
     """The table, with the number of steps that reach a target as its headline."""
     newest = command.newest(records, "model", "step")
     judged = [record for record in newest if record["predicted_ratio"] is not None]
-    columns = (
-        ("model", "{model}"),
-        ("step", "{step}"),
-        ("processor ms", "{ms:.3f}"),
-        ("ratio to eager", "{ratio:.2f}"),
-        ("difference, ms", "{difference_ms:+.3f}"),
-        ("first step, ms more", lambda r: f"{r['first_ms']:.0f}" if r["first_ms"] else ""),
-        ("of 1,000 steps", lambda r: f"{r['share']:.2%}" if r["first_ms"] else ""),
-        ("predicted ratio", lambda r: f"{r['predicted_ratio']:.3f}" if r in judged else ""),
-        ("target", lambda r: ("hit" if is_small(r) else "**miss**") if r in judged else ""),
-    )
-    return [
-        "# Fixed cost of a planned call",
-        "",
-        f"**{sum(map(is_small, judged))} of {len(judged)} planned steps take at "
-        f"most {REACHED_RATIO} times eager's processor time or {REACHED_MS} ms more.**",
-        "",
-        *records_table(columns, newest),
-        "",
-        *about(newest, __doc__),
-    ]
+    num_small, reached = sum(map(is_small, judged)), (REACHED_RATIO, REACHED_MS)
+    parts = {"judged": judged, "reached": reached, "num_small": num_small, "is_small": is_small}
+    return filled("call_cost", lines=newest, about=about(newest, __doc__), **parts)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and writes the page."""
-    parser = command.parser(
-        "call_cost", __doc__, models=sorted(models.REGISTRY), rounds=500, stem="call_cost_cpu"
-    )
-    parser.add_argument("--budget", action="append", type=float, help="fraction of the peak")
-    parser.add_argument("--whole", action="store_true", help="not their variants of milliseconds")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
-    found = (
-        record
-        for name in options.model or MODELS
-        for record in measured(
-            name, options.budget or BUDGETS, options.rounds, tiny=not options.whole
-        )
-    )
-    return command.run("call_cost", options, found, page)
+    further = {
+        "--budget": {"action": "append", "type": float, "help": "fraction of the peak"},
+        "--whole": {"action": "store_true", "help": "not their variants of milliseconds"},
+    }
+    return command.run_models(
+        "call_cost", __doc__, arguments, measured, page, models=models.REGISTRY, default=MODELS,
+        further=further, rounds=500, stem="call_cost_cpu",
+    )[0]  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ and the newest line of a key counts.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import subprocess
 import sys
@@ -70,6 +71,14 @@ def _positive(text: str) -> int:
     return number
 
 
+def of_tests(name: str) -> Any:
+    """A module of tests/support, as what makes random scripts."""
+    folder = str(ROOT / "tests" / "support")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return importlib.import_module(name)
+
+
 # --- lines ------------------------------------------------------------------------------------
 
 
@@ -121,6 +130,7 @@ def run_models(
     page: Callable[[Sequence[Record]], list[str]],
     *,
     models: Collection[str],
+    default: Collection[str] = (),
     further: Mapping[str, Mapping[str, Any]] | None = None,
     **shared: Any,
 ) -> tuple[int, argparse.Namespace]:
@@ -132,7 +142,8 @@ def run_models(
         arguments: the command line; None takes the process's own.
         measured: gives the records of a model.
         page: gives the page of all records.
-        models: choices of `--model`, all of which are measured if none is named.
+        models: choices of `--model`.
+        default: those that are measured if none is named; empty for all.
         further: options of this command alone, by flag.
         **shared: which of the shared options it has.
 
@@ -144,7 +155,7 @@ def run_models(
         made.add_argument(flag, **details)
     options = made.parse_args(arguments)
     torch.set_num_threads(1)
-    bar = tqdm(options.model or list(models), unit="model", disable=options.page)
+    bar = tqdm(options.model or list(default or models), unit="model", disable=options.page)
     found = (record for model in bar for record in measured(model, options))
     return run(name, options, found, page), options
 

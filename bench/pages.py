@@ -16,8 +16,6 @@ import jinja2
 from bench.machine import hardware_text, versions_text
 
 Record = Mapping[str, Any]
-Column = tuple[str, str | Callable[[Any], str]]
-"""A title, and the cell of a record: a format of its fields, or a function of it."""
 
 
 def filled(template: str, **parts: Any) -> list[str]:
@@ -104,15 +102,6 @@ def table_row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def records_table(columns: Sequence[Column], records: Iterable[Any]) -> list[str]:
-    """A table with a row for each record."""
-    rows = (
-        [cell.format_map(each) if isinstance(cell, str) else cell(each) for _, cell in columns]
-        for each in records
-    )
-    return table([title for title, _ in columns], rows)
-
-
 def megabytes(num_bytes: int | None) -> str:
     """Millions of bytes, to at least four digits; empty for None."""
     if not isinstance(num_bytes, int):
@@ -149,12 +138,6 @@ class Target(NamedTuple):
     def text(self) -> str:
         """The row."""
         return table_row([*self[:4], self.verdict])
-
-
-def targets(rows: Iterable[Target]) -> list[str]:
-    """The section of targets."""
-    head = table(("what", "reach", "figure", "where", ""), ())
-    return ["## Targets", "", *head, *(row.text for row in rows)]
 
 
 def all_row(what: str, num_hit: int, num_all: int) -> Target:

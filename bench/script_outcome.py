@@ -10,28 +10,22 @@ from __future__ import annotations
 import ast
 import copy
 import functools
-import importlib
 import logging
 import re
-import sys
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from bench.command import of_tests
 from bench.measure import allocator_peak
 from rockmate import InfeasibleBudgetError, RockmateError, RockmateModule
 from rockmate._torch.autocast import autocast_uncached
 
-# The generator is the tests' own.
-_SUPPORT = str(Path(__file__).parents[1] / "tests" / "support")
-if _SUPPORT not in sys.path:
-    sys.path.append(_SUPPORT)
-random_scripts: Any = importlib.import_module("random_scripts")
+random_scripts = of_tests("random_scripts")
 
 Record = dict[str, Any]
 

@@ -28,7 +28,7 @@ from bench import command
 from bench.command import Record
 from bench.forks import run_each
 from bench.machine import machine_record, machine_text
-from bench.pages import all_row, table, targets
+from bench.pages import filled, table
 from bench.script_outcome import FAULTS, MEANINGS, NOT_COUNTED, RIGHT, outcome, random_scripts
 
 _LONGEST = 240
@@ -117,45 +117,21 @@ def page(records: Sequence[Record]) -> list[str]:
     if not records:
         return ["# Random scripts", "", "No script is finished."]
     counted = [each for each in records if each["verdict"] != NOT_COUNTED]
-    counts = Counter(each["verdict"] for each in counted)
-    rows = [
-        all_row(f"scripts without {verdict.lower()}", len(counted) - counts[verdict], len(counted))
-        for verdict in FAULTS
-    ]
-    return [
-        "# Random training scripts beside eager",
-        "",
-        "Each script trains a small model of unusual layers in a loop with unusual habits, plain "
-        "and wrapped. Losses, gradients, parameters, buffers, attributes, hooks and random state "
-        "are compared bit for bit after each of four steps, and the peak of a later one, from the "
-        "profiler's events, with the budget. Right are: "
-        + "; ".join(f"*{name}*: {meaning}" for name, meaning in MEANINGS.items())
-        + f". Scripts that eager does not repeat: {len(records) - len(counted)}.",
-        "",
-        *targets(rows),
-        "",
-        "## Outcomes by mode",
-        "",
-        *_table(counted, "mode", lambda record: [record["mode"]]),
-        "",
-        "## Faults",
-        "",
-        *_faults(counted),
-        "",
-        "## Outcomes by kind",
-        "",
-        *_table(counted, "kind", lambda record: record["kinds"]),
-        "",
-        _ran(records),
-    ]
-
-
-def _ran(records: Sequence[Record]) -> str:
-    """On what, and how many at each commit."""
-    commits = Counter(each["commit"] for each in records)
-    counts = ", ".join(f"{number} at {commit}" for commit, number in commits.items())
     machine = next((each for each in reversed(records) if "machine" in each), None)
-    return f"Scripts by commit: {counts}. {machine_text(machine) if machine else ''}"
+    return filled(
+        "scripts",
+        meanings=MEANINGS,
+        num_unrepeated=len(records) - len(counted),
+        counted=counted,
+        verdicts=FAULTS,
+        by_mode=_table(counted, "mode", lambda record: [record["mode"]]),
+        faults=[each for verdict in FAULTS for each in counted if each["verdict"] == verdict],
+        command_of=_command,
+        longest=_LONGEST,
+        by_kind=_table(counted, "kind", lambda record: record["kinds"]),
+        commits=Counter(each["commit"] for each in records),
+        machine=machine_text(machine) if machine else "",
+    )
 
 
 def _table(records: Sequence[Record], what: str, keys: Any) -> list[str]:
@@ -169,22 +145,6 @@ def _table(records: Sequence[Record], what: str, keys: Any) -> list[str]:
         for key, own in sorted(counts.items())
     ]
     return table([what, "scripts", *verdicts], rows)
-
-
-def _faults(records: Sequence[Record]) -> list[str]:
-    found = [each for verdict in FAULTS for each in records if each["verdict"] == verdict]
-    if not found:
-        return ["None."]
-    rows = [
-        [
-            each["verdict"],
-            ", ".join(each["kinds"]),
-            f"`{_command(each)}`",
-            each.get("detail", "").replace("|", "\\|")[:_LONGEST],
-        ]
-        for each in found
-    ]
-    return table(["outcome", "kinds", "repeat it", "what"], rows)
 
 
 def _command(record: Record) -> str:

@@ -3,8 +3,10 @@
     taskset -c 0 python -m bench.steps            # writes bench/results/steps_cpu_<yyyymm>.*
     python -m bench.steps --model pinn --tiny
 
-Each step is run as it is and as `rockmate.plan_step` plans it, at 0.6 of the peak that eager's step
-has as measured, and with the smallest peak.
+Each step is run as it is and as `rockmate.plan_step` plans it, or `rockmate.wrap_trainer` the
+trainers of TRL, at 0.6 of the peak that eager's step has as measured, and with the smallest peak.
+
+Trainers are those of tests/support/trl_trainers.py: `pip install trl datasets peft`.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ import argparse
 import copy
 import itertools
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +31,7 @@ from bench import command
 from bench.command import Record
 from bench.measure import allocator_peak, gradients_of, same_bits, time_in_turn
 from bench.pages import about, filled
-from rockmate import plan_step
+from rockmate import plan_step, wrap_trainer
 
 SHARE = 0.6
 MOST_TIME = 1.15
@@ -134,14 +140,17 @@ def forces(size: int) -> Case:
     return Case(loss_fn, [radial, node], batch)
 
 
-def dpo(size: int) -> Case:
-    """A GPT-2 and its reference, log-probabilities outside of the models."""
+def _gpt2(size: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=1600 * size, n_layer=2, n_embd=128, n_head=2, n_positions=128)
-    policy = GPT2LMHeadModel(config)
+    return GPT2LMHeadModel(config).train()
+
+
+def dpo(size: int) -> Case:
+    """A GPT-2 and its reference, log-probabilities outside of the models."""
+    policy = _gpt2(size)
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
-    policy.train()
 
     def log_probs(model: nn.Module, words: Tensor) -> Tensor:
         logits = model(input_ids=words, use_cache=False).logits[:, :-1]
@@ -153,43 +162,106 @@ def dpo(size: int) -> Case:
         chosen, rejected = (log_probs(policy, words) - expected).chunk(2)
         return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
-    words = torch.randint(config.vocab_size, (4, 4 * size))
+    words = torch.randint(policy.config.vocab_size, (4, 4 * size))
     return Case(loss_fn, [policy, reference], (words,))
 
 
-CASES = {each.__name__: each for each in (pinn, wgan_gp, r1, maml, forces, dpo)}
+def distillation(size: int) -> Case:
+    """A student, a projection of its states, and a frozen teacher of its logits and states."""
+    student, teacher = _gpt2(size), _gpt2(size).eval().requires_grad_(False)
+    projection = nn.Linear(128, 128)
+
+    def loss_fn(words: Tensor) -> Tensor:
+        given = {"input_ids": words, "use_cache": False, "output_hidden_states": True}
+        with torch.no_grad():
+            told = teacher(**given)
+        said = student(**given)
+        states = F.mse_loss(projection(said.hidden_states[-1]), told.hidden_states[-1])
+        log_probs = said.logits.log_softmax(-1).flatten(0, 1), told.logits.softmax(-1).flatten(0, 1)
+        return F.kl_div(*log_probs, reduction="batchmean") + states
+
+    words = torch.randint(student.config.vocab_size, (4, 4 * size))
+    return Case(loss_fn, [student, projection, teacher], (words,))
+
+
+CASES = {each.__name__: each for each in (pinn, wgan_gp, r1, maml, forces, dpo, distillation)}
+TRAINERS = {
+    f"TRL {kind}{' LoRA' if adapters else ''}": (kind, adapters)
+    for kind in ("SFT", "DPO", "KTO", "ORPO", "Reward", "GKD", "GRPO")
+    for adapters in (("", "new") if kind in ("DPO", "KTO") else ("",))
+}
+
+
+class Step:
+    """A step that is measured: its model, and what computes the loss."""
+
+    def __init__(self, model: nn.Module, loss: Callable[[], Tensor]) -> None:
+        self.model, self.loss = model, loss
+
+    def run(self) -> dict[str, Tensor]:
+        """Gradients and loss of one step."""
+        torch.manual_seed(1)
+        self.model.zero_grad(set_to_none=False)
+        loss = self.loss()
+        loss.backward()
+        return gradients_of(self.model) | {"loss": loss.detach()}
+
+    def peak_bytes(self) -> int:
+        """Of a second step, with gradients in place."""
+        self.run()
+        return allocator_peak(lambda: self.loss().backward())
+
+
+def _of_function(case: Case, budget: Any, **options: Any) -> Step:
+    function: Any = case.loss_fn
+    if budget is not None:
+        function = plan_step(function, case.modules, case.batch, budget=budget, **options)
+    return Step(nn.ModuleList(case.modules), lambda: function(*case.batch))
+
+
+def _of_trainer(name: str, size: int, budget: Any, **options: Any) -> Step:
+    """Of a Llama, on 8 rows; without what GRPO generates."""
+    kind, adapters = TRAINERS[name]
+    widths = {"vocab_size": 128 * size, "hidden_size": 4 * size, "intermediate_size": 8 * size}
+    sizes = {**widths, "num_hidden_layers": 4, "max_position_embeddings": 64}
+    rows = 4 if kind in ("DPO", "ORPO", "Reward") else 8
+    with tempfile.TemporaryDirectory() as folder:
+        made = command.of_tests("trl_trainers").trainer(
+            kind, Path(folder), size=sizes, times=5, adapters=adapters,
+            per_device_train_batch_size=rows,
+        )  # fmt: skip
+    made.current_gradient_accumulation_steps, model = 1, made.model  # as its train() does
+    if budget is not None:
+        wrap_trainer(made, budget, **options)
+    torch.manual_seed(1)
+    batch = made._prepare_inputs(next(iter(made.get_train_dataloader())))
+    return Step(model, lambda: made.compute_loss(made.model, dict(batch)))
 
 
 def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     """One step: bits, time and peaks."""
+    if name in TRAINERS and not all(map(find_spec, ("trl", "datasets", "peft"))):
+        command.say(f"{name} is left out: TRL, datasets or PEFT is not installed")
+        return
     torch.manual_seed(0)
-    case = CASES[name](1 if options.tiny else 32)
-    model = nn.ModuleList(case.modules)
-
-    def run(function: Callable[..., Any]) -> dict[str, Tensor]:
-        torch.manual_seed(1)
-        model.zero_grad(set_to_none=False)
-        loss = function(*case.batch)
-        loss.backward()
-        return gradients_of(model) | {"loss": loss.detach()}
-
-    def peak_bytes(function: Callable[..., Any]) -> int:
-        run(function)
-        return allocator_peak(lambda: function(*case.batch).backward())
-
-    eager_bytes = peak_bytes(case.loss_fn)
-    options_of: Any = {"trial": "never", "on_infeasible": "least", "numerics": "bitwise"}
-    given = case.loss_fn, case.modules, case.batch
-    step = plan_step(*given, budget=int(SHARE * eager_bytes), **options_of)
-    least = plan_step(*given, budget="1KiB", **options_of | {"numerics": "any_order"})
-    steps = {"eager": lambda: run(case.loss_fn), "planned": lambda: run(step)}
-    is_same = same_bits(run(step), run(case.loss_fn))
-    times = time_in_turn(steps, options.rounds)
+    size = 1 if options.tiny else 32
+    make: Any = partial(_of_trainer, name, size)
+    if name in CASES:
+        make = partial(_of_function, CASES[name](size))
+    eager = make(None)
+    eager_bytes = eager.peak_bytes()
+    options_of: Any = {"trial": "never", "on_infeasible": "least"}
+    step = make(int(SHARE * eager_bytes), numerics="bitwise", **options_of)
+    least = make("1KiB", **options_of)
+    for each in (step, least):
+        each.run()  # in frames, for trainers: this file has the word create_graph
+    is_same = same_bits(step.run(), eager.run())
+    times = time_in_turn({"eager": eager.run, "planned": step.run}, options.rounds)
     yield {
         "model": name,
         "eager_bytes": eager_bytes,
-        "peak_bytes": peak_bytes(step),
-        "least_bytes": peak_bytes(least),
+        "peak_bytes": step.peak_bytes(),
+        "least_bytes": least.peak_bytes(),
         "is_same": is_same,
         "time_ratio": times["planned"].ratio,
     }
@@ -203,7 +275,12 @@ def page(records: Sequence[Record]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command."""
-    shared: dict[str, Any] = {"models": CASES, "rounds": 9, "tiny": True, "stem": "steps_cpu"}
+    shared: dict[str, Any] = {
+        "models": (*CASES, *TRAINERS),
+        "rounds": 9,
+        "tiny": True,
+        "stem": "steps_cpu",
+    }
     return command.run_models("steps", __doc__, arguments, measured, page, **shared)[0]
 
 

@@ -96,9 +96,8 @@ def _tokens(model: Any, shape: SampleShape) -> Sample:
     length = _length(config, shape)
     words = _words(config, (shape.batch_size, length))
     if config.is_encoder_decoder and "Classification" in kind:
-        words[:, -1] = (
-            config.eos_token_id or 0
-        )  # the classified state is that of the one closing token
+        # The classified state is that of the one closing token.
+        words[:, -1] = config.eos_token_id or 0
     sample: Sample = {"input_ids": words}
     if kind.endswith(("ForMaskedLM", "ForPreTraining")):
         hidden = torch.rand(words.shape) < _MASKED_SHARE
@@ -147,10 +146,7 @@ def _words(config: Any, shape: tuple[int, int]) -> Tensor:
             f"{type(config).__name__} names no vocab_size, so no tokens can be drawn. {_OWN_SAMPLE}"
         )
     lowest = _NUM_SPECIAL if vocabulary > 2 * _NUM_SPECIAL else 0
-    special = {
-        getattr(config.get_text_config(), f"{name}_token_id", None)
-        for name in ("pad", "eos", "bos")
-    }
+    special = {getattr(text, f"{name}_token_id", None) for name in ("pad", "eos", "bos")}
     ordinary = next((token for token in range(lowest, vocabulary) if token not in special), 0)
     words = torch.randint(lowest, vocabulary, shape)
     for token in special:
@@ -169,11 +165,8 @@ def _images(model: Any, shape: SampleShape) -> Sample:
     config, kind = model.config, type(model).__name__
     size = shape.image_size or getattr(config, "image_size", None) or _DEFAULT_PIXELS
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    sample = {
-        "pixel_values": torch.randn(
-            shape.batch_size, getattr(config, "num_channels", 3), height, width
-        )
-    }
+    num_channels = getattr(config, "num_channels", 3)
+    sample = {"pixel_values": torch.randn(shape.batch_size, num_channels, height, width)}
     if kind.endswith("ForImageClassification"):
         sample["labels"] = torch.randint(config.num_labels, (shape.batch_size,))
     elif kind.endswith("ForSemanticSegmentation"):

@@ -21,7 +21,7 @@ from rockmate.errors import (
 )
 from rockmate.hf.buckets import PadToBuckets
 from rockmate.hf.longest_batch import largest_call
-from rockmate.hf.reference import join_reference
+from rockmate.hf.reference import PolicyCalls, names_in_loss
 from rockmate.memory_limit import MemoryLimit, Optimizer
 from rockmate.module import RockmateModule
 from rockmate.runtime.ddp import REPLICATED
@@ -105,12 +105,11 @@ def wrap_model_of(
     options = {**_options_for(trainer, options), **options}
     if buckets is not None:
         _pad_to(trainer, model, buckets)
-    reference = _reference_of(trainer)
-    keep = None if reference is None else join_reference(model, reference)
+    calls = PolicyCalls(trainer) if _has_log_probs(trainer) else None
     # Before the fit, which takes longer: it looks at the options.
     module = RockmateModule(model, **bound, **options)
-    if keep is not None:
-        module.register_forward_hook(keep, with_kwargs=True)
+    if calls is not None:
+        calls.take(module)
     if fit is not None:
         _fit(trainer, fit, bound["memory_limit"], options)
     module.plan_cache.largest = partial(largest_call, trainer)
@@ -129,21 +128,9 @@ def _computes_loss(trainer: Trainer) -> bool:
     )
 
 
-def _loss_source(trainer: Trainer) -> str:
-    """The source of the class that computes the loss; empty for a class without a file."""
-    cls = next(each for each in type(trainer).__mro__ if "compute_loss" in vars(each))
-    try:
-        return inspect.getsource(cls)
-    except OSError:
-        return ""
-
-
-def _reference_of(trainer: Any) -> nn.Module | None:
-    """The model that the trainer's loss calls on what its policy gets; None if there is none."""
-    is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    if is_sharded or getattr(trainer, "precompute_ref_logps", False):
-        return None
-    return trainer.ref_model if "self.ref_model(**" in _loss_source(trainer) else None
+def _has_log_probs(trainer: Trainer) -> bool:
+    """Whether the loss has the model's forward compute log-probabilities, as TRL's do."""
+    return "fused_lm_head" in names_in_loss(trainer)
 
 
 def _planned_loss(
@@ -151,8 +138,7 @@ def _planned_loss(
 ) -> PlannedStep | RockmateModule:
     """Has `compute_loss` of a trainer planned in training; where it cannot be, the model alone."""
     is_alone = trainer.args.world_size > 1 or options.get("mode") == "frames"
-    # TRL has the model's forward compute log-probabilities.
-    if is_alone or not _computes_loss(trainer) or "fused_lm_head" in _loss_source(trainer):
+    if is_alone or not _computes_loss(trainer) or _has_log_probs(trainer):
         return module
     compute_loss, model = trainer.compute_loss, module.original
     attributes = {**vars(trainer), "model": model, "model_wrapped": None}

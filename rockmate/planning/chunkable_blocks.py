@@ -21,7 +21,7 @@ from rockmate.step import CapturedStep
 
 # Numbers of chunks of the loss block to plan.
 _NUM_CHUNKS = (2, 4, 8, 16)
-# Smallest number of rows of a chunk.
+# Smallest number of rows of the largest chunk.
 _MIN_ROWS = 8
 # Number of chunks of a feed-forward block.
 _LAYER_CHUNKS = 4
@@ -90,7 +90,7 @@ class ChunkableBlocks:
                 f"the largest value of the loss block ({block.num_bytes:,} bytes) is below "
                 f"{_MIN_PEAK_SHARE:.0%} of the step's peak"
             )
-        if block.num_rows < _NUM_CHUNKS[0] * _MIN_ROWS:
+        if not _has_rows_for(block, _NUM_CHUNKS[0]):
             return f"the loss block has {block.num_rows} rows, too few for chunks of {_MIN_ROWS}"
         return ""
 
@@ -98,7 +98,7 @@ class ChunkableBlocks:
         """Why no chunking of a feed-forward block is planned; empty if there is one."""
         if not self.is_allowed:
             return _NOT_ALLOWED
-        if not _has_enough_rows(block):
+        if not _has_rows_for(block, _LAYER_CHUNKS):
             return (
                 f"it has {block.num_rows} rows, too few for {_LAYER_CHUNKS} chunks of {_MIN_ROWS}"
             )
@@ -110,12 +110,14 @@ class ChunkableBlocks:
         if not self.is_allowed:
             return ()
         block = self.loss
-        num_rows = block.num_rows if isinstance(block, Region) and not self.loss_refusal else 0
-        numbers = [number for number in _NUM_CHUNKS if num_rows >= number * _MIN_ROWS]
+        numbers = []
+        if isinstance(block, Region) and not self.loss_refusal:
+            numbers = [each for each in _NUM_CHUNKS if _has_rows_for(block, each)]
         forms = [
             tuple(Chunks(number, form) for number in numbers) for form in ("recompute", "at_once")
         ]
-        if any(isinstance(each, Region) and _has_enough_rows(each) for each in self.feed_forward):
+        layers = [each for each in self.feed_forward if isinstance(each, Region)]
+        if any(_has_rows_for(each, _LAYER_CHUNKS) for each in layers):
             smallest_peak = Chunks(max([1, *numbers]), "recompute", layers=_LAYER_CHUNKS)
             forms.insert(0, (smallest_peak,))
         return tuple(form for form in forms if form)
@@ -139,8 +141,10 @@ class ChunkableBlocks:
         return block.num_bytes // block.num_rows * -(-block.num_rows // chunking.number)
 
 
-def _has_enough_rows(block: Region) -> bool:
-    return block.num_rows >= _LAYER_CHUNKS * _MIN_ROWS
+def _has_rows_for(block: Region, number: int) -> bool:
+    """Whether the largest of so many chunks has rows enough, with the copies of each."""
+    rows_of_largest = ceil(block.num_rows / number)
+    return rows_of_largest * block.space.num_copies >= _MIN_ROWS and number <= block.num_rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import same_bits
+from ranks import needs_gloo, run_on_ranks
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rockmate
 from bench.measure import allocator_peak
 from rockmate import BackwardError, InvalidArgumentError, PlannedStep, UnsupportedModelError
+from rockmate.step_function import step_module
 
 
 def mlp(num_in: int, num_out: int, *, width: int = 64, activation: type = nn.GELU) -> nn.Module:
@@ -194,25 +196,41 @@ def test_a_plan_of_a_step_is_a_file_and_serves_other_sizes(tmp_path: Path) -> No
     assert framed.frames is not None
 
 
-def test_data_parallel_of_a_student_and_a_frozen_teacher(tmp_path: Path) -> None:
-    job = Distillation()
-    job.teacher.requires_grad_(False)
-    batch = torch.randn(32, 16), torch.randint(10, (32,))
-    step = rockmate.plan_step(job.plain_step, [job.teacher, job.student], budget=0.9)
-    store = f"file://{tmp_path / 'store'}"
-    distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    try:
-        parallel = DistributedDataParallel(step.module)
-        for seed in range(2):
-            torch.manual_seed(seed)
-            parallel(*batch).backward()
-            ours = gradients([job.student])
-            torch.manual_seed(seed)
-            job.plain_step(*batch).backward()
-            pairs = zip(ours, gradients([job.student]), strict=True)
-            assert all(one is not None and same_bits(one, other) for one, other in pairs)
-    finally:
-        distributed.destroy_process_group()
+def trained_on_a_rank(rank: int, *, is_planned: bool) -> Any:
+    """Gradients after each of two steps of two trained modules and a frozen one, in turn."""
+    torch.manual_seed(0)
+    student, projection, teacher = mlp(16, 8), mlp(8, 8), mlp(16, 8).eval().requires_grad_(False)
+
+    def loss_fn(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            told = teacher(x).softmax(1)
+        return F.kl_div(projection(student(x)).log_softmax(1), told, reduction="batchmean")
+
+    modules, x = [teacher, student, projection], torch.randn(64, 16) + rank
+    module = step_module(loss_fn, modules)
+    if is_planned:
+        module = rockmate.plan_step(loss_fn, modules, x, budget=0.7, trial="always").module
+        assert module.plan.predicted_peak_bytes <= 0.7 * module.plan.baseline_peak_bytes
+    parallel, found = DistributedDataParallel(module), []
+    for seed in range(2):
+        torch.manual_seed(10 * rank + seed)
+        parallel(x).backward()
+        found += gradients([student, projection])
+    assert not any(each is not None for each in gradients([teacher]))
+    return found
+
+
+def check_two_ranks(mesh: Any) -> None:
+    ours = trained_on_a_rank(mesh.get_rank(), is_planned=True)
+    assert all(map(same_bits, ours, trained_on_a_rank(mesh.get_rank(), is_planned=False)))
+    one, other = torch.empty(2, 1)
+    distributed.all_gather([one, other], sum(each.sum() for each in ours).reshape(1))
+    assert torch.equal(one, other)
+
+
+@needs_gloo
+def test_data_parallel_of_three_modules_on_two_ranks() -> None:
+    run_on_ranks(check_two_ranks, 2)
 
 
 # --- second derivatives ---------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from torch.nn import functional
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.parameters import owner_names
+from rockmate.planning.chunkable_blocks import ChunkableBlocks
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import baseline_schedule
@@ -45,6 +46,9 @@ PREFERENCES: Mapping[str, Loss] = {
         log_probabilities(scores[:, :-1] / 0.7, labels[:, 1:])
     ),
     "selected": lambda *args: of_sequences(selected(*args)),
+    "by sample": lambda scores, labels: of_sequences(
+        torch.stack([log_probabilities(scores[at], labels[at]) for at in range(len(labels))])
+    ),
 }
 
 
@@ -53,6 +57,14 @@ def test_losses_of_sequences(loss: str) -> None:
     step = capture_step(make(PREFERENCES[loss]), sample())
     check_as_eager(step, sample(), scale=3.0, forms=FORMS[:1])
     assert isinstance(step.in_chunks(Chunks.parse(FORMS[1])), Refusal)
+
+
+def test_rows_of_a_slice_count_with_their_copies() -> None:
+    """Two chunks of at least 8 rows: 10 tokens of each of two samples."""
+    step = capture_step(make(PREFERENCES["shifted"]), sample())
+    blocks = ChunkableBlocks(step, 1, numerics="any_order")
+    assert not blocks.loss_refusal
+    assert [each.number for each in blocks.chunkings[-1]] == [2]
 
 
 class TwoModels(nn.Module):

@@ -76,15 +76,11 @@ def sum_elements(graph: fx.Graph, node: fx.Node) -> None:
     """
     is_backward = node.target in SUMMED_LOSSES_BACKWARD
     place = SUMMED_LOSSES_BACKWARD[node.target] if is_backward else SUMMED_LOSSES[node.target]
-    operands = [
-        argument for argument in node.args[is_backward:place] if isinstance(argument, fx.Node)
-    ]
+    operands = [each for each in node.args[is_backward:place] if isinstance(each, fx.Node)]
     args = [*node.args, *[None] * (place - len(node.args)), *[MEAN] * (len(node.args) <= place)]
     if args[place] != MEAN:
         return
-    num_elements = prod(
-        torch.broadcast_shapes(*(operand.meta["val"].shape for operand in operands))
-    )
+    num_elements = prod(torch.broadcast_shapes(*(each.meta["val"].shape for each in operands)))
     args[place] = SUM
     if is_backward:
         with graph.inserting_before(node):

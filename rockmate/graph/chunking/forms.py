@@ -20,10 +20,6 @@ class Rows:
     stop: int
 
 
-class Whole:
-    """The value is the same for every chunk."""
-
-
 class Partial:
     """The value is a sum over the rows. It is the sum of the chunks' results."""
 
@@ -35,8 +31,8 @@ class ChunkRows:
     num_copies: int = 1
 
 
-WHOLE, PARTIAL = Whole(), Partial()
-Form = Rows | Whole | Partial
+PARTIAL = Partial()
+Form = Rows | Partial
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +169,6 @@ class RegionCall:
         """Returns the dims of an operand over the rows. None means whole or from outside."""
         form = self.form(operand)
         return form if isinstance(form, Rows) else None
-
-    def is_outside(self, operand: Any) -> bool:
-        """Whether an operand comes from outside the region. It may then be sliced."""
-        return isinstance(operand, fx.Node) and self.form(operand) is None
 
     def require_whole(self, *operands: Any) -> None:
         """Raises `InseparableError` if one of the operands has rows."""

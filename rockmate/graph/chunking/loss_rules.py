@@ -48,36 +48,12 @@ SUMMED_LOSSES_BACKWARD: dict[Any, int] = {
 }
 
 
-@rule(_aten.nll_loss_forward.default)
+@rule(_aten.nll_loss_forward.default, _aten.nll_loss2d_forward.default)
 def nll_loss_rule(call: RegionCall) -> ChunkedCall:
-    """`nll_loss_forward`: unreduced by rows, a sum partial, a mean refused. Weight sum partial."""
-    scores, target, weight, reduction, _ = call.args
-    rows, slices = call.known_rows(scores), dict[fx.Node, Rows]()
-    if rows != Rows(0, 1):
-        raise call.refuse("has its classes along the rows")
-    if reduction == _MEAN:
-        raise call.refuse("divides by a count over all rows")
-    call.require_rows(target, rows, slices)
-    call.require_whole(weight)
-    return ChunkedCall(forms=(rows if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
+    """`nll_loss_forward`: unreduced by rows, a sum partial, a mean refused. Weight sum partial.
 
-
-@rule(_aten.nll_loss_backward.default, cross_entropy_backward)
-def nll_loss_backward_rule(call: RegionCall) -> ChunkedCall:
-    """`nll_loss_backward`: by rows, from the same rows of the scores and the weight of all rows."""
-    gradient, scores, target, weight, _, _, total_weight = call.args
-    rows, slices = Rows(0, 1), dict[fx.Node, Rows]()
-    call.require_rows(scores, rows, slices)
-    call.require_rows(target, rows, slices)
-    if shape_of(gradient):
-        call.require_rows(gradient, rows, slices)
-    call.require_whole(weight, total_weight)
-    return call.result(rows, slices=slices)
-
-
-@rule(_aten.nll_loss2d_forward.default)
-def nll_loss2d_rule(call: RegionCall) -> ChunkedCall:
-    """`nll_loss2d_forward`: as `nll_loss_rule`. Only the scores have a dim 1, of classes."""
+    Only the scores have a dim 1, of classes.
+    """
     scores, target, weight, reduction, _ = call.args
     rows, slices = call.known_rows(scores), dict[fx.Node, Rows]()
     call.require_other_dims(rows, [1], len(shape_of(scores)))
@@ -89,15 +65,18 @@ def nll_loss2d_rule(call: RegionCall) -> ChunkedCall:
     return ChunkedCall(forms=(of_target if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
 
 
-@rule(_aten.nll_loss2d_backward.default)
-def nll_loss2d_backward_rule(call: RegionCall) -> ChunkedCall:
-    """`nll_loss2d_backward`: as `nll_loss_backward_rule`. The scores have classes along dim 1."""
+@rule(
+    _aten.nll_loss_backward.default, _aten.nll_loss2d_backward.default, cross_entropy_backward,
+)  # fmt: skip
+def nll_loss_backward_rule(call: RegionCall) -> ChunkedCall:
+    """`nll_loss_backward`: by rows, from the same rows of the scores and the weight of all rows."""
     gradient, scores, target, weight, _, _, total_weight = call.args
-    rows, slices = call.rows(scores), dict[fx.Node, Rows]()
+    num_dims, slices = len(shape_of(scores)), dict[fx.Node, Rows]()
+    rows = Rows(0, 1) if num_dims == 2 else call.rows(scores)
     if rows is None:
         of_target = call.known_rows(gradient if shape_of(gradient) else target)
         rows = Rows(of_target.start + bool(of_target.start), of_target.stop + bool(of_target.start))
-    call.require_other_dims(rows, [1], len(shape_of(scores)))
+    call.require_other_dims(rows, [1], num_dims)
     call.require_rows(scores, rows, slices)
     if rows.start and scores in slices:
         raise call.refuse(f"needs a contiguous {scores.name}, and its slices are not contiguous")
@@ -119,7 +98,8 @@ def elementwise_loss_rule(call: RegionCall) -> ChunkedCall:
     reduction = call.option(SUMMED_LOSSES[call.node.target], _MEAN)
     if reduction == _MEAN:
         raise call.refuse("divides by a count over all rows")
-    rows, slices = broadcast_rows(call, _broadcast_shape(call))
+    shape = torch.broadcast_shapes(*map(shape_of, call.node.all_input_nodes))
+    rows, slices = broadcast_rows(call, shape)
     return call.result(rows if reduction == _NONE else PARTIAL, slices=slices)
 
 
@@ -129,9 +109,3 @@ def elementwise_loss_backward_rule(call: RegionCall) -> ChunkedCall:
     if call.option(SUMMED_LOSSES_BACKWARD[call.node.target], _MEAN) == _MEAN:
         raise call.refuse("divides by a count over all rows")
     return elementwise_rule(call)
-
-
-def _broadcast_shape(call: RegionCall) -> tuple[int, ...]:
-    return tuple(
-        torch.broadcast_shapes(*(shape_of(operand) for operand in call.node.all_input_nodes))
-    )

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import fx
@@ -225,6 +226,10 @@ def _further_starts(
                     elementwise[call] = operand, rows_within(shape_of(operand), start, stop)
         elif is_elementwise(call):
             pending += [(each, rows) for each in operands if shape_of(each) == shape_of(call)]
+        elif call.target is _aten.select_backward.default:
+            dim: Any = call.args[2]
+            shift = int(rows.start > dim % len(shape_of(call)))
+            pending += [(each, Rows(rows.start - shift, rows.stop - shift)) for each in operands]
         elif call.target in VIEWS or call in halves.forward:
             pending += [(each, Rows(0, 0)) for each in operands]
     return elementwise or products

@@ -86,7 +86,7 @@ def broadcast_rows(call: RegionCall, shape: Sequence[int]) -> tuple[Rows, dict[f
         if call.rows(operand) is None:
             start, stop = max(0, rows.start - shifts[operand]), max(0, rows.stop - shifts[operand])
             across = prod(shape_of(operand)[start:stop])
-            if across > 1 and call.space.copies(across) and call.is_outside(operand):
+            if across > 1 and call.space.copies(across) and call.form(operand) is None:
                 slices[operand] = rows_within(shape_of(operand), start, stop)
             elif across != 1:
                 raise call.refuse(f"broadcasts {operand.name} along a part of the rows")
@@ -120,11 +120,12 @@ def new_rule(call: RegionCall) -> ChunkedCall:
 # --- reductions, softmax --------------------------------------------------------------------------
 
 
-def _reduced(call: RegionCall, dims: Sequence[int], keeps_dims: bool) -> Rows:
+def _reduced(call: RegionCall) -> Rows:
     """Returns the rows of the result of a reduction. Refuses a reduction over the rows."""
     rows, num_dims = call.known_rows(call.args[0]), len(shape_of(call.args[0]))
+    dims = _dims_of(call)
     call.require_other_dims(rows, dims, num_dims)
-    shift = 0 if keeps_dims else sum(dim % num_dims < rows.start for dim in dims)
+    shift = 0 if call.option(2, False) else sum(dim % num_dims < rows.start for dim in dims)
     return Rows(rows.start - shift, rows.stop - shift)
 
 
@@ -143,7 +144,7 @@ def sum_rule(call: RegionCall) -> ChunkedCall:
     rows, dims = call.known_rows(source), _dims_of(call)
     across = [dim for dim in dims if rows.start <= dim < rows.stop]
     if not across:
-        return call.result(_reduced(call, dims, _keeps_dims(call)))
+        return call.result(_reduced(call))
     if prod(shape_of(source)[dim] for dim in across) != prod(
         shape_of(source)[rows.start : rows.stop]
     ):
@@ -158,7 +159,7 @@ def mean_rule(call: RegionCall) -> ChunkedCall:
     if chunked_call.forms[0] is not PARTIAL:
         return chunked_call
     dims = _dims_of(call)
-    args = (call.args[0], dims, _keeps_dims(call))
+    args = (call.args[0], dims, call.option(2, False))
     return call.result(
         PARTIAL,
         target=_aten.sum.dim_IntList,
@@ -167,23 +168,19 @@ def mean_rule(call: RegionCall) -> ChunkedCall:
     )
 
 
-def _keeps_dims(call: RegionCall) -> bool:
-    return bool(call.option(2, False))
-
-
 @rule(
     _aten.amax.default, _aten.amin.default, _aten.logsumexp.default, _aten.any.dim,
     _aten.argmax.default,
 )  # fmt: skip
 def reduction_rule(call: RegionCall) -> ChunkedCall:
     """Reductions (operand, dims, keepdim): by rows, if they reduce other dims only."""
-    return call.result(_reduced(call, _dims_of(call), _keeps_dims(call)))
+    return call.result(_reduced(call))
 
 
 @rule(_aten.max.dim, _aten.min.dim)
 def reduction_with_indices_rule(call: RegionCall) -> ChunkedCall:
     """`max.dim`, `min.dim`: both results by rows, as `reduction_rule`."""
-    rows = _reduced(call, _dims_of(call), _keeps_dims(call))
+    rows = _reduced(call)
     return ChunkedCall(forms=(rows, rows))
 
 

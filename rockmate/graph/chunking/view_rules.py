@@ -112,6 +112,16 @@ def removed_dim_rule(call: RegionCall) -> ChunkedCall:
     return ChunkedCall(forms=(rows,) * (len(results) if isinstance(results, tuple | list) else 1))
 
 
+@rule(_aten.select_backward.default)
+def select_backward_rule(call: RegionCall) -> ChunkedCall:
+    """Gradient of `select`: by rows, shifted by the dim that it adds, if that is another one."""
+    source, sizes, dim, index = call.args
+    kept: list[int | None] = [*range(len(sizes) - 1)]
+    kept.insert(dim % len(sizes), None)
+    rows = _moved(call, source, kept)
+    return call.result(rows, args=(source, call.chunk_shape(sizes, rows), dim, index))
+
+
 @rule(_aten.slice.Tensor, _aten.slice_backward.default)
 def slice_rule(call: RegionCall) -> ChunkedCall:
     """`slice` and its gradient: by rows, along another dim or if it takes the region's rows.

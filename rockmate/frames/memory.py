@@ -210,11 +210,16 @@ class Memory:
         return num_bytes if has_room else None
 
     def may_run_schedule(self, key: FrameKey) -> bool:
-        """Whether a frame runs a schedule, if its inside is captured."""
+        """Whether a frame runs a schedule, if its inside is captured.
+
+        It does, too, where there is no room for it as it would run in eager: the smallest peak
+        relies on schedules.
+        """
         if self.room_bytes is None or self.is_capturing or self.has_second_derivatives:
             return False
         option = self.decision.get(key)
-        return option is None or option.schedule is not None
+        is_decided = option is not None and option.schedule is None
+        return not is_decided or not self._has_room(key, None)
 
     def schedule_for(self, key: FrameKey, schedules: Sequence[ScheduleCost]) -> int | None:
         """The number of the schedule that a frame runs; None if there is room for none.
@@ -222,17 +227,18 @@ class Memory:
         What it holds is not dropped later. So each schedule is weighed against the least that the
         rest of the step takes: what was decided on, and the others from the fastest on.
         """
-        option, needs = self.decision.get(key), self.needs
-        assert needs is not None
-        assert self.room_bytes is not None
+        option = self.decision.get(key)
         numbers = list(range(len(schedules)))
         if option is not None and option.schedule in numbers:
             numbers.insert(0, option.schedule)
-        for number in numbers:
-            peak_bytes = needs.peak_from(key, schedules[number], self.scale)
-            if self.kept_bytes + peak_bytes <= self.room_bytes:
-                return number
-        return None
+        fitting = (number for number in numbers if self._has_room(key, schedules[number]))
+        return next(fitting, None)
+
+    def _has_room(self, key: FrameKey, schedule: ScheduleCost | None) -> bool:
+        assert self.needs is not None
+        assert self.room_bytes is not None
+        peak_bytes = self.needs.peak_from(key, schedule, self.scale)
+        return self.kept_bytes + peak_bytes <= self.room_bytes
 
     def begin_call(self, key: FrameKey, call_bytes: Callable[[], int]) -> None:
         """A call comes, as a frame. One that was not recorded adds to what a step needs.

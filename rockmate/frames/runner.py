@@ -306,6 +306,7 @@ class FrameRunner:
         if is_split is not None and is_split[1].minimum_bytes <= needs.minimum_bytes:
             self._paths, needs, size = is_split
             self._is_settled = True
+            memory.calls.forget()  # those of the frames that were tried
         assert self._budget is not None
         measured = [needs, *filter(None, self._measured.values())]
         baseline_bytes = max(each.baseline_bytes for each in measured)

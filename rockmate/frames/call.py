@@ -18,6 +18,7 @@ from torch import nn
 
 from rockmate._torch.autocast import autocast_as, autocast_dtypes
 from rockmate._torch.dispatch import ops_observed
+from rockmate._torch.distributed import num_collectives
 from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import (
     RECURRENT_WEIGHTS,
@@ -101,7 +102,8 @@ class Call:
     Attributes:
         key: which call.
         cannot_repeat: whether its forward cannot run again: it changed an input, a parameter, or
-            another tensor of which there is no copy.
+            another tensor of which there is no copy, or it ran a collective, which no other rank
+            would run again with it.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class Call:
         foreign = memory.draws_foreign
         self._random_state = RandomState([memory.device], of_pytorch_alone=not foreign)
         self._autocast = autocast_dtypes()
+        self._num_collectives = num_collectives()
 
     # --- taking -----------------------------------------------------------------------------------
 
@@ -226,6 +229,9 @@ class Call:
         changing |= {buffers[each] for each in written & buffers.keys()}
         written -= {id(each.tensor) for each in self._copied}
         self.cannot_repeat = bool(written) or self.has_changed_inputs()
+        if self._memory.agreement is None and self._num_collectives != num_collectives():
+            self.cannot_repeat = True
+            self._memory.communicating.add(self.key.path)
 
     def roll_back(self) -> None:
         """Undoes what an unfinished run has changed: attributes, buffers and random state."""

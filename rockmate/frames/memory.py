@@ -39,8 +39,6 @@ from rockmate.frames.slots import HeldStorages
 
 _SURELY_FREE = 0.8
 """Of what is free when a step begins, the share that it can have: memory is in pieces."""
-_LOWERED = 0.9
-"""Of the live bytes at which memory has run out: the budget of what follows."""
 
 
 @dataclass(slots=True)
@@ -98,6 +96,8 @@ class Memory:
         at_end: is called at the end of each backward.
         backward_order: of the frame whose backward runs; None before the first of a step.
         tried: frames of a step that is undone, see `FrameTrials.repeated`; None in others.
+        has_collectives: whether a forward of the model has run one.
+        communicating: paths of frames that have, where ranks do not agree.
     """
 
     def __init__(
@@ -141,6 +141,7 @@ class Memory:
         self._others: deque[weakref.ref[Droppable]] = deque()
         self._backward_id = -1
         self.tried: list[Any] | None = None
+        self.has_collectives, self.communicating = False, set[str]()
         self.at_end: Callable[[], None] | None = None
 
     def begin_step(self, state: Any, held_bytes: int) -> None:
@@ -388,21 +389,6 @@ class Memory:
         if self.agreement is not None or not is_out_of_memory(error):
             return False
         return self.drop_one(but)
-
-    def lower_budget(self, key: FrameKey) -> int | None:
-        """Takes a share of the live bytes in a frame's forward as the budget, if that is less.
-
-        Returns:
-            The new budget; None if it stays.
-        """
-        if self.needs is None or self.budget_bytes is None:
-            return None
-        live = self.held_bytes + int(self.needs.of(key).forward_bytes * self.scale)
-        lowered = max(int(_LOWERED * live), self.needs.minimum_bytes)
-        if lowered >= self.budget_bytes:
-            return None
-        self.budget_bytes = lowered
-        return lowered
 
     def _make_room(self, needed: int, *, but: Running | None = None) -> None:
         assert self.budget_bytes is not None

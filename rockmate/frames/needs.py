@@ -280,12 +280,9 @@ class StepNeeds:
         self.has_new_calls, self._least = True, None
 
     def peak_from(self, key: FrameKey, schedule: ScheduleCost | None, scale: float) -> float:
-        """Peak of the step from a frame on, if what follows holds nothing.
+        """Peak of the step from a frame on that runs a schedule, or holds nothing as in eager.
 
-        Args:
-            key: the frame.
-            schedule: that it runs; None if it runs as in eager and holds nothing.
-            scale: size of the step relative to the measured one.
+        What follows holds nothing. Arguments are those of `Needs.forward_peak`.
         """
         needs, after_bytes = self.of(key), self._least_of_all()[1].get(key, self.minimum_bytes)
         return max(

@@ -228,10 +228,9 @@ class Call:
         changing |= {each.place for each in self._copied}
         changing |= {buffers[each] for each in written & buffers.keys()}
         written -= {id(each.tensor) for each in self._copied}
+        has_met_others = self._num_collectives != num_collectives()
         self.cannot_repeat = bool(written) or self.has_changed_inputs()
-        if self._memory.agreement is None and self._num_collectives != num_collectives():
-            self.cannot_repeat = True
-            self._memory.communicating.add(self.key.path)
+        self.cannot_repeat |= has_met_others and self._memory.agreement is None
 
     def roll_back(self) -> None:
         """Undoes what an unfinished run has changed: attributes, buffers and random state."""

@@ -97,7 +97,7 @@ class Memory:
         backward_order: of the frame whose backward runs; None before the first of a step.
         tried: frames of a step that is undone, see `FrameTrials.repeated`; None in others.
         has_collectives: whether a forward of the model has run one.
-        communicating: paths of frames that have, where ranks do not agree.
+        undropped: paths of frames that this step could not drop, if it is measured.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Memory:
         self._others: deque[weakref.ref[Droppable]] = deque()
         self._backward_id = -1
         self.tried: list[Any] | None = None
-        self.has_collectives, self.communicating = False, set[str]()
+        self.has_collectives, self.undropped = False, set[str]()
         self.at_end: Callable[[], None] | None = None
 
     def begin_step(self, state: Any, held_bytes: int) -> None:
@@ -152,7 +152,7 @@ class Memory:
             held_bytes: by these frames, on the rank where they are the most.
         """
         self.counts, self.peak_bytes, self.backward_order = Counts(), 0, None
-        self.dropped = {}
+        self.dropped, self.undropped = {}, set()
         self.calls.begin_step(state)
         self.decision, self.room_bytes = {}, None
         needs = self.needs
@@ -265,11 +265,13 @@ class Memory:
     def end_forward(self, frame: Droppable, sizes: Any) -> None:
         """Takes a frame whose forward has run, and makes room for what follows."""
         self._begin_step_of(frame)
-        if self.tried is not None:
+        if self.tried is not None and frame.can_be_dropped:
             self.tried.append(frame)
         self.calls.note_saved(frame.key, sizes, frame.num_bytes)
         if self.is_measuring and self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
+            if frame.num_bytes and not frame.can_be_dropped:
+                self.undropped.add(frame.key.path)
         elif self.needs is not None:
             self.needs.learn(frame.key, int(frame.num_bytes / self.scale))
         option = self.decision.get(frame.key)

@@ -118,6 +118,7 @@ class FrameRunner:
         self._asked_bytes = 0  # the budget as it was given, or lowered
         self._refusal: InfeasibleBudgetError | None = None
         self._trials = FrameTrials(trial)
+        self._undropped = set[str]()  # paths of frames that were not, in some measured step
         self._told: set[int] = set()  # smallest peaks that were taken for the budget
 
     @property
@@ -169,7 +170,6 @@ class FrameRunner:
             self._module_ids = ids
             self._begin_with(first_paths(self._model))
             self._num_forgotten += 1
-        self._leave_communicating()
         self._refusal = self._refusal or self._check.refusal_of_last_step()
         if self._refusal is not None:
             raise self._refusal
@@ -290,7 +290,7 @@ class FrameRunner:
         size = self._recorded_size
         assert size is not None
         needs = recorder.stop(size.num_elements)
-        if self._leave_communicating():
+        if self._agreement is None and self._leave_whole():
             return
         if not is_measured:
             peaks = [each.peak_bytes for each in needs.by_key.values() if recorder.has_ended]
@@ -336,16 +336,16 @@ class FrameRunner:
         self._memory.calls.forget()
         self._measured.clear()
 
-    def _leave_communicating(self) -> bool:
-        """Has frames that run collectives run whole; those within may be frames.
+    def _leave_whole(self) -> bool:
+        """Has frames run whole that two steps could not drop; those within may be frames.
 
-        Each rank decides by itself what it drops, and would wait for others that do not.
+        What such a frame holds would count twice, as it is held and in what was measured. A first
+        step may set up the model, and is not measured.
         """
-        paths, self._memory.communicating = self._memory.communicating, set()
-        if paths:
-            logger.warning(
-                "left whole, as by keep=%r, since the forward runs collectives", sorted(paths)
-            )
+        paths, known = self._memory.undropped, self._undropped
+        self._undropped = known | paths
+        if paths and paths <= known:
+            logger.warning("left whole, as by keep=%r: a forward cannot run again", sorted(paths))
             self._keep |= paths
             self._begin_with(reduce(partial(split, self._model), paths, self._paths))
         return bool(paths)

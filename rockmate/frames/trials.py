@@ -108,8 +108,7 @@ class FrameTrials:
                 output = ours()  # it holds the frames
                 for frame in reversed(memory.tried):
                     try:
-                        if frame.key.path not in memory.communicating:
-                            frame.recompute()
+                        frame.recompute()
                     except Exception as error:  # noqa: BLE001 - also the script's own
                         found.setdefault(frame.key.path, f"{error}")
                     frame.drop()

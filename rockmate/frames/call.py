@@ -32,6 +32,7 @@ from rockmate.capture.outer_values import objects_of_hooks
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
+from rockmate.state.call_state import outside_of
 from rockmate.state.digest import bits_of
 from rockmate.state.objects import Handler, Objects, objects_of_python
 from rockmate.state.random_state import RandomState, random_state_kept
@@ -125,6 +126,8 @@ class Call:
         self._inputs = tensors_in(self._rest)
         self._versions = versions_of(self._inputs)
         self._submodules = modules_within(module)
+        is_known = not memory.is_measuring and key.path not in memory.writing
+        self._outside = None if is_known else outside_of(self._submodules)
         others = [*arguments.args, *arguments.kwargs.values()]
         self._take_objects([each for each in others if type(each) not in PLAIN])
         self._take_buffers()
@@ -228,6 +231,10 @@ class Call:
         changing |= {each.place for each in self._copied}
         changing |= {buffers[each] for each in written & buffers.keys()}
         written -= {id(each.tensor) for each in self._copied}
+        if self._outside is not None and self._outside.has_changed():
+            self._memory.writing.add(self.key.path)
+        else:
+            self._outside = None
         has_met_others = self._num_collectives != num_collectives()
         self.cannot_repeat = bool(written) or self.has_changed_inputs()
         self.cannot_repeat |= has_met_others and self._memory.agreement is None
@@ -308,6 +315,7 @@ class Call:
         reached = [value for value, *_ in self._objects.found.values()]
         most = self._most + len(reached)
         now = Objects([*self._roots, *reached], follows=_follows, most=most)
+        outside = outside_of(self._submodules) if self._outside else None
         are_trained = [(each, each.requires_grad) for each, _ in self._are_trained]
         self._restore_objects()
         try:
@@ -316,10 +324,14 @@ class Call:
             yield
         finally:
             now.restore()
+            if outside is not None:
+                outside.restore()
             _train(are_trained)
 
     def _restore_objects(self) -> None:
         self._objects.restore()
+        if self._outside is not None:
+            self._outside.restore()
         _train(self._are_trained)
 
     def _changed(self) -> list[torch.Tensor]:

@@ -97,6 +97,7 @@ class Memory:
         backward_order: of the frame whose backward runs; None before the first of a step.
         tried: frames of a step that is undone, see `FrameTrials.repeated`; None in others.
         has_collectives: whether a forward of the model has run one.
+        writing: paths of frames that were seen to write outside of their modules.
         undropped: paths of frames that this step could not drop, if it is measured.
     """
 
@@ -141,7 +142,7 @@ class Memory:
         self._others: deque[weakref.ref[Droppable]] = deque()
         self._backward_id = -1
         self.tried: list[Any] | None = None
-        self.has_collectives, self.undropped = False, set[str]()
+        self.has_collectives, self.undropped, self.writing = False, set[str](), set[str]()
         self.at_end: Callable[[], None] | None = None
 
     def begin_step(self, state: Any, held_bytes: int) -> None:

@@ -22,7 +22,7 @@ from rockmate._torch.storage import versions_of
 from rockmate.state.contents import Both, TensorState
 from rockmate.state.iterators import iterators_guarded, reach_iterators
 from rockmate.state.members import Globals, objects_and_members
-from rockmate.state.objects import Handler, Objects, objects_of_python
+from rockmate.state.objects import Objects, objects_of_python
 from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
@@ -34,11 +34,10 @@ def outside_of(modules: Iterable[nn.Module]) -> Objects:
     """What forwards may write outside of their modules: classes, and data of the files of these."""
     classes = dict.fromkeys(map(type, modules))
     roots = [*classes, *map(Globals, _globals_of(classes))]
-    return Objects(roots, follows=_all_but_modules)
-
-
-def _all_but_modules(kind: type) -> Handler | None:
-    return None if issubclass(kind, nn.Module) else objects_and_members(kind)
+    own = nn.Module  # of which a frame knows the state
+    return Objects(
+        roots, follows=lambda kind: None if issubclass(kind, own) else objects_and_members(kind)
+    )
 
 
 class CallState:

@@ -94,11 +94,10 @@ class FrameRunner:
         # The engine and hooks of all optimizers hold this; it does not hold the object.
         end_recording = weakref.WeakMethod(self.end_recording)
         self._end_if_alive = lambda: (found := end_recording()) is not None and found() is None
-        # Where some frame has no backward, it is what comes after.
-        call_before_steps(self._end_if_alive, owner=self)
+        call_before_steps(self._end_if_alive, owner=self)  # some frame may have no backward
         device = tensors[0].device if tensors else torch.device("cpu")
-        is_sharded = any(map(holds_sharded_parameters, model.modules()))
-        self._agreement = Agreement(model) if is_sharded else None
+        is_whole = not any(map(holds_sharded_parameters, model.modules()))
+        self._agreement = None if is_whole else Agreement(model)
         self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
         self._memory.has_compiled_modules = has_compiled(model)
         self._captures, self._replaced = None, ReplacedForwards()
@@ -111,15 +110,13 @@ class FrameRunner:
         self._recorded_size: StepSize | None = None
         self._was_without_backward: StepSize | None = None  # the last step that was recorded
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
-        self._is_running = self._draws_foreign = False  # the model's forward
-        self._is_settled = False  # settled: no frame is split any more
+        self._is_running = self._draws_foreign = self._is_settled = False
         may_refuse = on_infeasible == "error" and not is_fallback
         self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
         self._asked_bytes = 0  # the budget as it was given, or lowered
         self._refusal: InfeasibleBudgetError | None = None
         self._trials = FrameTrials(trial)
-        self._undropped = set[str]()  # paths of frames that were not, in some measured step
-        self._told: set[int] = set()  # smallest peaks that were taken for the budget
+        self._told, self._undropped = set[int](), set[str]()  # smallest peaks; paths of frames
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -37,6 +37,14 @@ def first_offer(description: str, own: str) -> str:
     return text[1:]
 
 
+def num_collectives() -> int:
+    """How many this process has issued, in all groups. Only the groups count, privately."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0
+    groups: Any = torch.distributed.distributed_c10d._world.pg_map
+    return sum(each._get_sequence_number_for_group() for each in groups)
+
+
 def active_data_parallel() -> nn.parallel.DistributedDataParallel | None:
     """The DistributedDataParallel whose forward is running; None outside of one.
 

@@ -82,6 +82,8 @@ class Place:
             self.owner.cell_contents = value
         elif self.is_buffer:
             tensor_tables(self.owner)[1][self.name] = value
+        elif isinstance(self.owner, type):
+            setattr(self.owner, self.name, value)
         elif value is ABSENT:
             vars(self.owner).pop(self.name, None)
         else:

@@ -43,7 +43,7 @@ from rockmate.plan.plan import Plan
 logger = logging.getLogger(__name__)
 
 _NUM_STEPS = 3
-_NUM_FIRST_STEPS = 10
+_NUM_FIRST_STEPS = 3
 # A plan this near to its bound shows as much as a better one.
 _GAP_TOLERANCE = 0.02
 _PEAK_TOLERANCE = 1.02

@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 _TOLERANCE = 1.01
 """A peak within so much of the budget is no fault."""
+_LOWERED = 0.9
+"""Of the live bytes at which memory has run out: the budget of what follows."""
 
 
 class PeakCheck:
@@ -150,12 +152,18 @@ def told_no_frames(budget: Budget, peak_bytes: int) -> InfeasibleBudgetError | N
 
 def lowered(memory: Memory, key: FrameKey) -> int | None:
     """After memory ran out in a frame: the budget from now on, if it is lower, and a line."""
-    before_bytes, lowered_bytes = memory.budget_bytes, memory.lower_budget(key)
-    if before_bytes is not None and lowered_bytes is not None:
-        logger.warning(
-            "out of memory in %s, within the budget of %s, which is %s from now on",
-            key,
-            size_text(before_bytes),
-            size_text(lowered_bytes),
-        )
+    needs, before_bytes = memory.needs, memory.budget_bytes
+    if needs is None or before_bytes is None:
+        return None
+    live_bytes = memory.held_bytes + int(needs.of(key).forward_bytes * memory.scale)
+    lowered_bytes = max(int(_LOWERED * live_bytes), needs.minimum_bytes)
+    if lowered_bytes >= before_bytes:
+        return None
+    memory.budget_bytes = lowered_bytes
+    logger.warning(
+        "out of memory in %s, within the budget of %s, which is %s from now on",
+        key,
+        size_text(before_bytes),
+        size_text(lowered_bytes),
+    )
     return lowered_bytes

@@ -18,6 +18,7 @@ from torch import nn
 
 from rockmate._torch.autocast import autocast_as, autocast_dtypes
 from rockmate._torch.dispatch import ops_observed
+from rockmate._torch.distributed import num_collectives
 from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import (
     RECURRENT_WEIGHTS,
@@ -31,6 +32,7 @@ from rockmate.capture.outer_values import objects_of_hooks
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
+from rockmate.state.call_state import outside_of
 from rockmate.state.digest import bits_of
 from rockmate.state.objects import Handler, Objects, objects_of_python
 from rockmate.state.random_state import RandomState, random_state_kept
@@ -101,7 +103,8 @@ class Call:
     Attributes:
         key: which call.
         cannot_repeat: whether its forward cannot run again: it changed an input, a parameter, or
-            another tensor of which there is no copy.
+            another tensor of which there is no copy, or it ran a collective, which no other rank
+            would run again with it.
     """
 
     def __init__(
@@ -123,12 +126,15 @@ class Call:
         self._inputs = tensors_in(self._rest)
         self._versions = versions_of(self._inputs)
         self._submodules = modules_within(module)
+        is_known = not memory.is_measuring and key.path not in memory.writing
+        self._outside = None if is_known else outside_of(self._submodules)
         others = [*arguments.args, *arguments.kwargs.values()]
         self._take_objects([each for each in others if type(each) not in PLAIN])
         self._take_buffers()
         foreign = memory.draws_foreign
         self._random_state = RandomState([memory.device], of_pytorch_alone=not foreign)
         self._autocast = autocast_dtypes()
+        self._num_collectives = num_collectives()
 
     # --- taking -----------------------------------------------------------------------------------
 
@@ -225,7 +231,13 @@ class Call:
         changing |= {each.place for each in self._copied}
         changing |= {buffers[each] for each in written & buffers.keys()}
         written -= {id(each.tensor) for each in self._copied}
+        if self._outside is not None and self._outside.has_changed():
+            self._memory.writing.add(self.key.path)
+        else:
+            self._outside = None
+        has_met_others = self._num_collectives != num_collectives()
         self.cannot_repeat = bool(written) or self.has_changed_inputs()
+        self.cannot_repeat |= has_met_others and self._memory.agreement is None
 
     def roll_back(self) -> None:
         """Undoes what an unfinished run has changed: attributes, buffers and random state."""
@@ -303,6 +315,7 @@ class Call:
         reached = [value for value, *_ in self._objects.found.values()]
         most = self._most + len(reached)
         now = Objects([*self._roots, *reached], follows=_follows, most=most)
+        outside = outside_of(self._submodules) if self._outside else None
         are_trained = [(each, each.requires_grad) for each, _ in self._are_trained]
         self._restore_objects()
         try:
@@ -311,10 +324,14 @@ class Call:
             yield
         finally:
             now.restore()
+            if outside is not None:
+                outside.restore()
             _train(are_trained)
 
     def _restore_objects(self) -> None:
         self._objects.restore()
+        if self._outside is not None:
+            self._outside.restore()
         _train(self._are_trained)
 
     def _changed(self) -> list[torch.Tensor]:

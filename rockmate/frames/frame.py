@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from rockmate._torch.engine import keeps_graph, saving
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError
-from rockmate.frames.call import Call
+from rockmate.frames.call import Arguments, Call
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey, ScheduleCost
 from rockmate.frames.slots import Saved, Slot, Slots, checked
@@ -244,3 +244,30 @@ class KeptFrame:
     def __del__(self) -> None:
         """The graph is free."""
         self.release()
+
+
+def unhooked(
+    find: Callable[[str, Arguments], Any] | None,
+    memory: Memory,
+    key: FrameKey,
+    arguments: Arguments,
+    *,
+    sizes: Hashable,
+    order: int,
+) -> tuple[KeptFrame | None, Callable[[], Any]]:
+    """A frame that drops nothing later, and what runs; None if it is to have hooks.
+
+    `find` gives the captured inside of a call, and its tensors.
+    """
+    forward, args, kwargs = arguments
+    found = find(key.path, arguments) if find is not None and memory.may_run_schedule(key) else None
+    if found is not None:
+        interior, tensors = found
+        number = memory.schedule_for(key, interior.schedules)
+        if number is not None:
+            schedule = interior.schedules[number]
+            planned = KeptFrame(key, order, memory, schedule.held_bytes, schedule)
+            return planned, lambda: interior.run(number, tensors)
+    kept_bytes = memory.bytes_if_kept(key, sizes)
+    kept = None if kept_bytes is None else KeptFrame(key, order, memory, kept_bytes)
+    return kept, lambda: forward(*args, **kwargs)

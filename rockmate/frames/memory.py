@@ -39,8 +39,6 @@ from rockmate.frames.slots import HeldStorages
 
 _SURELY_FREE = 0.8
 """Of what is free when a step begins, the share that it can have: memory is in pieces."""
-_LOWERED = 0.9
-"""Of the live bytes at which memory has run out: the budget of what follows."""
 
 
 @dataclass(slots=True)
@@ -98,6 +96,9 @@ class Memory:
         at_end: is called at the end of each backward.
         backward_order: of the frame whose backward runs; None before the first of a step.
         tried: frames of a step that is undone, see `FrameTrials.repeated`; None in others.
+        has_collectives: whether a forward of the model has run one.
+        writing: paths of frames that were seen to write outside of their modules.
+        undropped: paths of frames that this step could not drop, if it is measured.
     """
 
     def __init__(
@@ -141,6 +142,7 @@ class Memory:
         self._others: deque[weakref.ref[Droppable]] = deque()
         self._backward_id = -1
         self.tried: list[Any] | None = None
+        self.has_collectives, self.undropped, self.writing = False, set[str](), set[str]()
         self.at_end: Callable[[], None] | None = None
 
     def begin_step(self, state: Any, held_bytes: int) -> None:
@@ -151,7 +153,7 @@ class Memory:
             held_bytes: by these frames, on the rank where they are the most.
         """
         self.counts, self.peak_bytes, self.backward_order = Counts(), 0, None
-        self.dropped = {}
+        self.dropped, self.undropped = {}, set()
         self.calls.begin_step(state)
         self.decision, self.room_bytes = {}, None
         needs = self.needs
@@ -210,11 +212,16 @@ class Memory:
         return num_bytes if has_room else None
 
     def may_run_schedule(self, key: FrameKey) -> bool:
-        """Whether a frame runs a schedule, if its inside is captured."""
+        """Whether a frame runs a schedule, if its inside is captured.
+
+        It does, too, where there is no room for it as it would run in eager: the smallest peak
+        relies on schedules.
+        """
         if self.room_bytes is None or self.is_capturing or self.has_second_derivatives:
             return False
         option = self.decision.get(key)
-        return option is None or option.schedule is not None
+        is_decided = option is not None and option.schedule is None
+        return not is_decided or not self._has_room(key, None)
 
     def schedule_for(self, key: FrameKey, schedules: Sequence[ScheduleCost]) -> int | None:
         """The number of the schedule that a frame runs; None if there is room for none.
@@ -222,17 +229,18 @@ class Memory:
         What it holds is not dropped later. So each schedule is weighed against the least that the
         rest of the step takes: what was decided on, and the others from the fastest on.
         """
-        option, needs = self.decision.get(key), self.needs
-        assert needs is not None
-        assert self.room_bytes is not None
+        option = self.decision.get(key)
         numbers = list(range(len(schedules)))
         if option is not None and option.schedule in numbers:
             numbers.insert(0, option.schedule)
-        for number in numbers:
-            peak_bytes = needs.peak_from(key, schedules[number], self.scale)
-            if self.kept_bytes + peak_bytes <= self.room_bytes:
-                return number
-        return None
+        fitting = (number for number in numbers if self._has_room(key, schedules[number]))
+        return next(fitting, None)
+
+    def _has_room(self, key: FrameKey, schedule: ScheduleCost | None) -> bool:
+        assert self.needs is not None
+        assert self.room_bytes is not None
+        peak_bytes = self.needs.peak_from(key, schedule, self.scale)
+        return self.kept_bytes + peak_bytes <= self.room_bytes
 
     def begin_call(self, key: FrameKey, call_bytes: Callable[[], int]) -> None:
         """A call comes, as a frame. One that was not recorded adds to what a step needs.
@@ -258,11 +266,13 @@ class Memory:
     def end_forward(self, frame: Droppable, sizes: Any) -> None:
         """Takes a frame whose forward has run, and makes room for what follows."""
         self._begin_step_of(frame)
-        if self.tried is not None:
+        if self.tried is not None and frame.can_be_dropped:
             self.tried.append(frame)
         self.calls.note_saved(frame.key, sizes, frame.num_bytes)
         if self.is_measuring and self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
+            if frame.num_bytes and not frame.can_be_dropped:
+                self.undropped.add(frame.key.path)
         elif self.needs is not None:
             self.needs.learn(frame.key, int(frame.num_bytes / self.scale))
         option = self.decision.get(frame.key)
@@ -382,21 +392,6 @@ class Memory:
         if self.agreement is not None or not is_out_of_memory(error):
             return False
         return self.drop_one(but)
-
-    def lower_budget(self, key: FrameKey) -> int | None:
-        """Takes a share of the live bytes in a frame's forward as the budget, if that is less.
-
-        Returns:
-            The new budget; None if it stays.
-        """
-        if self.needs is None or self.budget_bytes is None:
-            return None
-        live = self.held_bytes + int(self.needs.of(key).forward_bytes * self.scale)
-        lowered = max(int(_LOWERED * live), self.needs.minimum_bytes)
-        if lowered >= self.budget_bytes:
-            return None
-        self.budget_bytes = lowered
-        return lowered
 
     def _make_room(self, needed: int, *, but: Running | None = None) -> None:
         assert self.budget_bytes is not None

@@ -279,13 +279,16 @@ class StepNeeds:
         self._taken.add(key)
         self.has_new_calls, self._least = True, None
 
-    def peak_from(self, key: FrameKey, schedule: ScheduleCost, scale: float) -> float:
-        """Peak of the step from a frame on that runs a schedule, if what follows holds nothing."""
+    def peak_from(self, key: FrameKey, schedule: ScheduleCost | None, scale: float) -> float:
+        """Peak of the step from a frame on that runs a schedule, or holds nothing as in eager.
+
+        What follows holds nothing. Arguments are those of `Needs.forward_peak`.
+        """
         needs, after_bytes = self.of(key), self._least_of_all()[1].get(key, self.minimum_bytes)
         return max(
             needs.forward_peak(schedule, scale),
             needs.backward_peak(schedule, scale),
-            scale * after_bytes + schedule.held_bytes,
+            scale * after_bytes + (0 if schedule is None else schedule.held_bytes),
         )
 
     def add(self, num_bytes: int) -> None:

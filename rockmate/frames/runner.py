@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.distributed import holds_sharded_parameters
+from rockmate._torch.distributed import holds_sharded_parameters, num_collectives
 from rockmate._torch.engine import (
     after_backward,
     backward_id,
@@ -29,7 +29,7 @@ from rockmate.frames.agreement import Agreement
 from rockmate.frames.budget_check import PeakCheck
 from rockmate.frames.call import Arguments, Call, sizes_of
 from rockmate.frames.call_history import state_of
-from rockmate.frames.frame import Frame, KeptFrame
+from rockmate.frames.frame import Frame, unhooked
 from rockmate.frames.knapsack import decidable_bytes
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.needs import FrameKey, StepNeeds
@@ -94,9 +94,10 @@ class FrameRunner:
         # The engine and hooks of all optimizers hold this; it does not hold the object.
         end_recording = weakref.WeakMethod(self.end_recording)
         self._end_if_alive = lambda: (found := end_recording()) is not None and found() is None
+        call_before_steps(self._end_if_alive, owner=self)  # some frame may have no backward
         device = tensors[0].device if tensors else torch.device("cpu")
-        is_sharded = any(map(holds_sharded_parameters, model.modules()))
-        self._agreement = Agreement(model) if is_sharded else None
+        is_whole = not any(map(holds_sharded_parameters, model.modules()))
+        self._agreement = None if is_whole else Agreement(model)
         self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
         self._memory.has_compiled_modules = has_compiled(model)
         self._captures, self._replaced = None, ReplacedForwards()
@@ -109,14 +110,13 @@ class FrameRunner:
         self._recorded_size: StepSize | None = None
         self._was_without_backward: StepSize | None = None  # the last step that was recorded
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
-        self._is_running = self._draws_foreign = False  # the model's forward
-        self._is_settled = self._has_step_hook = False  # settled: no frame is split any more
+        self._is_running = self._draws_foreign = self._is_settled = False
         may_refuse = on_infeasible == "error" and not is_fallback
         self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
         self._asked_bytes = 0  # the budget as it was given, or lowered
         self._refusal: InfeasibleBudgetError | None = None
         self._trials = FrameTrials(trial)
-        self._told: set[int] = set()  # smallest peaks that were taken for the budget
+        self._told, self._undropped = set[int](), set[str]()  # smallest peaks; paths of frames
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -164,7 +164,7 @@ class FrameRunner:
         modules = modules_within(self._model)
         ids = list(map(id, modules))
         if ids != self._module_ids and self._num_forgotten < _MOST_FORGOTTEN:
-            self._module_ids, self._before_split, self._is_settled = ids, None, False
+            self._module_ids = ids
             self._begin_with(first_paths(self._model))
             self._num_forgotten += 1
         self._refusal = self._refusal or self._check.refusal_of_last_step()
@@ -206,6 +206,7 @@ class FrameRunner:
     def _run_frames(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         memory = self._memory
         before = None if self._draws_foreign else ForeignState.now()
+        num_before = num_collectives()
         self._is_running = True
         try:
             with self._frames_installed(), uncompiled(self._model):
@@ -217,6 +218,7 @@ class FrameRunner:
             self._is_running = False
             self._draws_foreign = memory.draws_foreign = before != ForeignState.now()
             memory.in_flight.end()
+            memory.has_collectives |= num_before != num_collectives()
         if memory.recorder is not None and not memory.recorder.has_frames:
             end = self._end_if_alive
             for node in (each.grad_fn for each in tensors_in(output) if each.grad_fn is not None):
@@ -268,9 +270,6 @@ class FrameRunner:
         parameters = [each for each in self._model.parameters() if each.requires_grad]
         memory.recorder = StepRecorder(memory.device, parameters)
         self._recorded_size = size
-        if not self._has_step_hook:  # where some frame has no backward, it is what comes after
-            self._has_step_hook = True
-            call_before_steps(self._end_if_alive, owner=self)
 
     def end_recording(self, *, only_finished: bool = False) -> None:
         """After the backward of a measured step: what it needs, and whether frames are right.
@@ -288,6 +287,8 @@ class FrameRunner:
         size = self._recorded_size
         assert size is not None
         needs = recorder.stop(size.num_elements)
+        if self._agreement is None and self._leave_whole():
+            return
         if not is_measured:
             peaks = [each.peak_bytes for each in needs.by_key.values() if recorder.has_ended]
             self._check.note(max(peaks, default=0 if recorder.has_frames else recorder.peak_bytes))
@@ -306,14 +307,15 @@ class FrameRunner:
         if is_split is not None and is_split[1].minimum_bytes <= needs.minimum_bytes:
             self._paths, needs, size = is_split
             self._is_settled = True
+            memory.calls.forget()  # those of the frames that were tried
         assert self._budget is not None
         measured = [needs, *filter(None, self._measured.values())]
         baseline_bytes = max(each.baseline_bytes for each in measured)
         budget_bytes = parse_budget(self._budget, baseline_bytes)
         large = [] if self._is_settled else frames_to_split(self._model, needs, budget_bytes)
         if large:
-            self._before_split = self._paths, needs, size
-            self._begin_with(reduce(partial(split, self._model), large, self._paths))
+            before = self._paths, needs, size
+            self._begin_with(reduce(partial(split, self._model), large, self._paths), before)
             return
         self._measured[size] = needs
         memory.needs, self._asked_bytes = needs, budget_bytes
@@ -321,12 +323,29 @@ class FrameRunner:
         may_need_less = self._captures is not None and budget_bytes >= needs.outside_bytes
         memory.budget_bytes = budget_bytes if may_need_less else self._checked(budget_bytes, needs)
 
-    def _begin_with(self, paths: Collection[str]) -> None:
-        """Has these submodules run as frames, of which nothing is known."""
+    def _begin_with(
+        self, paths: Collection[str], before: tuple[list[str], StepNeeds, StepSize] | None = None
+    ) -> None:
+        """Has these submodules run as frames, of which nothing is known; `before` may be better."""
         self._paths = [path for path in paths if path not in self._keep]
+        self._before_split, self._is_settled = before, False
         self._memory.budget_bytes = self._memory.needs = None
         self._memory.calls.forget()
         self._measured.clear()
+
+    def _leave_whole(self) -> bool:
+        """Has frames run whole that two steps could not drop; those within may be frames.
+
+        What such a frame holds would count twice, as it is held and in what was measured. A first
+        step may set up the model, and is not measured.
+        """
+        paths, known = self._memory.undropped, self._undropped
+        self._undropped = known | paths
+        if paths and paths <= known:
+            logger.warning("left whole, as by keep=%r: a forward cannot run again", sorted(paths))
+            self._keep |= paths
+            self._begin_with(reduce(partial(split, self._model), paths, self._paths))
+        return bool(paths)
 
     def _note_no_frames(self, size: StepSize, peak_bytes: int) -> None:
         """A step without frames is not measured again, unless a larger one comes.
@@ -386,7 +405,8 @@ class FrameRunner:
         sizes = sizes_of(arguments)
         memory.begin_call(key, lambda: Call(key, module, arguments, memory).num_bytes)
         capturing = self._captures if memory.is_capturing else None
-        kept, run = self._unhooked(key, arguments, sizes, order)
+        find = self._captures and self._captures.find
+        kept, run = unhooked(find, memory, key, arguments, sizes=sizes, order=order)
         while True:
             if capturing is not None:
                 with self._replaced.suspended():
@@ -424,22 +444,3 @@ class FrameRunner:
             with self._replaced.suspended(), memory.inside_frame(), alone:
                 capturing.take(call, module, arguments, output)
         return output
-
-    def _unhooked(
-        self, key: FrameKey, arguments: Arguments, sizes: Hashable, order: int
-    ) -> tuple[KeptFrame | None, Callable[[], Any]]:
-        """A frame that drops nothing later, and what runs; None if it is to have hooks."""
-        memory, found = self._memory, None
-        forward, args, kwargs = arguments
-        if self._captures is not None and memory.may_run_schedule(key):
-            found = self._captures.find(key.path, arguments)
-        if found is not None:
-            interior, tensors = found
-            number = memory.schedule_for(key, interior.schedules)
-            if number is not None:
-                schedule = interior.schedules[number]
-                planned = KeptFrame(key, order, memory, schedule.held_bytes, schedule)
-                return planned, lambda: interior.run(number, tensors)
-        kept_bytes = memory.bytes_if_kept(key, sizes)
-        kept = None if kept_bytes is None else KeptFrame(key, order, memory, kept_bytes)
-        return kept, lambda: forward(*args, **kwargs)

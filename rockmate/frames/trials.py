@@ -26,10 +26,11 @@ logger = logging.getLogger(__name__)
 class FrameTrials:
     """Which steps of frames are trials, and what each keeps.
 
-    A step that is measured is none, as its budget is not known yet, nor one that begins before the
-    backward of another. The next one is in its place. The first step in which captured insides run
-    is one, too. A call that goes on with the step of another method is tried in a step that has
-    room beside what the frames of the others hold.
+    A step that is measured is none, as its budget is not known yet, nor one with collectives, which
+    ranks would try at times of their own, nor one that begins before the backward of another. The
+    next one is in its place. The first step in which captured insides run is one, too. A call that
+    goes on with the step of another method is tried in a step that has room beside what the frames
+    of the others hold.
 
     The plain forward, which saves nothing, holds less than the smallest peak of frames: that is
     outside of frames all that is saved, and of one frame forward and backward.
@@ -67,7 +68,7 @@ class FrameTrials:
         most_bytes, can_run = budget_bytes, not memory.held_bytes
         if self._is_joined:
             most_bytes, can_run = room_bytes, room_bytes > own_bytes
-        can_run = can_run and memory.agreement is None
+        can_run = can_run and memory.agreement is None and not memory.has_collectives
         is_due = needs.schedules_number not in self._tried
         if not self._steps.is_next(can_run=can_run, is_due=is_due):
             return ours()

@@ -30,6 +30,16 @@ from rockmate.state.writes import Writes
 _CachedFunction: Any = type(functools.lru_cache(len))
 
 
+def outside_of(modules: Iterable[nn.Module]) -> Objects:
+    """What forwards may write outside of their modules: classes, and data of the files of these."""
+    classes = dict.fromkeys(map(type, modules))
+    roots = [*classes, *map(Globals, _globals_of(classes))]
+    own = nn.Module  # of which a frame knows the state
+    return Objects(
+        roots, follows=lambda kind: None if issubclass(kind, own) else objects_and_members(kind)
+    )
+
+
 class CallState:
     """The state that a call begins in, which can be put back.
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import RECURRENT_WEIGHTS, accumulation_hooks_of, tensor_hooks_of
-from rockmate.state.contents import ATOMS, TensorState, has_same_memory
+from rockmate.state.contents import ATOMS, Both, TensorState, has_same_memory
 from rockmate.state.objects import (
     ABSENT,
     LIBRARIES,
@@ -97,18 +97,19 @@ def _put_tensor(tensor: torch.Tensor, before: TensorState) -> None:
     put_dict(vars(tensor), before.attributes)
 
 
-def _cells(function: types.FunctionType) -> list[Any]:
+def _state_of(function: types.FunctionType) -> Both:
     found = []
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
         except ValueError:  # not bound yet
             found.append(ABSENT)
-    return [*found, *(function.__defaults__ or ())]
+    return Both([*found, *(function.__defaults__ or ())], dict(vars(function)))
 
 
-def _put_cells(function: types.FunctionType, content: list[Any]) -> None:
-    for cell, value in zip(function.__closure__ or (), content, strict=False):
+def _put_function(function: types.FunctionType, content: Both) -> None:
+    put_dict(vars(function), content.attributes)
+    for cell, value in zip(function.__closure__ or (), content.items, strict=False):
         try:
             is_same = cell.cell_contents is value
         except ValueError:
@@ -118,7 +119,7 @@ def _put_cells(function: types.FunctionType, content: list[Any]) -> None:
 
 
 _OF_TENSOR = Handler(_tensor_state, _put_tensor)
-_OF_FUNCTION = Handler(_cells, _put_cells)
+_OF_FUNCTION = Handler(_state_of, _put_function)
 _OF_METHOD = Handler(lambda method: [method.__self__], keep)
 _OF_PARTIAL = Handler(lambda value: [value.func, *value.args, *value.keywords.values()], keep)
 
@@ -136,14 +137,19 @@ class Globals(NamedTuple):
     table: dict[str, Any]
 
 
+def _is_of(value: Any, file: str) -> bool:
+    """Whether a function or class stands in a file: a forward may write what it holds."""
+    return isinstance(value, types.FunctionType | type) and value.__module__ == file
+
+
 def _data_of_class(cls: type) -> dict[str, Any]:
     if cls.__module__.partition(".")[0] in LIBRARIES:
         return {}
     return {
         name: each
         for name, each in vars(cls).items()
-        if not (name.startswith("__") or hasattr(each, "__get__") or callable(each))
-        and not isinstance(each, types.ModuleType)
+        if not (name.startswith("__") or isinstance(each, types.ModuleType))
+        and (_is_of(each, cls.__module__) or not (hasattr(each, "__get__") or callable(each)))
     }
 
 
@@ -163,10 +169,13 @@ _GLOBAL_KINDS = (
 
 
 def _data_of_globals(found: Globals) -> dict[str, Any]:
+    file = found.table.get("__name__", "")
     return {
         name: value
         for name, value in found.table.items()
-        if isinstance(value, _GLOBAL_KINDS) and not name.startswith("__")
+        if not name.startswith("__")
+        and not isinstance(value, nn.Module)
+        and (isinstance(value, _GLOBAL_KINDS) or _is_of(value, file) or _is_of(type(value), file))
     }
 
 

@@ -653,10 +653,12 @@ class TestDistributed:
             group = torch.distributed.group.WORLD
             assert group is not None
             assert distributed.ranks_of(group.group_name) == [0]
+            before = distributed.num_collectives()
             assert (
                 distributed.wait_for(reduce(torch.ones(3), "sum", group.group_name)).tolist()
                 == [1.0] * 3
             )
+            assert distributed.num_collectives() == before + 1
             distributed.default_store().set("key", "value")
             self.check_shards(group.group_name)
         finally:

@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from rockmate import InfeasibleBudgetError, RockmateModule, timeline
 from rockmate._torch.engine import is_profiling
+from rockmate.checks.cases import cases
+from rockmate.frames.budget_check import PeakCheck
 
 WIDTH = 32
 
@@ -57,6 +59,58 @@ class Blocks(nn.Module):
 def peak_of(module: nn.Module, *args: Any) -> int:
     module.zero_grad(set_to_none=False)
     return timeline(lambda: module(*args).backward()).peak_bytes
+
+
+def of_check() -> tuple[nn.Module, Tensor]:
+    """Its first frame is split, and the others are tried in parts that save no memory."""
+    case = next(each for each in cases(torch.device("cpu"), "") if each.name == "frames")
+    return case.build()
+
+
+@pytest.mark.parametrize("gradients", ["none", "zero", "zero after six", "accumulated"])
+@pytest.mark.parametrize("kind", ["check", "packed"])
+def test_each_step_keeps_the_budget(
+    kind: str, gradients: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, *args = of_check() if kind == "check" else (Packed(), torch.randn(200, WIDTH))
+    args += [torch.tensor([0, 200])] if kind == "packed" else []
+    plain(*args).backward()
+    budget = int(0.7 * peak_of(plain, *args))
+    module = RockmateModule(plain, None, budget, mode="frames")
+    measured = list[int]()  # in each step that may be
+    monkeypatch.setattr(PeakCheck, "note", lambda _, peak: measured.append(peak))
+    monkeypatch.setattr(PeakCheck, "is_due", lambda self, **_: not self._memory.is_capturing)
+    for step in range(8):
+        if gradients != "accumulated" or step % 3 == 0:
+            is_none = gradients == "none" or (gradients == "zero after six" and step < 6)
+            plain.zero_grad(set_to_none=is_none)
+        module(*args).backward()
+        assert module.frames is not None
+        if not module.frames._memory.is_capturing:
+            assert module.frames._memory.peak_bytes <= budget
+    module.frames.end_recording()
+    assert len(measured) >= 4
+    assert max(measured) <= budget
+    assert set(module.frames._memory.calls.shares().values()) == {1.0}
+
+
+class Decayed(Segments):
+    """Changes its parameter in its own forward, so it cannot run again."""
+
+    def forward(self, x: Tensor, cuts: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.first.weight.mul_(0.99)
+        return super().forward(x, cuts)
+
+
+def test_what_a_frame_that_cannot_be_dropped_holds_counts_once() -> None:
+    plain, x, cuts = Packed(), torch.randn(200, WIDTH), torch.tensor([0, 200])
+    plain.blocks[1] = Decayed()
+    module = RockmateModule(plain, None, int(0.8 * peak_of(plain, x, cuts)), mode="frames")
+    for _ in range(6):
+        module(x, cuts).backward()
+    assert module.frames is not None
+    assert peak_of(module, x, cuts) <= (module.frames.budget_bytes or 0)
 
 
 def test_calls_of_equal_sizes_that_run_other_ops() -> None:

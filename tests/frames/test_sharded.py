@@ -12,6 +12,7 @@ from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -79,6 +80,39 @@ def trained_in_parallel(rank: int, *, is_framed: bool) -> list[Tensor]:
     return found
 
 
+class Meeting(nn.Module):
+    """A block whose ranks meet, with a frame in it that may be dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.last = nn.ModuleList(Block() for _ in range(2)), nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = all_reduce(x.mean(0)) / NUM_RANKS
+        for block in self.inner:
+            x = block(x) if float(x.detach().sum()) < 1e9 else x
+        return x + torch.tanh(self.last(x - mean))
+
+
+def trained_meeting(rank: int, *, is_framed: bool) -> list[Tensor]:
+    """Losses and gradients where the plain model runs collectives; budgets and rows differ."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Meeting() for _ in range(3)))
+    share, found = (0.4, 0.9)[rank], list[Any]()
+    framed = RockmateModule(model, None, share, mode="frames", on_infeasible="least")
+    for step in range(10):
+        torch.manual_seed(10 * step + rank)
+        loss = (framed if is_framed else model)(torch.randn(64 + 32 * rank, 32)).square().mean()
+        loss.backward()
+        found += [loss.detach(), *(each.grad.clone() for each in model.parameters())]  # pyright: ignore
+        model.zero_grad()
+    assert framed.frames is not None
+    if is_framed:
+        assert framed.frames.paths == tuple(f"{i}.inner.{j}" for i in range(3) for j in range(2))
+        assert rank or framed.frames.counts.num_dropped > 0
+    return found
+
+
 def enter(rank: int, store: str) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
@@ -92,6 +126,8 @@ def enter(rank: int, store: str) -> None:
     assert agreed[0] == agreed[1] > 0
     in_parallel = [trained_in_parallel(rank, is_framed=is_framed) for is_framed in (True, False)]
     assert all(map(torch.equal, *in_parallel))
+    meeting = [trained_meeting(rank, is_framed=is_framed) for is_framed in (True, False)]
+    assert all(map(torch.equal, *meeting))
     torch.distributed.destroy_process_group()
     # Gloo and the legacy profiler together: PyTorch aborts in about one teardown of fifty.
     os._exit(0)

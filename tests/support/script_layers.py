@@ -505,6 +505,29 @@ class ClassAttributeThatIsRead(Block):
         Settings.table["scale"] = 1.0 - 0.1 * step
 
 
+def _counted() -> None:
+    """Has a number as an attribute."""
+
+
+@kind
+class CountersOutside(Block):
+    """Changes a class, a global name and an attribute of a function."""
+
+    number = 0
+
+    def __init__(self) -> None:
+        global SCALE
+        super().__init__()
+        SCALE, type(self).number, _counted.number = 1.0, 0, 0  # pyright: ignore
+
+    def forward(self, x: Tensor) -> Tensor:
+        global SCALE
+        SCALE += 0.1
+        type(self).number += 1
+        _counted.number += 1  # pyright: ignore
+        return super().forward(x) * SCALE / (type(self).number + _counted.number)  # pyright: ignore
+
+
 class _Reversed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

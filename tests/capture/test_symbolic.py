@@ -193,6 +193,15 @@ def test_the_program_at_other_sizes_is_the_one_that_is_written_there(
         assert code == getattr(theirs, f"{half}_code")
 
 
+def test_a_trial_of_other_sizes_makes_no_plan_of_theirs() -> None:
+    module = RockmateModule(Tagger(), torch.zeros(4, 20, dtype=torch.long), 1.0, trial="always")
+    for length in (20, 19, 18, 17):
+        module(torch.zeros(4, length, dtype=torch.long)).sum().backward()
+    adapted = [each.planned for each in module._plans.runnables if each.planned.larger]
+    assert len(adapted) == 3
+    assert not any("plan" in vars(each) for each in adapted)
+
+
 def test_gradients_with_respect_to_inputs_of_other_sizes_equal_eager(work: Work) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.3), nn.Tanh(), nn.Linear(32, 1))

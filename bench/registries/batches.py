@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.registries.fields import WithLoss
+
 _BATCH, _LENGTH, _IMAGE, _SOUND, _FRAMES = 2, 16, 64, 4000, 128
 _OF_IMAGES = (
     "image-classification",
@@ -26,6 +28,7 @@ _WORDS = (10, 200)  # the lowest and highest ids are special ones
 def make_batch(registry: str, model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Keyword arguments with labels; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
+    model = model.model if isinstance(model, WithLoss) else model
     accepted = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     if registry == "image-text-to-text":
@@ -77,9 +80,7 @@ def _questions(generator: torch.Generator) -> dict[str, Tensor]:
     )
 
 
-def _regions(
-    registry: str, model: Any, side: int, generator: torch.Generator
-) -> dict[str, Any]:
+def _regions(registry: str, model: Any, side: int, generator: torch.Generator) -> dict[str, Any]:
     """A class for each pixel, or two regions in each image, as boxes and masks."""
     count = getattr(model.config, "num_labels", 2)
     if registry == "semantic-segmentation":

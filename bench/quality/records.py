@@ -83,11 +83,6 @@ def has_two_layers(model: str) -> bool:
     return model.endswith("-2layer")
 
 
-def form_text(record: Record) -> str:
-    """How the loss is computed."""
-    return f"in {record['chunks']} chunks" if record["chunks"] else "unchunked"
-
-
 def chunked_gap(record: Record) -> float:
     """Gap of a chunked record, over the baseline's time."""
     return record["ratio"] - record["lower_bound_ratio"]

@@ -12,16 +12,6 @@ from torch import Tensor, nn
 from bench.registries.fields import WithLoss
 
 _BATCH, _LENGTH, _IMAGE, _SOUND, _FRAMES = 2, 16, 64, 4000, 128
-_OF_IMAGES = (
-    "image-classification",
-    "object-detection",
-    "semantic-segmentation",
-    "universal-segmentation",
-    "instance-segmentation",
-    "depth-estimation",
-    "zero-shot-image-classification",
-    "zero-shot-object-detection",
-)
 _WORDS = (10, 200)  # the lowest and highest ids are special ones
 
 
@@ -33,7 +23,8 @@ def make_batch(registry: str, model: nn.Module, seed: int) -> dict[str, Tensor]:
     main = getattr(model, "main_input_name", "input_ids")
     if registry == "image-text-to-text":
         return _images_and_text(model, accepted, generator)
-    batch = _images(model, generator) if registry in _OF_IMAGES else {}
+    sees = main == "pixel_values" or "zero-shot" in registry
+    batch = _images(model, generator) if sees else {}
     if registry == "video-classification" or "pixel_values_videos" in accepted:
         batch = _video(model, generator)
         batch = batch | {"pixel_values_videos": batch["pixel_values"]}
@@ -70,14 +61,9 @@ def _video(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
 def _questions(generator: torch.Generator) -> dict[str, Tensor]:
     """A text for each image, under the names that models have for it."""
     words = _words(generator)
-    ids = ("input_ids", "classes_input_ids", "tasks_input_ids")
-    masks = ("attention_mask", "classes_attention_mask", "tasks_attention_mask")
-    structure = torch.ones(_BATCH, dtype=torch.int64)
-    return (
-        dict.fromkeys(ids, words)
-        | dict.fromkeys(masks, torch.ones_like(words))
-        | {"classes_structure": structure}
-    )
+    kinds = {"input_ids": words, "attention_mask": torch.ones_like(words)}
+    classes = {f"classes_{name}": value for name, value in kinds.items()}
+    return kinds | classes
 
 
 def _regions(registry: str, model: Any, side: int, generator: torch.Generator) -> dict[str, Any]:

@@ -115,23 +115,14 @@ def _changed_in_place(
     return config
 
 
-def _is_layers(name: str, value: Any) -> bool:
-    """Left at the default widths, with fewer layers and words, and smaller images."""
-    return bool(re.fullmatch(_LAYERS, name)) or name in _SIZES or isinstance(value, list)
-
-
-def _is_width(name: str, value: Any) -> bool:
-    """Left with all layers, where the results of certain ones are taken."""
-    return not isinstance(value, list | tuple) and not re.fullmatch(_LAYERS, name)
-
-
-def _is_words(name: str, value: Any) -> bool:
-    """Left as it is, with fewer words, smaller images and fewer queries to them."""
-    return name in _SIZES
-
-
 _SIZES = ("vocab_size", "image_size", "num_queries")
-_TAKEN = (_is_layers, _is_width, _is_words)
+# Which fields are shrunk: layers at the default widths; widths alone, for models that take the
+# results of certain layers; sizes alone.
+_TAKEN: tuple[Callable[[str, Any], bool], ...] = (
+    lambda name, value: bool(re.fullmatch(_LAYERS, name)) or name in _SIZES or type(value) is list,
+    lambda name, value: not isinstance(value, list | tuple) and not re.fullmatch(_LAYERS, name),
+    lambda name, _: name in _SIZES,
+)
 
 
 # --- fields ---------------------------------------------------------------------------------------

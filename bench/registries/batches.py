@@ -212,7 +212,7 @@ def _sound(main: str, registry: str, model: Any, generator: torch.Generator) -> 
 
 def _labels(
     registry: str, model: Any, batch: dict[str, Tensor], generator: torch.Generator
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     if "detection" in registry or "segmentation" in registry:
         return _regions(registry, model, batch["pixel_values"].shape[-1], generator)
     if registry in ("depth-estimation", "zero-shot-image-classification"):

@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
@@ -30,6 +31,7 @@ from bench.forks import run_each
 from bench.machine import machine_record
 from bench.registries import timm_families
 from bench.registries.batches import make_batch
+from bench.registries.fields import WithLoss
 from bench.registries.page import page
 from bench.registries.tiny import REGISTRIES, builders, names_of
 from bench.registries.trial import trial
@@ -129,7 +131,13 @@ def _measure(model: tuple[str, str], device: str) -> Record:
     transformers_logging.set_verbosity_error()
     if registry == _TIMM:
         return trial(timm_families.builders(name), timm_families.make_batch, device)
-    return trial(list(builders(registry, name)), partial(make_batch, registry), device)
+    own = list(builders(registry, name))
+    squared = [partial(_with_loss, build) for build in own]  # where a model has no loss of its own
+    return trial([*own, *squared], partial(make_batch, registry), device)
+
+
+def _with_loss(build: Callable[[], nn.Module]) -> nn.Module:
+    return WithLoss(build())
 
 
 if __name__ == "__main__":

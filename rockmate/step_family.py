@@ -145,6 +145,7 @@ class StepFamily:
             call=call,
             read_values=read_values,
             plan_of=lambda: self._plan(planned, generic.instance(sized_call), call),
+            larger=planned.larger or planned,
         )
 
     def _plan(self, planned: PlannedCall, capture: Capture, call: CallSignature) -> Plan:

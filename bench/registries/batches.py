@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bench.registries.fields import WithLoss
+
 _BATCH, _LENGTH, _IMAGE, _SOUND, _FRAMES = 2, 16, 64, 4000, 128
 _WORDS = (10, 200)  # the lowest and highest ids are special ones
 
@@ -16,14 +18,18 @@ _WORDS = (10, 200)  # the lowest and highest ids are special ones
 def make_batch(registry: str, model: nn.Module, seed: int) -> dict[str, Tensor]:
     """Keyword arguments with labels; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
+    model = model.model if isinstance(model, WithLoss) else model
     accepted = inspect.signature(model.forward).parameters
     main = getattr(model, "main_input_name", "input_ids")
     if registry == "image-text-to-text":
         return _images_and_text(model, accepted, generator)
-    batch = _images(model, generator) if registry.startswith("image") else {}
-    if registry == "video-classification":
+    sees = main == "pixel_values" or "zero-shot" in registry
+    batch = _images(model, generator) if sees else {}
+    if registry == "video-classification" or "pixel_values_videos" in accepted:
         batch = _video(model, generator)
         batch = batch | {"pixel_values_videos": batch["pixel_values"]}
+    if "zero-shot" in registry:
+        batch |= _questions(generator)
     if not batch and main in ("input_values", "input_features", "audio_values"):
         batch = {main: _sound(main, registry, model, generator)}
     if not batch or registry == "causal-lm":
@@ -50,6 +56,35 @@ def _video(model: Any, generator: torch.Generator) -> dict[str, Tensor]:
     config = model.config
     frames = getattr(config, "num_frames", None) or getattr(config, "frames_per_clip", 4)
     return {"pixel_values": images[:, None].repeat(1, frames, 1, 1, 1)}
+
+
+def _questions(generator: torch.Generator) -> dict[str, Tensor]:
+    """A text for each image, under the names that models have for it."""
+    words = _words(generator)
+    kinds = {"input_ids": words, "attention_mask": torch.ones_like(words)}
+    classes = {f"classes_{name}": value for name, value in kinds.items()}
+    return kinds | classes
+
+
+def _regions(registry: str, model: Any, side: int, generator: torch.Generator) -> dict[str, Any]:
+    """A class for each pixel, or two regions in each image, as boxes and masks."""
+    count = getattr(model.config, "num_labels", 2)
+    if registry == "semantic-segmentation":
+        return {"labels": torch.randint(count, (_BATCH, side, side), generator=generator)}
+    regions = [
+        {
+            "class_labels": torch.randint(count, (2,), generator=generator),
+            "boxes": torch.rand(2, 4, generator=generator) / 2 + 0.25,
+            "masks": torch.rand(2, side, side, generator=generator).round(),
+        }
+        for _ in range(_BATCH)
+    ]
+    return {
+        "labels": regions,
+        "class_labels": [each["class_labels"] for each in regions],
+        "mask_labels": [each["masks"] for each in regions],
+        "task_inputs": _words(generator),
+    }
 
 
 def _images_and_text(
@@ -177,7 +212,11 @@ def _sound(main: str, registry: str, model: Any, generator: torch.Generator) -> 
 
 def _labels(
     registry: str, model: Any, batch: dict[str, Tensor], generator: torch.Generator
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
+    if "detection" in registry or "segmentation" in registry:
+        return _regions(registry, model, batch["pixel_values"].shape[-1], generator)
+    if registry in ("depth-estimation", "zero-shot-image-classification"):
+        return {"return_loss": True}
     if "classification" in registry:
         count = getattr(model.config, "num_labels", 2)
         return {"labels": torch.randint(count, (_BATCH,), generator=generator)}

@@ -35,12 +35,14 @@ class Output(NamedTuple):
 class WithLoss(nn.Module):
     """A model with a loss: the mean square of all that it returns and that has a gradient."""
 
-    def __init__(self, model: nn.Module, package: str, name: str) -> None:
+    def __init__(self, model: nn.Module, *entry: str) -> None:
         super().__init__()
-        self.model, self.entry = model, (package, name)
+        self.model, self.entry = model, entry
 
-    def forward(self, inputs: Any) -> Output:  # noqa: D102
-        result = self.model(**inputs) if isinstance(inputs, dict) else self.model(*inputs)
+    def forward(self, inputs: Any = (), **named: Any) -> Output:  # noqa: D102
+        if isinstance(inputs, dict):
+            inputs, named = (), inputs
+        result = self.model(*inputs, **named)
         losses = [_mean_square(each) for each in tensors_within(result) if each.requires_grad]
         return Output(torch.stack(losses).sum())
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from bench.registries.fields import Output
 
 _SMALL = ("femto", "atto", "pico", "nano", "tiny", "xxs", "xs", "small", "18", "_s")
 _SIDES = (64, 224, 256)
@@ -25,12 +27,6 @@ def names() -> list[str]:
 
 def _rank(name: str) -> tuple[int, str]:
     return next((i for i, word in enumerate(_SMALL) if word in name), len(_SMALL)), name
-
-
-class Output(NamedTuple):
-    """What a wrapped model returns."""
-
-    loss: Tensor
 
 
 class _WithLoss(nn.Module):

@@ -11,6 +11,7 @@ import inspect
 import re
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,13 @@ def _limit(kind: str, name: str) -> int | None:
 
 
 def names_of(registry: str) -> list[str]:
-    """The registered types of configuration, in the registry's order."""
-    return list(_classes(registry))
+    """The types of configuration, in the registry's order; any-to-any: those of no other one."""
+    if registry != "any-to-any":
+        return list(_classes(registry))
+    known = {
+        str(each) for other in REGISTRIES if other != registry for each in _classes(other).values()
+    }
+    return [name for name, each in _classes(registry).items() if str(each) not in known]
 
 
 def _classes(registry: str) -> dict[str, Any]:
@@ -48,7 +54,8 @@ def builders(registry: str, name: str) -> Iterator[Callable[[], nn.Module]]:
     found = _classes(registry)[name]
     model_class = getattr(transformers, found if isinstance(found, str) else found[0])
     config_class = CONFIG_MAPPING[name]
-    for make in (_made_from_fields, _changed_in_place, _with_few_layers):
+    in_place = [partial(_changed_in_place, is_taken=each) for each in _TAKEN]
+    for make in (_made_from_fields, _changed_in_place, *in_place):
 
         def build(make: Callable[..., PreTrainedConfig] = make) -> nn.Module:
             config = make(config_class)
@@ -80,7 +87,7 @@ def _set_special_tokens(config: Any, registry: str) -> None:
                 setattr(config, name, 0)
 
 
-# --- three ways to shrink -------------------------------------------------------------------------
+# --- ways to shrink -------------------------------------------------------------------------
 
 
 def _made_from_fields(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
@@ -96,24 +103,26 @@ def _arguments(config: PreTrainedConfig) -> dict[str, Any]:
     return arguments
 
 
-def _changed_in_place(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+def _changed_in_place(
+    config_class: type[PreTrainedConfig], is_taken: Callable[[str, Any], bool] = lambda *_: True
+) -> PreTrainedConfig:
     """The default configuration with shrunk attributes: its own checks do not run."""
     config = config_class()
     for part in _all_parts(config):
         for name, value in _shrunk_fields(part).items():
-            setattr(part, name, value)
-    return config
-
-
-def _with_few_layers(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
-    """The default widths, with fewer layers and words, and smaller images."""
-    config = config_class()
-    for part in _all_parts(config):
-        for name, value in _shrunk_fields(part).items():
-            is_count = re.fullmatch(_LAYERS, name) or name in ("vocab_size", "image_size")
-            if is_count or isinstance(value, list):
+            if is_taken(name, value):
                 setattr(part, name, value)
     return config
+
+
+_SIZES = ("vocab_size", "image_size", "num_queries")
+# Which fields are shrunk: layers at the default widths; widths alone, for models that take the
+# results of certain layers; sizes alone.
+_TAKEN: tuple[Callable[[str, Any], bool], ...] = (
+    lambda name, value: bool(re.fullmatch(_LAYERS, name)) or name in _SIZES or type(value) is list,
+    lambda name, value: not isinstance(value, list | tuple) and not re.fullmatch(_LAYERS, name),
+    lambda name, _: name in _SIZES,
+)
 
 
 # --- fields ---------------------------------------------------------------------------------------

@@ -256,6 +256,7 @@ class PlannedCall:
             plan; see `rockmate.runtime.undefined_tangents`.
         attributes: what the forward reads and leaves behind in attributes.
         read_values: values of tensors that it reads.
+        larger: the call whose program this one runs with other numbers; its plan bounds all bytes.
     """
 
     plan_of: Callable[[], Plan]
@@ -266,6 +267,7 @@ class PlannedCall:
     non_differentiable_outputs: tuple[int, ...]
     attributes: ForwardAttributes
     read_values: ReadValues
+    larger: PlannedCall | None = None
 
     @cached_property
     def plan(self) -> Plan:

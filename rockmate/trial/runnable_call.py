@@ -162,5 +162,6 @@ class RunnableCall:
         self.planned.attributes.release()  # as at the begin of the step itself
         layouts = self.runner.input_layouts
         is_laid_out = all(layouts[at].is_of(tensors[at]) for at in layouts)
-        conditions = conditions_of(self.planned.plan, is_laid_out=is_laid_out)
+        known = self.planned.larger or self.planned  # its own plan takes a second to make
+        conditions = conditions_of(known.plan, is_laid_out=is_laid_out)
         return run_beside_eager(self._model, args, kwargs, step, conditions, self.trials)

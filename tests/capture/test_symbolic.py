@@ -181,6 +181,7 @@ def test_the_program_at_other_sizes_is_the_one_that_is_written_there(
     model = Tagger()
     module = RockmateModule(model, torch.zeros(4, 20, dtype=torch.long), 1.0)
     module(torch.zeros(shape, dtype=torch.long)).sum().backward()
+    assert "plan" not in vars(module._plans.runnables[0].planned)  # its trial makes none
     ours = module._plans.runnables[0].planned.program
     there = step.capture_step(model, torch.zeros(shape, dtype=torch.long))
     theirs = there.planned_call(there.adapted(module._plans.runnables[-1].planned.plan)).program

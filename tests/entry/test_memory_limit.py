@@ -180,6 +180,7 @@ def trained_process(mode: str, limit_bytes: int) -> dict[str, int]:
         "MALLOC_TRIM_THRESHOLD_": "65536",
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
+        "ROCKMATE_CACHE": "off",  # each is planned for what the limit leaves to it
     }
     command = [sys.executable, "-c", PROGRAM, mode, str(limit_bytes)]
     finished = subprocess.run(

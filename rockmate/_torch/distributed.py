@@ -38,11 +38,13 @@ def first_offer(description: str, own: str) -> str:
 
 
 def num_collectives() -> int:
-    """How many this process has issued, in all groups. Only the groups count, privately."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return 0
-    groups: Any = torch.distributed.distributed_c10d._world.pg_map
-    return sum(each._get_sequence_number_for_group() for each in groups)
+    """How many this process has issued, in groups that count them: those of Gloo and NCCL."""
+    number = 0
+    if distributed.is_available() and distributed.is_initialized():
+        for group in torch.distributed.distributed_c10d._world.pg_map:
+            with contextlib.suppress(RuntimeError):
+                number += group._get_sequence_number_for_group()
+    return number
 
 
 def active_data_parallel() -> nn.parallel.DistributedDataParallel | None:

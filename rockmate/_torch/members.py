@@ -49,6 +49,12 @@ accumulation_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 all_hooks_of = attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
 
 
+def is_of_several(hook: Any) -> bool:
+    """Whether a tensor hook is that of `torch.autograd.graph.register_multi_grad_hook`."""
+    code = getattr(hook, "__code__", None)  # the name of a wrapper is that of what it wraps
+    return code is not None and code.co_qualname.startswith("register_multi_grad_hook.")
+
+
 def has_node_hooks(leaf: torch.Tensor) -> bool:
     """Whether hooks wait at a leaf's accumulation node; only the handle of one leads to others."""
     node = torch.autograd.graph.get_gradient_edge(leaf).node

@@ -50,7 +50,7 @@ from torch.autograd.function import FunctionCtx
 from rockmate._torch import engine
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.cuda import join_stream_at_end
-from rockmate._torch.members import all_hooks_of
+from rockmate._torch.members import all_hooks_of, is_of_several
 from rockmate._torch.storage import storage_id
 from rockmate._torch.subclasses import at_path, is_subclassed, without_class
 from rockmate.capture.roles import RoleKind
@@ -379,11 +379,14 @@ def may_be_needed_early(parameters: Iterable[torch.Tensor]) -> bool:
 
     A hook may step an optimizer and free the gradient. In a process group its reduction may run
     beside the backward, which Python cannot see. The gradient of a parameter of a class of its own
-    would otherwise be held to the end.
+    would otherwise be held to the end. A hook of several gradients counts those of one run of the
+    engine, so it fires at the end.
     """
     parameters = list(parameters)
-    has_hooks = any(chain.from_iterable(map(all_hooks_of, parameters)))
-    return is_distributed() or has_hooks or any(map(is_subclassed, parameters))
+    tables = [each for each in chain.from_iterable(map(all_hooks_of, parameters)) if each]
+    if any(is_of_several(hook) for table in tables for hook in table.values()):
+        return False
+    return is_distributed() or bool(tables) or any(map(is_subclassed, parameters))
 
 
 def _layouts(program: Program, kind: RoleKind) -> dict[int, PlannedLayout]:

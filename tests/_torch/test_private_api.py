@@ -1095,6 +1095,14 @@ class TestMembers:
         handle.remove()
         assert not members.has_node_hooks(first)
 
+    @pytest.mark.parametrize("mode", ["all", "any"])
+    def test_hooks_of_several_gradients(self, mode: Any) -> None:
+        leaf = torch.ones(1, requires_grad=True)
+        leaf.register_hook(print)
+        torch.autograd.graph.register_multi_grad_hook([leaf], print, mode=mode)
+        found = [members.is_of_several(hook) for hook in members.tensor_hooks_of(leaf).values()]
+        assert found == [False, True]
+
     def test_compiled_modules(self) -> None:
         module = nn.Linear(2, 2)
         assert not members.is_compiled(module)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,3 +166,20 @@ def test_a_plan_with_a_hook_travels(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, logger="rockmate"):
         RockmateModule(model, words(), plan=Plan.load(tmp_path / "plain.json"))(words()).backward()
     assert ["beyond the budget" in line for line in rockmate_lines(caplog)] == [True]
+
+
+@pytest.mark.parametrize("mode", ["all", "any"])
+def test_a_hook_of_several_gradients_fires_once_a_backward(mode: Any) -> None:
+    model, reference = language_model(), language_model()
+    seen: tuple[list[Any], list[Any]] = [], []
+    module = RockmateModule(model, words(), 1.0, numerics="bitwise")
+    for owner, found in ((model, seen[0]), (reference, seen[1])):
+        weights = [owner.embed.weight, owner.head.weight]
+        torch.autograd.graph.register_multi_grad_hook(weights, found.append, mode=mode)
+    for _ in range(2):
+        module(words()).backward()
+        reference(words()).backward()
+    assert len(seen[0]) == len(seen[1]) == 2
+    for ours, eagers in zip(*seen, strict=True) if mode == "all" else ():
+        torch.testing.assert_close(ours, eagers, rtol=0, atol=0)
+    torch.testing.assert_close(model.embed.weight.grad, reference.embed.weight.grad, rtol=0, atol=0)

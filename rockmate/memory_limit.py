@@ -45,7 +45,6 @@ from torch import nn
 from rockmate._torch.cuda import make_workspaces, used_bytes
 from rockmate.budget import parse_budget, size_text
 from rockmate.errors import InfeasibleMemoryLimitError, InvalidBudgetError
-from rockmate.offload.weight_home import can_go_home
 
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
 
@@ -152,7 +151,11 @@ class MemoryLimit:
 
 def kept_on_device(parameters: Iterable[torch.Tensor], weights: str) -> list[torch.Tensor]:
     """The trained parameters whose gradients and states are not at home; `weights` as above."""
-    return [each for each in parameters if weights != "all" or not can_go_home(each)]
+    if weights != "all":
+        return [*parameters]
+    from rockmate.offload.weight_home import can_go_home  # loads what moves
+
+    return [each for each in parameters if not can_go_home(each)]
 
 
 def present_bytes(device: torch.device) -> int:

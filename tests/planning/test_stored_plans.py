@@ -97,7 +97,7 @@ def test_a_memory_limit_takes_a_plan_that_fits_what_is_left_now(
 ) -> None:
     left = [400_000]
     limit = "rockmate.memory_limit.MemoryLimit.activation_budget_bytes"
-    monkeypatch.setattr(limit, lambda self, model, **_: left[0])
+    monkeypatch.setattr(limit, lambda self, model, weights: left[0])
     budgets = []
     for number in (400_000, 420_000, 390_000, 200_000):
         left[0] = number

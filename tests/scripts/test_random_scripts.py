@@ -127,7 +127,7 @@ def test_a_step_above_the_budget_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> 
             return self.model(**given)
 
     monkeypatch.setattr(script_outcome, "RockmateModule", Plain)
-    script = next(s for s in map(Script.of, range(300)) if s.share < 1 and s.kinds == ("adam",))
+    script = next(s for s in map(Script.of, range(3000)) if s.share < 1 and s.kinds == ("adam",))
     assert outcome(script)["verdict"] == "OVER BUDGET"
 
 

@@ -180,7 +180,7 @@ def _figures(plan: Plan, budget: int) -> Record:
         "copied_bytes": copied,
         "moved_bytes": moved,
         "host_bytes": plan.simulation.host_bytes,
-        "chunks": plan.options.loss_chunks,
+        "chunks": str(plan.options.loss_chunks or ""),
         "num_recomputations": plan.schedule.num_recomputations(),
         "waited_ms": lanes.waited_ms if lanes else 0.0,
     }

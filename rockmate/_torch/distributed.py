@@ -41,7 +41,8 @@ def num_collectives() -> int:
     """How many this process has issued, in groups that count them: those of Gloo and NCCL."""
     number = 0
     if distributed.is_available() and distributed.is_initialized():
-        for group in torch.distributed.distributed_c10d._world.pg_map:
+        groups: Any = torch.distributed.distributed_c10d._world.pg_map
+        for group in groups:
             with contextlib.suppress(RuntimeError):
                 number += group._get_sequence_number_for_group()
     return number

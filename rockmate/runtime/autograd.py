@@ -38,7 +38,7 @@ to call is computed in `Runner.__init__`.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
@@ -374,19 +374,17 @@ class _Backward:
         self.order = program.order_of(arguments)
 
 
-def may_be_needed_early(parameters: Iterable[torch.Tensor]) -> bool:
+def may_be_needed_early(parameters: Collection[torch.Tensor]) -> bool:
     """Whether a gradient may be needed before the step is done.
 
     A hook may step an optimizer and free the gradient. In a process group its reduction may run
-    beside the backward, which Python cannot see. The gradient of a parameter of a class of its own
-    would otherwise be held to the end. A hook of several gradients counts those of one run of the
-    engine, so it fires at the end.
+    beside the backward, which Python cannot see. That of a parameter of a class of its own would be
+    held to the end. A hook of several gradients counts those of one run of the engine: the last.
     """
-    parameters = list(parameters)
     tables = [each for each in chain.from_iterable(map(all_hooks_of, parameters)) if each]
-    if any(is_of_several(hook) for table in tables for hook in table.values()):
-        return False
-    return is_distributed() or bool(tables) or any(map(is_subclassed, parameters))
+    are_together = any(is_of_several(hook) for table in tables for hook in table.values())
+    is_needed = is_distributed() or bool(tables) or any(map(is_subclassed, parameters))
+    return is_needed and not are_together
 
 
 def _layouts(program: Program, kind: RoleKind) -> dict[int, PlannedLayout]:

@@ -98,7 +98,7 @@ def rows_of_product(
                 user in halves.forward
                 and user not in values
                 and numel(user) == numel(product)
-                and shape_of(user)[-1] == shape_of(product)[-1]
+                and shape_of(user)[-1:] == shape_of(product)[-1:]  # a sum has none
             ):
                 values.append(user)
     for space in (*cuts, *copied):

@@ -67,8 +67,10 @@ _HOOKS: list[Any] = []
 
 def keep_at(ground: Ground | None, parameter: torch.Tensor) -> None:
     """Has the gradient and state of a parameter there from now on; None has them on the device."""
+    if _ground_of(parameter) is ground:  # as before each step but the first
+        return
     if ground is None:
-        _GROUND_OF.pop(id(parameter), None)
+        del _GROUND_OF[id(parameter)]
         return
     if not _HOOKS:
         _HOOKS.append(register_optimizer_step_post_hook(_send_state_home))

@@ -126,7 +126,9 @@ class WeightHomes:
         for weight in self._root().parameters():
             if weight.requires_grad and can_go_home(weight):
                 own = device or weight.device
-                keep_at(self._grounds.setdefault(own, Ground(tier, own)), weight)
+                if own not in self._grounds:
+                    self._grounds[own] = Ground(tier, own)
+                keep_at(self._grounds[own], weight)
 
     def fetch(self, weight: torch.Tensor) -> tuple[torch.Tensor, Pending | None]:
         """A weight in memory, once the copy that is returned with it has been waited for."""

@@ -12,15 +12,17 @@ Every pass leaves its graph valid: `verify` passes after each. The tests check t
 models; a planned step is verified once, at the end. Chunking (`chunking/`) is no pass: the planner
 chooses its arguments, and it may refuse.
 
-To add a pass: write it as a function of a graph in a file of its noun, and add a `Pass` here, where
-its input is complete. `keeps` names the property that makes the pass safe.
+A pass is a function of a graph and `PassOptions` that returns a graph; it may change its argument.
+To add one: write it in a file of its noun, and name it here, where its input is complete. All keep
+every returned value, bitwise, unless the line above them says what else they keep.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from functools import wraps
+from typing import TypeVar
 
 from torch import fx
 
@@ -36,7 +38,6 @@ from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import NO_MARKS, MarkRequest
 from rockmate.graph.marking import apply_marks
 from rockmate.graph.node_marks import note_marks
-from rockmate.graph.rewrite import copy_inputs_of_the_forward
 from rockmate.graph.step_options import StepOptions
 from rockmate.graph.value_numbering import merge_equal_values, remove_dead_calls
 from rockmate.graph.weight_gradients_first import weight_gradients_first
@@ -81,19 +82,7 @@ class PassOptions:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pass(Generic[_IR]):
-    """One pass.
-
-    Attributes:
-        name: a verb and its object.
-        keeps: what is equal before and after, beside the validity of the graph.
-        run: gives the graph after the pass; it may change its argument in place.
-    """
-
-    name: str
-    keeps: str
-    run: Callable[[_IR, PassOptions], _IR]
+Pass = Callable[[_IR, PassOptions], _IR]
 
 
 def run_passes(passes: Iterable[Pass[_IR]], graph: _IR, options: PassOptions | None = None) -> _IR:
@@ -106,16 +95,23 @@ def run_passes(passes: Iterable[Pass[_IR]], graph: _IR, options: PassOptions | N
     """
     options = options or PassOptions()
     for each in passes:
-        graph = each.run(graph, options)
+        graph = each(graph, options)
     return graph
 
 
-def _rewrite(name: str, keeps: str, function: Callable[[fx.Graph], None]) -> Pass[Capture]:
-    def run(capture: Capture, _options: PassOptions) -> Capture:
+def _rewrite(function: Callable[[fx.Graph], None]) -> Pass[Capture]:
+    """A pass that changes the joint graph in place, whatever the options."""
+
+    @wraps(function)
+    def run(capture: Capture, _: PassOptions) -> Capture:
         function(capture.joint.graph)
         return capture
 
-    return Pass(name=name, keeps=keeps, run=run)
+    return run
+
+
+def _note_marks(capture: Capture, options: PassOptions) -> Capture:
+    return note_marks(capture, options.marks)
 
 
 def _slice_convolutions(capture: Capture, options: PassOptions) -> Capture:
@@ -129,8 +125,16 @@ def _copy_inputs_again(capture: Capture, options: PassOptions) -> Capture:
     return capture
 
 
+def _copy_inputs_of_the_forward(capture: Capture, options: PassOptions) -> Capture:
+    return capture if options.keeps_inputs else rewrite.copy_inputs_of_the_forward(capture)
+
+
 def _sum_hooked_gradients(capture: Capture, options: PassOptions) -> Capture:
     return sum_hooked_gradients(capture, options.hooked, options.owner_of)
+
+
+def _apply_marks(graph: Graph, _: PassOptions) -> Graph:
+    return apply_marks(graph)
 
 
 def _defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:
@@ -148,80 +152,42 @@ def _assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
     return graph
 
 
-_SAME_BITS = "every returned value, bitwise"
-
 REWRITES: tuple[Pass[Capture], ...] = (
-    Pass(
-        name="note marks",
-        keeps="every call but those that mark values, which nothing reads",
-        run=lambda capture, options: note_marks(capture, options.marks),
-    ),
-    _rewrite("fill zero tensors", _SAME_BITS, rewrite.fill_zero_tensors),
-    _rewrite("drop value checks", _SAME_BITS, rewrite.drop_value_checks),
-    _rewrite(
-        "split dropouts",
-        "masks and outputs, bitwise, and the order of draws",
-        rewrite.split_dropouts,
-    ),
-    _rewrite(
-        "split dropout backwards",
-        "gradients of eager, bitwise",
-        rewrite.split_dropout_backwards,
-    ),
-    _rewrite("drop running statistics", _SAME_BITS, rewrite.drop_running_statistics),
-    _rewrite("fuse cross entropy backwards", _SAME_BITS, rewrite.fuse_cross_entropy_backwards),
-    _rewrite("split convolution backwards", _SAME_BITS, convolutions.split_convolution_backwards),
-    _rewrite("read what was written", _SAME_BITS, read_what_was_written),
-    _rewrite(
-        "merge equal values",
-        "every returned value, bitwise, and which returned values share memory",
-        merge_equal_values,
-    ),
-    _rewrite("remove dead calls", "every returned value and every draw", remove_dead_calls),
-    _rewrite("copy reduced losses", _SAME_BITS, rewrite.copy_reduced_losses),
-    _rewrite("copy slices read late", _SAME_BITS, rewrite.copy_slices_read_late),
-    Pass(name="slice convolutions", keeps=_SAME_BITS, run=_slice_convolutions),
-    Pass(
-        name="copy inputs of convolutions again",
-        keeps=_SAME_BITS,
-        run=_copy_inputs_again,
-    ),
-    Pass(
-        name="copy inputs of the forward",
-        keeps=_SAME_BITS,
-        run=lambda capture, options: (
-            capture if options.keeps_inputs else copy_inputs_of_the_forward(capture)
-        ),
-    ),
+    # All calls but those that mark values, which nothing reads.
+    _note_marks,
+    _rewrite(rewrite.fill_zero_tensors),
+    _rewrite(rewrite.drop_value_checks),
+    # Masks and outputs, and the order of draws.
+    _rewrite(rewrite.split_dropouts),
+    # Gradients of eager, bitwise.
+    _rewrite(rewrite.split_dropout_backwards),
+    _rewrite(rewrite.drop_running_statistics),
+    _rewrite(rewrite.fuse_cross_entropy_backwards),
+    _rewrite(convolutions.split_convolution_backwards),
+    _rewrite(read_what_was_written),
+    # Which returned values share memory, too.
+    _rewrite(merge_equal_values),
+    # Every draw, too.
+    _rewrite(remove_dead_calls),
+    _rewrite(rewrite.copy_reduced_losses),
+    _rewrite(rewrite.copy_slices_read_late),
+    _slice_convolutions,
+    _copy_inputs_again,
+    _copy_inputs_of_the_forward,
 )
 
 JOINT_PASSES: tuple[Pass[Capture], ...] = (
-    Pass(
-        name="sum hooked gradients",
-        keeps="the sum of each parameter's gradients, in autograd's order of addition",
-        run=_sum_hooked_gradients,
-    ),
+    # The sum of each parameter's gradients, in autograd's order of addition.
+    _sum_hooked_gradients,
 )
 
 GRAPH_PASSES: tuple[Pass[Graph], ...] = (
-    Pass(
-        name="apply marks",
-        keeps="ops, their order, storages; only what a schedule may do with them is limited",
-        run=lambda graph, _: apply_marks(graph),
-    ),
-    Pass(
-        name="defer hooked gradients",
-        keeps="ops and storages; only the order of ops changes",
-        run=_defer_hooked_gradients,
-    ),
-    Pass(
-        name="weight gradients first",
-        keeps="ops and storages, the forward's order, the order of contributions to a gradient",
-        run=_weight_gradients_first,
-    ),
-    Pass(
-        name="assign sink forms",
-        keeps="ops and their order; sizes only of storages that nothing reads",
-        run=_assign_sink_forms,
-    ),
+    # Ops, their order, storages; only what a schedule may do with them is limited.
+    _apply_marks,
+    # Ops and storages; only the order of ops changes.
+    _defer_hooked_gradients,
+    # Ops and storages, the forward's order, the order of contributions to a gradient.
+    _weight_gradients_first,
+    # Ops and their order; sizes only of storages that nothing reads.
+    _assign_sink_forms,
 )

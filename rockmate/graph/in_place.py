@@ -45,64 +45,45 @@ class InPlaceForm:
 
 # Elementwise ops over values of one dtype. Their `out=` variants have kernels of their own. The
 # `out=` variant of any other op makes a temporary and copies it.
-_ELEMENTWISE = {
-    _aten.abs.default: _aten.abs.out,
-    _aten.clamp.default: _aten.clamp.out,
-    _aten.clamp_min.default: _aten.clamp_min.out,
-    _aten.cos.default: _aten.cos.out,
-    _aten.elu.default: _aten.elu.out,
-    _aten.erf.default: _aten.erf.out,
-    _aten.gelu.default: _aten.gelu.out,
-    _aten.hardsigmoid.default: _aten.hardsigmoid.out,
-    _aten.hardswish.default: _aten.hardswish.out,
-    _aten.hardtanh.default: _aten.hardtanh.out,
-    _aten.leaky_relu.default: _aten.leaky_relu.out,
-    _aten.mish.default: _aten.mish.out,
-    _aten.pow.Tensor_Scalar: _aten.pow.Tensor_Scalar_out,
-    _aten.reciprocal.default: _aten.reciprocal.out,
-    _aten.rsqrt.default: _aten.rsqrt.out,
-    _aten.silu.default: _aten.silu.out,
-    _aten.sin.default: _aten.sin.out,
-    _aten.softplus.default: _aten.softplus.out,
-    _aten.sqrt.default: _aten.sqrt.out,
-}
+_ELEMENTWISE = (
+    _aten.abs, _aten.clamp, _aten.clamp_min, _aten.cos, _aten.elu, _aten.erf, _aten.gelu,
+    _aten.hardsigmoid, _aten.hardswish, _aten.hardtanh, _aten.leaky_relu, _aten.mish,
+    _aten.reciprocal, _aten.rsqrt, _aten.silu, _aten.sin, _aten.softplus, _aten.sqrt,
+)  # fmt: skip
 
 # Gradients of elementwise functions, from the gradient of the result and a saved value.
-_ELEMENTWISE_BACKWARD = {
-    _aten.threshold_backward.default: _aten.threshold_backward.grad_input,
-    _aten.tanh_backward.default: _aten.tanh_backward.grad_input,
-    _aten.sigmoid_backward.default: _aten.sigmoid_backward.grad_input,
-    _aten.gelu_backward.default: _aten.gelu_backward.grad_input,
-    _aten.silu_backward.default: _aten.silu_backward.grad_input,
-    _aten.hardtanh_backward.default: _aten.hardtanh_backward.grad_input,
-    _aten.hardsigmoid_backward.default: _aten.hardsigmoid_backward.grad_input,
-    _aten.leaky_relu_backward.default: _aten.leaky_relu_backward.grad_input,
-    _aten.softplus_backward.default: _aten.softplus_backward.grad_input,
+_ELEMENTWISE_BACKWARD = (
+    _aten.threshold_backward, _aten.tanh_backward, _aten.sigmoid_backward, _aten.gelu_backward,
+    _aten.silu_backward, _aten.hardtanh_backward, _aten.hardsigmoid_backward,
+    _aten.leaky_relu_backward, _aten.softplus_backward,
+)  # fmt: skip
+_OF_TWO = (_aten.add, _aten.sub, _aten.mul, _aten.div)
+# Of one value and numbers: their variants that write into the value.
+_METHODS = {
+    _aten.mul.Scalar: _aten.mul_.Scalar,
+    _aten.add.Scalar: _aten.add_.Scalar,
+    _aten.div.Scalar: _aten.div_.Scalar,
+    _aten.neg.default: _aten.neg_.default,
+    _aten.relu.default: _aten.relu_.default,
+    _aten.tanh.default: _aten.tanh_.default,
+    _aten.sigmoid.default: _aten.sigmoid_.default,
+    _aten.exp.default: _aten.exp_.default,
+    _aten.masked_fill.Scalar: _aten.masked_fill_.Scalar,
+    _aten.masked_fill.Tensor: _aten.masked_fill_.Tensor,
 }
 
 _FORMS: dict[Any, InPlaceForm] = {
-    **{target: InPlaceForm(variant, (0,), "out") for target, variant in _ELEMENTWISE.items()},
+    **{each.default: InPlaceForm(each.out, (0,), "out") for each in _ELEMENTWISE},
     **{
-        target: InPlaceForm(variant, (0, 1), "grad_input")
-        for target, variant in _ELEMENTWISE_BACKWARD.items()
+        each.default: InPlaceForm(each.grad_input, (0, 1), "grad_input")
+        for each in _ELEMENTWISE_BACKWARD
     },
-    _aten.add.Tensor: InPlaceForm(_aten.add.out, (0, 1), "out"),
-    _aten.sub.Tensor: InPlaceForm(_aten.sub.out, (0, 1), "out"),
-    _aten.mul.Tensor: InPlaceForm(_aten.mul.out, (0, 1), "out"),
-    _aten.div.Tensor: InPlaceForm(_aten.div.out, (0, 1), "out"),
+    **{each.Tensor: InPlaceForm(each.out, (0, 1), "out") for each in _OF_TWO},
+    **{target: InPlaceForm(method, (0,)) for target, method in _METHODS.items()},
+    _aten.pow.Tensor_Scalar: InPlaceForm(_aten.pow.Tensor_Scalar_out, (0,), "out"),
     _aten.maximum.default: InPlaceForm(_aten.maximum.out, (0, 1), "out"),
     _aten.minimum.default: InPlaceForm(_aten.minimum.out, (0, 1), "out"),
     _aten.where.self: InPlaceForm(_aten.where.self_out, (1, 2), "out"),
-    _aten.mul.Scalar: InPlaceForm(_aten.mul_.Scalar, (0,)),
-    _aten.add.Scalar: InPlaceForm(_aten.add_.Scalar, (0,)),
-    _aten.div.Scalar: InPlaceForm(_aten.div_.Scalar, (0,)),
-    _aten.neg.default: InPlaceForm(_aten.neg_.default, (0,)),
-    _aten.relu.default: InPlaceForm(_aten.relu_.default, (0,)),
-    _aten.tanh.default: InPlaceForm(_aten.tanh_.default, (0,)),
-    _aten.sigmoid.default: InPlaceForm(_aten.sigmoid_.default, (0,)),
-    _aten.exp.default: InPlaceForm(_aten.exp_.default, (0,)),
-    _aten.masked_fill.Scalar: InPlaceForm(_aten.masked_fill_.Scalar, (0,)),
-    _aten.masked_fill.Tensor: InPlaceForm(_aten.masked_fill_.Tensor, (0,)),
     # These kernels read the maximum and the sum of a row before they write the row.
     _aten._softmax.default: InPlaceForm(_aten._softmax.out, (0,), "out"),
     _aten._log_softmax.default: InPlaceForm(_aten._log_softmax.out, (0,), "out"),

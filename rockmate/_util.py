@@ -1,4 +1,4 @@
-"""Small things that packages share: arrays, the collector, what a terminal shows, files."""
+"""Small things that packages share: arrays, attributes, the collector, a terminal, files."""
 
 from __future__ import annotations
 
@@ -50,6 +50,28 @@ def begin_stage(name: str) -> None:
     bar = _stages.get()
     if bar is not None:
         bar.set_description(name, refresh=bar.format_dict["elapsed"] > STAGE_DELAY_S)
+
+
+@contextmanager
+def attributes_set(*places: tuple[Any, str, Any]) -> Iterator[None]:
+    """Sets attributes within, each an owner, a name and a value, and then puts them back.
+
+    What was inherited is so again.
+    """
+    before = [
+        (owner, name, vars(owner).get(name, getattr(owner, name)), name in vars(owner))
+        for owner, name, _ in places
+    ]
+    try:
+        for owner, name, value in places:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for owner, name, value, is_own in before:
+            if is_own or name not in vars(owner):
+                setattr(owner, name, value)
+            else:
+                delattr(owner, name)
 
 
 @contextmanager

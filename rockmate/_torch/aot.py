@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from rockmate._util import attributes_set
+
 
 def joint_graph(
     stack: contextlib.ExitStack, forward: nn.Module, tensors: Sequence[torch.Tensor]
@@ -48,16 +50,13 @@ def compile_flags(*, are_on: bool = True) -> Iterator[None]:
     """
     from torch._functorch import config
 
-    compiler = torch.compiler
-    before = compiler._is_compiling_flag, compiler._is_exporting_flag
-    if are_on:
-        compiler._is_compiling_flag = compiler._is_exporting_flag = True
+    flags = ("_is_compiling_flag", "_is_exporting_flag") if are_on else ()
     has_setting = hasattr(config, "backward_pass_autocast")
-    try:
-        with config.patch({"backward_pass_autocast": "off"} if has_setting else {}):
-            yield
-    finally:
-        compiler._is_compiling_flag, compiler._is_exporting_flag = before
+    with (
+        attributes_set(*((torch.compiler, flag, True) for flag in flags)),
+        config.patch({"backward_pass_autocast": "off"} if has_setting else {}),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -69,13 +68,9 @@ def scripts_traced(model: nn.Module) -> Iterator[None]:
     """
 
     def run(script: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        before = torch.compiler._is_exporting_flag
-        torch.compiler._is_exporting_flag = False
-        try:
-            with torch.jit.optimized_execution(False):
-                return script(*args, **kwargs)
-        finally:
-            torch.compiler._is_exporting_flag = before
+        exporting = attributes_set((torch.compiler, "_is_exporting_flag", False))
+        with exporting, torch.jit.optimized_execution(False):
+            return script(*args, **kwargs)
 
     scripts = [each for each in model.modules() if isinstance(each, torch.jit.ScriptModule)]
     try:
@@ -125,12 +120,8 @@ def value_checks_as_ops() -> Iterator[None]:
     def assert_all(condition: torch.Tensor, message: Callable[[], str] | None = None) -> None:
         torch.ops.aten._assert_async.default(condition.all())
 
-    check = torch._check_tensor_all
-    torch._check_tensor_all = assert_all
-    try:
+    with attributes_set((torch, "_check_tensor_all", assert_all)):
         yield
-    finally:
-        torch._check_tensor_all = check
 
 
 def check_values(condition: torch.Tensor, message: str) -> None:

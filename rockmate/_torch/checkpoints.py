@@ -13,6 +13,8 @@ import torch
 import torch.utils.checkpoint as checkpoints
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rockmate._util import attributes_set
+
 
 class _AsMode(TorchDispatchMode):
     """A context in the form of a dispatch mode, since a trace refuses all others.
@@ -78,13 +80,10 @@ def checkpoints_observed(
             with region(False, preserve_rng_state), torch.set_grad_enabled(has_gradient):
                 return fn(*args)
 
-    setattr(checkpoints, name, observed)
-    checkpoints.CheckpointFunction = PlainCall  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with attributes_set(
+        (checkpoints, name, observed), (checkpoints, "CheckpointFunction", PlainCall)
+    ):
         yield
-    finally:
-        setattr(checkpoints, name, generator)
-        checkpoints.CheckpointFunction = function
 
 
 def _traceable(context_fn: Any) -> tuple[Any, bool]:

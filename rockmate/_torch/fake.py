@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor
 
+from rockmate._util import attributes_set
 from rockmate.errors import InPlaceCollectiveError
 
 __all__ = [
@@ -103,19 +104,10 @@ def results_corrected(
         with self:
             return correct(func, tuple(args), kwargs or {}, result)
 
-    FakeTensorMode.dispatch = dispatch_corrected
-    try:
+    with attributes_set((FakeTensorMode, "dispatch", dispatch_corrected)):
         yield fakes
-    finally:
-        FakeTensorMode.dispatch = dispatch
 
 
-@contextlib.contextmanager
-def errors_unlogged() -> Iterator[None]:
+def errors_unlogged() -> contextlib.AbstractContextManager[None]:
     """Keeps out of the log the traceback that fake tensors log before they raise an op's error."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was_disabled
+    return attributes_set((logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True))

@@ -10,6 +10,7 @@ import torch
 from torch.autograd.function import Function
 
 from rockmate._torch.engine import active_transform
+from rockmate._util import attributes_set
 
 Replacement = Callable[[type, Callable[..., Any], tuple[Any, ...]], Any]
 """Takes the class of a function, what would run it, and its arguments; returns its result."""
@@ -80,17 +81,8 @@ def _replaced(cls: Any, replacement: Replacement) -> Iterator[None]:
 
     changed = {"forward": run_forward, backward_name: run_backward}
     changed |= {} if takes_context else {"setup_context": run_setup_context}
-    own = {name: vars(cls).get(name) for name in changed}
-    for name, function in changed.items():
-        setattr(cls, name, staticmethod(function))
-    try:
+    with attributes_set(*((cls, name, staticmethod(each)) for name, each in changed.items())):
         yield
-    finally:
-        for name, function in own.items():
-            if function is None:
-                delattr(cls, name)
-            else:
-                setattr(cls, name, function)
 
 
 class _NestedCall:

@@ -13,6 +13,8 @@ from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_modu
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.proxy import TracerBase
 
+from rockmate._util import attributes_set
+
 # The tracer's class is shared by all threads. Several observers may watch one capture.
 _LOCK = threading.RLock()
 
@@ -48,8 +50,5 @@ def on_node_created(observe: Callable[[fx.Node], None]) -> Iterator[None]:
             observe(node)
             return node
 
-        TracerBase.create_node = create_observed
-        try:
+        with attributes_set((TracerBase, "create_node", create_observed)):
             yield
-        finally:
-            TracerBase.create_node = create_node

@@ -28,6 +28,7 @@ from rockmate._torch.compiler_process import (
     in_this_context,
     watch_compilers,
 )
+from rockmate._util import attributes_set
 
 __all__ = [
     "CompilationError",
@@ -195,15 +196,12 @@ def _waits_put_off() -> Iterator[list[tuple[Any, dict[str, Any]]]]:
     from torch._inductor.async_compile import AsyncCompile
 
     waits: list[tuple[Any, dict[str, Any]]] = []
-    wait, submit = AsyncCompile.wait, AsyncCompile.submit
-    own_submit = vars(AsyncCompile)["submit"]
-    AsyncCompile.wait = lambda self, scope: waits.append((self, scope))
-    AsyncCompile.submit = staticmethod(lambda task: submit(in_this_context(task)))
-    try:
+    submit = AsyncCompile.submit
+    with attributes_set(
+        (AsyncCompile, "wait", lambda self, scope: waits.append((self, scope))),
+        (AsyncCompile, "submit", staticmethod(lambda task: submit(in_this_context(task)))),
+    ):
         yield waits
-    finally:
-        AsyncCompile.wait = wait
-        AsyncCompile.submit = own_submit
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -18,6 +18,8 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_code
 from torch.nn.utils import parametrize
+
+from rockmate._util import attributes_set
 
 MEMBER_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 # Lists in which a recurrent layer has its parameters a second time; it renews them by itself.
@@ -66,18 +68,12 @@ def has_node_hooks(leaf: torch.Tensor) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def parametrizations_afresh() -> Iterator[None]:
+def parametrizations_afresh() -> contextlib.AbstractContextManager[None]:
     """Has what `parametrize.cached()` keeps be computed again within, and kept for within alone.
 
     The cache is a global of PyTorch's, which hands a tensor of a trace or a trial to later calls.
     """
-    held = parametrize._cache
-    parametrize._cache = {}
-    try:
-        yield
-    finally:
-        parametrize._cache = held
+    return attributes_set((parametrize, "_cache", {}))
 
 
 def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -157,14 +153,17 @@ def is_compiled(model: nn.Module) -> bool:
     return "_orig_mod" in model._modules
 
 
-def compiled_from(model: nn.Module) -> nn.Module:
-    """The module that `torch.compile` has wrapped."""
-    return model._orig_mod  # pyright: ignore[reportReturnType]
+def innermost(model: nn.Module) -> nn.Module:
+    """The model that was compiled, perhaps more than once; another model as it is."""
+    while is_compiled(model):
+        model = model._orig_mod  # pyright: ignore[reportAssignmentType]
+    return model
 
 
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` has been called. It has no public mark."""
-    return compiled_call(module) is not None
+def has_compiled(model: nn.Module) -> bool:
+    """Whether the model or a submodule has been compiled; `module.compile()` has no public mark."""
+    modules = modules_within(model)
+    return any(is_compiled(each) or compiled_call(each) is not None for each in modules)
 
 
 def is_member(module: nn.Module, name: str) -> bool:

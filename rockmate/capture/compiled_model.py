@@ -19,16 +19,11 @@ from typing import Any
 from torch import nn
 
 from rockmate._torch.dynamo import uncompiled_calls
-from rockmate._torch.members import (
-    compiled_call,
-    compiled_from,
-    is_compiled,
-    is_compiled_in_place,
-    modules_within,
-)
+from rockmate._torch.members import compiled_call, has_compiled, innermost, modules_within
 from rockmate.errors import InvalidArgumentError
 
 logger = logging.getLogger(__name__)
+__all__ = ["has_compiled", "innermost", "plain_model", "require_module", "uncompiled"]
 _NAMED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -71,18 +66,6 @@ def plain_model(model: nn.Module) -> nn.Module:
             type(plain).__name__,
         )
     return plain
-
-
-def innermost(model: nn.Module) -> nn.Module:
-    """The model that was compiled, perhaps more than once; another model as it is."""
-    while is_compiled(model):
-        model = compiled_from(model)
-    return model
-
-
-def has_compiled(model: nn.Module) -> bool:
-    """Whether the model or a submodule has been compiled."""
-    return any(is_compiled(each) or is_compiled_in_place(each) for each in modules_within(model))
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[None]:

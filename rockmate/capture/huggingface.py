@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from rockmate._util import attributes_set
+
 logger = logging.getLogger(__name__)
 
 
@@ -32,14 +34,9 @@ def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[No
         answers["is_tracing"] = lambda tensor=None: tensor is not None and is_tracing(tensor)
     if kwargs.get("position_ids") is None:
         answers["find_packed_sequence_indices"] = lambda position_ids: None
-    before = {name: getattr(masking, name) for name in answers if hasattr(masking, name)}
-    try:
-        for name in before:
-            setattr(masking, name, answers[name])
+    known = [(masking, name, answers[name]) for name in answers if hasattr(masking, name)]
+    with attributes_set(*known):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(masking, name, function)
 
 
 @contextlib.contextmanager
@@ -70,13 +67,8 @@ def switched_off(
         for owner, name in found.values()
         if name in names and getattr(owner, name) is True
     ]
-    try:
-        for holder, name in switches:
-            setattr(holder, name, False)
+    with attributes_set(*((holder, name, False) for holder, name in switches)):
         yield switches
-    finally:
-        for holder, name in switches:
-            setattr(holder, name, True)
 
 
 def switches_of(model: nn.Module) -> list[tuple[Any, str]]:

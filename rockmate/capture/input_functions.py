@@ -22,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from rockmate._torch.storage import storage_id
+from rockmate._util import attributes_set
 
 _LIBRARY, _PREFIX, _METHOD = "transformers.vision_utils", "get_vision_", "get_rope_index"
 _GIVEN = "kwargs"  # the argument from which such a function takes what the caller has computed
@@ -105,15 +106,12 @@ def filled(form: Any, tensors: Sequence[Tensor]) -> Any:
 @contextlib.contextmanager
 def input_functions_as_ops(model: nn.Module) -> Iterator[None]:
     """Puts stand-ins, which ask whether they are met, in the places that a model calls from."""
-    before = {place: getattr(*place) for place in _places(model)}
+    places = [(owner, name, _stand_in(getattr(owner, name))) for owner, name in _places(model)]
     try:
-        for place, function in before.items():
-            setattr(*place, _stand_in(function))
-        yield
+        with attributes_set(*places):
+            yield
     finally:
         _traced.clear()
-        for place, function in before.items():
-            setattr(*place, function)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from rockmate._util import attributes_set
 from rockmate.capture import input_functions
 from rockmate.capture.opaque_call import OpaqueBackward, OpaqueCall, OpaqueForward
 from rockmate.capture.structure import flatten
@@ -83,21 +84,16 @@ def traced_as_ops(calls: Mapping[str, OpaqueCall], model: nn.Module) -> Iterator
     for call in calls.values():
         by_module.setdefault(call.module, []).append(call)
     _traced_calls.update(calls)
-    before = {
-        module: vars(module)["forward"] for module in by_module if "forward" in vars(module)
-    }  # assigned by somebody else
+    # The tracer runs the model more than once.
+    forwards = [
+        (module, "forward", partial(_call_op, module, itertools.cycle(own)))
+        for module, own in by_module.items()
+    ]
     try:
-        for module, own in by_module.items():
-            module.forward = partial(
-                _call_op, module, itertools.cycle(own)
-            )  # the tracer runs the model more than once
-        with input_functions.input_functions_as_ops(model):
+        with attributes_set(*forwards), input_functions.input_functions_as_ops(model):
             yield
     finally:
         _traced_calls.clear()
-        for module in by_module:
-            vars(module).pop("forward", None)
-            vars(module).update({"forward": before[module]} if module in before else {})
 
 
 def _call_op(module: nn.Module, order: Iterator[OpaqueCall], *args: Any, **kwargs: Any) -> Any:

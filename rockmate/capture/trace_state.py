@@ -19,8 +19,9 @@ from torch import nn
 from rockmate._torch.aot import without_decompositions
 from rockmate._torch.engine import saving
 from rockmate._torch.members import writable_tables
+from rockmate._util import attributes_set
 from rockmate.errors import UnsupportedModelError
-from rockmate.state.random_state import RandomState
+from rockmate.state import random_state
 
 # Differentiable ATen ops with a kernel of their own that PyTorch traces as a formula of small ops.
 _KERNELS = (
@@ -49,16 +50,13 @@ def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
             its cause, since the draw is the likelier reason.
     """
     devices = {tensor.device for tensor in tensors}
-    before = RandomState(devices)
     failure: UnsupportedModelError | None = None
-    drawn: set[str] = set()
-    try:
-        yield
-    except UnsupportedModelError as error:
-        failure = error
-    finally:
-        drawn = {"Python", "NumPy"} & set(before.differences(RandomState(devices)))
-        before.restore()
+    with random_state.random_state_kept(devices) as before:
+        try:
+            yield
+        except UnsupportedModelError as error:
+            failure = error
+        drawn = {"Python", "NumPy"} & set(before.differences(random_state.RandomState(devices)))
     if drawn:
         msg = (
             "the model's forward draws from Python's or NumPy's random numbers, which a captured "
@@ -90,15 +88,13 @@ def no_random_state_set() -> Iterator[None]:
         )
         raise UnsupportedModelError(msg)
 
-    places = [(owner, name) for owner in (torch, torch.random) for name in _SETS_RANDOM_STATE]
-    before = [(owner, name, getattr(owner, name)) for owner, name in places]
-    try:
-        for owner, name, function in before:
-            setattr(owner, name, partial(refuse, function))
+    places = [
+        (owner, name, partial(refuse, getattr(owner, name)))
+        for owner in (torch, torch.random)
+        for name in _SETS_RANDOM_STATE
+    ]
+    with attributes_set(*places):
         yield
-    finally:
-        for owner, name, function in before:
-            setattr(owner, name, function)
 
 
 @contextlib.contextmanager
@@ -122,11 +118,8 @@ def no_gradient_retained() -> Iterator[None]:
             )
             raise UnsupportedModelError(msg)
 
-    torch.Tensor.retain_grad = refuse  # its own is inherited
-    try:
+    with attributes_set((torch.Tensor, "retain_grad", refuse)):
         yield
-    finally:
-        del torch.Tensor.retain_grad
 
 
 @contextlib.contextmanager

@@ -1108,10 +1108,10 @@ class TestMembers:
         assert not members.is_compiled(module)
         compiled: Any = torch.compile(module, backend="eager")
         assert members.is_compiled(compiled)
-        assert members.compiled_from(compiled) is module
-        assert not members.is_compiled_in_place(module)
+        assert members.innermost(compiled) is module
+        assert not members.has_compiled(module)
         module.compile(backend="eager")
-        assert members.is_compiled_in_place(module)
+        assert members.has_compiled(module)
 
     def test_a_call_is_set_or_found_and_no_part_of_a_copy(self) -> None:
         module, other = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -11,7 +11,6 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -289,13 +288,9 @@ def is_fake_call(arguments: Sequence[Any]) -> bool:
     return FakeTensor in map(type, arguments)
 
 
-def uncompiled_calls() -> AbstractContextManager[None]:
-    """Runs code that has been through `torch.compile` as if it had not."""
-    return _uncompiled_calls()
-
-
 @contextlib.contextmanager
-def _uncompiled_calls() -> Iterator[None]:
+def uncompiled_calls() -> Iterator[None]:
+    """Runs code that has been through `torch.compile` as if it had not."""
     if torch.compiler.is_dynamo_compiling():
         yield
         return

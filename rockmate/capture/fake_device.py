@@ -110,22 +110,18 @@ class _StandIns:
                 "device that is not. Plan on the machine itself."
             )
             raise UnsupportedModelError(msg)
-        if is_wrapper(tensor):
-            if id(tensor) not in self._made:
-                self._made[id(tensor)] = self._wrapper(tensor)
-            return self._made[id(tensor)]
         if id(tensor) not in self._made:
-            with self._mode:
-                fake = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-                )
-            is_parameter = isinstance(tensor, nn.Parameter)
-            self._made[id(tensor)] = (
-                nn.Parameter(fake, tensor.requires_grad)
-                if is_parameter
-                else fake.requires_grad_(tensor.requires_grad)
-            )
+            made = self._wrapper(tensor) if is_wrapper(tensor) else self._plain(tensor)
+            if isinstance(tensor, nn.Parameter) and not isinstance(made, nn.Parameter):
+                made = nn.Parameter(made, tensor.requires_grad)
+            self._made[id(tensor)] = made
         return self._made[id(tensor)]
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self._mode:
+            shape, strides = tensor.shape, tensor.stride()
+            fake = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="cpu")
+        return fake.requires_grad_(tensor.requires_grad and not isinstance(tensor, nn.Parameter))
 
     def _wrapper(self, tensor: torch.Tensor) -> torch.Tensor:
         """The stand-in of a wrapper. What it wraps on the meta device has one on the CPU."""
@@ -137,9 +133,7 @@ class _StandIns:
             for name, part in parts.items()
         }
         kind: Any = type(tensor)
-        made = kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+        return kind.__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
 
 
 class _GpuAttention(TorchFunctionMode):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,7 +170,8 @@ class TracedForward(nn.Module):
         tensors, carriers = tensors[:num_inputs], tensors[num_inputs:]
         args, kwargs = self.structure.rebuild(list(tensors))
         self.held.put(dict(self.named_buffers(recurse=False)))
-        buffers = _buffers_by_place(self.model)
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        is_last = self.memory_format == "channels_last"
         before = AttributeState(self.model)
         for place in self.logs:
             if not isinstance(place.owner, types.ModuleType):
@@ -185,7 +186,7 @@ class TracedForward(nn.Module):
                 no_random_state_set(),
                 no_gradient_retained(),
                 parametrizations_afresh(),
-                self._channels_last(tensors),
+                convolutions_read_channels_last(tensors) if is_last else nullcontext(),
                 self.log.noting(self.logs),
                 gathered_by_ops(self.model),
             ):
@@ -194,7 +195,7 @@ class TracedForward(nn.Module):
             self.changed_outside = [each for each, one in pairs if snapshot(each.value()) != one]
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())
-            replaced = _replaced(self.model, buffers, _buffers_by_place(self.model))
+            replaced = _replaced(self.model, buffers)
             self.left = LeftBehind.of(accesses, before)
             self.left.assigned += replaced
             flat = self._output_tensors(output, has_labels=kwargs.get("labels") is not None)
@@ -206,7 +207,7 @@ class TracedForward(nn.Module):
                 raise NothingToTrainError(msg)
             self._add_attributes(flat, {id(tensor) for tensor in tensors})
             self.has_escaped = self.reader.has_escaped(also_delivered=False)
-            if self.memory_format == "channels_last":
+            if is_last:
                 flat = list(map(contiguous, flat))
         finally:
             before.restore()
@@ -214,10 +215,6 @@ class TracedForward(nn.Module):
             index for index, tensor in enumerate(flat) if tensor.requires_grad
         )
         return tuple(_unshared(flat))
-
-    def _channels_last(self, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
-        is_last = self.memory_format == "channels_last"
-        return convolutions_read_channels_last(tensors) if is_last else nullcontext()
 
     @contextmanager
     def _reads_answered(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -310,15 +307,11 @@ def _attribute_error(place: Place, value: Any) -> UnsupportedModelError:
     return UnsupportedModelError(msg)
 
 
-def _buffers_by_place(model: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(model.named_buffers(remove_duplicate=False))
-
-
 def _replaced(
-    model: nn.Module, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]
+    model: nn.Module, before: dict[str, torch.Tensor]
 ) -> list[tuple[Place, torch.Tensor]]:
     """The buffers that a forward has assigned another tensor to, which are outputs of the step."""
-    found = []
+    found, after = [], dict(model.named_buffers(remove_duplicate=False))
     for name in sorted(before.keys() | after.keys()):
         if before.get(name) is after.get(name):
             continue

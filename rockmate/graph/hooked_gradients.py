@@ -54,17 +54,14 @@ def sum_hooked_gradients(
         for node, role in zip(nodes, capture.output_roles, strict=True)
     ]
     position = {node: index for index, node in enumerate(graph.nodes)}
+    gradients: dict[str, list[int]] = {}  # places of the outputs, by owner
+    for place, role in enumerate(roles):
+        if role is not None and role.kind is RoleKind.PARAMETER_GRADIENT:
+            gradients.setdefault(owner_of[role.name], []).append(place)
     for owner in owners:
-        places = [
-            place
-            for place, role in enumerate(roles)
-            if role is not None
-            and role.kind is RoleKind.PARAMETER_GRADIENT
-            and owner_of[role.name] == owner
-        ]
-        if not places:
+        if owner not in gradients:
             continue
-        places.sort(key=lambda place: position[nodes[place]])
+        places = sorted(gradients[owner], key=lambda place: position[nodes[place]])
         total = nodes[places[0]]
         for place in places[1:]:
             total = _add(graph, total, nodes[place])

@@ -25,7 +25,7 @@ from rockmate.graph.chunking.forms import (
     RowSpace,
     rows_within,
 )
-from rockmate.graph.chunking.linearity import check_linear, value_dependents
+from rockmate.graph.chunking.linearity import check_linear, dependents
 from rockmate.graph.chunking.separate import separate
 
 _aten = torch.ops.aten
@@ -53,7 +53,7 @@ def separated(
     """The traced call with its first input by rows."""
     graph = traced(call, inputs)
     first = next(iter(graph.nodes))
-    reached = value_dependents(first, graph)
+    reached = dependents(first, graph)
     nodes = [
         node
         for node in graph.nodes
@@ -354,7 +354,7 @@ def test_linearity(name: str) -> None:
     call, inputs = {**LINEAR, **NOT_LINEAR}[name], tensors(FLAT, FLAT)
     graph = traced(call, inputs)
     gradient = next(iter(graph.nodes))
-    dependent = value_dependents(gradient, graph)
+    dependent = dependents(gradient, graph)
     nodes = [node for node in graph.nodes if node in dependent and node is not gradient]
     if name in LINEAR:
         check_linear(nodes, dependent)

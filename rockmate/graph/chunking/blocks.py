@@ -171,7 +171,6 @@ def _widens(node: fx.Node) -> bool:
 
 def _refused_product(node: fx.Node) -> Refusal:
     """Refuses a matrix product that is not in `PRODUCTS`."""
-    module = module_of(node)
     groups = [
         value
         for value in node.all_input_nodes
@@ -182,9 +181,7 @@ def _refused_product(node: fx.Node) -> Refusal:
         if groups
         else "has no rule for rows"
     )
-    return Refusal(
-        call=InseparableError(node, reason).call, module=module, reason=reason, block=module
-    )
+    return Refusal.of(InseparableError(node, reason), module_of(node))
 
 
 def _is_narrowed(region: Region, num_elements: int) -> bool:

@@ -14,7 +14,7 @@ from rockmate.capture.roles import Capture, copied_capture
 from rockmate.graph.chunking.blocks import Blocks, find_blocks
 from rockmate.graph.chunking.calls import sum_losses
 from rockmate.graph.chunking.forms import InseparableError
-from rockmate.graph.chunking.region import Refusal, module_of, region_of
+from rockmate.graph.chunking.region import Refusal, region_of
 from rockmate.graph.chunking.unroll import Unroller
 
 
@@ -101,8 +101,7 @@ def chunk_loss_block(
         try:
             copied = unroller.run(form)
         except InseparableError as error:
-            module = module_of(error.node)
-            return Refusal(call=error.call, module=module, reason=error.reason, block=region.name)
+            return Refusal.of(error, region.name)
     return copied
 
 

@@ -51,24 +51,12 @@ _BILINEAR = {_aten.mul.Tensor, _aten.mm.default, _aten.bmm.default}
 _SUMS = {_aten.add.Tensor, _aten.sub.Tensor}
 
 
-def all_dependents(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
-    """Returns the gradient and every call that depends on its values or its shape."""
+def dependents(gradient: fx.Node, graph: fx.Graph, *, of_shape: bool = False) -> set[fx.Node]:
+    """Returns the gradient and every call whose values depend on it; with `of_shape`, its shape."""
     found = {gradient}
     for node in graph.nodes:
-        if node.op == "call_function" and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
-
-
-def value_dependents(gradient: fx.Node, graph: fx.Graph) -> set[fx.Node]:
-    """Returns the gradient and every call whose values depend on it."""
-    found = {gradient}
-    for node in graph.nodes:
-        if (
-            node.op == "call_function"
-            and node.target not in _SHAPE_ONLY
-            and not found.isdisjoint(node.all_input_nodes)
-        ):
+        reads = of_shape or node.target not in _SHAPE_ONLY
+        if node.op == "call_function" and reads and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 

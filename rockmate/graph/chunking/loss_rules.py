@@ -19,15 +19,10 @@ _NONE, _MEAN = 0, 1
 
 # Elementwise losses -> the position of the argument `reduction`.
 SUMMED_LOSSES: dict[Any, int] = {
-    **dict.fromkeys(
-        (
-            _aten.mse_loss.default,
-            _aten.smooth_l1_loss.default,
-            _aten.huber_loss.default,
-            _aten.soft_margin_loss.default,
-        ),
-        2,
-    ),
+    _aten.mse_loss.default: 2,
+    _aten.smooth_l1_loss.default: 2,
+    _aten.huber_loss.default: 2,
+    _aten.soft_margin_loss.default: 2,
     _aten.binary_cross_entropy.default: 3,
     _aten.binary_cross_entropy_with_logits.default: 4,
 }
@@ -35,14 +30,9 @@ SUMMED_LOSSES: dict[Any, int] = {
 # Gradients of elementwise losses -> the position of the argument `reduction`. The arguments begin
 # with the incoming gradient.
 SUMMED_LOSSES_BACKWARD: dict[Any, int] = {
-    **dict.fromkeys(
-        (
-            _aten.mse_loss_backward.default,
-            _aten.smooth_l1_loss_backward.default,
-            _aten.huber_loss_backward.default,
-        ),
-        3,
-    ),
+    _aten.mse_loss_backward.default: 3,
+    _aten.smooth_l1_loss_backward.default: 3,
+    _aten.huber_loss_backward.default: 3,
     _aten.soft_margin_loss_backward.default: 3,
     _aten.binary_cross_entropy_backward.default: 4,
 }

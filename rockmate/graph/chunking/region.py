@@ -92,6 +92,12 @@ class Refusal:
     reason: str
     block: str = ""
 
+    @classmethod
+    def of(cls, error: InseparableError, block: str) -> Refusal:
+        """That of a block in which an op prevents chunks."""
+        module = module_of(error.node)
+        return cls(call=error.call, module=module, reason=error.reason, block=block)
+
     def __str__(self) -> str:
         return (
             f"{self.call} in {self.module or 'no single submodule'} {self.reason}"
@@ -125,11 +131,7 @@ def region_of(
         try:
             return _region(capture, product, operand, rows, space, halves, at_once=at_once)
         except InseparableError as error:
-            refusals.append(
-                Refusal(
-                    call=error.call, module=module_of(error.node), reason=error.reason, block=module
-                )
-            )
+            refusals.append(Refusal.of(error, module))
     return refusals[0]
 
 

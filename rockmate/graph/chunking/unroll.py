@@ -46,7 +46,7 @@ from rockmate.graph.chunking.forms import (
     chunk_shape,
     shape_of,
 )
-from rockmate.graph.chunking.linearity import all_dependents, check_linear, value_dependents
+from rockmate.graph.chunking.linearity import check_linear, dependents
 from rockmate.graph.chunking.region import Region
 from rockmate.graph.fake_values import refresh_views
 from rockmate.graph.ir import IN_FORWARD
@@ -356,10 +356,8 @@ class Unroller:
         assert len(tangents) == 1, "a step with a loss block has one loss"
         tangent = tangents[0]
         self.emitted = {}
-        dependent, reading = (
-            value_dependents(tangent, self.graph),
-            all_dependents(tangent, self.graph),
-        )
+        dependent = dependents(tangent, self.graph)
+        reading = dependents(tangent, self.graph, of_shape=True)
         check_linear(
             [node for node in self.graph.nodes if node in dependent and node in self.calls],
             dependent,

@@ -124,13 +124,9 @@ def fake_inputs(mode: FakeTensorMode, layouts: Sequence[Layout]) -> list[torch.T
 class PendingKernel:
     """A graph whose code a C++ compiler or Triton may still be working on, in other threads."""
 
-    def __init__(
-        self, call: Any, waits: list[tuple[Any, dict[str, Any]]], deadline: Deadline
-    ) -> None:
+    def __init__(self, call: Any, waits: Any, deadline: Deadline) -> None:
         """Takes the function and the waits that were put off, with the scopes of its code."""
-        self._call = call
-        self._waits = waits
-        self._deadline = deadline
+        self._call, self._waits, self._deadline = call, waits, deadline
 
     def result(self) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
         """A function of the list of inputs, which it empties; it returns all results.

@@ -289,9 +289,7 @@ class _Copier:
         values: Mapping[sympy.Symbol, sympy.Integer],
         names: SizeNames | None = None,
     ) -> None:
-        self._mode = mode
-        self._numbers = SizeValues(values)
-        self._names = names
+        self._mode, self._numbers, self._names = mode, SizeValues(values), names
         self._memories: dict[int, torch.UntypedStorage] = {}
 
     def copy(

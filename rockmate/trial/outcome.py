@@ -79,65 +79,59 @@ class Outcome:
     versions: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
 class Reader:
-    """Takes outcomes of runs that begin in one state."""
+    """Takes outcomes of runs that begin in one state.
 
-    def __init__(
-        self,
-        before: CallState,
-        writes: Writes,
-        *,
-        is_exact: bool,
-        has_labels: bool,
-        only_loss: bool,
-    ) -> None:
-        """Takes the state.
+    Attributes:
+        before: the state.
+        writes: those of eager's run.
+        is_exact: whether bits are to be compared.
+        has_labels: whether labels are among the arguments.
+        only_loss: whether the loss is all that is returned.
+    """
 
-        Args:
-            before: the state.
-            writes: those of eager's run.
-            is_exact: whether bits are to be compared.
-            has_labels: whether labels are among the arguments.
-            only_loss: whether the loss is all that is returned.
-        """
-        self._before, self._writes, self._is_exact = before, writes, is_exact
-        self._has_labels, self._only_loss = has_labels, only_loss
-        self._taken: dict[int, Fingerprint] = {}  # by tensor, since an outcome was begun
+    before: CallState
+    writes: Writes
+    is_exact: bool
+    has_labels: bool
+    only_loss: bool
+    _taken: dict[int, Fingerprint] = field(default_factory=dict)  # by tensor, of one outcome
 
     def outcome(self, output: Any) -> Outcome:
         """That of a run which has just ended, with an output."""
-        if self._only_loss:
-            output = loss_of(output, has_labels=self._has_labels)
-        outcome = Outcome(None, self._before.random_now())
+        if self.only_loss:
+            output = loss_of(output, has_labels=self.has_labels)
+        outcome = Outcome(None, self.before.random_now())
         self._taken.clear()
         made = Objects([output], follows=objects_and_members)
         outcome.output = self._stand_in(output, made)
-        reached = self._before.reached()
+        reached = self.before.reached()
         for key, (value, _, content) in (made.found | reached.found).items():
-            known = self._before.objects.content_of(value)
+            known = self.before.objects.content_of(value)
             if known is None or not is_same_content(known, content):
                 outcome.contents[key] = self._frozen(content, reached)
         outcome.shared = self._shared(output)
         outcome.written = {
             key: self._numbers(tensor)
-            for key, tensor in self._writes.changed.items()
-            if key in self._before.storages  # others may be the run's own
+            for key, tensor in self.writes.changed.items()
+            if key in self.before.storages  # others may be the run's own
         }
-        outcome.versions = self._before.versions()
+        outcome.versions = self.before.versions()
         return outcome
 
     def frozen_before(self, key: int) -> Any:
         """The content that an object had before the call, as in an outcome."""
-        found = self._before.objects.found.get(key)
-        return None if found is None else self._frozen(found[2], self._before.objects)
+        found = self.before.objects.found.get(key)
+        return None if found is None else self._frozen(found[2], self.before.objects)
 
     def _numbers(self, tensor: torch.Tensor) -> Fingerprint:
         if id(tensor) not in self._taken:
-            self._taken[id(tensor)] = Fingerprint.of(tensor, is_exact=self._is_exact)
+            self._taken[id(tensor)] = Fingerprint.of(tensor, is_exact=self.is_exact)
         return self._taken[id(tensor)]
 
     def _shared(self, output: Any) -> tuple[bool, ...]:
-        seen, found = set(self._before.storages), []
+        seen, found = set(self.before.storages), []
         try:
             tensors, _ = flatten(output, what="the output")
         except UnsupportedModelError:  # no output of a plan
@@ -170,7 +164,7 @@ class Reader:
         if isinstance(value, torch.Tensor):
             parameter = None
             if isinstance(value, nn.Parameter):
-                parameter = id(value) if id(value) in self._before.objects.tensors else -1
+                parameter = id(value) if id(value) in self.before.objects.tensors else -1
             return Mark(self._numbers(value), value.requires_grad, parameter)
         if isinstance(value, tuple):
             return tuple([self._stand_in(each, objects) for each in value])
@@ -180,16 +174,16 @@ class Reader:
         return Reference(id(value), type(value), name)
 
 
+@dataclass(slots=True)
 class Comparison:
-    """Two outcomes of one call side by side."""
+    """Two outcomes of one call side by side, with the state that both began in."""
 
-    def __init__(
-        self, before: CallState, reader: Reader, eager: Outcome, ours: Outcome, tolerance: float
-    ) -> None:
-        """Takes the state that both began in and what takes up outcomes."""
-        self._before, self._reader, self._tolerance = before, reader, tolerance
-        self._eager, self._ours = eager, ours
-        self._seen: set[tuple[int, int]] = set()
+    _before: CallState
+    _reader: Reader
+    _eager: Outcome
+    _ours: Outcome
+    _tolerance: float
+    _seen: set[tuple[int, int]] = field(default_factory=set)
 
     def difference(self) -> str:
         """What differs, in words; empty if nothing does."""

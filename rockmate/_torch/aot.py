@@ -45,16 +45,14 @@ def compile_flags(*, are_on: bool = True) -> Iterator[None]:
     """Makes `torch.compiler.is_compiling()` and `is_exporting()` true, or leaves them out.
 
     Model code then reads no tensor values. Only `torch.compile` and `torch.export` set the flags
-    publicly. The backward is traced outside the user's autocast, where eager runs it; not every
-    known version has that setting.
+    publicly. The backward is traced outside the user's autocast, where eager runs it.
     """
     from torch._functorch import config
 
     flags = ("_is_compiling_flag", "_is_exporting_flag") if are_on else ()
-    has_setting = hasattr(config, "backward_pass_autocast")
     with (
         attributes_set(*((torch.compiler, flag, True) for flag in flags)),
-        config.patch({"backward_pass_autocast": "off"} if has_setting else {}),
+        config.patch(backward_pass_autocast="off"),
     ):
         yield
 

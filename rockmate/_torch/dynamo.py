@@ -79,11 +79,8 @@ def _source_of(node: fx.Node) -> Any:
 
 
 def _source_name(source: Any) -> Any:
-    """The expression of a source; a method in older versions and a property in newer ones."""
-    if source is None:
-        return ""
-    name: Any = source.name
-    return name() if callable(name) else name
+    """The expression of a source; empty without one."""
+    return "" if source is None else source.name
 
 
 def _expression(size: Any) -> Any:

@@ -28,10 +28,9 @@ def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[No
     if masking is None or len(args) > 1:
         yield
         return
+    is_tracing = masking.is_tracing
     answers: dict[str, Callable[..., Any]] = {"is_torchdynamo_exporting": lambda: False}
-    is_tracing = getattr(masking, "is_tracing", None)
-    if is_tracing is not None:
-        answers["is_tracing"] = lambda tensor=None: tensor is not None and is_tracing(tensor)
+    answers["is_tracing"] = lambda tensor=None: tensor is not None and is_tracing(tensor)
     if kwargs.get("position_ids") is None:
         answers["find_packed_sequence_indices"] = lambda position_ids: None
     known = [(masking, name, answers[name]) for name in answers if hasattr(masking, name)]

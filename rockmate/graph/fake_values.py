@@ -66,6 +66,23 @@ def fake_result(
         return in_kernel_layout(target, *given, result)
 
 
+def insert_call(
+    graph: fx.Graph,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    like: fx.Node,
+) -> fx.Node:
+    """Inserts a call with its fake result. Module and source line are those of `like`."""
+    node = graph.call_function(target, args, dict(kwargs or {}))
+    node.meta = {
+        key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}
+    }
+    node.meta["val"] = fake_result(target, node.args, node.kwargs, like=like)
+    return node
+
+
 def refresh(node: fx.Node) -> None:
     """Sets a node's fake value again from those of its arguments."""
     node.meta["val"] = fake_result(node.target, node.args, node.kwargs, like=node)

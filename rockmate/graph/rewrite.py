@@ -13,7 +13,7 @@ from torch import fx
 
 from rockmate.capture.nodes import ancestors, storage_ids
 from rockmate.capture.roles import Capture, RoleKind
-from rockmate.graph.fake_values import fake_result, refresh, refresh_views
+from rockmate.graph.fake_values import fake_result, insert_call, refresh, refresh_views
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD
 from rockmate.graph.node_marks import is_saved
 from rockmate.ops.convolutions import convolution_backward_in_slices
@@ -170,9 +170,7 @@ def _fuse_gather_backward(
         return
 
     def call(target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        made = graph.call_function(target, args, kwargs)
-        made.meta = {**node.meta, "val": fake_result(target, args, kwargs, like=node)}
-        return made
+        return insert_call(graph, target, args, kwargs, like=node)
 
     with graph.inserting_before(node):
         added = call(_aten.add.Tensor, call(_aten.reshape.default, source, [-1]), 0.0)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from rockmate.capture.nodes import layout_of, storage_ids, tensors_of
-from rockmate.graph.fake_values import refresh, refresh_views
+from rockmate.graph.fake_values import insert_call, refresh, refresh_views
 
 _aten = torch.ops.aten
 _COPY = _aten.copy.default
@@ -59,10 +59,8 @@ def _copied(copy: fx.Node) -> fx.Node:
     if source.meta["val"].dtype == dtype or source.meta["val"].shape != copy.meta["val"].shape:
         return source
     with copy.graph.inserting_before(copy):
-        cast = copy.graph.call_function(_aten._to_copy.default, (source,), {"dtype": dtype})
-    cast.meta = dict(source.meta)
-    refresh(cast)
-    return cast
+        to = {"dtype": dtype}
+        return insert_call(copy.graph, _aten._to_copy.default, (source,), to, like=source)
 
 
 def _written_at(cut: fx.Node) -> fx.Node | None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
 
 from rockmate.graph.chunking.loss_rules import SUMMED_LOSSES, SUMMED_LOSSES_BACKWARD
-from rockmate.graph.fake_values import fake_result
+from rockmate.graph.fake_values import insert_call
 from rockmate.ops.kernels import target_weight
 
 _aten = torch.ops.aten
@@ -91,23 +89,6 @@ def sum_elements(graph: fx.Graph, node: fx.Node) -> None:
     with graph.inserting_after(node):
         mean = insert_call(graph, _aten.div.Scalar, (node, num_elements), like=node)
     node.replace_all_uses_with(mean, delete_user_cb=lambda user: user is not mean)
-
-
-def insert_call(
-    graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    like: fx.Node,
-) -> fx.Node:
-    """Inserts a call with its fake result. Module and source line are those of `like`."""
-    node = graph.call_function(target, args, dict(kwargs or {}))
-    node.meta = {
-        key: value for key, value in like.meta.items() if key not in {"val", "tensor_meta"}
-    }
-    node.meta["val"] = fake_result(target, node.args, node.kwargs, like=like)
-    return node
 
 
 def producer_of(value: fx.Node) -> fx.Node:

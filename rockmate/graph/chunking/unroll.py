@@ -33,7 +33,6 @@ from rockmate.graph.chunking.calls import (
     NEW_FILLS,
     VIEWS,
     chunk_bounds,
-    insert_call,
     is_fill,
     producer_of,
     sort_topologically,
@@ -48,7 +47,7 @@ from rockmate.graph.chunking.forms import (
 )
 from rockmate.graph.chunking.linearity import check_linear, dependents
 from rockmate.graph.chunking.region import Region
-from rockmate.graph.fake_values import refresh_views
+from rockmate.graph.fake_values import insert_call, refresh_views
 from rockmate.graph.ir import IN_FORWARD
 from rockmate.graph.value_numbering import remove_dead_calls
 

@@ -53,8 +53,12 @@ def dispatched_call(
     Returns:
         None if the function does not take the arguments.
     """
+
+    def intercept(op: OpOverload, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        raise _Intercepted(DispatchedCall(op, tuple(given), dict(named)))
+
     try:
-        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), _Recorder():
+        with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), _Observer(intercept):
             function(*args, **kwargs)
     except _Intercepted as intercepted:
         return intercepted.call
@@ -102,17 +106,6 @@ class _Intercepted(Exception):
     def __init__(self, call: DispatchedCall) -> None:
         super().__init__(call)
         self.call = call
-
-
-class _Recorder(TorchDispatchMode):
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        raise _Intercepted(DispatchedCall(func, tuple(args), dict(kwargs or {})))
 
 
 __all__ = ["OpOverload", "is_op", "schema_of"]

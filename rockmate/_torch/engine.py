@@ -37,36 +37,35 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
+def _executes(node: Any) -> bool | None:
+    """Whether the running backward runs a node; None inside `torch.autograd.grad` for a leaf's.
+
+    The engine raises there. The backward of an autograd function is not told.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+
+
 def will_execute(node: Any) -> bool:
     """Whether the running backward runs a node; False inside `torch.autograd.grad`.
 
     It tells `loss.backward()`, which runs the node of every leaf, from `torch.autograd.grad` and
-    from `backward(inputs=...)`. The backward of an autograd function is not told.
+    from `backward(inputs=...)`.
     """
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # raised inside `autograd.grad`
-        return False
+    return _executes(node) is True
 
 
 def is_asked_for(leaf_node: Any) -> bool:
     """Whether the running backward accumulates the gradient of a leaf or returns it."""
-    try:
-        return torch._C._will_engine_execute_node(leaf_node)
-    except RuntimeError:  # `autograd.grad` returns it
-        return True
+    return _executes(leaf_node) is not False
 
 
 def returns_gradients_of(leaves: Iterable[torch.Tensor]) -> bool:
     """Whether the running backward is of an `autograd.grad` for one of the leaves."""
-    try:
-        for leaf in leaves:
-            if leaf.requires_grad:
-                edge = torch.autograd.graph.get_gradient_edge(leaf)
-                torch._C._will_engine_execute_node(edge.node)
-    except RuntimeError:
-        return True
-    return False
+    edges = (torch.autograd.graph.get_gradient_edge(leaf) for leaf in leaves if leaf.requires_grad)
+    return any(_executes(edge.node) is None for edge in edges)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

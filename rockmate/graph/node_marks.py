@@ -286,12 +286,8 @@ def _decided_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 
     Detached aliases are passed over, as PyTorch's own selective checkpoints do.
     """
-    is_behind = False
     for node in graph.nodes:
-        if node.op == "placeholder" and "tangents" in str(node.target):
-            is_behind = False
-        is_behind = is_behind or (node.op == "call_function" and _reads_tangent(node))
-        if is_behind:
+        if node.op == "call_function" and _reads_tangent(node):
             return
         if (
             node.op == "call_function"

@@ -32,8 +32,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description=(
             "Train about a dozen small models, eager and planned, on this machine's device: equal "
             "bits or rounding, predicted and measured peak, predicted and measured time, and on a "
-            "GPU how often the host waits. Takes about a minute. Exit code 1 if a promise does not "
-            "hold."
+            "GPU how often the host waits. Takes one to two minutes. Exit code 1 if a promise does "
+            "not hold."
         ),
     )
     command.add_argument("--device", help="as cpu or cuda:0 (default: a GPU if there is one)")
@@ -48,8 +48,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 def run(arguments: argparse.Namespace) -> int:
     """Runs the check and gives the exit code."""
     import torch
-    from tqdm import tqdm
 
+    from rockmate._util import progress_bar
     from rockmate.checks.cases import cases
     from rockmate.checks.run import check_behaviour_row, check_case
 
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = [check_behaviour_row()]
     with tempfile.TemporaryDirectory() as folder, _only_errors_logged():
         chosen = [case for case in cases(device, folder) if arguments.only in case.name]
-        progress = tqdm(
+        progress = progress_bar(
             chosen, desc="check", leave=False, disable=True if arguments.quiet else None
         )
         for case in progress:
@@ -76,13 +76,15 @@ def run(arguments: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _only_errors_logged() -> Iterator[None]:
     """The table says what lines of the log would say."""
-    logger = logging.getLogger("rockmate")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in ("rockmate", "torch")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

@@ -24,11 +24,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.allocator import Timeline, timeline
-from rockmate._util import is_terminal
+from rockmate._util import end_stages, is_terminal, progress_bar
 from rockmate.budget import size_text
 from rockmate.errors import RockmateError
 from rockmate.frames.report import FramesReport
@@ -141,6 +140,7 @@ def run(options: DemoOptions) -> DemoResult:
 
     def say(line: str) -> None:
         if not options.quiet:
+            end_stages()
             sys.stderr.write(f"{line}\n")
 
     model, tokenize, kind = (
@@ -250,7 +250,9 @@ def _train_in_turn(
     lanes = ((model, model), planned)
     optimizers = [torch.optim.AdamW(owner.parameters(), lr=_LEARNING_RATE) for owner, _ in lanes]
     steps: tuple[_Steps, _Steps] = (([], []), ([], []))
-    bar = tqdm(batches, desc="training, eager and planned in turn", unit="step", disable=not show)
+    bar = progress_bar(
+        batches, desc="training, eager and planned in turn", unit="step", disable=not show
+    )
     for index, batch in enumerate(bar):
         for (owner, call), optimizer, (losses, times_ms) in zip(
             lanes, optimizers, steps, strict=True

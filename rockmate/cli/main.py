@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check(arguments)
         if arguments.command != "run":
-            return _with_threads(arguments)
+            return _with_stages(arguments)
     except RockmateError as error:
         sys.stderr.write(f"rockmate {arguments.command}: error: {error}\n")
         return 2
@@ -89,7 +89,15 @@ def _check(arguments: argparse.Namespace) -> None:
         check_source(model)
 
 
-def _with_threads(arguments: argparse.Namespace) -> int:
+def _with_stages(arguments: argparse.Namespace) -> int:
+    from rockmate._util import begin_stage, stages_shown
+
+    with stages_shown(is_shown=not arguments.quiet):
+        begin_stage("loading PyTorch and the model")
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     import torch
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -345,7 +353,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
-    from rockmate._util import is_terminal
+    from rockmate._util import end_stages, is_terminal
     from rockmate.budget import parse_budgets, slowdown_of
     from rockmate.curves.errors import SweepError
     from rockmate.curves.sweep_run import SweepOptions
@@ -369,6 +377,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     details = [str(plan.explain(name)) for name in arguments.explain] or [
         plan.tree() if arguments.tree else plan.block_table()
     ]
+    end_stages()
     sys.stdout.write("\n\n".join([source.title, plan.summary(), *details]) + "\n")
     if arguments.out is not None:
         write_file(arguments.out, plan.save)

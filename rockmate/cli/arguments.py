@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,19 @@ def write_file(path: Path, write: Callable[[Path], Any]) -> None:
         reason = getattr(error, "strerror", None) or error
         msg = f"cannot write {path}: {reason}. Give another file or folder."
         raise InvalidArgumentError(msg) from error
+
+
+@contextmanager
+def only_errors_logged(*loggers: str) -> Iterator[None]:
+    """Leaves out what these loggers tell below errors: a table, or an error, says what is wrong."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import logging
 import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rockmate.cli.arguments import only_errors_logged
+from rockmate.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -52,12 +53,18 @@ def run(arguments: argparse.Namespace) -> int:
     from rockmate._util import progress_bar
     from rockmate.checks.cases import cases
     from rockmate.checks.run import check_behaviour_row, check_case
+    from rockmate.hf.model_source import check_device
 
+    check_device(arguments.device or "cpu")
     device = torch.device(arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     rows = [check_behaviour_row()]
-    with tempfile.TemporaryDirectory() as folder, _only_errors_logged():
-        chosen = [case for case in cases(device, folder) if arguments.only in case.name]
+    with tempfile.TemporaryDirectory() as folder, only_errors_logged("rockmate"):
+        known = cases(device, folder)
+        chosen = [case for case in known if arguments.only in case.name]
+        if not chosen:
+            names = ", ".join(case.name for case in known)
+            raise InvalidArgumentError(f"no step is named {arguments.only!r}; there are {names}")
         progress = progress_bar(
             chosen, desc="check", leave=False, disable=True if arguments.quiet else None
         )
@@ -71,20 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         sys.stdout.write(_text(machine, rows))
     return 1 if any(row.failures for row in rows) else 0
-
-
-@contextlib.contextmanager
-def _only_errors_logged() -> Iterator[None]:
-    """The table says what lines of the log would say."""
-    loggers = [logging.getLogger(name) for name in ("rockmate", "torch")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from rockmate.cli.arguments import (
     at_least_two,
     fraction,
     names,
+    only_errors_logged,
     planning_options,
     positive,
     write_file,
@@ -111,7 +112,8 @@ def _run(arguments: argparse.Namespace) -> int:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads or num_threads)
     try:
-        return run(arguments)
+        with only_errors_logged("torch", "torchao"):
+            return run(arguments)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -341,7 +343,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
             out=arguments.out,
         )
     except KeyboardInterrupt:
-        if arguments.out is not None:
+        if arguments.out is not None and (arguments.out / "sweep.jsonl").exists():
             sys.stderr.write(
                 f"\nWhat was found is in {arguments.out}; the same command goes on from there.\n"
             )

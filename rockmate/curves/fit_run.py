@@ -193,7 +193,7 @@ class _Run:
 
     def need(self, size: int, chunks: Chunks | None = None) -> int:
         """The least memory at a size."""
-        self.bar.set_description(f"trying {self._options.vary} {size}")
+        self.bar.set_description_str(f"trying {self._options.vary} {size}")
         planner = self._planners.planner(size, chunks)
         self.bar.update()
         if planner is None:

@@ -153,7 +153,7 @@ def _described(value: Any) -> str:
 
 
 def _from_configuration(source: str, shape: SampleShape, device: str, dtype: str) -> SourcedModel:
-    _check_device(device)
+    check_device(device)
     transformers = require("transformers", extra="hf", purpose=f"the configuration {source!r}")
     config = _configuration(transformers, source)
     _prepare(config)
@@ -187,7 +187,8 @@ def _from_configuration(source: str, shape: SampleShape, device: str, dtype: str
     )
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Raises `ModelSourceError` for a device that is not here."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

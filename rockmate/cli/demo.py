@@ -285,11 +285,10 @@ def _built(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeniz
         use_cache=False,
     )
     if options.width % config.n_head:
-        msg = (
+        raise DemoError(
             f"--width {options.width} does not divide into heads of {_HEAD_WIDTH}. Take a multiple "
             f"of {_HEAD_WIDTH}."
         )
-        raise DemoError(msg)
     torch.manual_seed(0)
     kind = (
         f"GPT-2 architecture, {options.num_layers} layers, width {options.width}, bytes as tokens"
@@ -310,20 +309,18 @@ def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeni
             options.model, config=config, dtype=torch.float32, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        msg = (
+        raise DemoError(
             f"cannot load {options.model!r} as a causal language model from this machine: "
             f"{first_line(error)} Give a folder "
             "that holds a configuration, weights and a tokenizer, or the name of a model that has "
             "been downloaded before."
-        )
-        raise DemoError(msg) from error
+        ) from error
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and options.sequence_length > longest:
-        msg = (
+        raise DemoError(
             f"--tokens {options.sequence_length} is more than the positions of {options.model!r}. "
             f"Take {longest} or fewer."
         )
-        raise DemoError(msg)
 
     def tokenize(text: bytes, length: int) -> list[int]:
         return tokenizer(text.decode(errors="ignore"), truncation=True, max_length=length)[
@@ -342,12 +339,11 @@ def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
     excerpt_bytes = length * _BYTES_PER_TOKEN
     stretch_bytes = len(text) // options.batch_size
     if stretch_bytes < options.num_steps * excerpt_bytes:
-        msg = (
+        raise DemoError(
             f"the sources of Python's standard library hold {len(text):,} bytes, too few for "
             f"{options.num_steps} steps of "
             f"{options.batch_size} x {length} tokens. Take fewer --steps, --batch or --tokens."
         )
-        raise DemoError(msg)
     batches = []
     for step in range(options.num_steps):
         starts = [
@@ -356,11 +352,10 @@ def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
         ]
         sequences = [tokenize(text[start : start + excerpt_bytes], length) for start in starts]
         if any(len(sequence) != length for sequence in sequences):
-            msg = (
+            raise DemoError(
                 f"{options.model!r} makes fewer than {length} tokens of {excerpt_bytes:,} bytes. "
                 "Take fewer --tokens."
             )
-            raise DemoError(msg)
         tokens = torch.tensor(sequences)
         batches.append({"input_ids": tokens, "labels": tokens})
     return batches

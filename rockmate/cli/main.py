@@ -14,6 +14,7 @@ import argparse
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +34,7 @@ from rockmate.cli.arguments import (
     only_errors_logged,
     planning_options,
     positive,
+    source_of,
     write_file,
 )
 from rockmate.errors import InvalidArgumentError, RockmateError
@@ -112,7 +114,9 @@ def _run(arguments: argparse.Namespace) -> int:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads or num_threads)
     try:
-        with only_errors_logged("torch", "torchao"):
+        with only_errors_logged("torch", "torchao"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of libraries, to each other
+            warnings.filterwarnings("ignore", "Error detected in")  # Ctrl-C in a traced backward
             return run(arguments)
     finally:
         torch.set_num_threads(num_threads)
@@ -291,13 +295,10 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
     from rockmate.cli.demo import DemoError, DemoOptions
 
-    size = {"num_layers": arguments.layers, "width": arguments.width}
-    size = {name: value for name, value in size.items() if value is not None}
-    if arguments.model is not None and size:
-        msg = (
+    if arguments.model is not None and (arguments.layers or arguments.width):
+        raise DemoError(
             "--layers and --width are for the GPT-2 that is built without --model. Leave them out."
         )
-        raise DemoError(msg)
     marks = planning_options(arguments).changed
     if marks and arguments.mode == "frames":
         raise DemoError("marks belong to plans, and --mode frames has none. Leave one of them out.")
@@ -310,7 +311,8 @@ def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
         quiet=arguments.quiet,
         mode=arguments.mode,
         marks=marks,
-        **size,
+        num_layers=arguments.layers or 12,
+        width=arguments.width or 384,
     )
 
 
@@ -388,18 +390,10 @@ def _run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _source(arguments: argparse.Namespace, planning: PlanOptions) -> SourcedModel:
-    from rockmate.hf.model_source import load_model
-    from rockmate.hf.synthetic_sample import SampleShape
     from rockmate.planning.simulated_capture import machine_of
 
     machine_of(planning)  # told now if it is not known
-    shape = SampleShape(
-        batch_size=arguments.batch or 2,
-        num_tokens=arguments.tokens,
-        image_size=arguments.image_size,
-    )
-    device = "meta" if arguments.machine is not None else arguments.device
-    return load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
+    return source_of(arguments)
 
 
 if __name__ == "__main__":

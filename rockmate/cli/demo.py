@@ -29,7 +29,7 @@ from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.allocator import Timeline, timeline
 from rockmate._util import end_stages, is_terminal, progress_bar
 from rockmate.budget import size_text
-from rockmate.errors import RockmateError
+from rockmate.errors import InvalidArgumentError
 from rockmate.frames.report import FramesReport
 from rockmate.hf.source_check import first_line
 from rockmate.module import Mode
@@ -44,10 +44,6 @@ _LEARNING_RATE = 1e-4
 _NUM_RECORDED_STEPS = 3
 _NUM_STEPS_OF_FRAMES = 4
 """Frames are chosen, measured and decided on within so many steps."""
-
-
-class DemoError(RockmateError):
-    """The demonstration cannot run as asked; the text says what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +131,7 @@ class DemoResult:
 
 
 def run(options: DemoOptions) -> DemoResult:
-    """Trains both ways; raises `DemoError` and the package's other errors."""
+    """Trains both ways; raises `InvalidArgumentError` and the package's other errors."""
     import transformers
 
     def say(line: str) -> None:
@@ -218,7 +214,7 @@ def _wrap(
         # The fraction that was asked for tells what it is one of.
         share = options.budget * error.minimum_bytes / max(error.budget_bytes, 1)
         msg = f"{error} As a fraction: --budget {math.ceil(1000 * share) / 1000:.3f}."
-        raise DemoError(msg) from error
+        raise InvalidArgumentError(msg) from error
     return module, stage_s, time.perf_counter() - start
 
 
@@ -285,7 +281,7 @@ def _built(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeniz
         use_cache=False,
     )
     if options.width % config.n_head:
-        raise DemoError(
+        raise InvalidArgumentError(
             f"--width {options.width} does not divide into heads of {_HEAD_WIDTH}. Take a multiple "
             f"of {_HEAD_WIDTH}."
         )
@@ -309,7 +305,7 @@ def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeni
             options.model, config=config, dtype=torch.float32, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise DemoError(
+        raise InvalidArgumentError(
             f"cannot load {options.model!r} as a causal language model from this machine: "
             f"{first_line(error)} Give a folder "
             "that holds a configuration, weights and a tokenizer, or the name of a model that has "
@@ -317,7 +313,7 @@ def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeni
         ) from error
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and options.sequence_length > longest:
-        raise DemoError(
+        raise InvalidArgumentError(
             f"--tokens {options.sequence_length} is more than the positions of {options.model!r}. "
             f"Take {longest} or fewer."
         )
@@ -339,7 +335,7 @@ def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
     excerpt_bytes = length * _BYTES_PER_TOKEN
     stretch_bytes = len(text) // options.batch_size
     if stretch_bytes < options.num_steps * excerpt_bytes:
-        raise DemoError(
+        raise InvalidArgumentError(
             f"the sources of Python's standard library hold {len(text):,} bytes, too few for "
             f"{options.num_steps} steps of "
             f"{options.batch_size} x {length} tokens. Take fewer --steps, --batch or --tokens."
@@ -352,7 +348,7 @@ def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
         ]
         sequences = [tokenize(text[start : start + excerpt_bytes], length) for start in starts]
         if any(len(sequence) != length for sequence in sequences):
-            raise DemoError(
+            raise InvalidArgumentError(
                 f"{options.model!r} makes fewer than {length} tokens of {excerpt_bytes:,} bytes. "
                 "Take fewer --tokens."
             )

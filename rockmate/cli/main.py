@@ -293,15 +293,17 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 
 
 def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
-    from rockmate.cli.demo import DemoError, DemoOptions
+    from rockmate.cli.demo import DemoOptions
 
     if arguments.model is not None and (arguments.layers or arguments.width):
-        raise DemoError(
+        raise InvalidArgumentError(
             "--layers and --width are for the GPT-2 that is built without --model. Leave them out."
         )
     marks = planning_options(arguments).changed
     if marks and arguments.mode == "frames":
-        raise DemoError("marks belong to plans, and --mode frames has none. Leave one of them out.")
+        raise InvalidArgumentError(
+            "marks belong to plans, and --mode frames has none. Leave one of them out."
+        )
     return DemoOptions(
         model=arguments.model,
         budget=arguments.budget,

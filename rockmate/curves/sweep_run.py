@@ -75,7 +75,7 @@ def sweep(
     Raises:
         InvalidBudgetError: a budget cannot be read.
         SweepError: a strategy is not known, or what is asked for cannot be measured.
-        SweepFolderError: the folder cannot be written to, or holds a sweep of another model.
+        SweepError: the folder cannot be written to, or holds a sweep of another model.
         MissingExtraError: `out` is given, and matplotlib is not installed.
         InvalidSampleError, UnsupportedModelError, MachineError: as for `Planner`.
     """

@@ -61,8 +61,7 @@ def load_model(
         dtype: of a configuration's weights: "float32" (default), "bfloat16" or "float16".
 
     Raises:
-        ModelSourceError: there is no such model, or it cannot be built.
-        SampleError: no sample can be made for it.
+        ModelSourceError: there is no such model, or it cannot be built, or no sample made for it.
         MissingExtraError: transformers is not installed.
     """
     if ":" in source and not Path(source).exists():

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from bench.command import Record
 from bench.comparison.result import TIME_TOLERANCE
-from bench.pages import Start, Target, filled, provenance, worst_row
+from bench.pages import Target, about, filled, worst_row
 
 SHARES = (None, 0.5, 0.25, 0.1)
 """Budgets as shares of eager's peak; None recomputes nothing."""
@@ -35,15 +35,9 @@ def page(lines: Sequence[Record]) -> list[str]:
         for line in every.values()
         if line.get("kind") == "peer"
     ]
-    starts = {
-        (line["model"], line["command"]): Start(
-            model=line["model"], command=line["command"], machine=line
-        )
-        for line in every.values()
-    }
     return filled(
         "fused",
-        provenance=provenance(list(starts.values())),
+        provenance=about(list(every.values())),
         rows=[row.text for row in _rows(plans)],
         plans=list(plans.values()),
         peers=peers,

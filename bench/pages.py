@@ -201,15 +201,10 @@ def about(records: Sequence[Record], text: str | None = None) -> list[str]:
         records: lines with the head of `machine_record`.
         text: a module's docstring, whose paragraphs after the commands say how.
     """
-    starts = {
-        (r["command"], r["commit"], r["load_average"]): Start(
-            model=r.get("model", ""), command=r["command"], machine=r
-        )
-        for r in records
-    }
+    starts = [Start(model=r.get("model", ""), command=r["command"], machine=r) for r in records]
     paragraphs = [" ".join(each.split()) for each in (text or "").split("\n\n")[2:]]
     method = ["", "## How it was measured", "", *paragraphs[:1]] if paragraphs else []
-    return [*provenance(list(starts.values())), *method]
+    return [*provenance(starts), *method]
 
 
 def provenance(starts: Sequence[Start]) -> list[str]:

@@ -7,14 +7,16 @@ Each case runs in a process of its own, so that none profits from what another o
 or measured, and none sees its garbage. A large Llama lies on the meta device and is planned for an
 H100; the others are measured here. Costs are part of every time. A sweep is of 50 budgets, from a
 fifth of the baseline's peak, or the smallest one, to all of it. `rockmate fit` is the command as a
-user types it, interpreter and imports included. A process that takes longer than the limit is
-stopped, and its row says so: RWKV of 12 layers and 1,024 tokens unrolls to some 1.2 million ops.
+user types it, interpreter and imports included. "Starts" wraps the same model in two processes
+in turn, which share a cache folder. A process that takes longer than the limit is stopped, and its
+row says so: RWKV of 12 layers and 1,024 tokens unrolls to some 1.2 million ops.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -31,7 +33,7 @@ from bench import command, models
 from bench.command import Record
 from bench.models import Workload, built, makers
 from bench.pages import about, filled
-from rockmate import Planner
+from rockmate import Planner, RockmateModule, request
 from rockmate.costs.machine import load_machine
 from rockmate.planning.candidate import linspace_int
 from rockmate.step import capture_step
@@ -39,18 +41,7 @@ from rockmate.step import capture_step
 _Made = TypeVar("_Made")
 _RECURRENT = makers("recurrent")
 MACHINE = "h100"
-_FIRST = "costs and a first plan at 0.5, after capture"
-_SECOND = "second plan, at the smallest peak"
-_FROM_MODEL = "capture, costs and a first plan at 0.5"
-_FRONTIER = "frontier of 17 budgets, after capture"
-_CHUNKED = "plan at 0.25, in chunks if that is faster; only the loss returned"
-_WHOLE = "the same without chunks"
-_SWEEP = "sweep of 50 budgets, after capture"
-_FIT = "largest batch on 24 GiB with LoRA"
-_FIT_OPTIONS = (
-    "--memory", "24GiB", "--lora", "--machine", "rtx4090", "--tokens", "4096", "--dtype",
-    "bfloat16",
-)  # fmt: skip
+_FIT_OPTIONS = "--memory 24GiB --lora --machine rtx4090 --tokens 4096 --dtype bfloat16"
 
 
 class Timed(NamedTuple):
@@ -76,15 +67,20 @@ def _seconds(run: Callable[[], _Made]) -> tuple[_Made, float]:
 # --- cases ------------------------------------------------------------------------------------
 
 
-def _after_capture(name: str, *, first_s: float, second_s: float) -> Measured:
-    workload = models.build(name)
-    step = capture_step(workload.model, workload.sample)
+def _captured(own: Workload, machine: str | None = None) -> tuple[int, Planner, float]:
+    """The number of ops of a step, its planner, and the seconds of the costs."""
+    known = load_machine(machine) if machine else None
+    step = capture_step(own.model, own.sample, machine=known)
     num_ops = len(step.graph.ops)  # The graph belongs to the capture.
-    planner, planner_s = _seconds(lambda: Planner.of(step))
-    first = _seconds(lambda: planner.plan(0.5))[1]
+    return num_ops, *_seconds(lambda: Planner.of(step, machine=machine))
+
+
+def _after_capture(name: str, *, first_s: float, second_s: float) -> Measured:
+    num_ops, planner, planner_s = _captured(models.build(name))
+    first = planner_s + _seconds(lambda: planner.plan(0.5))[1]
     second = _seconds(lambda: planner.plan(planner.minimum_peak_bytes))[1]
-    times = [Timed(_FIRST, first_s, planner_s + first), Timed(_SECOND, second_s, second)]
-    return Measured(num_ops, times)
+    times = [Timed("costs and a first plan at 0.5, after capture", first_s, first)]
+    return Measured(num_ops, [*times, Timed("second plan, at the smallest peak", second_s, second)])
 
 
 def _in_chunks(name: str, *, target_s: float) -> Measured:
@@ -93,48 +89,73 @@ def _in_chunks(name: str, *, target_s: float) -> Measured:
     whole = _seconds(lambda: planner.plan(0.25, strategy="bitwise"))[1]
     chunked = _seconds(lambda: planner.plan(0.25))[1]
     num_ops = len(planner.plan(1.0).graph.ops)
-    times = [Timed(_WHOLE, target_s, whole), Timed(_CHUNKED, target_s, whole + chunked)]
-    return Measured(num_ops, times)
+    what = "plan at 0.25, in chunks if that is faster; only the loss returned"
+    times = [Timed("the same without chunks", target_s, whole)]
+    return Measured(num_ops, [*times, Timed(what, target_s, whole + chunked)])
 
 
 def _sweep(name: str, *, target_s: float = 3.0) -> Measured:
-    workload = models.build(name)
-    step = capture_step(workload.model, workload.sample)
-    num_ops = len(step.graph.ops)
-    planner = Planner.of(step)
+    num_ops, planner, _ = _captured(models.build(name))
     peak_bytes = planner.baseline_peak_bytes
     lowest_bytes = max(planner.minimum_peak_bytes, peak_bytes // 5)
     seconds = _seconds(lambda: planner.plans(linspace_int(lowest_bytes, peak_bytes, 50)))[1]
-    return Measured(num_ops, [Timed(_SWEEP, target_s, planner.timings["solve"] + seconds)])
+    seconds += planner.timings["solve"]
+    return Measured(num_ops, [Timed("sweep of 50 budgets, after capture", target_s, seconds)])
 
 
 def _recurrent(name: str, *, num_layers: int, num_tokens: int, target_s: float) -> Measured:
-    own = built(name, partial(_RECURRENT[name], layers=num_layers, length=num_tokens))
-    plan, seconds = _seconds(lambda: Planner(own.model, own.sample).plan(0.5))
-    return Measured(len(plan.graph.ops), [Timed(_FROM_MODEL, target_s, seconds)])
+    make = partial(_RECURRENT[name], layers=num_layers, length=num_tokens)
+    return _first_plan(built(name, make), target_s=target_s)
 
 
 def _large(name: str) -> Workload:
     return built(name, makers("large")[name], device="meta", dtype=torch.bfloat16)
 
 
-def _first_plan(name: str, *, target_s: float) -> Measured:
-    own = _large(name)
-    plan, seconds = _seconds(lambda: Planner(own.model, own.sample, machine=MACHINE).plan(0.5))
-    return Measured(len(plan.graph.ops), [Timed(_FROM_MODEL, target_s, seconds)])
+def _first_plan(own: Workload, *, target_s: float, machine: str | None = None) -> Measured:
+    plan, seconds = _seconds(lambda: Planner(own.model, own.sample, machine=machine).plan(0.5))
+    times = [Timed("capture, costs and a first plan at 0.5", target_s, seconds)]
+    return Measured(len(plan.graph.ops), times)
 
 
 def _frontier(name: str, *, target_s: float) -> Measured:
-    workload = _large(name)
-    step = capture_step(workload.model, workload.sample, machine=load_machine(MACHINE))
-    num_ops = len(step.graph.ops)
-    planner, planner_s = _seconds(lambda: Planner.of(step, machine=MACHINE))
-    seconds = _seconds(planner.frontier)[1]
-    return Measured(num_ops, [Timed(_FRONTIER, target_s, planner_s + seconds)])
+    num_ops, planner, seconds = _captured(_large(name), MACHINE)
+    seconds += _seconds(planner.frontier)[1]
+    return Measured(num_ops, [Timed("frontier of 17 budgets, after capture", target_s, seconds)])
+
+
+def start(name: str, cache_folder: str) -> None:
+    """Wraps a model as a training that starts; writes the seconds of that, then of its capture."""
+    os.environ["ROCKMATE_CACHE"] = cache_folder
+    own, capture, capture_s = models.build(name), request.captured_step, list[float]()
+
+    def timed(*given: Any) -> Any:
+        step, seconds = _seconds(lambda: capture(*given))
+        capture_s.append(seconds)
+        return step
+
+    request.captured_step = timed
+    wrap_s = _seconds(lambda: RockmateModule(own.model, own.sample, 0.5))[1]
+    sys.stdout.write(json.dumps([wrap_s, *capture_s]))
+
+
+def two_starts(name: str, **targets_s: float) -> Measured:
+    """Planning in starts of one training with one cache folder; a target for each, by its name."""
+    times = list[Timed]()
+    with tempfile.TemporaryDirectory() as folder:
+        code = f"from bench.planning_time import start; start({name!r}, {folder!r})"
+        for which, target_s in targets_s.items():
+            line = [sys.executable, "-c", code]
+            wrap_s, capture_s = json.loads(subprocess.check_output(line, cwd=command.ROOT))
+            what = (
+                f"{which} start: planning; wrapping {wrap_s:.2f}, capture {capture_s:.2f} of that"
+            )
+            times.append(Timed(what, target_s, wrap_s - capture_s))
+    return Measured(0, times)
 
 
 def _fit(*, target_s: float) -> Measured:
-    command_line = [sys.executable, "-m", "rockmate", "fit", "config.json", *_FIT_OPTIONS]
+    command_line = [sys.executable, "-m", "rockmate", "fit", "config.json", *_FIT_OPTIONS.split()]
     config: Any = _large("llama-3-8b").model.config
     config.architectures = ["LlamaForCausalLM"]
     with tempfile.TemporaryDirectory() as folder:
@@ -143,17 +164,16 @@ def _fit(*, target_s: float) -> Measured:
         subprocess.run(command_line, cwd=folder, check=True, stdout=sys.stderr)
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = end.ru_utime + end.ru_stime - begin.ru_utime - begin.ru_stime
-    return Measured(0, [Timed(_FIT, target_s, seconds)])
+    return Measured(0, [Timed("largest batch on 24 GiB with LoRA", target_s, seconds)])
 
 
-_SHORT: dict[str, Any] = {"num_layers": 3, "num_tokens": 32, "target_s": 20.0}
-_LONG: dict[str, Any] = {"num_layers": 12, "num_tokens": 1024, "target_s": 90.0}
 _SWEPT = ("gpt2-12", "bert-narrow", "llama", "t5-small", "resnet50", "unet")
 CASES: dict[str, Callable[[], Measured]] = {
     "gpt2": partial(_after_capture, "gpt2", first_s=3.0, second_s=1.0),
     "gpt2-12": partial(_after_capture, "gpt2-12", first_s=3.0, second_s=1.0),
     "gpt2-96": partial(_after_capture, "gpt2-96", first_s=5.0, second_s=4.0),
-    "llama-3-70b": partial(_first_plan, "llama-3-70b", target_s=20.0),
+    "gpt2-12, starts": partial(two_starts, "gpt2-12", first=3.0, second=1.0),
+    "llama-3-70b": lambda: _first_plan(_large("llama-3-70b"), target_s=20.0, machine=MACHINE),
     "llama-3-8b": partial(_frontier, "llama-3-8b", target_s=20.0),
     "llama-3-8b, rockmate fit": partial(_fit, target_s=90.0),
     **{
@@ -161,9 +181,11 @@ CASES: dict[str, Callable[[], Measured]] = {
         for name in ("gpt2-deep", "llama", "t5-small")
     },
     **{f"{name}, sweep": partial(_sweep, name) for name in _SWEPT},
-    **{f"{name}, 3 layers, 32 tokens": partial(_recurrent, name, **_SHORT) for name in _RECURRENT},
     **{
-        f"{name}, 12 layers, 1,024 tokens": partial(_recurrent, name, **_LONG)
+        f"{name}, {layers} layers, {tokens:,} tokens": partial(
+            _recurrent, name, num_layers=layers, num_tokens=tokens, target_s=target_s
+        )
+        for layers, tokens, target_s in ((3, 32, 20.0), (12, 1024, 90.0))
         for name in _RECURRENT
     },
 }

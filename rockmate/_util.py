@@ -26,23 +26,44 @@ _stages: ContextVar[tqdm[Any] | None] = ContextVar("stages", default=None)
 
 
 @contextmanager
-def stages_shown(*, has_bars: bool) -> Iterator[None]:
+def stages_shown(*, is_shown: bool = True) -> Iterator[None]:
     """Shows on a terminal which stage runs within, once it takes longer than two seconds.
 
-    `has_bars` says that the stages have bars of their own, so that nothing is shown.
+    The first `progress_bar` within takes its place.
     """
-    if has_bars or not is_terminal():
+    if not is_shown or not is_terminal():
         yield
         return
     with tqdm(bar_format="{desc} [{elapsed}]", delay=STAGE_DELAY_S, leave=False) as bar:
-        timer, token = threading.Timer(STAGE_DELAY_S, bar.refresh), _stages.set(bar)
-        timer.daemon = True
-        timer.start()
+        ended, token = threading.Event(), _stages.set(bar)
+        clock = threading.Thread(target=_run_clock, args=(bar, ended), daemon=True)
+        clock.start()
         try:
             yield
         finally:
-            timer.cancel()
+            ended.set()
+            clock.join()
             _stages.reset(token)
+    sys.stderr.write("\r\x1b[K")  # a bar around, as of a trainer: what is logged next stands alone
+
+
+def _run_clock(bar: tqdm[Any], ended: threading.Event) -> None:
+    while not ended.wait(1.0):
+        if bar.format_dict["elapsed"] > STAGE_DELAY_S:
+            bar.refresh()
+
+
+def progress_bar(*given: Any, disable: bool | None = False, **options: Any) -> tqdm[Any]:
+    """A bar of tqdm, which ends the bar of stages around."""
+    if not disable:
+        end_stages()
+    return tqdm(*given, disable=disable, **options)
+
+
+def end_stages() -> None:
+    """Closes the bar around, before anything else is shown."""
+    if (bar := _stages.get()) is not None:
+        bar.close()
 
 
 def begin_stage(name: str) -> None:

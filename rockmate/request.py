@@ -94,7 +94,7 @@ class PlanRequest:
             RockmateError: as for `Planner`, `Planner.plan` and
                 `MemoryLimit.activation_budget_bytes`.
         """
-        with stages_shown(has_bars=self.options.progress):
+        with stages_shown():
             return self._planned_call(model, sample_input, share_bytes)
 
     def _planned_call(

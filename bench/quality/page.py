@@ -8,16 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from bench.command import Record
-from bench.pages import (
-    INK,
-    PEER_COLOR,
-    STRATEGIES,
-    Line,
-    Start,
-    filled,
-    picture,
-    provenance,
-)
+from bench.pages import INK, PEER_COLOR, STRATEGIES, Line, about, filled, picture
 from bench.quality.records import ROUNDING, Records, chunked_gap, percent, place
 from bench.quality.targets import LARGEST_GAP, LEAST_BUDGET, facts
 
@@ -33,9 +24,7 @@ def page(records: Sequence[Record]) -> list[str]:
         gaps=gaps,
         median=statistics.median(gaps) if gaps else None,
         facts=facts(lines),
-        provenance=provenance(
-            [Start(model=r["model"], command=r["command"], machine=r) for r in records]
-        ),
+        provenance=about(records),
         models=[_model(lines, name) for name in lines.models],
         records=lines,
         largest_gap=LARGEST_GAP,

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rockmate.capture.options import choices_of
 from rockmate.errors import InvalidArgumentError, MarkError
 from rockmate.planning.options import PlanOptions
+
+if TYPE_CHECKING:
+    from rockmate.hf.model_source import SourcedModel
 
 # As in `rockmate.hf.model_source`, which imports torch.
 DTYPES = ("float32", "bfloat16", "float16")
@@ -116,6 +121,37 @@ def write_file(path: Path, write: Callable[[Path], Any]) -> None:
         reason = getattr(error, "strerror", None) or error
         msg = f"cannot write {path}: {reason}. Give another file or folder."
         raise InvalidArgumentError(msg) from error
+
+
+def source_of(arguments: argparse.Namespace) -> SourcedModel:
+    """The model that was named, with its sample; without --batch one of two rows.
+
+    Two is the smallest batch that a symbol can stand for. Where the length varies, one will do.
+    """
+    from rockmate.hf.model_source import load_model
+    from rockmate.hf.synthetic_sample import SampleShape
+
+    is_one = getattr(arguments, "longest", False) and ":" not in arguments.model
+    shape = SampleShape(
+        batch_size=arguments.batch or (1 if is_one else 2),
+        num_tokens=arguments.tokens,
+        image_size=arguments.image_size,
+    )
+    device = "meta" if arguments.machine is not None else arguments.device
+    return load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
+
+
+@contextmanager
+def only_errors_logged(*loggers: str) -> Iterator[None]:
+    """Leaves out what these loggers tell below errors: a table, or an error, says what is wrong."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import logging
 import os
 import platform
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rockmate.cli.arguments import only_errors_logged, positive
+from rockmate.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,8 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         description=(
             "Train about a dozen small models, eager and planned, on this machine's device: equal "
             "bits or rounding, predicted and measured peak, predicted and measured time, and on a "
-            "GPU how often the host waits. Takes about a minute. Exit code 1 if a promise does not "
-            "hold."
+            "GPU how often the host waits. Takes one to two minutes. Exit code 1 if a promise does "
+            "not hold."
         ),
     )
     command.add_argument("--device", help="as cpu or cuda:0 (default: a GPU if there is one)")
@@ -41,24 +42,32 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--only", metavar="TEXT", default="", help="only steps whose name contains it"
     )
     command.add_argument("--json", action="store_true", help="print JSON, to attach to a report")
-    command.add_argument("--threads", type=int, help="threads of an op (default: PyTorch's choice)")
+    command.add_argument(
+        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
+    )
     command.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the check and gives the exit code."""
     import torch
-    from tqdm import tqdm
 
+    from rockmate._util import progress_bar
     from rockmate.checks.cases import cases
     from rockmate.checks.run import check_behaviour_row, check_case
+    from rockmate.hf.model_source import check_device
 
+    check_device(arguments.device or "cpu")
     device = torch.device(arguments.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     rows = [check_behaviour_row()]
-    with tempfile.TemporaryDirectory() as folder, _only_errors_logged():
-        chosen = [case for case in cases(device, folder) if arguments.only in case.name]
-        progress = tqdm(
+    with tempfile.TemporaryDirectory() as folder, only_errors_logged("rockmate"):
+        known = cases(device, folder)
+        chosen = [case for case in known if arguments.only in case.name]
+        if not chosen:
+            names = ", ".join(case.name for case in known)
+            raise InvalidArgumentError(f"no step is named {arguments.only!r}; there are {names}")
+        progress = progress_bar(
             chosen, desc="check", leave=False, disable=True if arguments.quiet else None
         )
         for case in progress:
@@ -71,18 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         sys.stdout.write(_text(machine, rows))
     return 1 if any(row.failures for row in rows) else 0
-
-
-@contextlib.contextmanager
-def _only_errors_logged() -> Iterator[None]:
-    """The table says what lines of the log would say."""
-    logger = logging.getLogger("rockmate")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _machine(device: torch.device) -> dict[str, Any]:

@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.allocator import Timeline, timeline
-from rockmate._util import is_terminal
+from rockmate._util import end_stages, is_terminal, progress_bar
 from rockmate.budget import size_text
-from rockmate.errors import RockmateError
+from rockmate.errors import InvalidArgumentError
 from rockmate.frames.report import FramesReport
 from rockmate.hf.source_check import first_line
 from rockmate.module import Mode
@@ -45,10 +44,6 @@ _LEARNING_RATE = 1e-4
 _NUM_RECORDED_STEPS = 3
 _NUM_STEPS_OF_FRAMES = 4
 """Frames are chosen, measured and decided on within so many steps."""
-
-
-class DemoError(RockmateError):
-    """The demonstration cannot run as asked; the text says what to change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +131,12 @@ class DemoResult:
 
 
 def run(options: DemoOptions) -> DemoResult:
-    """Trains both ways; raises `DemoError` and the package's other errors."""
+    """Trains both ways; raises `InvalidArgumentError` and the package's other errors."""
     import transformers
 
     def say(line: str) -> None:
         if not options.quiet:
+            end_stages()
             sys.stderr.write(f"{line}\n")
 
     model, tokenize, kind = (
@@ -218,7 +214,7 @@ def _wrap(
         # The fraction that was asked for tells what it is one of.
         share = options.budget * error.minimum_bytes / max(error.budget_bytes, 1)
         msg = f"{error} As a fraction: --budget {math.ceil(1000 * share) / 1000:.3f}."
-        raise DemoError(msg) from error
+        raise InvalidArgumentError(msg) from error
     return module, stage_s, time.perf_counter() - start
 
 
@@ -250,7 +246,9 @@ def _train_in_turn(
     lanes = ((model, model), planned)
     optimizers = [torch.optim.AdamW(owner.parameters(), lr=_LEARNING_RATE) for owner, _ in lanes]
     steps: tuple[_Steps, _Steps] = (([], []), ([], []))
-    bar = tqdm(batches, desc="training, eager and planned in turn", unit="step", disable=not show)
+    bar = progress_bar(
+        batches, desc="training, eager and planned in turn", unit="step", disable=not show
+    )
     for index, batch in enumerate(bar):
         for (owner, call), optimizer, (losses, times_ms) in zip(
             lanes, optimizers, steps, strict=True
@@ -283,11 +281,10 @@ def _built(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeniz
         use_cache=False,
     )
     if options.width % config.n_head:
-        msg = (
+        raise InvalidArgumentError(
             f"--width {options.width} does not divide into heads of {_HEAD_WIDTH}. Take a multiple "
             f"of {_HEAD_WIDTH}."
         )
-        raise DemoError(msg)
     torch.manual_seed(0)
     kind = (
         f"GPT-2 architecture, {options.num_layers} layers, width {options.width}, bytes as tokens"
@@ -308,20 +305,18 @@ def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeni
             options.model, config=config, dtype=torch.float32, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
-        msg = (
+        raise InvalidArgumentError(
             f"cannot load {options.model!r} as a causal language model from this machine: "
             f"{first_line(error)} Give a folder "
             "that holds a configuration, weights and a tokenizer, or the name of a model that has "
             "been downloaded before."
-        )
-        raise DemoError(msg) from error
+        ) from error
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and options.sequence_length > longest:
-        msg = (
+        raise InvalidArgumentError(
             f"--tokens {options.sequence_length} is more than the positions of {options.model!r}. "
             f"Take {longest} or fewer."
         )
-        raise DemoError(msg)
 
     def tokenize(text: bytes, length: int) -> list[int]:
         return tokenizer(text.decode(errors="ignore"), truncation=True, max_length=length)[
@@ -340,12 +335,11 @@ def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
     excerpt_bytes = length * _BYTES_PER_TOKEN
     stretch_bytes = len(text) // options.batch_size
     if stretch_bytes < options.num_steps * excerpt_bytes:
-        msg = (
+        raise InvalidArgumentError(
             f"the sources of Python's standard library hold {len(text):,} bytes, too few for "
             f"{options.num_steps} steps of "
             f"{options.batch_size} x {length} tokens. Take fewer --steps, --batch or --tokens."
         )
-        raise DemoError(msg)
     batches = []
     for step in range(options.num_steps):
         starts = [
@@ -354,11 +348,10 @@ def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
         ]
         sequences = [tokenize(text[start : start + excerpt_bytes], length) for start in starts]
         if any(len(sequence) != length for sequence in sequences):
-            msg = (
+            raise InvalidArgumentError(
                 f"{options.model!r} makes fewer than {length} tokens of {excerpt_bytes:,} bytes. "
                 "Take fewer --tokens."
             )
-            raise DemoError(msg)
         tokens = torch.tensor(sequences)
         batches.append({"input_ids": tokens, "labels": tokens})
     return batches

@@ -14,14 +14,13 @@ from rockmate.cli.arguments import (
     names,
     planning_options,
     positive,
+    source_of,
     write_file,
 )
 from rockmate.cli.train_script import OPTIMIZERS, command_of, script
 
 if TYPE_CHECKING:
     from rockmate.curves.fit import Fit
-
-_SAMPLE_ROWS = 2  # the smallest batch that a symbol can stand for
 
 
 def add_to(commands: Any) -> None:
@@ -192,18 +191,8 @@ def _check_sample(sample: Any) -> None:
 
 def _model(arguments: argparse.Namespace) -> tuple[Any, Any, str]:
     from rockmate.hf.adapt import freeze, with_lora
-    from rockmate.hf.model_source import load_model
-    from rockmate.hf.synthetic_sample import SampleShape
 
-    shape = SampleShape(
-        batch_size=arguments.batch or (1 if arguments.longest else _SAMPLE_ROWS),
-        num_tokens=arguments.tokens,
-        image_size=arguments.image_size,
-    )
-    if ":" in arguments.model and not arguments.batch:
-        shape = SampleShape()
-    device = arguments.device if arguments.machine is None else "meta"
-    source = load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
+    source = source_of(arguments)
     model, what = source.model, "all parameters trained"
     if arguments.lora:
         model = with_lora(model, rank=arguments.lora_rank, targets=arguments.lora_targets)

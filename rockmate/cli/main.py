@@ -14,6 +14,7 @@ import argparse
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,8 +31,10 @@ from rockmate.cli.arguments import (
     at_least_two,
     fraction,
     names,
+    only_errors_logged,
     planning_options,
     positive,
+    source_of,
     write_file,
 )
 from rockmate.errors import InvalidArgumentError, RockmateError
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check(arguments)
         if arguments.command != "run":
-            return _with_threads(arguments)
+            return _with_stages(arguments)
     except RockmateError as error:
         sys.stderr.write(f"rockmate {arguments.command}: error: {error}\n")
         return 2
@@ -89,7 +92,15 @@ def _check(arguments: argparse.Namespace) -> None:
         check_source(model)
 
 
-def _with_threads(arguments: argparse.Namespace) -> int:
+def _with_stages(arguments: argparse.Namespace) -> int:
+    from rockmate._util import begin_stage, stages_shown
+
+    with stages_shown(is_shown=not arguments.quiet):
+        begin_stage("loading PyTorch and the model")
+        return _run(arguments)
+
+
+def _run(arguments: argparse.Namespace) -> int:
     import torch
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -103,7 +114,10 @@ def _with_threads(arguments: argparse.Namespace) -> int:
     num_threads = torch.get_num_threads()
     torch.set_num_threads(arguments.threads or num_threads)
     try:
-        return run(arguments)
+        with only_errors_logged("torch", "torchao"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of libraries, to each other
+            warnings.filterwarnings("ignore", "Error detected in")  # Ctrl-C in a traced backward
+            return run(arguments)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -279,18 +293,17 @@ def _run_demo(arguments: argparse.Namespace) -> int:
 
 
 def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
-    from rockmate.cli.demo import DemoError, DemoOptions
+    from rockmate.cli.demo import DemoOptions
 
-    size = {"num_layers": arguments.layers, "width": arguments.width}
-    size = {name: value for name, value in size.items() if value is not None}
-    if arguments.model is not None and size:
-        msg = (
+    if arguments.model is not None and (arguments.layers or arguments.width):
+        raise InvalidArgumentError(
             "--layers and --width are for the GPT-2 that is built without --model. Leave them out."
         )
-        raise DemoError(msg)
     marks = planning_options(arguments).changed
     if marks and arguments.mode == "frames":
-        raise DemoError("marks belong to plans, and --mode frames has none. Leave one of them out.")
+        raise InvalidArgumentError(
+            "marks belong to plans, and --mode frames has none. Leave one of them out."
+        )
     return DemoOptions(
         model=arguments.model,
         budget=arguments.budget,
@@ -300,7 +313,8 @@ def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
         quiet=arguments.quiet,
         mode=arguments.mode,
         marks=marks,
-        **size,
+        num_layers=arguments.layers or 12,
+        width=arguments.width or 384,
     )
 
 
@@ -333,7 +347,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
             out=arguments.out,
         )
     except KeyboardInterrupt:
-        if arguments.out is not None:
+        if arguments.out is not None and (arguments.out / "sweep.jsonl").exists():
             sys.stderr.write(
                 f"\nWhat was found is in {arguments.out}; the same command goes on from there.\n"
             )
@@ -345,7 +359,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _run_plan(arguments: argparse.Namespace) -> int:
-    from rockmate._util import is_terminal
+    from rockmate._util import end_stages, is_terminal
     from rockmate.budget import parse_budgets, slowdown_of
     from rockmate.curves.errors import SweepError
     from rockmate.curves.sweep_run import SweepOptions
@@ -369,6 +383,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     details = [str(plan.explain(name)) for name in arguments.explain] or [
         plan.tree() if arguments.tree else plan.block_table()
     ]
+    end_stages()
     sys.stdout.write("\n\n".join([source.title, plan.summary(), *details]) + "\n")
     if arguments.out is not None:
         write_file(arguments.out, plan.save)
@@ -377,18 +392,10 @@ def _run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _source(arguments: argparse.Namespace, planning: PlanOptions) -> SourcedModel:
-    from rockmate.hf.model_source import load_model
-    from rockmate.hf.synthetic_sample import SampleShape
     from rockmate.planning.simulated_capture import machine_of
 
     machine_of(planning)  # told now if it is not known
-    shape = SampleShape(
-        batch_size=arguments.batch or 2,
-        num_tokens=arguments.tokens,
-        image_size=arguments.image_size,
-    )
-    device = "meta" if arguments.machine is not None else arguments.device
-    return load_model(arguments.model, shape, device=device, dtype=arguments.dtype)
+    return source_of(arguments)
 
 
 if __name__ == "__main__":

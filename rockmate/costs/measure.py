@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from tqdm import tqdm
 
 from rockmate._torch.allocator import is_out_of_memory, refuse_profiler, workspace_bytes
 from rockmate._torch.autocast import autocast_off
 from rockmate._torch.cuda import kernel_ms
 from rockmate._torch.dispatch import is_op, schema_of
+from rockmate._util import progress_bar
 from rockmate.budget import size_text
 from rockmate.capture.roles import RoleKind
 from rockmate.costs.collectives import collective_cost
@@ -193,7 +193,7 @@ def _with_times(cost: Cost, further: Sequence[Cost]) -> Cost:
 
 
 def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
-    with tqdm(
+    with progress_bar(
         total=_NUM_ROUNDS + 1,
         desc="measuring ops",
         unit="round",

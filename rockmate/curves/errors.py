@@ -6,11 +6,7 @@ from rockmate.errors import RockmateError
 
 
 class SweepError(RockmateError, ValueError):
-    """A sweep cannot run as asked; the text says what to change."""
-
-
-class SweepFolderError(RockmateError, ValueError):
-    """A folder that a sweep cannot use: not writable, of another model or settings, or damaged."""
+    """A sweep cannot run as asked, or not in this folder; the text says what to change."""
 
 
 class FitError(RockmateError, ValueError):

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
+from rockmate._util import progress_bar
 from rockmate.capture.compiled_model import require_module
 from rockmate.capture.sample import read_sample
 from rockmate.capture.size_template import MIN_SYMBOLIC_SIZE
@@ -138,7 +138,9 @@ class _Run:
         self._axis = SizeAxis.of(sample.call, options.vary, options.axis)
         self.most = options.most_of(model)
         self.timings: dict[str, float] = {"capture": 0.0}
-        self.bar = tqdm(desc="capturing", unit="size", disable=not options.planning.progress)
+        self.bar = progress_bar(
+            desc="capturing", unit="size", disable=not options.planning.progress
+        )
         planning = replace(
             options.planning, machine=machine, time_limit_s=_TIME_LIMIT_S, progress=False
         )
@@ -168,7 +170,9 @@ class _Run:
 
     def shown(self, sizes: Iterable[int], what: str) -> Iterable[int]:
         """The sizes, with a progress bar."""
-        return tqdm(sizes, desc=what, unit="size", disable=not self._options.planning.progress)
+        return progress_bar(
+            sizes, desc=what, unit="size", disable=not self._options.planning.progress
+        )
 
     @contextmanager
     def timed(self, stage: str) -> Iterator[None]:
@@ -189,7 +193,7 @@ class _Run:
 
     def need(self, size: int, chunks: Chunks | None = None) -> int:
         """The least memory at a size."""
-        self.bar.set_description(f"trying {self._options.vary} {size}")
+        self.bar.set_description_str(f"trying {self._options.vary} {size}")
         planner = self._planners.planner(size, chunks)
         self.bar.update()
         if planner is None:

@@ -137,11 +137,10 @@ def differentiated(outputs: Any, *, has_labels: bool) -> list[Tensor]:
     flat, _ = flatten(outputs, what="the model's output")
     found = [tensor for tensor in flat if tensor.requires_grad]
     if not found:
-        msg = (
+        raise UnsupportedModelError(
             "no output of the model requires a gradient, so there is no step to measure. "
             "Return the loss, or the tensors it is computed from."
         )
-        raise UnsupportedModelError(msg)
     return found
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rockmate._util import write_whole
-from rockmate.curves.errors import SweepFolderError
+from rockmate.curves.errors import SweepError
 from rockmate.curves.sweep import Key, Sweep
 from rockmate.curves.sweep_row import SweepRow
 from rockmate.errors import PlanFileError
@@ -42,7 +42,7 @@ class SweepFolder:
         """Makes the folder.
 
         Raises:
-            SweepFolderError: it cannot be made or written to.
+            SweepError: it cannot be made or written to.
             MissingExtraError: matplotlib, which draws the page, is not installed.
         """
         require("matplotlib.figure", extra="plot", purpose="the page of a sweep")
@@ -54,13 +54,13 @@ class SweepFolder:
             probe.unlink()
         except OSError as error:
             msg = f"cannot write to the folder {path}: {error.strerror}. Give another --out."
-            raise SweepFolderError(msg) from error
+            raise SweepError(msg) from error
 
     def budgets_bytes(self, settings: Mapping[str, Any]) -> list[int]:
         """The budgets of the last sweep with these settings, empty if there was none.
 
         Raises:
-            SweepFolderError: the folder holds a sweep of another model or setting.
+            SweepError: the folder holds a sweep of another model or setting.
         """
         before = self._settings()
         names = dict.fromkeys([*before, *settings]) if before else ()
@@ -75,7 +75,7 @@ class SweepFolder:
         why = f"its {name} was {before.get(name)!r} and is {settings.get(name)!r} now"
         if {"graph", "call"} & set(other):
             why = f"this is another model or sample: {settings['title']}"
-        raise SweepFolderError(
+        raise SweepError(
             f"{self.path} holds a sweep of {before.get('title')}, and {why}. Give another --out, "
             "or move that folder away."
         )
@@ -127,7 +127,7 @@ class SweepFolder:
             write_whole(path, text)
         except OSError as error:
             msg = f"cannot write {path}: {error.strerror}. What was written before is kept."
-            raise SweepFolderError(msg) from error
+            raise SweepError(msg) from error
 
     def _settings(self) -> dict[str, Any]:
         path = self.path / "sweep.json"
@@ -138,14 +138,12 @@ class SweepFolder:
         except ValueError as error:
             raise _damaged(path, error) from error
         if not isinstance(settings, dict) or not settings.items() >= _FORMAT.items():
-            raise SweepFolderError(
+            raise SweepError(
                 f"{path} is of no sweep of this release of rockmate. Give another --out, or move "
                 "that file away."
             )
         return settings
 
 
-def _damaged(path: Path, error: Exception) -> SweepFolderError:
-    return SweepFolderError(
-        f"{path} is damaged ({error}). Give another --out, or move that file away."
-    )
+def _damaged(path: Path, error: Exception) -> SweepError:
+    return SweepError(f"{path} is damaged ({error}). Give another --out, or move that file away.")

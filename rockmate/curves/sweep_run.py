@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from rockmate._util import is_terminal
+from rockmate._util import begin_stage, is_terminal, progress_bar, stages_shown
 from rockmate.budget import Budget, budgets_in_bytes, check_budgets, parse_budgets
 from rockmate.curves.errors import SweepError, check_measuring
 from rockmate.curves.measure import SideBySide
@@ -76,7 +75,7 @@ def sweep(
     Raises:
         InvalidBudgetError: a budget cannot be read.
         SweepError: a strategy is not known, or what is asked for cannot be measured.
-        SweepFolderError: the folder cannot be written to, or holds a sweep of another model.
+        SweepError: the folder cannot be written to, or holds a sweep of another model.
         MissingExtraError: `out` is given, and matplotlib is not installed.
         InvalidSampleError, UnsupportedModelError, MachineError: as for `Planner`.
     """
@@ -144,7 +143,9 @@ def run_sweep(
     finally:  # an interrupt too leaves the files of what was found
         if folder is not None and run.found.rows:
             folder.write(run.found)
-            folder.write_page(run.found)
+            with stages_shown(is_shown=options.progress):
+                begin_stage("drawing the page")
+                folder.write_page(run.found)
     return run.found
 
 
@@ -228,7 +229,7 @@ class _Run:
         )
         plans = {(_DEFAULT, budget): plan for budget, plan in together.items()}
         num_left = len(set(wanted) - plans.keys())
-        with tqdm(
+        with progress_bar(
             total=num_left, desc="planning", unit="budget", disable=not (shown and num_left)
         ) as bar:
             for key in wanted:
@@ -269,7 +270,7 @@ class _Run:
             and row.budget_bytes in self._budgets_bytes
             and row.num_steps != self._options.num_steps
         ]
-        for row in tqdm(
+        for row in progress_bar(
             wanted, desc="measuring", unit="budget", disable=not self._options.progress
         ):
             plan = found.plans[row.key]

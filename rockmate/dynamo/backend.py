@@ -109,7 +109,5 @@ def _trains(graph: fx.GraphModule) -> bool:
     """Whether an output of the graph has a gradient, as Dynamo saw it."""
     if not torch.is_grad_enabled():
         return False
-    examples = output_examples(graph)
-    if not any(isinstance(each, Tensor) for each in examples):
-        return False
-    return any(isinstance(each, Tensor) and each.requires_grad for each in examples)
+    outputs = output_examples(graph)
+    return any(isinstance(each, Tensor) and each.requires_grad for each in outputs)

@@ -100,12 +100,11 @@ class CompiledStep:
         if not self._running:
             return
         places = "; ".join(dict.fromkeys(map(str, self.breaks)))
-        msg = (
+        raise UnsupportedModelError(
             "the compiled model runs in several graphs, and the budget is that of one. Dynamo "
             f"broke the graph at: {places}. Remove the breaks ({_HOW_TO_SEE}), or share the budget "
             'among the graphs: options={"graph_breaks": "share", ...}.'
         )
-        raise UnsupportedModelError(msg)
 
     def share_of(self, part: Hashable, planner: Planner) -> int:
         """The bytes that the next call of a part may be planned for.

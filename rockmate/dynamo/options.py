@@ -61,11 +61,10 @@ class Options:
         given = dict(options or {})
         if others:
             name, value = next(iter(others.items()))
-            msg = (
+            raise InvalidArgumentError(
                 f'torch.compile(backend="rockmate") takes no {name} ({value!r}). Leave it out; the '
                 'bound and all else stand in options={"budget": "6GiB", ...}.'
             )
-            raise InvalidArgumentError(msg)
         own = [each.name for each in fields(cls) if each.name != "planner"]
         planner = {name: given.pop(name) for name in [*given] if name not in own}
         # Outputs have no names here. So the loss is not told from others unless asked for.
@@ -77,11 +76,10 @@ class Options:
             what='the backend "rockmate" has',
         )
         if given.get("budget") is None:
-            msg = (
+            raise InvalidBudgetError(
                 'budget None: torch.compile(model, backend="rockmate", options={"budget": ...}) '
                 'needs one: bytes, "6GiB", or a fraction in (0, 1].'
             )
-            raise InvalidBudgetError(msg)
         parse_budget(given["budget"], 1 << 62)  # an unreadable one fails before all else
         for name, values in _CHOICES.items():
             if name in given:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from tqdm import tqdm
 
 from rockmate._torch.fake import mode_of
 from rockmate._torch.inductor import (
@@ -26,6 +25,7 @@ from rockmate._torch.inductor import (
     decomposed,
     missing_compiler,
 )
+from rockmate._util import progress_bar
 from rockmate.errors import MissingCompilerError
 from rockmate.fusion.checks import RANGES, as_tuple, difference, is_in_place, sample_values, time_ms
 from rockmate.fusion.subgraph import Subgraph
@@ -119,7 +119,9 @@ def compiled_groups(
             jobs.append(_Job(subgraph, group, new, deadline))
         found[key] = group
     stages = [stage for name in ("start", "finish") for stage in [(job, name) for job in jobs]]
-    bar = tqdm(stages, desc="compiling kernels", unit="kernel", disable=not progress, leave=False)
+    bar = progress_bar(
+        stages, desc="compiling kernels", unit="kernel", disable=not progress, leave=False
+    )
     for job, stage in bar:
         job.start() if stage == "start" else job.finish()
     return found

@@ -65,11 +65,10 @@ class PadToBuckets:
         self._multiple = lengths if isinstance(lengths, int) else 0
         self._lengths = () if isinstance(lengths, int) else tuple(sorted(lengths))
         if min((self._multiple,) if isinstance(lengths, int) else self._lengths, default=0) < 1:
-            msg = (
+            raise InvalidArgumentError(
                 f"lengths is {lengths!r}; give the lengths in tokens ([128, 256, 512]), or one "
                 "number whose multiples they are (64)"
             )
-            raise InvalidArgumentError(msg)
         self._adds_mask = adds_mask
         known = {
             _TOKENS: pad_token_id,
@@ -89,11 +88,10 @@ class PadToBuckets:
         """
         batch = self._collator(rows)
         if not isinstance(batch, MutableMapping):
-            msg = (
+            raise InvalidArgumentError(
                 f"the data collator made a {type(batch).__name__}, and only tensors that have "
                 "names are padded. Let it make a dict."
             )
-            raise InvalidArgumentError(msg)
         if self._adds_mask and _TOKENS in batch and _MASK not in batch:
             batch[_MASK] = torch.ones_like(batch[_TOKENS])
         longest = self._lengths[-1] if self._lengths and self._is_first else 0
@@ -116,12 +114,11 @@ class PadToBuckets:
             )  # one number for each class, not for each token
             return self._padding[name] is not None and not is_of_classes
         if value.shape[1] == num_tokens:
-            msg = (
+            raise InvalidArgumentError(
                 f"{name} is as long as {_TOKENS} ({num_tokens} tokens), and nothing says what to "
                 "pad it with. Pass "
                 f"padding={{{name!r}: 0}}, or another value; None if it is not to be padded."
             )
-            raise InvalidArgumentError(msg)
         return False
 
     def _bucket(self, length: int, name: str) -> int:
@@ -129,9 +126,8 @@ class PadToBuckets:
             return -(-length // self._multiple) * self._multiple
         place = bisect_left(self._lengths, length)
         if place == len(self._lengths):
-            msg = (
+            raise InvalidArgumentError(
                 f"{name} has {length} tokens, more than the largest of the lengths "
                 f"{list(self._lengths)}. Truncate, or add a longer one."
             )
-            raise InvalidArgumentError(msg)
         return self._lengths[place]

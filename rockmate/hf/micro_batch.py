@@ -223,7 +223,8 @@ def _loss_scale(trainer: Trainer, rows: _Rows) -> str:
         found: Any = trainer.compute_loss(model, dict(part), num_items_in_batch=num_items)
         return float(found)
 
-    with _evaluated(model), torch.no_grad(), _contexts(trainer):
+    own = trainer.compute_loss_context_manager(), trainer.accelerator.autocast()
+    with _evaluated(model), torch.no_grad(), own[0], own[1]:
         whole, *each = map(loss, (batch, *parts))
     total = sum(each) if is_scaled else sum(each) / len(each)
     tolerance = _ULPS * _epsilon(trainer) * max(abs(whole), *map(abs, each))
@@ -270,13 +271,6 @@ def _evaluated(model: Any) -> Iterator[None]:
     finally:
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def _contexts(trainer: Trainer) -> Iterator[None]:
-    """What a trainer's forward runs in: autocast as its arguments say."""
-    with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
-        yield
 
 
 # --- the search -----------------------------------------------------------------------------------
@@ -331,7 +325,7 @@ def _planned(
     batch_bytes = num_steps * sum(
         each.nbytes for each in call.kwargs.values() if isinstance(each, torch.Tensor)
     )
-    with _contexts(trainer):
+    with trainer.compute_loss_context_manager(), trainer.accelerator.autocast():
         planner = Planner(model, call, options)
     budget_bytes = limit.activation_budget_bytes(model) - batch_bytes
     plan = planner.plan(max(1, budget_bytes))

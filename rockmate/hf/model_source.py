@@ -11,8 +11,8 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,7 @@ def load_model(
         dtype: of a configuration's weights: "float32" (default), "bfloat16" or "float16".
 
     Raises:
-        ModelSourceError: there is no such model, or it cannot be built.
-        SampleError: no sample can be made for it.
+        ModelSourceError: there is no such model, or it cannot be built, or no sample made for it.
         MissingExtraError: transformers is not installed.
     """
     if ":" in source and not Path(source).exists():
@@ -106,15 +105,17 @@ def _function(source: str) -> Callable[[], Any]:
         )
     if not path or not name.isidentifier():
         raise ModelSourceError(f"{source!r} names no function. {FUNCTION_HINT}")
-    with _importing_from_here():
-        try:
-            module = importlib.import_module(path)
-        except ModuleNotFoundError as error:
-            missing = error.name or path
-            place = f"no module {missing!r} is installed, nor in {os.getcwd()}"
-            raise ModelSourceError(f"cannot import {path!r}: {place}. {FUNCTION_HINT}") from error
-        except Exception as error:
-            raise ModelSourceError(f"cannot import {path!r}: {_last_line(error)}.") from error
+    sys.path.insert(0, os.getcwd())  # it comes first, as for `python -m`
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        missing = error.name or path
+        place = f"no module {missing!r} is installed, nor in {os.getcwd()}"
+        raise ModelSourceError(f"cannot import {path!r}: {place}. {FUNCTION_HINT}") from error
+    except Exception as error:
+        raise ModelSourceError(f"cannot import {path!r}: {_last_line(error)}.") from error
+    finally:
+        sys.path.remove(os.getcwd())
     function = getattr(module, name, None)
     if not callable(function):
         defined = [
@@ -125,16 +126,6 @@ def _function(source: str) -> Callable[[], Any]:
         known = f" It has {', '.join(sorted(defined)[:8])}." if defined else ""
         raise ModelSourceError(f"module {path!r} has no function {name!r}.{known} {FUNCTION_HINT}")
     return function
-
-
-@contextmanager
-def _importing_from_here() -> Iterator[None]:
-    """The working directory comes first, as it does for `python -m`."""
-    sys.path.insert(0, os.getcwd())
-    try:
-        yield
-    finally:
-        sys.path.remove(os.getcwd())
 
 
 def _last_line(error: BaseException) -> str:
@@ -153,7 +144,7 @@ def _described(value: Any) -> str:
 
 
 def _from_configuration(source: str, shape: SampleShape, device: str, dtype: str) -> SourcedModel:
-    _check_device(device)
+    check_device(device)
     transformers = require("transformers", extra="hf", purpose=f"the configuration {source!r}")
     config = _configuration(transformers, source)
     _prepare(config)
@@ -163,20 +154,18 @@ def _from_configuration(source: str, shape: SampleShape, device: str, dtype: str
             torch.manual_seed(0)
             model = model_class(config)
     except Exception as error:
-        msg = (
+        raise ModelSourceError(
             f"{model_class.__name__} cannot be built from the configuration {source!r}: "
             f"{type(error).__name__}: {first_line(error)}"
-        )
-        raise ModelSourceError(msg) from error
+        ) from error
     model = model.to(_DTYPES[dtype]).train()
     if type(model).__name__.endswith("LMHeadModel"):
         model.loss_type = "ForCausalLM"  # it would be taken anyway, but with a warning
     sample = make_sample(model, shape)
-    as_model = {
-        name: value.to(_DTYPES[dtype]) if value.is_floating_point() else value
+    sample = {
+        name: value.to(device, _DTYPES[dtype] if value.is_floating_point() else None)
         for name, value in sample.items()
     }
-    sample = {name: value.to(device) for name, value in as_model.items()}
     shapes = ", ".join(
         f"{name} {' x '.join(map(str, value.shape))}" for name, value in sample.items()
     )
@@ -187,7 +176,8 @@ def _from_configuration(source: str, shape: SampleShape, device: str, dtype: str
     )
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Raises `ModelSourceError` for a device that is not here."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
@@ -226,22 +216,20 @@ def _model_class(transformers: Any, config: Any) -> Any:
     for name in getattr(config, "architectures", None) or ():
         model_class = getattr(transformers, name, None)
         if model_class is None:
-            msg = (
+            raise ModelSourceError(
                 f"the configuration asks for {name}, which transformers {transformers.__version__} "
                 "does not have. "
                 "Change its `architectures`."
             )
-            raise ModelSourceError(msg)
         return model_class
     for auto_name in _AUTO_CLASSES:
         mapping = getattr(transformers, auto_name)._model_mapping
         if type(config) in mapping:
             return mapping[type(config)]
-    msg = (
+    raise ModelSourceError(
         f"transformers has no model to train for {type(config).__name__}. Name one in the "
         "`architectures` of the configuration."
     )
-    raise ModelSourceError(msg)
 
 
 def _size(model: nn.Module) -> str:

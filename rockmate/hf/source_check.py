@@ -51,11 +51,10 @@ def check_source(source: str) -> bool:
         # The hub's own functions ask six times, in 23 s, where it cannot be reached.
         hub.get_hf_file_metadata(hub.hf_hub_url(source, "config.json"), timeout=_HUB_TIMEOUT_S)
     except Exception as error:
-        msg = (
+        raise ModelSourceError(
             f"there is no model {source!r} here, nor can its configuration be fetched: "
             f"{first_line(error)} {_FORMS}"
-        )
-        raise ModelSourceError(msg) from error
+        ) from error
     return False
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rockmate.errors import RockmateError
+from rockmate.hf.source_check import ModelSourceError
 
 Sample = dict[str, Tensor]
 
@@ -23,10 +23,6 @@ _MASKED_SHARE = 0.15
 _IGNORED = -100  # what the library's losses skip
 _DEFAULT_TOKENS, _DEFAULT_PIXELS = 256, 224
 _NUM_SPECIAL = 3  # the lowest token ids often pad, begin and end
-
-
-class SampleError(RockmateError, ValueError):
-    """No sample can be made for the model; the text says what to write instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,24 +44,24 @@ def make_sample(model: nn.Module, shape: SampleShape) -> Sample:
     """Keyword arguments for one training call of a Hugging Face model.
 
     Raises:
-        SampleError: the model takes something that is not known here, or the shape does not suit
-            it.
+        ModelSourceError: the model takes something that is not known here, or the shape does not
+            suit it.
     """
     accepted = inspect.signature(model.forward).parameters.keys()
     main = getattr(model, "main_input_name", "input_ids")
     makers = {"input_ids": _tokens, "pixel_values": _images, "input_features": _sound}
     if main not in makers or main not in accepted:
-        raise SampleError(
+        raise ModelSourceError(
             f"{type(model).__name__} takes {main!r}, and no sample of that is made here. "
             f"{_OWN_SAMPLE}"
         )
     if shape.image_size is not None and main != "pixel_values":
-        raise SampleError(
+        raise ModelSourceError(
             f"--image-size is for models of images, and {type(model).__name__} takes {main!r}. "
             "Leave it out."
         )
     if shape.num_tokens is not None and main == "pixel_values":
-        raise SampleError(
+        raise ModelSourceError(
             f"--tokens is for models of text, and {type(model).__name__} takes {main!r}. Leave it "
             "out."
         )
@@ -74,7 +70,7 @@ def make_sample(model: nn.Module, shape: SampleShape) -> Sample:
         sample = makers[main](model, shape)
     unknown = sorted(sample.keys() - accepted)
     if unknown:
-        raise SampleError(
+        raise ModelSourceError(
             f"{type(model).__name__} does not take {unknown[0]!r}, which its kind of model should. "
             f"{_OWN_SAMPLE}"
         )
@@ -119,7 +115,7 @@ def _tokens(model: Any, shape: SampleShape) -> Sample:
     elif kind.endswith(("ForCausalLM", "LMHeadModel")):
         sample["labels"] = words.clone()
     elif _has_labels(model):
-        raise SampleError(
+        raise ModelSourceError(
             f"{kind} takes labels, and what they are is not known here. {_OWN_SAMPLE}"
         )
     elif config.is_encoder_decoder:
@@ -131,7 +127,7 @@ def _length(config: Any, shape: SampleShape) -> int:
     longest = getattr(config.get_text_config(), "max_position_embeddings", None)
     length = shape.num_tokens or min(_DEFAULT_TOKENS, longest or _DEFAULT_TOKENS)
     if longest is not None and length > longest:
-        raise SampleError(
+        raise ModelSourceError(
             f"--tokens {length} is more than the {longest} positions of the model. Take {longest} "
             "or fewer."
         )
@@ -142,7 +138,7 @@ def _words(config: Any, shape: tuple[int, int]) -> Tensor:
     text = config.get_text_config()
     vocabulary = getattr(text, "vocab_size", None)
     if not vocabulary:
-        raise SampleError(
+        raise ModelSourceError(
             f"{type(config).__name__} names no vocab_size, so no tokens can be drawn. {_OWN_SAMPLE}"
         )
     lowest = _NUM_SPECIAL if vocabulary > 2 * _NUM_SPECIAL else 0
@@ -172,7 +168,7 @@ def _images(model: Any, shape: SampleShape) -> Sample:
     elif kind.endswith("ForSemanticSegmentation"):
         sample["labels"] = torch.randint(config.num_labels, (shape.batch_size, height, width))
     elif _has_labels(model):
-        raise SampleError(
+        raise ModelSourceError(
             f"{kind} takes labels, and what they are is not known here. {_OWN_SAMPLE}"
         )
     return sample
@@ -180,19 +176,16 @@ def _images(model: Any, shape: SampleShape) -> Sample:
 
 def _sound(model: Any, shape: SampleShape) -> Sample:
     config = model.config
-    bins, positions = (
-        getattr(config, "num_mel_bins", None),
-        getattr(config, "max_source_positions", None),
-    )
+    names = ("num_mel_bins", "max_source_positions")
+    bins, positions = (getattr(config, name, None) for name in names)
     longest = getattr(config, "max_target_positions", None)
     if bins is None or positions is None or longest is None or not _has_labels(model):
-        raise SampleError(
+        raise ModelSourceError(
             f"{type(model).__name__} takes sound in a form that is not known here. {_OWN_SAMPLE}"
         )
     length = shape.num_tokens or min(_DEFAULT_TOKENS, longest)
     return {
-        "input_features": torch.randn(
-            shape.batch_size, bins, 2 * positions
-        ),  # two frames become one position
+        # Two frames become one position.
+        "input_features": torch.randn(shape.batch_size, bins, 2 * positions),
         "labels": _words(config, (shape.batch_size, length)),
     }

@@ -101,7 +101,9 @@ def wrap_model_of(
     """
     model = _model_of(trainer)
     if bound["memory_limit"] is not None:
-        options = {"optimizer": _optimizer_of(trainer), **options}
+        named = trainer.args.optim  # of the arguments, where the trainer has none yet
+        own = trainer.optimizer or str(getattr(named, "value", named))
+        options = {"optimizer": own, **options}
     options = {**_options_for(trainer, options), **options}
     if buckets is not None:
         _pad_to(trainer, model, buckets)
@@ -185,14 +187,8 @@ def _model_of(trainer: Trainer) -> nn.Module:
     if trainer.args.n_gpu > 1:  # Trainer would wrap the module in nn.DataParallel
         raise UnsupportedModelError(REPLICATED)
     if trainer.model is None:
-        msg = "the trainer has no model yet: give it one, not a model_init."
-        raise InvalidArgumentError(msg)
+        raise InvalidArgumentError("the trainer has no model yet: give it one, not a model_init.")
     return trainer.model
-
-
-def _optimizer_of(trainer: Trainer) -> Any:
-    """The trainer's optimizer, or the name of the one that its arguments ask for."""
-    return trainer.optimizer or str(getattr(trainer.args.optim, "value", trainer.args.optim))
 
 
 def _fit(
@@ -202,8 +198,7 @@ def _fit(
     from rockmate.hf.micro_batch import fit_micro_batch  # loads the solvers
 
     if fit != "batch":
-        msg = f"fit is {fit!r}; choose 'batch', or leave it out."
-        raise InvalidArgumentError(msg)
+        raise InvalidArgumentError(f"fit is {fit!r}; choose 'batch', or leave it out.")
     if memory_limit is None:
         msg = 'fit="batch" finds the micro-batch for a memory_limit, and none is given.'
         raise InvalidArgumentError(msg)
@@ -236,13 +231,12 @@ def _options_for(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Any]:
 def _pad_to(trainer: Trainer, model: nn.Module, lengths: int | Sequence[int]) -> None:
     """Has the trainer's batches padded, each with a mask that says so."""
     if "attention_mask" not in inspect.signature(model.forward).parameters:
-        msg = (
+        raise InvalidArgumentError(
             f"buckets are given, and {type(model).__name__} takes no attention_mask that would "
             "have it pass over padding. If none of its "
             "tokens sees those after it, give the trainer "
             "data_collator=rockmate.PadToBuckets(collator, lengths, adds_mask=False)."
         )
-        raise InvalidArgumentError(msg)
     known = (
         getattr(trainer.processing_class, "pad_token_id", None),
         getattr(getattr(model, "config", None), "pad_token_id", None),

@@ -162,11 +162,10 @@ def explain(plan: PlanRecord, name: str) -> Explanation:
 def _storages_of(plan: PlanRecord, name: str) -> list[int]:
     """Indices of the storages that a name stands for."""
     if not isinstance(name, str) or not name.strip():
-        msg = (
+        raise UnknownNameError(
             f"{name!r} is no name. Give that of a value, parameter, buffer or input, or the path "
             "of a submodule, as text. plan.tree() and plan.block_table() show the whole model."
         )
-        raise UnknownNameError(msg)
     for index, storage in enumerate(plan.snapshot.storages):
         if name == storage.name or name in storage.aliases:
             return [index]

@@ -158,11 +158,10 @@ class PlanRecord:
             PlanMismatchError: the plan was loaded, and has not been given to a model.
         """
         if self.captured is None:
-            msg = (
+            raise PlanMismatchError(
                 "this plan was read from a file and has no graph. "
                 "RockmateModule(model, sample_input, plan=plan).plan has one."
             )
-            raise PlanMismatchError(msg)
         return self.captured
 
     # --- collectives --------------------------------------------------------------------------

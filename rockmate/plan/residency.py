@@ -103,8 +103,7 @@ class Residency:
             position, storage = min(faults)
             op = snapshot.ops[self.schedule.steps[position]]
             name = snapshot.storages[storage].name
-            msg = f"step {position} ({op.name}) reads {name} before it is made"
-            raise ValueError(msg)
+            raise ValueError(f"step {position} ({op.name}) reads {name} before it is made")
 
     def _defined_intervals(self) -> dict[int, list[LiveInterval]]:
         """The intervals of values that ops make, from definition to last read."""

@@ -116,11 +116,10 @@ def read_plan(text: str, *, origin: str = "the text") -> PlanRecord:
     try:
         plan = _plan(content)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        msg = (
+        raise PlanFileError(
             f"{origin} has no plan that can be read ({type(error).__name__}: {error}). "
             "Save the plan again."
-        )
-        raise PlanFileError(msg) from error
+        ) from error
     _check_schedule_rows(plan, content["schedule"], origin)
     return _replayed(plan, origin)
 
@@ -179,33 +178,28 @@ def _content(text: str, origin: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        msg = (
+        raise PlanFileError(
             f"{origin} is no JSON ({error}): it is cut off or damaged, or no plan. "
             "Save the plan again."
-        )
-        raise PlanFileError(msg) from error
+        ) from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
-        msg = (
+        raise PlanFileError(
             f'{origin} is JSON but no plan: its "format" is not {_FORMAT!r}. '
             "Give a file that Plan.save wrote."
         )
-        raise PlanFileError(msg)
     version = content.get("version")
     if version != _VERSION:
-        msg = (
+        raise PlanFileError(
             f"{origin} has format version {version!r}, and this release of rockmate reads "
             f"{_VERSION}. Use the release that wrote it."
         )
-        raise PlanFileError(msg)
     if content.get("digest") != _digest(content):
-        msg = (
+        raise PlanFileError(
             f"{origin} has been damaged or edited outside its schedule: its digest does not fit "
             "its content. Save the plan again."
         )
-        raise PlanFileError(msg)
     if not isinstance(content.get("schedule"), list):
-        msg = f"{origin} has no schedule. Save the plan again."
-        raise PlanFileError(msg)
+        raise PlanFileError(f"{origin} has no schedule. Save the plan again.")
     return content
 
 
@@ -240,8 +234,7 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
         link=Link(**content["link"]) if content.get("link") else None,
     )
     if len(rows) != len(snapshot.ops):
-        msg = f"{len(rows)} costs for {len(snapshot.ops)} ops"
-        raise ValueError(msg)
+        raise ValueError(f"{len(rows)} costs for {len(snapshot.ops)} ops")
     module, text = content.get("loss_block", ("", ""))
     fault = fault_of(snapshot, schedule)
     if fault:
@@ -276,8 +269,7 @@ def _offload(content: Mapping[str, Any]) -> OffloadRequest | None:
         return None
     kind, _, folder = content["offload"].partition(":")
     if kind not in ("host", "disk"):
-        msg = f"offload is {content['offload']!r}"
-        raise ValueError(msg)
+        raise ValueError(f"offload is {content['offload']!r}")
     with_trained = bool(content.get("with_trained"))
     return OffloadRequest(kind, folder, content["host_budget"], with_trained)
 
@@ -298,15 +290,13 @@ def _schedule(rows: list[Any]) -> Schedule:
     for number, row in enumerate(rows):
         match = _ROW.fullmatch(row) if isinstance(row, str) else None
         if match is None:
-            msg = (
+            raise ValueError(
                 f"step {number} of the schedule reads {row!r}, not like 'forward 3 addmm_1' with "
                 "' again' and ' in-place' where they hold"
             )
-            raise ValueError(msg)
         halves.append(match[1])
     if halves != sorted(halves, reverse=True):
-        msg = "the schedule has a step of the forward after one of the backward"
-        raise ValueError(msg)
+        raise ValueError("the schedule has a step of the forward after one of the backward")
     words = [row.split() for row in rows]
     return Schedule(
         tuple(int(each[1]) for each in words if each[0] == "forward"),
@@ -320,21 +310,19 @@ def _check_schedule_rows(plan: PlanRecord, rows: list[str], origin: str) -> None
     written = plan.schedule.rows(plan.snapshot.names)
     for number, (row, expected) in enumerate(zip(rows, written, strict=True)):
         if row.split() != expected.split():
-            msg = (
+            raise PlanFileError(
                 f"step {number} of the schedule in {origin} reads {row!r} and would have to read "
                 f"{expected!r}."
             )
-            raise PlanFileError(msg)
 
 
 def _replayed(plan: PlanRecord, origin: str) -> PlanRecord:
     """The plan with the peak and the time of its schedule."""
     found = plan.simulation
     if found.peak_bytes > plan.predicted_peak_bytes:
-        msg = (
+        raise PlanFileError(
             f"the schedule in {origin} has a peak of {found.peak_bytes:,} bytes, at step "
             f"{found.peak_position}, above the {plan.predicted_peak_bytes:,} bytes that the plan "
             "promises."
         )
-        raise PlanFileError(msg)
     return replace(plan, predicted_peak_bytes=found.peak_bytes, predicted_ms=found.time_ms)

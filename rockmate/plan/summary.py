@@ -126,10 +126,7 @@ def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     if plan.is_cut_short and plan.status == "time_limit":
         yield "search", "ended by time_limit_s; with more time the plan may be faster"
     if plan.num_unproved_blocks:
-        yield (
-            "solver",
-            "not proved to be optimal; a larger time_limit_s may help",
-        )
+        yield "solver", "not proved to be optimal; a larger time_limit_s may help"
 
 
 def _bitwise_text(plan: PlanRecord) -> str:

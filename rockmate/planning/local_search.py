@@ -26,8 +26,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import accumulate
 
-from tqdm import tqdm
-
+from rockmate._util import progress_bar
 from rockmate.costs.cost import unit_times
 from rockmate.planning.candidate import Candidate, by_peak, fastest, feasible
 from rockmate.planning.perturbation import Perturbation
@@ -119,7 +118,7 @@ class LocalSearch:
         falling = sorted(set(budgets), reverse=True)
         feasible_budgets = [each for each in falling if each >= self.minimum().peak_bytes]
         share = max(_LEAST_SHARE, 1 / max(1, len(feasible_budgets)))
-        for budget_bytes in tqdm(
+        for budget_bytes in progress_bar(
             feasible_budgets, desc="planning", unit="budget", disable=not (progress and falling)
         ):
             # All budgets above profit from the schedule for the smallest.

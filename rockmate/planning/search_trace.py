@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any
 
-from tqdm import tqdm
-
+from rockmate._util import progress_bar
 from rockmate.budget import size_text
 from rockmate.planning.candidate import Candidate
 
@@ -35,7 +34,7 @@ _bar: ContextVar[Any] = ContextVar("bar", default=None)
 @contextmanager
 def gap_bar(*, is_shown: bool) -> Iterator[None]:
     """Shows the schedules that a long search has tried, the best time and its gap, while inside."""
-    with tqdm(
+    with progress_bar(
         desc="planning", unit="schedule", disable=not is_shown, delay=_BAR_DELAY_S, leave=False
     ) as bar:
         token = _bar.set(bar)

@@ -31,6 +31,11 @@ def test_a_case_beyond_the_limit_is_a_miss() -> None:
     assert any(line.endswith("| > 1 | **miss** |") for line in page)
 
 
+def test_a_second_start_of_gpt2_is_planned_within_a_second() -> None:
+    first, second = planning_time.two_starts("gpt2-1row", first=3.0, second=1.0).times
+    assert second.figure_s <= 1.0 < first.figure_s
+
+
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_models_train(name: str) -> None:
     workload = built(name, partial(RECURRENT[name], layers=3, length=8))

@@ -172,6 +172,7 @@ def test_budget_below_the_minimum(tmp_path: Path, capsys: pytest.CaptureFixture[
     "arguments",
     [
         *("", "fly", "demo --budget 1.5", "demo --budget nan", "demo --steps 0", "demo --tokens 1"),
+        "check --threads 0",
         *("sweep", "sweep a:b --steps 0", "sweep a:b --dtype float8", "plan a:b"),
         *(f"plan a:b --budget 1.0 --in-flight {number}" for number in ("0", "-1", "two")),
         *(f"fit a:b --memory 1GiB --{text}" for text in ("sizes 2,0", "tokens 1", "steps -1")),
@@ -334,6 +335,8 @@ def test_plan_takes_the_smallest_peak_if_asked(
         (["run", "--budget=0.5,0.6", "file"], "--budget has several budgets"),
         (["run", "--memory=x", "file"], "budget 'x' cannot be read"),
         (["plan", "NET", "--budget", "1.0", "--strategy", "best"], "'best' is not known"),
+        (["check", "--device", "nowhere"], "device 'nowhere' cannot be used here"),
+        (["check", "--only", "nothing", "--device", "cpu"], "there are GPT-2, "),
     ],
 )
 def test_sweeps_and_plans_that_are_refused(
@@ -365,15 +368,18 @@ def test_an_error_after_progress_stands_on_a_line_of_its_own(
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_bar_that_clears_itself_is_for_a_terminal(
+def test_stages_and_bars_that_clear_themselves_are_for_a_terminal(
     is_terminal: bool,
     network: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("rockmate._util.STAGE_DELAY_S", 0.0)
     assert main(["plan", network, "--budget", "1.0"]) == 0
-    assert ("measuring ops" in capsys.readouterr().err) == is_terminal
+    stages, _, bars = capsys.readouterr().err.partition("measuring ops")
+    assert bool(bars) == ("loading PyTorch" in stages) == is_terminal
+    assert "capturing" not in bars, "a bar takes the place of the stages"
 
 
 def test_missing_transformers(

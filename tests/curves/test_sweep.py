@@ -20,7 +20,7 @@ import rockmate
 from bench import measure
 from rockmate import InvalidBudgetError, Plan, Planner, RockmateModule, SweepRow
 from rockmate.curves import measure as measurement
-from rockmate.curves.errors import SweepError, SweepFolderError
+from rockmate.curves.errors import SweepError
 from rockmate.curves.measure import SideBySide, tensor_difference
 from rockmate.curves.page import page
 from rockmate.curves.sweep import Sweep
@@ -364,7 +364,7 @@ def test_csv_holds_the_rows(tmp_path: Path) -> None:
 def test_a_folder_of_another_model_is_refused_and_left_alone(tmp_path: Path) -> None:
     run(tmp_path, measure=False)
     before = {path.name: path.read_bytes() for path in tmp_path.glob("sweep.*")}
-    with pytest.raises(SweepFolderError, match="another model or sample") as refused:
+    with pytest.raises(SweepError, match="another model or sample") as refused:
         rockmate.sweep(models.Stack(1).train(), torch.randn(64, 16), out=tmp_path)
     assert "a stack" in str(refused.value)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("sweep.*")} == before
@@ -373,7 +373,7 @@ def test_a_folder_of_another_model_is_refused_and_left_alone(tmp_path: Path) -> 
 def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
     run(tmp_path, measure=False)
     model, x = stack()
-    with pytest.raises(SweepFolderError, match=r"its machine was None and is 'cpu-avx2' now"):
+    with pytest.raises(SweepError, match=r"its machine was None and is 'cpu-avx2' now"):
         rockmate.sweep(model, x, out=tmp_path, machine=MACHINE)
 
 
@@ -381,14 +381,14 @@ def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
 def test_a_damaged_folder_is_refused(name: str, tmp_path: Path) -> None:
     run(tmp_path, measure=False)
     (tmp_path / name).write_text((tmp_path / name).read_text()[:-9])
-    with pytest.raises(SweepFolderError, match="damaged") as refused:
+    with pytest.raises(SweepError, match="damaged") as refused:
         run(tmp_path, measure=False)
     assert name in str(refused.value)
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(SweepFolderError, match="Give another --out"):
+    with pytest.raises(SweepError, match="Give another --out"):
         rockmate.sweep(nn.Identity(), None, out=tmp_path / "file" / "folder")
 
 

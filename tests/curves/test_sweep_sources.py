@@ -17,7 +17,7 @@ from rockmate.budget import budgets_in_bytes, parse_budgets
 from rockmate.cli.main import main
 from rockmate.hf.model_source import load_model
 from rockmate.hf.source_check import ModelSourceError
-from rockmate.hf.synthetic_sample import SampleError, SampleShape
+from rockmate.hf.synthetic_sample import SampleShape
 
 # --- budgets --------------------------------------------------------------------------------------
 
@@ -275,10 +275,10 @@ def test_loading_leaves_the_generator_alone(tmp_path: Path) -> None:
         (_GPT2, "NoSuchModel", {}, ModelSourceError, "NoSuchModel"),
         ({"model_type": "none_such"}, None, {}, ModelSourceError, "none_such"),
         (_GPT2 | {"n_embd": 33}, None, {}, ModelSourceError, "cannot be built"),
-        (_GPT2, None, {"num_tokens": 25}, SampleError, "24 or fewer"),
-        (_GPT2, None, {"image_size": 8}, SampleError, "--image-size"),
-        (_VIT, None, {"num_tokens": 8}, SampleError, "--tokens"),
-        (_BERT, "BertForNextSentencePrediction", {}, SampleError, "package.module:function"),
+        (_GPT2, None, {"num_tokens": 25}, ModelSourceError, "24 or fewer"),
+        (_GPT2, None, {"image_size": 8}, ModelSourceError, "--image-size"),
+        (_VIT, None, {"num_tokens": 8}, ModelSourceError, "--tokens"),
+        (_BERT, "BertForNextSentencePrediction", {}, ModelSourceError, "package.module:function"),
         (_VIT, "ViTForMaskedImageModeling", {}, None, ""),
     ],
 )

@@ -285,7 +285,6 @@ def test_a_start_that_takes_long_shows_its_stages(
 ) -> None:
     monkeypatch.setattr("rockmate._util.is_terminal", lambda: True)
     monkeypatch.setattr("rockmate._util.STAGE_DELAY_S", delay_s)
-    monkeypatch.setattr("rockmate._util.threading.Timer.start", lambda self: None)
     RockmateModule(models.Stack(1).train(), torch.randn(8, 16), 1.0)
     shown = capsys.readouterr().err
     for stage in ("capturing the model", "measuring ops", "planning"):

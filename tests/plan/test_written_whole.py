@@ -12,7 +12,7 @@ import torch
 
 import rockmate
 from rockmate._util import write_whole
-from rockmate.curves.errors import SweepFolderError
+from rockmate.curves.errors import SweepError
 
 MACHINE = "cpu-avx2"  # which is estimated: quick
 
@@ -65,7 +65,7 @@ def test_a_sweep_keeps_its_folder(tmp_path: Path, full_disk: Any) -> None:
     sweep(budgets=[0.8], out=tmp_path)
     before = contents(tmp_path)
     full_disk()
-    with pytest.raises(SweepFolderError, match=r"No space left.*is kept"):
+    with pytest.raises(SweepError, match=r"No space left.*is kept"):
         sweep(budgets=[0.9], out=tmp_path)
     assert contents(tmp_path) == before
 

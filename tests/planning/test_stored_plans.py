@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -253,32 +251,3 @@ def test_those_not_read_for_longest_go(
     assert first not in files(folder)
     assert second in files(folder)
     assert len(files(folder)) == 2
-
-
-_GPT2 = """
-import time, torch
-from transformers import GPT2Config, GPT2LMHeadModel
-import rockmate.request as request
-from rockmate import RockmateModule
-
-torch.set_num_threads(1)
-x = torch.randint(50257, (1, 128))
-captured, ends_s = request.captured_step, []
-
-def timed(*args):
-    step = captured(*args)
-    ends_s.append(time.thread_time())
-    return step
-
-request.captured_step = timed
-model = GPT2LMHeadModel(GPT2Config()).train()
-RockmateModule(model, {"input_ids": x, "labels": x}, budget=0.5)
-print(time.thread_time() - ends_s[0])
-"""
-
-
-def test_a_second_start_of_gpt2_is_planned_within_a_second() -> None:
-    """In a process of its own, after the capture, in seconds of its processor."""
-    command = [sys.executable, "-c", _GPT2]
-    seconds = [float(subprocess.run(command, capture_output=True, check=True).stdout) for _ in "12"]
-    assert seconds[1] <= 1.0 < seconds[0]

@@ -29,6 +29,7 @@ from torch._C._profiler import (
 
 from rockmate._torch.cuda import make_workspaces
 from rockmate._torch.engine import is_profiling
+from rockmate._torch.pytree import tree_leaves
 from rockmate._util import gc_paused
 from rockmate.errors import RockmateError
 
@@ -111,7 +112,8 @@ def workspace_bytes(
     """Bytes by which the peak during a function exceeds what it leaves allocated.
 
     Both are relative to the state before the call. Arguments that the function releases therefore
-    add to the result: they lower what is left, not the peak.
+    add to the result: they lower what is left, not the peak. Padding counts as well, that is memory
+    of the result beyond its elements.
 
     Args:
         prepare: returns the function and its arguments, which it allocates.
@@ -122,9 +124,8 @@ def workspace_bytes(
         recording.mark()
         result = function(*arguments)
         recording.mark()
-    del result
     _, during, after = recording.stop()
-    return during.peak_bytes - after.begin_bytes
+    return during.peak_bytes - after.begin_bytes + _padding_bytes(result)
 
 
 def net_allocated(function: Callable[[], Any], device: torch.device) -> tuple[int, Any]:
@@ -133,6 +134,16 @@ def net_allocated(function: Callable[[], Any], device: torch.device) -> tuple[in
         result = function()
         recording.mark()
     return recording.stop()[-1].begin_bytes, result
+
+
+def _padding_bytes(result: Any) -> int:
+    """Bytes of scalar results beyond their one element.
+
+    A reduced loss is one number in a storage as large as what was reduced.
+    """
+    leaves = [value for value in tree_leaves(result) if isinstance(value, torch.Tensor)]
+    scalars = [tensor for tensor in leaves if tensor.numel() == 1]
+    return sum(scalar.untyped_storage().nbytes() - scalar.element_size() for scalar in scalars)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -233,8 +233,7 @@ class _Call:
         device: device of its results.
         key: equal for calls of equal cost.
         times_ms: the measured times.
-        overhead_bytes: the measured workspace, with the padding.
-        padding_bytes: memory of its results beyond what the graph counts.
+        overhead_bytes: the measured workspace.
         first_ms: time of the run that measured the workspace; 0 on CUDA.
         launches_ms: on CUDA, the host's times of issuing the call.
         has_produced_integers: whether integers that another op returns are made by that op, for
@@ -257,7 +256,7 @@ class _Call:
         self.device = op.device
         self.key = key or call_key(target, args, kwargs)
         self.times_ms: list[float] = []
-        self.overhead_bytes = self.padding_bytes = 0
+        self.overhead_bytes = 0
         self.first_ms = 0.0
         self.launches_ms: list[float] = []
         self.has_produced_integers = False
@@ -318,13 +317,12 @@ class _Call:
             result = target(*args, **kwargs)
             self.first_ms = (cpu_seconds() - begin) * 1e3
             observe(self.key, result, args if is_op(target) else ())
-            self.padding_bytes = _padding_bytes(result, fake, args)
             return _tracked_results(result, fake)
 
         measured_bytes = workspace_bytes(lambda: (run, made or self._make_call()), self.device)
         # A peak is no lower than what was there before the call. It only seems to be if a run that
         # draws or halts otherwise than the sample's released less than is planned.
-        return max(measured_bytes + self.padding_bytes - released_bytes, -self.op.written_bytes)
+        return max(measured_bytes - released_bytes, -self.op.written_bytes)
 
     @contextmanager
     def _errors_explained(self) -> Iterator[None]:
@@ -423,33 +421,6 @@ def _keeps_inputs(target: Any) -> bool:
     if target in (_ADD, _ADD_PRODUCT, _add_flipped_product, cross_entropy_backward):
         return True
     return is_op(target) and not schema_of(target).is_mutable
-
-
-def _padding_bytes(result: Any, fake: Any, args: Any) -> int:
-    """Bytes of results beyond what the graph counts of them.
-
-    A kernel may keep the memory that it has worked in: a loss of one number that of the elements
-    which it sums, a fold that of its columns.
-    """
-    given = {each.data_ptr() for each in _storages(args) if each is not None}
-    pairs = zip(_storages(result), _storages(fake), strict=False)
-    beyond = {
-        made.data_ptr(): made.nbytes() - known.nbytes()
-        for made, known in pairs
-        if made is not None and known is not None and made.data_ptr() not in given
-    }
-    return sum(max(0, each) for each in beyond.values())
-
-
-def _storages(values: Any) -> list[torch.UntypedStorage | None]:
-    """The memory of each value; None for one without memory of its own kind."""
-    listed = values if isinstance(values, tuple | list) else [values]
-    return [
-        each.untyped_storage()
-        if isinstance(each, torch.Tensor) and each.layout == torch.strided
-        else None
-        for each in listed
-    ]
 
 
 def _tracked_results(result: Any, fake: Any) -> Any:

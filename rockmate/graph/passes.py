@@ -178,7 +178,7 @@ REWRITES: tuple[Pass[Capture], ...] = (
         merge_equal_values,
     ),
     _rewrite("remove dead calls", "every returned value and every draw", remove_dead_calls),
-    _rewrite("copy reduced losses", _SAME_BITS, rewrite.copy_reduced_losses),
+    _rewrite("copy out of workspaces", _SAME_BITS, rewrite.copy_out_of_workspaces),
     _rewrite("copy slices read late", _SAME_BITS, rewrite.copy_slices_read_late),
     Pass(name="slice convolutions", keeps=_SAME_BITS, run=_slice_convolutions),
     Pass(

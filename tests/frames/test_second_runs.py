@@ -115,6 +115,11 @@ class InDeque(Body):
         return self.state[-1]
 
 
+@made_of(lambda: {"state": [1.0] * 5000})
+class InALongList(InDeque):
+    """A list of all steps so far, which is not followed any more."""
+
+
 @made_of(lambda: {"state": {"all": ([1.0],)}})
 class Nested(Body):
     def factor(self) -> Any:
@@ -286,12 +291,12 @@ def check(model: nn.Module, budget: float, between: Between | None = None) -> No
     [
         Listed, Passed,
         *(lambda each=each: Net(each) for each in (
-            InDeque, Nested, InObject, InTensor, InDict, Drawing, LateStatistics, LateBuffer,
-            Decaying, Attending, Recurrent, Inferring, PythonRandom,
+            InDeque, InALongList, Nested, InObject, InTensor, InDict, Drawing, LateStatistics,
+            LateBuffer, Decaying, Attending, Recurrent, Inferring, PythonRandom,
         )),
     ],
     ids=(
-        "list", "object", "deque", "nested", "attribute", "tensor", "dict", "generators",
+        "list", "object", "deque", "long list", "nested", "attribute", "tensor", "dict", "generators",
         "statistics", "buffer", "parameter", "attention", "recurrent", "inference",
         "python",
     ),

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import sysconfig
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from tqdm import tqdm
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+
+ROOT = str(Path(__file__).parent)
 
 
 STAGE_DELAY_S = 2.0
@@ -148,3 +152,12 @@ def cache_folder() -> Path | None:
         return None if given == "off" else Path(given)
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return None if folder.startswith("~") else Path(folder) / "rockmate"
+
+
+@cache
+def is_users(file: str) -> bool:
+    """Whether code is neither of an installed package, nor of Python's library, nor of this one."""
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):  # of another prefix
+        return False
+    return not any(file.startswith((place, "<frozen")) for place in (*places, ROOT))

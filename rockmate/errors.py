@@ -58,10 +58,22 @@ class InfeasibleBudgetError(RockmateError, ValueError):
         super().__init__(text)
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
+        self._peak = {"where": where, "slowdown": slowdown}
+        self._advices: list[str] = []
+
+    def of_whole(self, num_parts: int, beside_bytes: int) -> InfeasibleBudgetError:
+        """The error of the budget of which this one's is an equal part, without what is beside."""
+        sizes = (self.budget_bytes, self.minimum_bytes)
+        whole = (num_parts * (each + beside_bytes) for each in sizes)
+        made = InfeasibleBudgetError(*whole, **self._peak)
+        for advice in self._advices:
+            made.advised(advice)
+        return made
 
     def advised(self, advice: str) -> InfeasibleBudgetError:
         """The same error, which says more."""
         self.args = (f"{self} {advice}",)
+        self._advices.append(advice)
         return self
 
 

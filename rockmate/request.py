@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rockmate._util import begin_stage, gc_paused, stages_shown
-from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget, slowdown_of
+from rockmate.budget import (
+    Budget,
+    OnInfeasible,
+    is_share,
+    parse_budget,
+    size_text,
+    slowdown_of,
+)
 from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.traced_forward import first_call_awaited
 from rockmate.errors import InfeasibleBudgetError
@@ -206,13 +213,16 @@ class PlanRequest:
                 budget, strategy=self.strategy, on_infeasible=self.on_infeasible
             )
         except InfeasibleBudgetError as error:
-            if self.num_methods == 1 or is_share(self.budget):
-                raise
-            sizes = error.budget_bytes, error.minimum_bytes
-            whole = InfeasibleBudgetError(*(self.num_methods * each for each in sizes))
-            raise whole.advised(
-                f"Each of the {self.num_methods} methods that are planned has an equal part of it."
-            ) from None
+            num_methods = 1 if is_share(self.budget) else self.num_methods
+            whole = error.of_whole(num_methods, self.excess_bytes)
+            if num_methods > 1:
+                whole.advised(
+                    f"Each of the {num_methods} methods that are planned has an equal part of it."
+                )
+            if self.excess_bytes:
+                excess = size_text(self.excess_bytes)
+                whole.advised(f"Steps took {excess} beyond their plans, for which room is left.")
+            raise whole from None
 
 
 def _bytes_of(budget: Budget, plan: Plan) -> int:

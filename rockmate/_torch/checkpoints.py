@@ -78,12 +78,25 @@ def checkpoints_observed(
             # Without an argument that requires a gradient, eager gives none to parameters either.
             has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
             with region(False, preserve_rng_state), torch.set_grad_enabled(has_gradient):
-                return fn(*args)
+                return fn(*_each_with_one_gradient(args))
 
     with attributes_set(
         (checkpoints, name, observed), (checkpoints, "CheckpointFunction", PlainCall)
     ):
         yield
+
+
+def _each_with_one_gradient(args: tuple[Any, ...]) -> list[Any]:
+    """Arguments of a reentrant call whose gradients are added up before they are given outside.
+
+    In eager the call's own backward adds them up. Views do so here: the last one is differentiated
+    first, as eager gives the first gradient first.
+    """
+    views = [
+        each.view_as(each) if isinstance(each, torch.Tensor) and each.requires_grad else each
+        for each in reversed(args)
+    ]
+    return views[::-1]
 
 
 def _traceable(context_fn: Any) -> tuple[Any, bool]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import dis
 import sys
-import sysconfig
 from collections.abc import Iterable
 from functools import cache
-from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
@@ -20,9 +18,9 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import hooks_within
+from rockmate._util import ROOT, is_users
 from rockmate.capture.attribute_access import Place
 
-_ROOT = str(Path(__file__).parents[1])
 _METHODS = ("forward", "setup_context", "backward", "vjp")
 
 
@@ -70,7 +68,7 @@ class _Reader:
         if not isinstance(function, FunctionType) or id(function) in self._seen:
             return
         self._seen.add(id(function))
-        if not _is_users(function.__code__.co_filename):
+        if not is_users(function.__code__.co_filename):
             return
         names, global_names = _names_of(function.__code__)
         module = sys.modules.get(function.__module__)
@@ -87,13 +85,13 @@ class _Reader:
         if isinstance(value, FunctionType):
             self.follow(value)
         elif isinstance(value, ModuleType | type):
-            if _is_users(_file_of(value)):
+            if is_users(_file_of(value)):
                 known = self._members.setdefault(id(value), set())  # modules name one another
                 fresh = names & vars(value).keys() - known
                 known |= fresh
                 for name in fresh:
                     self._take(Place(value, name), names)
-        elif not callable(value) or _is_users(_file_of(type(value))):
+        elif not callable(value) or is_users(_file_of(type(value))):
             self.places.setdefault(place.key, place)
             is_object = hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
             for name in names & vars(value).keys() if is_object else ():
@@ -115,13 +113,4 @@ def _names_of(code: CodeType) -> tuple[set[str], set[str]]:
 def _file_of(value: Any) -> str:
     if isinstance(value, type):
         value = sys.modules.get(value.__module__)
-    return str(getattr(value, "__file__", None) or _ROOT)
-
-
-@cache
-def _is_users(file: str) -> bool:
-    """Whether code is neither of an installed package, nor of Python's library, nor of this one."""
-    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):  # of another prefix
-        return False
-    return not any(file.startswith((place, "<frozen")) for place in (*places, _ROOT))
+    return str(getattr(value, "__file__", None) or ROOT)

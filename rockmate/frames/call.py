@@ -9,8 +9,11 @@ meanwhile may not be read.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+import functools
+import logging
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -32,11 +35,15 @@ from rockmate.capture.outer_values import objects_of_hooks
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
-from rockmate.state.call_state import outside_of
+from rockmate.state.call_state import CallState, outside_of
 from rockmate.state.digest import bits_of
+from rockmate.state.iterators import iterators_guarded
+from rockmate.state.members import objects_and_members
 from rockmate.state.objects import Handler, Objects, objects_of_python
 from rockmate.state.random_state import RandomState, random_state_kept
 from rockmate.state.tensors import PLAIN, parts_of, storages_of, tensors_in, with_changed
+
+logger = logging.getLogger(__name__)
 
 # Tables of members and hooks, and the forward that stands in for a frame's own.
 _SKIPPED = (vars(nn.Module()).keys() | RECURRENT_WEIGHTS | {"forward"}) - {"training"}
@@ -78,6 +85,8 @@ _OF_MODULE = Handler(
 
 
 def _follows(kind: type) -> Handler | None:
+    if kind in (MethodType, functools.partial):
+        return objects_and_members(kind)
     return _OF_MODULE if kind is _Attributes else objects_of_python(kind)
 
 
@@ -103,8 +112,8 @@ class Call:
     Attributes:
         key: which call.
         cannot_repeat: whether its forward cannot run again: it changed an input, a parameter, or
-            another tensor of which there is no copy, or it ran a collective, which no other rank
-            would run again with it.
+            another tensor of which there is no copy; it took an item of an iterator; or it ran a
+            collective, which no other rank would run again with it.
     """
 
     def __init__(
@@ -134,7 +143,7 @@ class Call:
         foreign = memory.draws_foreign
         self._random_state = RandomState([memory.device], of_pytorch_alone=not foreign)
         self._autocast = autocast_dtypes()
-        self._num_collectives = num_collectives()
+        self._num_collectives, self._num_items = num_collectives(), memory.num_items
 
     # --- taking -----------------------------------------------------------------------------------
 
@@ -235,9 +244,24 @@ class Call:
             self._memory.writing.add(self.key.path)
         else:
             self._outside = None
+        self._note_items()
         has_met_others = self._num_collectives != num_collectives()
         self.cannot_repeat = bool(written) or self.has_changed_inputs()
+        self.cannot_repeat |= self.key.path in self._memory.taking
         self.cannot_repeat |= has_met_others and self._memory.agreement is None
+
+    def _note_items(self) -> None:
+        taking, path = self._memory.taking, self.key.path
+        if self._num_items == self._memory.num_items or path in taking:
+            return
+        if not taking:
+            logger.warning(
+                "calls of %s, and others like them, never run again, since they take items of an "
+                "iterator, which gives each once. Take the item outside of the model, and pass it "
+                "as an argument.",
+                path,
+            )
+        taking.add(path)
 
     def roll_back(self) -> None:
         """Undoes what an unfinished run has changed: attributes, buffers and random state."""
@@ -369,6 +393,26 @@ class Call:
             "plain model once before it is wrapped."
         )
         return UnsupportedModelError(msg)
+
+
+@contextmanager
+def items_noted(
+    model: nn.Module, call: tuple[tuple[Any, ...], Mapping[str, Any]], memory: Memory
+) -> Iterator[Any]:
+    """Counts the items that a forward takes of iterators, if the step is measured.
+
+    Yields the arguments of the call.
+    """
+    if not memory.is_measuring:
+        yield call
+        return
+    before = CallState(model, *call)
+
+    def note(_: str) -> None:
+        memory.num_items += 1
+
+    with iterators_guarded(before.objects, note):
+        yield before.arguments
 
 
 class _Detached:

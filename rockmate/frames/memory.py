@@ -98,6 +98,8 @@ class Memory:
         tried: frames of a step that is undone, see `FrameTrials.repeated`; None in others.
         has_collectives: whether a forward of the model has run one.
         writing: paths of frames that were seen to write outside of their modules.
+        num_items: that forwards have taken of iterators, in measured steps.
+        taking: paths of frames that take some.
         undropped: paths of frames that this step could not drop, if it is measured.
     """
 
@@ -143,6 +145,7 @@ class Memory:
         self._backward_id = -1
         self.tried: list[Any] | None = None
         self.has_collectives, self.undropped, self.writing = False, set[str](), set[str]()
+        self.num_items, self.taking = 0, set[str]()
         self.at_end: Callable[[], None] | None = None
 
     def begin_step(self, state: Any, held_bytes: int) -> None:

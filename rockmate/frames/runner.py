@@ -27,7 +27,7 @@ from rockmate.errors import InfeasibleBudgetError, TrialError
 from rockmate.frames import budget_check
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.budget_check import PeakCheck
-from rockmate.frames.call import Arguments, Call, sizes_of
+from rockmate.frames.call import Arguments, Call, items_noted, sizes_of
 from rockmate.frames.call_history import state_of
 from rockmate.frames.frame import Frame, unhooked
 from rockmate.frames.knapsack import decidable_bytes
@@ -209,8 +209,9 @@ class FrameRunner:
         num_before = num_collectives()
         self._is_running = True
         try:
-            with self._frames_installed(), uncompiled(self._model):
-                output = self._model(*args, **kwargs)
+            noted = items_noted(self._model, (args, kwargs), memory)
+            with self._frames_installed(), uncompiled(self._model), noted as (given, named):
+                output = self._model(*given, **named)
         except BaseException:
             memory.leave_recording()
             raise

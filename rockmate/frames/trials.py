@@ -12,9 +12,7 @@ from torch import nn
 from rockmate._torch.autocast import autocast_uncached
 from rockmate.frames.memory import Memory
 from rockmate.state.call_state import CallState
-from rockmate.state.iterators import IteratorError, reach_iterators
-from rockmate.state.members import objects_and_members
-from rockmate.state.objects import Objects
+from rockmate.state.iterators import IteratorError
 from rockmate.state.random_state import random_state_kept
 from rockmate.trial.conditions import Conditions
 from rockmate.trial.run import run_beside_eager
@@ -113,10 +111,8 @@ class FrameTrials:
                         found.setdefault(frame.key.path, f"{error}")
                     frame.drop()
                 del output
-        except IteratorError as error:  # of the forward: what reaches none repeats
-            for path in paths:
-                objects = Objects([model.get_submodule(path)], follows=objects_and_members)
-                found.update({path: str(error)} if reach_iterators(objects) else {})
+        except IteratorError:  # of the forward: the step itself tells which frames take items
+            return paths
         finally:
             memory.tried = None
             memory.calls.forget()

@@ -169,7 +169,7 @@ REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite(merge_equal_values),
     # Every draw, too.
     _rewrite(remove_dead_calls),
-    _rewrite(rewrite.copy_reduced_losses),
+    _rewrite(rewrite.copy_out_of_workspaces),
     _rewrite(rewrite.copy_slices_read_late),
     _slice_convolutions,
     _copy_inputs_again,

@@ -18,7 +18,7 @@ from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD
 from rockmate.graph.node_marks import is_saved
 from rockmate.ops.convolutions import convolution_backward_in_slices
 from rockmate.ops.kernel_layouts import CHANNELS_LAST
-from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, dropout_mask
+from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, dropout_mask, fold
 from rockmate.ops.rng import is_random
 
 _aten = torch.ops.aten
@@ -186,8 +186,10 @@ def _fuse_gather_backward(
     graph.erase_node(gradient)
 
 
-def copy_reduced_losses(graph: fx.Graph) -> None:
-    """Copies each scalar loss out of memory as large as what it reduces."""
+def copy_out_of_workspaces(graph: fx.Graph) -> None:
+    """Copies each scalar loss, and each folded image, out of the memory of what it sums."""
+    for node in _calls(graph, _aten.col2im.default):
+        node.target = fold
     for target in REDUCED_IN_PLACE:
         for node in _calls(graph, target):
             if node.meta["val"].ndim == 0:

@@ -144,6 +144,11 @@ def as_strided(
     return tensor.as_strided(size, stride, offset)
 
 
+def fold(columns: torch.Tensor, *arguments: Sequence[int]) -> torch.Tensor:
+    """`col2im` in memory of the image's size: PyTorch's kernel keeps that of the columns."""
+    return _aten.col2im(columns, *arguments).clone()
+
+
 def converted_numel(values: torch.Tensor, mask: torch.Tensor) -> int:
     """Number of mask elements that `dropout_apply` converts to the values' dtype at once.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,6 +20,7 @@ from rockmate._torch.members import (
     parametrizations_afresh,
 )
 from rockmate._torch.storage import versions_of
+from rockmate._util import ROOT, is_users
 from rockmate.state.contents import Both, TensorState
 from rockmate.state.iterators import iterators_guarded, reach_iterators
 from rockmate.state.members import Globals, objects_and_members
@@ -201,8 +203,34 @@ def _root_name(root: Any) -> str:
 
 
 def _globals_of(members: Iterable[Any]) -> list[dict[str, Any]]:
-    """Those of the files that classes and functions stand in, but for libraries."""
+    """Those of the files that classes and functions stand in, but for libraries.
+
+    The user's own files that such files name, and so on, are among them.
+    """
     files = dict.fromkeys(str(getattr(each, "__module__", "")) for each in members)
     libraries = ("torch", "rockmate", "builtins")
-    own = [each for each in files if each.partition(".")[0] not in libraries]
-    return [vars(sys.modules[name]) for name in own if name in sys.modules]
+    found = [each for each in files if each.partition(".")[0] not in libraries]
+    tables = []
+    for name in found:
+        module = sys.modules.get(name)
+        if module is None:
+            continue
+        tables.append(vars(module))
+        if not is_users(_file_of(module)):
+            continue
+        for value in [*vars(module).values()]:
+            own = _module_of(value)
+            if own not in files and is_users(_file_of(sys.modules.get(own))):
+                files[own] = None
+                found.append(own)
+    return tables
+
+
+def _module_of(value: Any) -> str:
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    return str(value.__module__) if isinstance(value, types.FunctionType | type) else ""
+
+
+def _file_of(module: Any) -> str:
+    return str(getattr(module, "__file__", None) or ROOT)

@@ -1,9 +1,9 @@
-"""Iterators that a forward reaches: a run that is undone must not use them up."""
+"""Iterators that a forward reaches: a run that is undone or repeated must not use them up."""
 
 from __future__ import annotations
 
 import types
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,20 +26,26 @@ class IteratorError(UnsupportedModelError):
 
 
 class _Guard(Generator[Any, Any, None]):
-    """Stands for an iterator, and gives no item."""
+    """Stands for an iterator, and tells of each item that is taken."""
 
-    def __init__(self, iterator: Any, place: str) -> None:
-        self.iterator, self._place = iterator, place
+    def __init__(self, iterator: Any, place: str, note: Callable[[str], None]) -> None:
+        self.iterator, self._place, self._note = iterator, place, note
 
-    def send(self, _: Any) -> Any:
-        msg = (
-            f"the forward takes an item of the iterator {self._place}, which a capture or a trial "
-            "would use up. Take the item outside of the model, and pass it as an argument."
-        )
-        raise IteratorError(msg)
+    def send(self, value: Any) -> Any:
+        self._note(self._place)
+        return next(self.iterator) if value is None else self.iterator.send(value)
 
-    def throw(self, *_: Any) -> Any:
-        return self.send(None)
+    def throw(self, *error: Any) -> Any:
+        self._note(self._place)
+        return self.iterator.throw(*error)
+
+
+def _refuse(place: str) -> None:
+    msg = (
+        f"the forward takes an item of the iterator {place}, which a capture or a trial "
+        "would use up. Take the item outside of the model, and pass it as an argument."
+    )
+    raise IteratorError(msg)
 
 
 def reach_iterators(objects: Objects) -> bool:
@@ -50,28 +56,30 @@ def reach_iterators(objects: Objects) -> bool:
 
 
 @contextmanager
-def iterators_guarded(objects: Objects) -> Iterator[None]:
-    """Has iterators that are attributes or elements give no items, for a run that is undone.
+def iterators_guarded(objects: Objects, note: Callable[[str], None] = _refuse) -> Iterator[None]:
+    """Has iterators that are attributes, elements or global names tell of items that are taken.
 
-    What takes an item raises `IteratorError`. Iterators within tuples are left.
+    Iterators within tuples are left.
 
     Args:
         objects: those that the run can reach.
+        note: gets the name of the iterator; by default it raises `IteratorError`, so that a run
+            which is undone gets none.
     """
+
+    def guard(name: Any, value: Any) -> Any:
+        return _Guard(value, f"{name!r}", note) if is_iterator(value) else value
+
     guarded = []
     for value, handler, content in objects.found.values():
         if any(map(is_iterator, items_of(content))):
             guarded.append((value, handler))
-            handler.put(value, _replaced(content, _guard))
+            handler.put(value, _replaced(content, guard))
     try:
         yield
     finally:
         for value, handler in guarded:
             handler.put(value, _replaced(handler.take(value), _released))
-
-
-def _guard(name: Any, value: Any) -> Any:
-    return _Guard(value, f"{name!r}") if is_iterator(value) else value
 
 
 def _released(_: Any, value: Any) -> Any:

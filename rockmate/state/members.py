@@ -6,6 +6,7 @@ import functools
 import random
 import types
 from collections import deque
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -163,7 +164,7 @@ def _put_class(cls: type, content: dict[str, Any]) -> None:
 
 
 _GLOBAL_KINDS = (
-    *ATOMS, dict, list, set, deque, torch.Tensor, torch.Generator, random.Random,
+    *ATOMS, Iterator, dict, list, set, deque, torch.Tensor, torch.Generator, random.Random,
     np.random.Generator,
 )  # fmt: skip
 

@@ -23,7 +23,7 @@ from rockmate.state.contents import ATOMS, Both, is_same_content, items_of
 
 MOST_OBJECTS = 1 << 16
 _MOST_ELEMENTS = 4096
-"""Of a container that is followed: a longer one is data."""
+"""Of a container that is followed. A longer one is data, to which a forward may add."""
 _MOST_BYTES = 1 << 20
 """Of an array of NumPy that is copied: a larger one is data."""
 LIBRARIES = frozenset((
@@ -89,7 +89,9 @@ class Objects:
                     pending += [each for each in value if type(each) not in ATOMS]
                 continue
             handler = follows(kind)
-            if handler is None or (isinstance(value, _SIZED) and _length(value) > _MOST_ELEMENTS):
+            if handler is not None and isinstance(value, _SIZED):
+                handler = handler if _length(value) <= _MOST_ELEMENTS else _OF_LONG
+            if handler is None:
                 continue
             content = handler.take(value)
             self.found[key] = value, handler, content
@@ -224,6 +226,13 @@ def _put_set(value: set[Any], content: frozenset[Any]) -> None:
         set.update(value, content)
 
 
+def _shorten(value: Any, length: int) -> None:
+    if isinstance(value, dict | list | deque):
+        own = _own(value)
+        while own.__len__(value) > length:
+            (own.popitem if own in (dict, OrderedDict) else own.pop)(value)
+
+
 def keep(_: Any, __: Any) -> None:
     """Nothing can have changed."""
 
@@ -256,6 +265,7 @@ def _put_array(value: np.ndarray[Any, Any], content: bytes | None) -> None:
         value[...] = np.frombuffer(content, value.dtype).reshape(value.shape)
 
 
+_OF_LONG = Handler(_length, _shorten)
 OF_ATTRIBUTES = Handler(_attributes, _put_attributes, is_named=True)
 _HANDLERS: Sequence[tuple[Any, Handler]] = (
     (types.SimpleNamespace, OF_ATTRIBUTES),

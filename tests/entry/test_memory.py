@@ -16,6 +16,7 @@ import torch
 from helpers import REGIMES, modules_of, net_allocated, planned, same_gradients, zero_gradients
 from made_of import made_of
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.measure import allocator_peak
@@ -62,6 +63,21 @@ def test_measured_peak_is_the_predicted_one_within_the_budget(name: str, regime:
     measured = allocator_peak(step)
     assert measured <= plan.budget_bytes
     assert abs(plan.predicted_peak_bytes / measured - 1) <= NOISE
+
+
+class Columns(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.unfold(super().forward(x), 3, padding=1).mT.mean(1)
+
+
+def test_results_in_larger_memory_count_as_a_whole() -> None:
+    """`col2im` gives an image in the memory of its columns."""
+    model, x = Columns(nn.Conv2d(4, 16, 1)), torch.randn(32, 4, 16, 16)
+    module = RockmateModule(model, x, 1.0, trial="never")
+    zero_gradients(model)
+    step = lambda: module(x).sum().backward()  # noqa: E731
+    step()
+    assert allocator_peak(step) <= module.plan.budget_bytes
 
 
 @pytest.mark.parametrize("name", models.TINY)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import itertools
+import functools
 import random
 from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -112,6 +113,11 @@ class InDeque(Body):
     def factor(self) -> Any:
         self.state.append(self.state[-1] + 0.1)
         return self.state[-1]
+
+
+@made_of(lambda: {"state": [1.0] * 5000})
+class InALongList(InDeque):
+    """A list of all steps so far, which is not followed any more."""
 
 
 @made_of(lambda: {"state": {"all": ([1.0],)}})
@@ -285,12 +291,12 @@ def check(model: nn.Module, budget: float, between: Between | None = None) -> No
     [
         Listed, Passed,
         *(lambda each=each: Net(each) for each in (
-            InDeque, Nested, InObject, InTensor, InDict, Drawing, LateStatistics, LateBuffer,
-            Decaying, Attending, Recurrent, Inferring, PythonRandom,
+            InDeque, InALongList, Nested, InObject, InTensor, InDict, Drawing, LateStatistics,
+            LateBuffer, Decaying, Attending, Recurrent, Inferring, PythonRandom,
         )),
     ],
     ids=(
-        "list", "object", "deque", "nested", "attribute", "tensor", "dict", "generators",
+        "list", "object", "deque", "long list", "nested", "attribute", "tensor", "dict", "generators",
         "statistics", "buffer", "parameter", "attention", "recurrent", "inference",
         "python",
     ),
@@ -377,13 +383,44 @@ def test_what_is_read_again_and_was_changed_is_named(
         trained(framed(model, budget), model, between)
 
 
-class Drawn(Body):
-    """Takes numbers from an iterator, which nothing puts back."""
+class Counts(Body):
+    """Counts in what a method is bound to, or in an argument of a partial function."""
 
-    numbers = itertools.count(1)
+    def __init__(self, make: Callable[[list[int]], Callable[[], int]]) -> None:
+        super().__init__()
+        self.count = make([0])
 
     def factor(self) -> Any:
-        return 1.0 + next(Drawn.numbers) / 100
+        return 1.0 + self.count() / 100
+
+
+class Counter:
+    def __init__(self, numbers: list[int]) -> None:
+        self.numbers = numbers
+
+    def count(self) -> int:
+        self.numbers[0] += 1
+        return self.numbers[0]
+
+
+@pytest.mark.parametrize(
+    "make", [lambda n: Counter(n).count, lambda n: functools.partial(Counter.count, Counter(n))]
+)
+def test_counts_behind_functions_are_put_back(make: Any) -> None:
+    model, plain = (Net(lambda: Counts(make)) for _ in range(2))
+    plain.load_state_dict(model.state_dict())
+    expected = trained(plain, plain, None)
+    assert all(map(is_same, trained(framed(model, 0.05), model, None), expected))
+
+
+class Drawn(Body):
+    """Counts where nobody looks."""
+
+    number = ContextVar("number", default=0)
+
+    def factor(self) -> Any:
+        Drawn.number.set(Drawn.number.get() + 1)
+        return 1.0 + Drawn.number.get() / 100
 
 
 def test_other_values_of_the_same_shape_are_named() -> None:
@@ -478,21 +515,17 @@ class ReadsIterator(Body):
 @pytest.mark.parametrize(
     "make", [lambda: iter(range(1, 50)), lambda: (1.0 / n for n in range(1, 50))]
 )
-def test_iterators_of_a_module_are_used_up_once(mode: Any, make: Callable[[], Any]) -> None:
-    def nets() -> tuple[nn.Module, nn.Module]:
-        (model := Net()).blocks[1] = ReadsIterator(make)
-        return model, copy.deepcopy(model)
-
-    (model, plain), keep = nets(), []
-    if mode == "frames":
-        with pytest.raises(UnsupportedModelError, match=r"keep=\['blocks\.1'\]"):
-            trained(framed(model, 0.05), model, None)
-        (model, plain), keep = nets(), ["blocks.1"]
-    module = RockmateModule(model, None, 0.9, mode=mode, keep=keep, on_infeasible="least")
+def test_iterators_of_a_module_are_used_up_once(
+    mode: Any, make: Callable[[], Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    (model := Net()).blocks[1] = ReadsIterator(make)
+    plain = copy.deepcopy(model)
+    module = RockmateModule(model, None, 0.9, mode=mode, on_infeasible="least")
     expected = trained(plain, plain, None)
     assert all(map(is_same, trained(module, model, None), expected))
     assert module.frames is not None
-    assert "blocks.1" not in module.frames.paths
+    assert "blocks.0" in module.frames.paths
+    assert "calls of blocks.1, and others like them, never run again" in caplog.text
 
 
 def test_a_capture_takes_no_item_of_an_iterator() -> None:

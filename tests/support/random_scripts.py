@@ -270,8 +270,11 @@ def _copied(value: Any) -> Any:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Without the methods that TorchScript keeps at a first call."""
     return {
-        name: _copied(value) for name, value in vars(module).items() if not name.startswith("_")
+        name: _copied(value)
+        for name, value in vars(module).items()
+        if not (name.startswith("_") or isinstance(value, torch._C.ScriptMethod))
     }
 
 

@@ -296,8 +296,8 @@ def check(model: nn.Module, budget: float, between: Between | None = None) -> No
         )),
     ],
     ids=(
-        "list", "object", "deque", "long list", "nested", "attribute", "tensor", "dict", "generators",
-        "statistics", "buffer", "parameter", "attention", "recurrent", "inference",
+        "list", "object", "deque", "long list", "nested", "attribute", "tensor", "dict",
+        "generators", "statistics", "buffer", "parameter", "attention", "recurrent", "inference",
         "python",
     ),
 )  # fmt: skip

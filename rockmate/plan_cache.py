@@ -326,11 +326,14 @@ class PlanCache:
         """
         kin = _kin(alike, call)
         known = kin or alike[:1]
-        family = known[-1].family
+        families = dict.fromkeys(each.family for each in known)
+        serving = (each for each in families if len(families) == 1 or each.serves(call, tensors))
+        family = next(serving, known[-1].family)
         larger = [
             each.planned
             for each in known
-            if is_no_larger(call, each.planned.call)
+            if each.family is family
+            and is_no_larger(call, each.planned.call)
             and family.has_kernels_alike(call, each.planned.call)
         ]
         adapted = family.resized(larger[-1], call, tensors) if larger and kin else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -107,6 +108,13 @@ class StepFamily:
     def founder(self) -> PlannedCall:
         """The planned call whose step is known."""
         return self._planned
+
+    def serves(self, call: CallSignature, tensors: Sequence[Tensor]) -> bool:
+        """Whether the symbolic capture, which may be made for this, holds for what a call reads."""
+        with suppress(SizesNotCoveredError), gc_paused():
+            self._sized(call, tensors)
+            return True
+        return False
 
     def resized(
         self, planned: PlannedCall, call: CallSignature, tensors: Sequence[Tensor]
@@ -291,7 +299,7 @@ class StepFamily:
         read, values = planned.read_values, None
         if read.read is not None:
             number = len(self._first.tensors) - len(planned.call.tensors)
-            if not 0 < number <= _MOST_NUMBERS:
+            if number > _MOST_NUMBERS:
                 raise SizesNotCoveredError("the forward reads values of its inputs or buffers")
             values = SampleValues(read.sample, dict(self._model.named_buffers()), number)
         apart = list(opaque_modules(self._model, options.untraced))

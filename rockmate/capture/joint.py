@@ -84,6 +84,7 @@ def capture_joint(
     keeps_checkpoints: bool = False,
     memory_format: MemoryFormat = "as_given",
     keeps_strides: bool = False,
+    reads_masks: bool = False,
     values: SampleValues | None = None,
 ) -> Capture:
     """Traces forward and backward of `model` for one input signature.
@@ -99,6 +100,7 @@ def capture_joint(
         keeps_checkpoints: whether checkpoints that a Hugging Face model switches on are recorded.
         memory_format: in which convolutions read their inputs.
         keeps_strides: whether inputs with gaps between elements are traced so, not as dense ones.
+        reads_masks: whether Hugging Face's mask code reads whether a mask pads, as in eager.
         values: what the forward may read values of; None for `tensors` and the model's buffers.
 
     Raises:
@@ -113,6 +115,7 @@ def capture_joint(
     make = partial(
         TracedForward, model, structure,
         differentiable=differentiable, outputs=outputs, memory_format=memory_format,
+        reads_masks=reads_masks,
         sample=values if values and values.num_carriers else None,
     )  # fmt: skip
     try:
@@ -253,7 +256,7 @@ def _traced(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(errors_unlogged())
         stack.enter_context(values_marked())
-        stack.enter_context(known_masks(args, kwargs))
+        stack.enter_context(known_masks(args, kwargs, are_read=forward.reads_masks))
         stack.enter_context(value_checks_as_ops())
         stack.enter_context(linalg_checks_kept())
         stack.enter_context(eager_kernels())

@@ -5,10 +5,9 @@ A model that is planned for a device that is not here is traced with fake tensor
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,6 @@ from torch import nn
 from rockmate.capture.checkpoint_regions import log_redrawn
 from rockmate.capture.fake_device import fake_device_tensors, move_to, needs_fake_device
 from rockmate.capture.joint import capture_joint
-from rockmate.capture.options import MemoryFormat
 from rockmate.capture.provenance import source_lines
 from rockmate.capture.read_values import SampleValues
 from rockmate.capture.roles import Capture
@@ -97,20 +95,10 @@ def _refuse_nested(model: nn.Module, tensors: list[torch.Tensor]) -> None:
         raise UnsupportedModelError(msg)
 
 
-def trace_sample(
-    model: nn.Module,
-    sample: Sample,
-    *,
-    differentiable: Literal["loss", "all"],
-    outputs: Literal["all", "loss"],
-    untraced: Sequence[str],
-    keeps_checkpoints: bool = False,
-    memory_format: MemoryFormat = "as_given",
-    keeps_strides: bool = False,
-) -> Capture:
+def trace_sample(model: nn.Module, sample: Sample, **options: Any) -> Capture:
     """The joint graph of a model for a sample, each node with the user's line that made it.
 
-    Arguments and errors are those of `capture_joint`.
+    Options and errors are those of `capture_joint`.
     """
     # Stand-ins have no values.
     values = SampleValues(sample.tensors, dict(model.named_buffers()))
@@ -124,13 +112,8 @@ def trace_sample(
             model,
             tensors,
             sample.call.structure,
-            differentiable=differentiable,
-            outputs=outputs,
-            untraced=untraced,
-            keeps_checkpoints=keeps_checkpoints,
-            memory_format=memory_format,
-            keeps_strides=keeps_strides,
             values=values if sample.device is not None else None,
+            **options,
         )
     log_redrawn(capture.joint.graph)
     if sample.device is not None:

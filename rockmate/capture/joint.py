@@ -156,9 +156,10 @@ def _captured_with_values(
             return _captured(model, make, tensors, untraced, keeps_checkpoints)
         except UnknownValueError as error:
             values = values or SampleValues(tensors, dict(model.named_buffers()))
-            if any(each is None or is_fake(each) for each in values.inputs):
+            known = [each for each in values.inputs if each is not None]
+            if values.num_carriers or any(map(is_fake, known)):
                 raise
-            if any(each.is_meta for each in values.inputs if each is not None):
+            if any(each.is_meta for each in known):
                 msg = f"{error} The sample is on the meta device: one on the CPU has the values."
                 raise UnknownValueError(msg) from error
             made, rest = partial(make, sample=values), (tensors, untraced, keeps_checkpoints)

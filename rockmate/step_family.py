@@ -95,14 +95,11 @@ class StepFamily:
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         self._sized_programs: dict[PlannedCall, _SizedCall] = {}
-        self._refusals: dict[
-            tuple[str, PlannedCall | None], str
-        ] = {}  # what there is not, of which call, and why
+        # What there is not, of which call, and why.
+        self._refusals: dict[tuple[str, PlannedCall | None], str] = {}
         self._other_batch: CallSignature | None = None
         self.num_separate = 0  # captures of one call's sizes alone
-        self._captured_separately: list[
-            CallSignature
-        ] = []  # captured by itself, in order of their coming
+        self._captured_separately: list[CallSignature] = []  # in order of their coming
 
     @property
     def founder(self) -> PlannedCall:
@@ -221,9 +218,8 @@ class StepFamily:
             size = _bucket_size([self._planned.call, *self._captured_separately])
             logger.warning(
                 "the model has been captured for %d lengths one by one, since %s. Each capture "
-                "takes time. Pad batches so that few lengths "
-                "occur, multiples of %d, say: pad_to_multiple_of=%d in a Hugging Face data "
-                "collator, or buckets=%d in "
+                "takes time. Pad batches so that few lengths occur, multiples of %d, say: "
+                "pad_to_multiple_of=%d in a Hugging Face data collator, or buckets=%d in "
                 "rockmate.wrap_trainer.",
                 _MANY_LENGTHS, " ".join(reason.split()), size, size, size,
             )  # fmt: skip

@@ -115,11 +115,11 @@ def capture_joint(
     make = partial(
         TracedForward, model, structure,
         differentiable=differentiable, outputs=outputs, memory_format=memory_format,
-        reads_masks=reads_masks,
+        keeps_checkpoints=keeps_checkpoints, reads_masks=reads_masks,
         sample=values if values and values.num_carriers else None,
     )  # fmt: skip
     try:
-        return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
+        return _captured_with_values(model, make, tensors, values, untraced)
     except ModuleReplacedError:
         if not RUNS_FIRST.get():
             raise
@@ -131,7 +131,7 @@ def capture_joint(
         before = CallState(model, (), {}).objects
         try:
             _run_once(model, tensors, structure)
-            return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
+            return _captured_with_values(model, make, tensors, values, untraced)
         except BaseException:
             before.restore()
             raise
@@ -143,7 +143,6 @@ def _captured_with_values(
     tensors: list[torch.Tensor],
     values: SampleValues | None,
     untraced: Sequence[str],
-    keeps_checkpoints: bool,
 ) -> Capture:
     """The capture of a model, which may read values that follow from its call and buffers.
 
@@ -153,7 +152,7 @@ def _captured_with_values(
     check_behaviour()
     with uncompiled(model), caches_passed_by(model):
         try:
-            return _captured(model, make, tensors, untraced, keeps_checkpoints)
+            return _captured(model, make, tensors, untraced)
         except UnknownValueError as error:
             values = values or SampleValues(tensors, dict(model.named_buffers()))
             known = [each for each in values.inputs if each is not None]
@@ -162,7 +161,7 @@ def _captured_with_values(
             if any(each.is_meta for each in known):
                 msg = f"{error} The sample is on the meta device: one on the CPU has the values."
                 raise UnknownValueError(msg) from error
-            made, rest = partial(make, sample=values), (tensors, untraced, keeps_checkpoints)
+            made, rest = partial(make, sample=values), (tensors, untraced)
             with contextlib.suppress(InvalidSampleError, UnsupportedModelError):
                 return _captured(model, partial(made, defers=True), *rest)
             return _captured(model, made, *rest)
@@ -173,7 +172,6 @@ def _captured(
     make: Callable[..., TracedForward],
     tensors: list[torch.Tensor],
     untraced: Sequence[str],
-    keeps_checkpoints: bool,
 ) -> Capture:
     """The capture of a model from its present state; errors as for `capture_joint`."""
     wrapped: list[tuple[Any, torch.Tensor]] = []
@@ -197,7 +195,7 @@ def _captured(
                 )
             forward = make(logs=logs)
             with functions.traced(), compile_flags(are_on=failure is None):
-                joint, wrapped[:] = _traced(model, forward, tensors, calls, keeps_checkpoints)
+                joint, wrapped[:] = _traced(model, forward, tensors, calls)
         return joint, forward
 
     while True:
@@ -245,7 +243,6 @@ def _traced(
     forward: TracedForward,
     tensors: list[torch.Tensor],
     calls: Mapping[str, OpaqueCall],
-    keeps_checkpoints: bool,
 ) -> tuple[fx.GraphModule, list[tuple[Any, torch.Tensor]]]:
     """The joint graph of `forward`, which runs `model`, and its gradients that are wrappers.
 
@@ -262,7 +259,7 @@ def _traced(
         stack.enter_context(linalg_checks_kept())
         stack.enter_context(eager_kernels())
         fakes = stack.enter_context(results_corrected(in_kernel_layout))
-        stack.enter_context(training_only_features_off(model, keeps_checkpoints))
+        stack.enter_context(training_only_features_off(model, forward.keeps_checkpoints))
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))

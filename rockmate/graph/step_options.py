@@ -27,8 +27,7 @@ class StepOptions(CaptureOptions):
             `in_flight`.
         marks: what plans must save or recompute; after a capture with the policy's decisions.
         hooked: names of parameters with whole gradients. None takes those with a tensor hook.
-        is_bitwise: numbers are eager's: masks are read, and without `hooked` parameters to which
-            several gradients flow have whole ones, too.
+        is_bitwise: masks are read, and `hooked` of None takes those with several gradients, too.
         memory_format: "channels_last" has convolutions read their inputs so.
         kernels: "fused" runs groups of ops as one kernel each.
         unfused: keys of the groups that stay as they are; None measures.

@@ -106,16 +106,14 @@ def capture_joint(
     Raises:
         InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
             requires a gradient.
-        UnsupportedModelError: the model cannot be captured as one static graph; the text names the
-            line.
+        UnsupportedModelError: it cannot be captured as one static graph; the text names the line.
     """
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
     clone = cloned_with_strides if keeps_strides else torch.Tensor.clone
     tensors = [clone(each.detach()).requires_grad_(each.requires_grad) for each in tensors]
     make = partial(
-        TracedForward, model, structure,
-        differentiable=differentiable, outputs=outputs, memory_format=memory_format,
-        keeps_checkpoints=keeps_checkpoints, reads_masks=reads_masks,
+        TracedForward, model, structure, memory_format=memory_format, reads_masks=reads_masks,
+        differentiable=differentiable, outputs=outputs, keeps_checkpoints=keeps_checkpoints,
         sample=values if values and values.num_carriers else None,
     )  # fmt: skip
     try:

@@ -51,6 +51,7 @@ Beyond = Literal["refuse", "tell", "allow"]
 Called = tuple[CallSignature, Sequence[Tensor]]
 # Plans of one module. A shape or a state that returns within this many finds its plan.
 MAX_PLANS = 64
+_MOST_FAMILIES = 4  # for what calls read; each may have a symbolic capture
 
 # Warnings of plans for other shapes are at least this far apart; plans between them are logged as
 # information.
@@ -326,11 +327,14 @@ class PlanCache:
         """
         kin = _kin(alike, call)
         known = kin or alike[:1]
-        family = known[-1].family
+        families = dict.fromkeys(each.family for each in reversed(known))  # the first one first
+        serving = (each for each in families if len(families) == 1 or each.serves(call, tensors))
+        family = next(serving, known[-1].family)
         larger = [
             each.planned
             for each in known
-            if is_no_larger(call, each.planned.call)
+            if each.family is family
+            and is_no_larger(call, each.planned.call)
             and family.has_kernels_alike(call, each.planned.call)
         ]
         adapted = family.resized(larger[-1], call, tensors) if larger and kin else None
@@ -341,6 +345,8 @@ class PlanCache:
                 reads = any(each.planned.read_values.read for each in known)
                 reason = "it reads other values" if reads else "tensors have other sizes"
                 self.new_plans.add(reason, is_value=reads)
+                if reads and len(families) < _MOST_FAMILIES:
+                    kin = []
             shaped = step.with_chunks_of(larger[-1].plan.options) if larger else step
             plan = shaped.adapted(larger[-1].plan) if larger else None
             if plan is None:

@@ -278,10 +278,10 @@ def capture_step(
     state, owners = ModelSignature.of(model), owner_names(model)
     if options.hooked is not None:
         state = replace(state, hooked=frozenset(options.hooked))
-    elif options.sums_shared:
+    elif options.is_bitwise:
         state = replace(state, hooked=state.hooked | shared_names(capture, owners))
     marks, hooked = decided_request(capture, options.marks), hooked_of(state, options)
-    options = replace(options, marks=marks, hooked=hooked, sums_shared=False)
+    options = replace(options, marks=marks, hooked=hooked)
     passes = replace(PassOptions.of(options, owners), runs_here=sample.device is None)
     capture = run_passes(REWRITES, capture, passes)
     step = step_of(

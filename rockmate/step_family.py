@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -94,19 +95,23 @@ class StepFamily:
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         self._sized_programs: dict[PlannedCall, _SizedCall] = {}
-        self._refusals: dict[
-            tuple[str, PlannedCall | None], str
-        ] = {}  # what there is not, of which call, and why
+        # What there is not, of which call, and why.
+        self._refusals: dict[tuple[str, PlannedCall | None], str] = {}
         self._other_batch: CallSignature | None = None
         self.num_separate = 0  # captures of one call's sizes alone
-        self._captured_separately: list[
-            CallSignature
-        ] = []  # captured by itself, in order of their coming
+        self._captured_separately: list[CallSignature] = []  # in order of their coming
 
     @property
     def founder(self) -> PlannedCall:
         """The planned call whose step is known."""
         return self._planned
+
+    def serves(self, call: CallSignature, tensors: Sequence[Tensor]) -> bool:
+        """Whether the symbolic capture, which may be made for this, holds for what a call reads."""
+        with suppress(SizesNotCoveredError), gc_paused():
+            self._sized(call, tensors)
+            return True
+        return False
 
     def resized(
         self, planned: PlannedCall, call: CallSignature, tensors: Sequence[Tensor]
@@ -213,9 +218,8 @@ class StepFamily:
             size = _bucket_size([self._planned.call, *self._captured_separately])
             logger.warning(
                 "the model has been captured for %d lengths one by one, since %s. Each capture "
-                "takes time. Pad batches so that few lengths "
-                "occur, multiples of %d, say: pad_to_multiple_of=%d in a Hugging Face data "
-                "collator, or buckets=%d in "
+                "takes time. Pad batches so that few lengths occur, multiples of %d, say: "
+                "pad_to_multiple_of=%d in a Hugging Face data collator, or buckets=%d in "
                 "rockmate.wrap_trainer.",
                 _MANY_LENGTHS, " ".join(reason.split()), size, size, size,
             )  # fmt: skip
@@ -291,7 +295,7 @@ class StepFamily:
         read, values = planned.read_values, None
         if read.read is not None:
             number = len(self._first.tensors) - len(planned.call.tensors)
-            if not 0 < number <= _MOST_NUMBERS:
+            if number > _MOST_NUMBERS:
                 raise SizesNotCoveredError("the forward reads values of its inputs or buffers")
             values = SampleValues(read.sample, dict(self._model.named_buffers()), number)
         apart = list(opaque_modules(self._model, options.untraced))

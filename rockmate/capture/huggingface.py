@@ -16,12 +16,15 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def known_masks(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], *, are_read: bool = False
+) -> Iterator[None]:
     """Answers questions of Hugging Face's mask code that it answers by reading tensor values.
 
     Without `position_ids` there is no packing. Without a mask nothing is padded, while older
     versions make a mask of their own wherever they are traced. A mask that is given is never
-    skipped: its values differ from batch to batch, and a traced mask stays unknown.
+    skipped: its values differ from batch to batch, and a traced mask stays unknown. Where masks
+    `are_read`, as in eager, one without padding is skipped, and one with it has a graph of its own.
     """
     masking = sys.modules.get("transformers.masking_utils")
     # Further positional arguments may be masks or positions.
@@ -30,7 +33,10 @@ def known_masks(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[No
         return
     is_tracing = masking.is_tracing
     answers: dict[str, Callable[..., Any]] = {"is_torchdynamo_exporting": lambda: False}
-    answers["is_tracing"] = lambda tensor=None: tensor is not None and is_tracing(tensor)
+    if are_read:
+        answers["is_tracing"] = lambda tensor=None: False
+    else:
+        answers["is_tracing"] = lambda tensor=None: tensor is not None and is_tracing(tensor)
     if kwargs.get("position_ids") is None:
         answers["find_packed_sequence_indices"] = lambda position_ids: None
     known = [(masking, name, answers[name]) for name in answers if hasattr(masking, name)]

@@ -84,6 +84,7 @@ def capture_joint(
     keeps_checkpoints: bool = False,
     memory_format: MemoryFormat = "as_given",
     keeps_strides: bool = False,
+    reads_masks: bool = False,
     values: SampleValues | None = None,
 ) -> Capture:
     """Traces forward and backward of `model` for one input signature.
@@ -99,24 +100,24 @@ def capture_joint(
         keeps_checkpoints: whether checkpoints that a Hugging Face model switches on are recorded.
         memory_format: in which convolutions read their inputs.
         keeps_strides: whether inputs with gaps between elements are traced so, not as dense ones.
+        reads_masks: whether Hugging Face's mask code reads whether a mask pads, as in eager.
         values: what the forward may read values of; None for `tensors` and the model's buffers.
 
     Raises:
         InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
             requires a gradient.
-        UnsupportedModelError: the model cannot be captured as one static graph; the text names the
-            line.
+        UnsupportedModelError: it cannot be captured as one static graph; the text names the line.
     """
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
     clone = cloned_with_strides if keeps_strides else torch.Tensor.clone
     tensors = [clone(each.detach()).requires_grad_(each.requires_grad) for each in tensors]
     make = partial(
-        TracedForward, model, structure,
-        differentiable=differentiable, outputs=outputs, memory_format=memory_format,
+        TracedForward, model, structure, memory_format=memory_format, reads_masks=reads_masks,
+        differentiable=differentiable, outputs=outputs, keeps_checkpoints=keeps_checkpoints,
         sample=values if values and values.num_carriers else None,
     )  # fmt: skip
     try:
-        return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
+        return _captured_with_values(model, make, tensors, values, untraced)
     except ModuleReplacedError:
         if not RUNS_FIRST.get():
             raise
@@ -128,7 +129,7 @@ def capture_joint(
         before = CallState(model, (), {}).objects
         try:
             _run_once(model, tensors, structure)
-            return _captured_with_values(model, make, tensors, values, untraced, keeps_checkpoints)
+            return _captured_with_values(model, make, tensors, values, untraced)
         except BaseException:
             before.restore()
             raise
@@ -140,7 +141,6 @@ def _captured_with_values(
     tensors: list[torch.Tensor],
     values: SampleValues | None,
     untraced: Sequence[str],
-    keeps_checkpoints: bool,
 ) -> Capture:
     """The capture of a model, which may read values that follow from its call and buffers.
 
@@ -150,15 +150,16 @@ def _captured_with_values(
     check_behaviour()
     with uncompiled(model), caches_passed_by(model):
         try:
-            return _captured(model, make, tensors, untraced, keeps_checkpoints)
+            return _captured(model, make, tensors, untraced)
         except UnknownValueError as error:
             values = values or SampleValues(tensors, dict(model.named_buffers()))
-            if any(each is None or is_fake(each) for each in values.inputs):
+            known = [each for each in values.inputs if each is not None]
+            if values.num_carriers or any(map(is_fake, known)):
                 raise
-            if any(each.is_meta for each in values.inputs if each is not None):
+            if any(each.is_meta for each in known):
                 msg = f"{error} The sample is on the meta device: one on the CPU has the values."
                 raise UnknownValueError(msg) from error
-            made, rest = partial(make, sample=values), (tensors, untraced, keeps_checkpoints)
+            made, rest = partial(make, sample=values), (tensors, untraced)
             with contextlib.suppress(InvalidSampleError, UnsupportedModelError):
                 return _captured(model, partial(made, defers=True), *rest)
             return _captured(model, made, *rest)
@@ -169,7 +170,6 @@ def _captured(
     make: Callable[..., TracedForward],
     tensors: list[torch.Tensor],
     untraced: Sequence[str],
-    keeps_checkpoints: bool,
 ) -> Capture:
     """The capture of a model from its present state; errors as for `capture_joint`."""
     wrapped: list[tuple[Any, torch.Tensor]] = []
@@ -193,7 +193,7 @@ def _captured(
                 )
             forward = make(logs=logs)
             with functions.traced(), compile_flags(are_on=failure is None):
-                joint, wrapped[:] = _traced(model, forward, tensors, calls, keeps_checkpoints)
+                joint, wrapped[:] = _traced(model, forward, tensors, calls)
         return joint, forward
 
     while True:
@@ -241,7 +241,6 @@ def _traced(
     forward: TracedForward,
     tensors: list[torch.Tensor],
     calls: Mapping[str, OpaqueCall],
-    keeps_checkpoints: bool,
 ) -> tuple[fx.GraphModule, list[tuple[Any, torch.Tensor]]]:
     """The joint graph of `forward`, which runs `model`, and its gradients that are wrappers.
 
@@ -253,12 +252,12 @@ def _traced(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(errors_unlogged())
         stack.enter_context(values_marked())
-        stack.enter_context(known_masks(args, kwargs))
+        stack.enter_context(known_masks(args, kwargs, are_read=forward.reads_masks))
         stack.enter_context(value_checks_as_ops())
         stack.enter_context(linalg_checks_kept())
         stack.enter_context(eager_kernels())
         fakes = stack.enter_context(results_corrected(in_kernel_layout))
-        stack.enter_context(training_only_features_off(model, keeps_checkpoints))
+        stack.enter_context(training_only_features_off(model, forward.keeps_checkpoints))
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))

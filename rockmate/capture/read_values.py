@@ -374,8 +374,11 @@ class ValueReader:
         if isinstance(item, torch.SymInt):
             expression = item.node.expr
             symbols = sorted(expression.free_symbols, key=str)
-            numbers = [self._symbols[symbol] for symbol in symbols]
-            return self._graph.call_function(_number_of, (expression.xreplace, symbols, numbers))
+
+            def number(sizes: Sequence[int]) -> int:
+                return int(expression.xreplace(dict(zip(symbols, sizes, strict=True))))
+
+            return self._graph.call_function(number, ([self._symbols[each] for each in symbols],))
         return self._known[id(item)].node if isinstance(item, torch.Tensor) else item
 
     def _forget_changed(
@@ -391,10 +394,6 @@ class ValueReader:
             for key, known in self._known.items()
             if storage_id(known.value) not in changed
         }
-
-
-def _number_of(at: Callable[[Any], Any], symbols: Sequence[Any], numbers: Sequence[int]) -> int:
-    return int(at(dict(zip(symbols, numbers, strict=True))))
 
 
 def _is_size(value: Any) -> bool:

@@ -103,6 +103,7 @@ class TracedForward(nn.Module):
     Attributes:
         structure: rebuilds the arguments of the model.
         memory_format: in which convolutions read their inputs.
+        keeps_checkpoints: as for `capture_joint`, as is `reads_masks`.
         output_structure: rebuilds the model's output.
         assigned: attributes that the forward assigns without reading them first.
         assigned_structure: rebuilds their values, then those that it carries over.
@@ -129,6 +130,8 @@ class TracedForward(nn.Module):
         differentiable: str,
         outputs: str,
         memory_format: MemoryFormat = "as_given",
+        keeps_checkpoints: bool = False,
+        reads_masks: bool = False,
         sample: SampleValues | None = None,
         defers: bool = False,
         outside: Sequence[Place] = (),
@@ -144,7 +147,8 @@ class TracedForward(nn.Module):
         self.structure = structure
         self._differentiable = differentiable
         self._outputs = outputs
-        self.memory_format = memory_format
+        self.memory_format, self.reads_masks = memory_format, reads_masks
+        self.keeps_checkpoints = keeps_checkpoints
         self.output_structure: Structure | None = None
         self.assigned_structure: Structure | None = None
         self.assigned: list[Place] = []

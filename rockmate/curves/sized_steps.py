@@ -92,7 +92,7 @@ class SizedSteps:
             self._model,
             call,
             state,
-            replace(self._options, hooked=hooked_of(state, self._options), sums_shared=False),
+            replace(self._options, hooked=hooked_of(state, self._options)),
             allocation_bytes=self._machine.allocation_bytes,
         )
         return replace(step, absence=self._sample.absence)
@@ -104,7 +104,7 @@ class SizedSteps:
         """
         if self._symbolic is None:
             self._symbolic = self._symbolic_capture()
-            if self._options.sums_shared:
+            if self._options.is_bitwise:
                 capture = self._symbolic.instance(call)
                 self._shared = shared_names(capture, owner_names(self._model))
             try:

@@ -27,7 +27,7 @@ class StepOptions(CaptureOptions):
             `in_flight`.
         marks: what plans must save or recompute; after a capture with the policy's decisions.
         hooked: names of parameters with whole gradients. None takes those with a tensor hook.
-        sums_shared: without `hooked`, takes those to which several gradients flow, too.
+        is_bitwise: masks are read, and `hooked` of None takes those with several gradients, too.
         memory_format: "channels_last" has convolutions read their inputs so.
         kernels: "fused" runs groups of ops as one kernel each.
         unfused: keys of the groups that stay as they are; None measures.
@@ -36,7 +36,7 @@ class StepOptions(CaptureOptions):
 
     marks: MarkRequest = NO_MARKS
     hooked: tuple[str, ...] | None = None
-    sums_shared: bool = False
+    is_bitwise: bool = False
     memory_format: MemoryFormat = "as_given"
     kernels: StepKernels = "eager"
     unfused: tuple[str, ...] | None = None
@@ -51,6 +51,7 @@ class StepOptions(CaptureOptions):
             "untraced": self.untraced,
             "keeps_checkpoints": self.marks.honours_checkpoints,
             "memory_format": self.memory_format,
+            "reads_masks": self.is_bitwise,
         }
 
     @property

@@ -68,8 +68,7 @@ def load_model(
         if shape not in (None, SampleShape()) or dtype is not None:
             raise ModelSourceError(
                 "--batch, --tokens, --image-size and --dtype are for configurations, and "
-                f"{source!r} makes its own model and sample. "
-                "Leave them out."
+                f"{source!r} makes its own model and sample. Leave them out."
             )
         return _from_function(source, device)
     return _from_configuration(source, shape or SampleShape(), device, dtype or "float32")
@@ -218,8 +217,7 @@ def _model_class(transformers: Any, config: Any) -> Any:
         if model_class is None:
             raise ModelSourceError(
                 f"the configuration asks for {name}, which transformers {transformers.__version__} "
-                "does not have. "
-                "Change its `architectures`."
+                "does not have. Change its `architectures`."
             )
         return model_class
     for auto_name in _AUTO_CLASSES:

@@ -79,8 +79,7 @@ def make_sample(model: nn.Module, shape: SampleShape) -> Sample:
 
 _OWN_SAMPLE = (
     "Write a function that returns (model, sample_input) and give it as package.module:function; a "
-    "sample input is a tensor, a tuple or "
-    "a mapping of keyword arguments."
+    "sample input is a tensor, a tuple or a mapping of keyword arguments."
 )
 
 

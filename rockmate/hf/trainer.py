@@ -233,9 +233,8 @@ def _pad_to(trainer: Trainer, model: nn.Module, lengths: int | Sequence[int]) ->
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         raise InvalidArgumentError(
             f"buckets are given, and {type(model).__name__} takes no attention_mask that would "
-            "have it pass over padding. If none of its "
-            "tokens sees those after it, give the trainer "
-            "data_collator=rockmate.PadToBuckets(collator, lengths, adds_mask=False)."
+            "have it pass over padding. If none of its tokens sees those after it, give the "
+            "trainer data_collator=rockmate.PadToBuckets(collator, lengths, adds_mask=False)."
         )
     known = (
         getattr(trainer.processing_class, "pad_token_id", None),

@@ -209,7 +209,7 @@ class PlanOptions(CaptureOptions):
             **{each.name: getattr(self, each.name) for each in fields(CaptureOptions)},
             marks=MarkRequest.of(self.marks, self.policy, self.existing_checkpoints),
             # Gradients of a parameter with several uses are added to each other first, as in eager.
-            sums_shared=self.numerics == "bitwise",
+            is_bitwise=self.numerics == "bitwise",
             kernels="fused" if self.kernels == "fused" else "eager",
         )
 

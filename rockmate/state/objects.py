@@ -228,9 +228,9 @@ def _put_set(value: set[Any], content: frozenset[Any]) -> None:
 
 def _shorten(value: Any, length: int) -> None:
     if isinstance(value, dict | list | deque):
-        own = _own(value)
+        own, last = _own(value), "popitem" if isinstance(value, dict) else "pop"
         while own.__len__(value) > length:
-            (own.popitem if own in (dict, OrderedDict) else own.pop)(value)
+            getattr(own, last)(value)
 
 
 def keep(_: Any, __: Any) -> None:

@@ -1,6 +1,6 @@
 """Time at equal peak memory per rank: a sharded model under plans and without.
 
-    python -m bench.sharded [--model gpt2] [--layers 4] [--width 128] [--rounds 5]
+    python -m bench.sharded [--model gpt2] [--adapters] [--layers 4] [--width 128] [--rounds 5]
 
 Two gloo processes train a GPT-2 or a Llama from a configuration, with dropout. PyTorch's
 `fully_shard` has two settings, `reshard_after_forward` with and without a checkpoint around each
@@ -37,10 +37,8 @@ from bench.models import text
 from bench.pages import filled
 from rockmate import RockmateModule, timeline
 
-NUM_RANKS = 2
-VOCABULARY = 512
-# Below the least peak of the four settings.
-LEAST_SHARE = 0.85
+NUM_RANKS, VOCABULARY = 2, 512
+LEAST_SHARE = 0.85  # below the least peak of the four settings
 # For the solves of one plan.
 TIME_LIMIT_S = 3.0
 
@@ -50,10 +48,14 @@ def model_of(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"layers": options.layers, "width": options.width, "heads": 4}
     sizes |= {"words": VOCABULARY, "rows": options.batch, "length": options.length}
-    if options.model == "gpt2":
-        return text.gpt2(**sizes).model
     further = {"kind": "Llama", "shared_heads": 2, "inner": 3 * options.width}
-    return text.rotary(**sizes, **further, attention_dropout=0.1).model
+    is_gpt2, rotary = options.model == "gpt2", partial(text.rotary, attention_dropout=0.1)
+    model: Any = (text.gpt2(**sizes) if is_gpt2 else rotary(**sizes, **further)).model
+    if not options.adapters:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))
 
 
 def sharded(
@@ -185,6 +187,7 @@ def main() -> None:
     """Starts the ranks."""
     parser = command.parser("sharded", __doc__, rounds=5)
     parser.add_argument("--model", choices=("gpt2", "llama"), default="gpt2")
+    parser.add_argument("--adapters", action="store_true", help="LoRA on all linear layers")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--length", type=int, default=64)

@@ -39,8 +39,9 @@ class Evidence:
         peak_bytes: of a recorded step; 0 before.
     """
 
-    def __init__(self, planned: PlannedCall) -> None:
-        """Nothing has run."""
+    def __init__(self, planned: PlannedCall, *, is_first: bool = False) -> None:
+        """Nothing has run; of the first plan of a module, the line is a warning, which is shown."""
+        self._is_first = is_first
         self._planned, self._device = planned, planned.plan.graph.ops[0].device
         self._is_over = self._can_record = self._is_known = False
         self._seconds: list[float] = []  # of each step, from the first
@@ -114,7 +115,7 @@ class Evidence:
         step_ms, baseline_ms = median(self._seconds[_NUM_WARM:]) * 1e3, plan.baseline_ms
         link_text = self._link_text()
         logger.log(
-            logging.WARNING if link_text else logging.INFO,
+            logging.WARNING if link_text or self._is_first else logging.INFO,
             "the first steps of the plan: peak %s, predicted %s; forward and backward %.1f ms, "
             "predicted %.1f ms, which is %.2fx, predicted %.2fx, of %.1f ms, the predicted time "
             "without recomputation%s",

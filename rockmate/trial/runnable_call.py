@@ -54,6 +54,7 @@ class RunnableCall:
         family: StepFamily,
         *,
         is_adapted: bool,
+        is_first: bool,
         trials: TrialSteps,
     ) -> None:
         self.planned, self.trials = planned, trials
@@ -62,7 +63,7 @@ class RunnableCall:
         self.runner = Runner(planned.program, model)
         self.runner.send_weights_home()
         self.runner.saved_bytes = lambda: planned.plan.simulation.saved_bytes
-        self.evidence = None if is_adapted else Evidence(planned)
+        self.evidence = None if is_adapted else Evidence(planned, is_first=is_first)
         self._model, self._told = model, set[str]()
         self.watch = ModelWatch(model, self.planned.attributes)
 

@@ -101,8 +101,8 @@ def check_trainer(_: Any, folder: str, kind: str, num_accumulated: int, first: s
     ("kind", "num_accumulated"), [("full", 2), ("adapters", 1), ("quantized", 1)]
 )
 def test_two_processes(tmp_path: Path, kind: str, num_accumulated: int) -> None:
-    """Three go on with what they have saved."""
+    """Four go on with what they have saved."""
     for name in {"adapters": ["peft"], "quantized": ["peft", "bitsandbytes"]}.get(kind, ()):
         pytest.importorskip(name)
     run_on_ranks(check_trainer, 2, str(tmp_path), kind, num_accumulated)
-    run_on_ranks(check_trainer, 3, str(tmp_path / "resumed"), kind, 1, str(tmp_path))
+    run_on_ranks(check_trainer, 4, str(tmp_path / "resumed"), kind, 1, str(tmp_path))

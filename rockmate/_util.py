@@ -22,7 +22,7 @@ Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-ROOT = str(Path(__file__).parent)
+_ROOT = str(Path(__file__).parent)
 
 
 STAGE_DELAY_S = 2.0
@@ -154,10 +154,17 @@ def cache_folder() -> Path | None:
     return None if folder.startswith("~") else Path(folder) / "rockmate"
 
 
+def file_of(value: Any) -> str:
+    """The file of a module, or of a class; one of this package where there is none."""
+    if isinstance(value, type):
+        value = sys.modules.get(value.__module__)
+    return str(getattr(value, "__file__", None) or _ROOT)
+
+
 @cache
 def is_users(file: str) -> bool:
     """Whether code is neither of an installed package, nor of Python's library, nor of this one."""
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):  # of another prefix
         return False
-    return not any(file.startswith((place, "<frozen")) for place in (*places, ROOT))
+    return not any(file.startswith((place, "<frozen")) for place in (*places, _ROOT))

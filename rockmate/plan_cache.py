@@ -144,8 +144,9 @@ class PlanCache:
         """Puts a planned call in use."""
         family = family or self._new_family(call)
         trials = self._adapted_trials if is_adapted else TrialSteps(self._trial)
-        kind: Any = {"is_adapted": is_adapted, "is_first": not self.runnables}
-        runnable = RunnableCall(call, self._model, family, trials=trials, **kind)
+        runnable = RunnableCall(
+            call, self._model, family, trials, is_adapted=is_adapted, is_first=not self.runnables
+        )
         self.runnables.insert(0, runnable)
         if len(self.runnables) > MAX_PLANS:
             # A call that was planned for, not adapted, serves other shapes too, so it goes last.

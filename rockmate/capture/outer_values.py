@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import hooks_within
-from rockmate._util import ROOT, is_users
+from rockmate._util import file_of, is_users
 from rockmate.capture.attribute_access import Place
 
 _METHODS = ("forward", "setup_context", "backward", "vjp")
@@ -85,13 +85,13 @@ class _Reader:
         if isinstance(value, FunctionType):
             self.follow(value)
         elif isinstance(value, ModuleType | type):
-            if is_users(_file_of(value)):
+            if is_users(file_of(value)):
                 known = self._members.setdefault(id(value), set())  # modules name one another
                 fresh = names & vars(value).keys() - known
                 known |= fresh
                 for name in fresh:
                     self._take(Place(value, name), names)
-        elif not callable(value) or is_users(_file_of(type(value))):
+        elif not callable(value) or is_users(file_of(type(value))):
             self.places.setdefault(place.key, place)
             is_object = hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
             for name in names & vars(value).keys() if is_object else ():
@@ -108,9 +108,3 @@ def _names_of(code: CodeType) -> tuple[set[str], set[str]]:
             inner, inner_global = _names_of(constant)
             names, global_names = names | inner, global_names | inner_global
     return names, global_names
-
-
-def _file_of(value: Any) -> str:
-    if isinstance(value, type):
-        value = sys.modules.get(value.__module__)
-    return str(getattr(value, "__file__", None) or ROOT)

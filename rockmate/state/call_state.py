@@ -20,7 +20,7 @@ from rockmate._torch.members import (
     parametrizations_afresh,
 )
 from rockmate._torch.storage import versions_of
-from rockmate._util import ROOT, is_users
+from rockmate._util import file_of, is_users
 from rockmate.state.contents import Both, TensorState
 from rockmate.state.iterators import iterators_guarded, reach_iterators
 from rockmate.state.members import Globals, objects_and_members
@@ -216,11 +216,11 @@ def _globals_of(members: Iterable[Any]) -> list[dict[str, Any]]:
         if module is None:
             continue
         tables.append(vars(module))
-        if not is_users(_file_of(module)):
+        if not is_users(file_of(module)):
             continue
         for value in [*vars(module).values()]:
             own = _module_of(value)
-            if own not in files and is_users(_file_of(sys.modules.get(own))):
+            if own not in files and is_users(file_of(sys.modules.get(own))):
                 files[own] = None
                 found.append(own)
     return tables
@@ -230,7 +230,3 @@ def _module_of(value: Any) -> str:
     if isinstance(value, types.ModuleType):
         return value.__name__
     return str(value.__module__) if isinstance(value, types.FunctionType | type) else ""
-
-
-def _file_of(module: Any) -> str:
-    return str(getattr(module, "__file__", None) or ROOT)

@@ -89,10 +89,10 @@ class Objects:
                     pending += [each for each in value if type(each) not in ATOMS]
                 continue
             handler = follows(kind)
-            if handler is not None and isinstance(value, _SIZED):
-                handler = handler if _length(value) <= _MOST_ELEMENTS else _OF_LONG
             if handler is None:
                 continue
+            if isinstance(value, _SIZED) and _length(value) > _MOST_ELEMENTS:
+                handler = _OF_LONG
             content = handler.take(value)
             self.found[key] = value, handler, content
             pending += [each for each in items_of(content) if type(each) not in ATOMS]

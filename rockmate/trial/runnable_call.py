@@ -52,10 +52,10 @@ class RunnableCall:
         planned: PlannedCall,
         model: nn.Module,
         family: StepFamily,
+        trials: TrialSteps,
         *,
         is_adapted: bool,
         is_first: bool,
-        trials: TrialSteps,
     ) -> None:
         self.planned, self.trials = planned, trials
         self.family = family

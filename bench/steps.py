@@ -140,26 +140,28 @@ def forces(size: int) -> Case:
     return Case(loss_fn, [radial, node], batch)
 
 
-def _gpt2(size: int) -> Any:
+def _gpt2(num_words: int) -> Any:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=1600 * size, n_layer=2, n_embd=128, n_head=2, n_positions=128)
+    config = GPT2Config(vocab_size=num_words, n_layer=2, n_embd=128, n_head=2, n_positions=128)
     return GPT2LMHeadModel(config).train()
+
+
+def _log_probs(model: nn.Module, words: Tensor) -> Tensor:
+    """Of each sequence's words, computed of what the model returns."""
+    logits = model(input_ids=words, use_cache=False).logits[:, :-1]
+    return logits.log_softmax(-1).gather(2, words[:, 1:, None]).sum((1, 2))
 
 
 def dpo(size: int) -> Case:
     """A GPT-2 and its reference, log-probabilities outside of the models."""
-    policy = _gpt2(size)
+    policy = _gpt2(1600 * size)
     reference = copy.deepcopy(policy).eval().requires_grad_(False)
-
-    def log_probs(model: nn.Module, words: Tensor) -> Tensor:
-        logits = model(input_ids=words, use_cache=False).logits[:, :-1]
-        return logits.log_softmax(-1).gather(2, words[:, 1:, None]).sum((1, 2))
 
     def loss_fn(words: Tensor) -> Tensor:
         with torch.no_grad():
-            expected = log_probs(reference, words)
-        chosen, rejected = (log_probs(policy, words) - expected).chunk(2)
+            expected = _log_probs(reference, words)
+        chosen, rejected = (_log_probs(policy, words) - expected).chunk(2)
         return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
 
     words = torch.randint(policy.config.vocab_size, (4, 4 * size))
@@ -168,7 +170,7 @@ def dpo(size: int) -> Case:
 
 def distillation(size: int) -> Case:
     """A student, a projection of its states, and a frozen teacher of its logits and states."""
-    student, teacher = _gpt2(size), _gpt2(size).eval().requires_grad_(False)
+    student, teacher = _gpt2(1600 * size), _gpt2(1600 * size).eval().requires_grad_(False)
     projection = nn.Linear(128, 128)
 
     def loss_fn(words: Tensor) -> Tensor:
@@ -184,7 +186,23 @@ def distillation(size: int) -> Case:
     return Case(loss_fn, [student, projection, teacher], (words,))
 
 
-CASES = {each.__name__: each for each in (pinn, wgan_gp, r1, maml, forces, dpo, distillation)}
+def sft(size: int, *, is_inside: bool) -> Case:
+    """A large vocabulary, its loss in the model or of the logits that the model returns."""
+    model = _gpt2(4700 * size)
+
+    def loss_fn(words: Tensor) -> Tensor:
+        if is_inside:
+            return model(input_ids=words, labels=words, use_cache=False).loss
+        return -_log_probs(model, words).mean() / (words.shape[1] - 1)
+
+    return Case(loss_fn, [model], (torch.randint(model.config.vocab_size, (4, 4 * size)),))
+
+
+CASES: dict[str, Callable[[int], Case]] = {
+    **{each.__name__: each for each in (pinn, wgan_gp, r1, maml, forces, dpo, distillation)},
+    "sft_inside": partial(sft, is_inside=True),
+    "sft_outside": partial(sft, is_inside=False),
+}
 TRAINERS = {
     f"TRL {kind}{' LoRA' if adapters else ''}": (kind, adapters)
     for kind in ("SFT", "DPO", "KTO", "ORPO", "Reward", "GKD", "GRPO")

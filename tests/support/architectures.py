@@ -47,10 +47,13 @@ class Refused(Architecture):
 
 def make(name: str) -> nn.Module:
     """The architecture of that name in training mode, with weights that depend on the name
-    alone."""
-    with torch.random.fork_rng():
+    alone. A first call adds hooks where it asks for hidden states: that call is over."""
+    with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        return ARCHITECTURES[name].build().train()
+        model = ARCHITECTURES[name].build().train()
+        if name in ("llava", "segformer"):
+            model(**ARCHITECTURES[name].make_batch(0))
+        return model
 
 
 def _generator(seed: int) -> torch.Generator:

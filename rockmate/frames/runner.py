@@ -113,7 +113,8 @@ class FrameRunner:
         self._is_running = self._draws_foreign = self._is_settled = False
         may_refuse = on_infeasible == "error" and not is_fallback
         self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
-        self._asked_bytes = 0  # the budget as it was given, or lowered
+        self._asked_bytes = 0  # the budget as it was given
+        self._lowered_bytes = 0  # the same, or what memory ran out at, which is no refusal
         self._refusal: InfeasibleBudgetError | None = None
         self._trials = FrameTrials(trial)
         self._told, self._undropped = set[int](), set[str]()  # smallest peaks; paths of frames
@@ -254,11 +255,11 @@ class FrameRunner:
         if memory.has_second_derivatives or self._captures is None:  # a schedule has none
             needs.set_schedules(0, {})
         elif known is not None:
-            short = memory.available_bytes(self._asked_bytes) < self._asked_bytes
+            short = memory.available_bytes(self._lowered_bytes) < self._lowered_bytes
             memory.is_capturing = self._captures.begin_step(shapes, needs, scale, is_short=short)
         if self._agreement is not None and needs.has_new_calls:
             needs.agree(self._agreement)
-        memory.budget_bytes = self._asked_bytes
+        memory.budget_bytes = min(self._asked_bytes, max(self._lowered_bytes, needs.minimum_bytes))
         if memory.budget_bytes < needs.minimum_bytes and not memory.is_capturing:
             memory.budget_bytes = self._checked(self._asked_bytes, needs)
             if self._refusal is not None:
@@ -320,6 +321,7 @@ class FrameRunner:
             return
         self._measured[size] = needs
         memory.needs, self._asked_bytes = needs, budget_bytes
+        self._lowered_bytes = budget_bytes
         # Captured insides may need less than frames as in eager.
         may_need_less = self._captures is not None and budget_bytes >= needs.outside_bytes
         memory.budget_bytes = budget_bytes if may_need_less else self._checked(budget_bytes, needs)
@@ -428,8 +430,8 @@ class FrameRunner:
                     raise
                 call.roll_back()
                 # A backward cannot be rolled back: the budget is what is there from now on.
-                lowered = budget_check.lowered(memory, key)
-                self._asked_bytes, kept = lowered or self._asked_bytes, None
+                self._lowered_bytes = budget_check.lowered(memory, key) or self._lowered_bytes
+                kept = None
         if frame is None or call is None:
             assert kept is not None
             kept.end_forward(output)

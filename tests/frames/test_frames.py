@@ -336,7 +336,8 @@ def test_a_frame_that_runs_out_of_memory_runs_again_after_others_are_dropped(
     monkeypatch.setattr(Short, "fails_at", 3)  # nothing is held in the first, measured step
     # As on a device or in a process whose allocations can fail.
     monkeypatch.setattr("rockmate.frames.memory.free_bytes", lambda _: 1 << 40)
-    module = framed(model, 1.0)
+    monkeypatch.setattr("rockmate.frames.memory.Memory.bytes_if_kept", lambda *_: None)
+    module = framed(model, 1.0, plan_frames=False)  # so each frame can be dropped
     assert_alike(trained(module, model, loss_of), expected)
     assert Short.fails_at == -1
 

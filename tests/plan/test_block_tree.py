@@ -136,7 +136,7 @@ def test_an_encoders_output_is_kept_at_a_loose_budget_and_may_be_made_again_at_a
     None
 ):
     torch.manual_seed(0)
-    transformer = nn.Transformer(32, 2, 2, 3, 32, dropout=0.0, batch_first=True).train()
+    transformer = nn.Transformer(32, 2, 2, 3, 128, dropout=0.0, batch_first=True).train()
     planner = Planner(
         transformer, (torch.ones(2, 256, 32), torch.ones(2, 256, 32)), machine="cpu-avx2"
     )

@@ -26,6 +26,7 @@ from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import (
     RECURRENT_WEIGHTS,
     member_tables_of,
+    module_hooks_of,
     modules_within,
     parametrizations_afresh,
     tensor_tables,
@@ -36,12 +37,20 @@ from rockmate.errors import UnsupportedModelError
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
 from rockmate.state.call_state import CallState, outside_of
+from rockmate.state.contents import Both
 from rockmate.state.digest import bits_of
 from rockmate.state.iterators import iterators_guarded
 from rockmate.state.members import objects_and_members
-from rockmate.state.objects import Handler, Objects, objects_of_python
+from rockmate.state.objects import Handler, Objects, objects_of_python, put_dict
 from rockmate.state.random_state import RandomState, random_state_kept
-from rockmate.state.tensors import PLAIN, parts_of, storages_of, tensors_in, with_changed
+from rockmate.state.tensors import (
+    PLAIN,
+    parts_of,
+    storages_of,
+    tensors_in,
+    with_attributes_of,
+    with_changed,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -68,20 +77,26 @@ def sizes_of(arguments: Arguments) -> Hashable:
 
 
 class _Attributes(NamedTuple):
-    """The attributes of a module, as a root; members and hooks among them do not count."""
+    """The attributes of a module, as a root, with its hooks; members among them do not count."""
 
     table: dict[str, Any]
 
 
-def _put(found: _Attributes, content: dict[str, Any]) -> None:
-    for name in found.table.keys() - content.keys() - _SKIPPED:
+def _take(found: _Attributes) -> Both:
+    attributes = {name: each for name, each in found.table.items() if name not in _SKIPPED}
+    hooks = enumerate(module_hooks_of(found.table))
+    return Both(attributes, {f"{at}": dict(each) for at, each in hooks if each})
+
+
+def _put(found: _Attributes, content: Both) -> None:
+    for name in found.table.keys() - content.items.keys() - _SKIPPED:
         del found.table[name]
-    found.table.update(content)
+    found.table.update(content.items)
+    for at, hooks in enumerate(module_hooks_of(found.table)):
+        put_dict(hooks, content.attributes.get(f"{at}", {}))
 
 
-_OF_MODULE = Handler(
-    lambda found: {name: each for name, each in found.table.items() if name not in _SKIPPED}, _put
-)
+_OF_MODULE = Handler(_take, _put)
 
 
 def _follows(kind: type) -> Handler | None:
@@ -153,7 +168,10 @@ class Call:
         tables: list[dict[str, Any]] = []
         for found in map(member_tables_of, attributes):
             # Sharded parameters are others while they are gathered.
-            tables += filter(None, found if self._memory.agreement is None else found[2:])
+            known = found if self._memory.agreement is None else found[2:]
+            tables += filter(None, known)
+            tensors = [each for table in known[-2:] for each in table.values() if each is not None]
+            tables += [own for own in map(vars, tensors) if own or self._outside is not None]
         of_hooks = objects_of_hooks(self._submodules)
         own = [_Attributes(vars(e)) if isinstance(e, nn.Module) else e for e in of_hooks]
         self._roots = [*roots, *own, *map(_Attributes, attributes), *tables]
@@ -344,7 +362,7 @@ class Call:
         self._restore_objects()
         try:
             for each in self._copied:
-                each.table[each.place[1]] = each.copy.clone()
+                each.table[each.place[1]] = with_attributes_of(each.tensor, each.copy.clone())
             yield
         finally:
             now.restore()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import contextvars
+import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,18 +25,16 @@ from rockmate._util import file_of, is_users
 from rockmate.state.contents import Both, TensorState
 from rockmate.state.iterators import iterators_guarded, reach_iterators
 from rockmate.state.members import Globals, objects_and_members
-from rockmate.state.objects import Objects, objects_of_python
+from rockmate.state.objects import CachedFunction, Objects, objects_of_python
 from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
-
-_CachedFunction: Any = type(functools.lru_cache(len))
 
 
 def outside_of(modules: Iterable[nn.Module]) -> Objects:
     """What forwards may write outside of their modules: classes, and data of the files of these."""
     classes = dict.fromkeys(map(type, modules))
-    roots = [*classes, *map(Globals, _globals_of(classes))]
+    roots = [*classes, *contextvars.copy_context(), *map(Globals, _globals_of(classes))]
     own = nn.Module  # of which a frame knows the state
     return Objects(
         roots, follows=lambda kind: None if issubclass(kind, own) else objects_and_members(kind)
@@ -58,7 +57,8 @@ class CallState:
         tables = _globals_of([*classes, *hooks_within(modules_within(model))])
         of_all = [each for each in hooks_within([]) if hasattr(each, "__qualname__")]
         self._model, self.arguments = model, [list(args), dict(kwargs)]
-        self._roots = [model, *self.arguments, *classes, *of_all, *map(Globals, tables)]
+        outside = [os.environ, *contextvars.copy_context(), *map(Globals, tables)]
+        self._roots = [model, *self.arguments, *classes, *of_all, *outside]
         self.objects = self.reached()
         tensors = self.objects.tensors.values()
         self.storages = {key: each for each in tensors for key in storages_of(each)}
@@ -156,7 +156,7 @@ def caches_passed_by(model: nn.Module) -> Iterator[None]:
         (table, name, value)
         for table in _globals_of(dict.fromkeys(map(type, modules_within(model))))
         for name, value in table.items()
-        if isinstance(value, _CachedFunction)
+        if isinstance(value, CachedFunction)
     ]
     try:
         for table, name, value in cached:
@@ -199,6 +199,10 @@ def _is_table(path: str) -> bool:
 def _root_name(root: Any) -> str:
     if isinstance(root, Globals):
         return str(root.table.get("__name__", "a file"))
+    if isinstance(root, contextvars.ContextVar):
+        return f"context variable {root.name}"
+    if root is os.environ:
+        return "os.environ"
     return f"class {root.__qualname__}" if isinstance(root, type) else root.__qualname__
 
 

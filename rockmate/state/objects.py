@@ -7,8 +7,15 @@ put back, or compared with another content.
 
 from __future__ import annotations
 
+import array
+import contextlib
+import contextvars
 import enum
+import functools
+import gc
 import random
+import re
+import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +30,12 @@ from rockmate.state.contents import ATOMS, Both, is_same_content, items_of
 
 MOST_OBJECTS = 1 << 16
 _MOST_ELEMENTS = 4096
-"""Of a container that is followed. A longer one is data, to which a forward may add."""
+"""Of a container whose elements are followed."""
+_MOST_COPIED = 1 << 18
+"""Elements of a container that are put back. A longer one is data, to which a forward may add."""
 _MOST_BYTES = 1 << 20
-"""Of an array of NumPy that is copied: a larger one is data."""
+"""Of an array or another buffer that is copied: a larger one is data."""
+CachedFunction: Any = type(functools.lru_cache(len))
 LIBRARIES = frozenset((
     "torch", "builtins", "logging", "threading", "types", "weakref", "concurrent", "asyncio",
     "multiprocessing", "_thread", "_io", "io", "rockmate", "numpy", "_weakref", "_abc", "abc",
@@ -34,6 +44,7 @@ LIBRARIES = frozenset((
 """Whose objects are not followed: they have state of their own kind, or point everywhere."""
 _SIZED = (dict, list, deque, set, tuple)
 _CONTAINERS = (dict, (list, deque), set)
+_FIELD_NAME, _POINTERS = re.compile(r":\w+:"), frozenset("OPXZz&")  # in formats of buffers
 
 
 class Handler(NamedTuple):
@@ -88,14 +99,15 @@ class Objects:
                 if len(value) <= _MOST_ELEMENTS:
                     pending += [each for each in value if type(each) not in ATOMS]
                 continue
-            handler = follows(kind)
+            handler = follows(kind) or (_OF_BUFFER if is_buffer(value) else None)
             if handler is None:
                 continue
-            if isinstance(value, _SIZED) and _length(value) > _MOST_ELEMENTS:
-                handler = _OF_LONG
+            length = _length(value) if isinstance(value, _SIZED) else 0
+            handler = handler if length <= _MOST_COPIED else _OF_LONG
             content = handler.take(value)
             self.found[key] = value, handler, content
-            pending += [each for each in items_of(content) if type(each) not in ATOMS]
+            if length <= _MOST_ELEMENTS:
+                pending += [each for each in items_of(content) if type(each) not in ATOMS]
 
     def content_of(self, value: Any) -> Any:
         """The content of an object that was followed; None of others."""
@@ -265,10 +277,56 @@ def _put_array(value: np.ndarray[Any, Any], content: bytes | None) -> None:
         value[...] = np.frombuffer(content, value.dtype).reshape(value.shape)
 
 
+def is_buffer(value: Any) -> bool:
+    """Whether a value gives memory to write numbers to: a `bytearray`, an array of `ctypes`."""
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return False
+    has_pointers = not _POINTERS.isdisjoint(_FIELD_NAME.sub("", view.format))
+    return view.contiguous and not (view.readonly or has_pointers)
+
+
+def _buffer_bytes(value: Any) -> bytes | None:
+    view = memoryview(value)
+    return view.tobytes() if view.nbytes <= _MOST_BYTES else None
+
+
+def _put_buffer(value: Any, content: bytes | None) -> None:
+    now = _buffer_bytes(value)
+    if content is None or now == content:
+        return
+    if now is None or len(now) != len(content):  # none but these two have another length
+        value[:] = array.array(value.typecode, content) if hasattr(value, "typecode") else content
+        return
+    np.frombuffer(value, np.uint8)[:] = np.frombuffer(content, np.uint8)
+
+
+def _put_variable(value: contextvars.ContextVar[Any], content: list[Any]) -> None:
+    if content[0] is ABSENT and value.get(ABSENT) is not ABSENT:
+        with contextlib.suppress(LookupError):  # it can only be unset by its default
+            value.set(contextvars.Context().run(value.get))
+    elif value.get(ABSENT) is not content[0]:
+        value.set(content[0])
+
+
+def _cached_by(function: Any) -> list[Any]:
+    """What a function of `functools.lru_cache` has returned, as far as that can be seen."""
+    held = gc.get_referents(function)
+    tables = [] if function.cache_info().maxsize else [each for each in held if type(each) is dict]
+    results = [each for table in tables for each in table.values()]
+    return [*results, *(each for each in held if type(each) is not dict)]
+
+
+_OF_BUFFER = Handler(_buffer_bytes, _put_buffer)
 _OF_LONG = Handler(_length, _shorten)
 OF_ATTRIBUTES = Handler(_attributes, _put_attributes, is_named=True)
 _HANDLERS: Sequence[tuple[Any, Handler]] = (
     (types.SimpleNamespace, OF_ATTRIBUTES),
+    (threading.local, Handler(lambda value: dict(vars(value)),
+                              lambda value, known: put_dict(vars(value), known), is_named=True)),
+    (contextvars.ContextVar, Handler(lambda value: [value.get(ABSENT)], _put_variable)),
+    (CachedFunction, Handler(_cached_by, keep)),
     (dict, Handler(_dict_of, put_dict)),
     ((list, deque), Handler(_list_of, _put_list)),
     (set, Handler(lambda value: frozenset(set.__iter__(value)), _put_set)),

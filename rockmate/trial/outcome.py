@@ -189,10 +189,17 @@ class Comparison:
         """What differs, in words; empty if nothing does."""
         return next(self._differences(), "")
 
+    def difference_in_numbers(self) -> str:
+        """What differs in outputs, or in what ops have changed in place; empty if nothing does."""
+        return next(self._numbers(), "")
+
+    def _numbers(self) -> Iterator[str]:
+        yield from self._items(self._eager.output, self._ours.output, "output")
+        yield from self._writes()
+
     def _differences(self) -> Iterator[str]:
         eager, ours = self._eager, self._ours
-        yield from self._items(eager.output, ours.output, "output")
-        yield from self._writes()
+        yield from self._numbers()
         for key in dict.fromkeys([*eager.contents, *ours.contents]):
             if key in self._before.objects.found:
                 one, two = (self._content(each, key) for each in (eager, ours))

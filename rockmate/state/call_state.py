@@ -8,6 +8,8 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from operator import setitem
 from typing import Any
 
 import torch
@@ -148,23 +150,27 @@ class CallState:
 
 @contextmanager
 def caches_passed_by(model: nn.Module) -> Iterator[None]:
-    """Has the files of a model's classes call what `functools.lru_cache` wraps, without the cache.
+    """Has a model's classes and their files call what `functools.lru_cache` wraps, uncached.
 
     A cache would keep tensors of a trace for the calls that follow, and give the trace others.
     """
+    classes = dict.fromkeys(map(type, modules_within(model)))
+    owners = {base: partial(type.__setattr__, base) for cls in classes for base in cls.__mro__}
+    tables = [(partial(setitem, each), each) for each in _globals_of(classes)]
+    tables += [(put, vars(base)) for base, put in owners.items()]
     cached = [
-        (table, name, value)
-        for table in _globals_of(dict.fromkeys(map(type, modules_within(model))))
+        (put, name, value)
+        for put, table in tables
         for name, value in table.items()
         if isinstance(value, CachedFunction)
     ]
     try:
-        for table, name, value in cached:
-            table[name] = value.__wrapped__
+        for put, name, value in cached:
+            put(name, value.__wrapped__)
         yield
     finally:
-        for table, name, value in cached:
-            table[name] = value
+        for put, name, value in cached:
+            put(name, value)
 
 
 def undone(model: nn.Module, known: Writes | None = None) -> AbstractContextManager[Writes]:

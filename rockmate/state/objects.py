@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rockmate.state.contents import ATOMS, Both, is_same_content, items_of
+from rockmate.state.contents import ATOMS, Both, Cached, is_same_content, items_of
 
 MOST_OBJECTS = 1 << 16
 _MOST_ELEMENTS = 4096
@@ -99,7 +99,9 @@ class Objects:
                 if len(value) <= _MOST_ELEMENTS:
                     pending += [each for each in value if type(each) not in ATOMS]
                 continue
-            handler = follows(kind) or (_OF_BUFFER if is_buffer(value) else None)
+            handler = follows(kind)
+            if handler in (None, OF_ATTRIBUTES):
+                handler = _OF_BUFFER if is_buffer(value) else handler
             if handler is None:
                 continue
             length = _length(value) if isinstance(value, _SIZED) else 0
@@ -310,12 +312,12 @@ def _put_variable(value: contextvars.ContextVar[Any], content: list[Any]) -> Non
         value.set(content[0])
 
 
-def _cached_by(function: Any) -> list[Any]:
+def _cached_by(function: Any) -> Cached:
     """What a function of `functools.lru_cache` has returned, as far as that can be seen."""
     held = gc.get_referents(function)
     tables = [] if function.cache_info().maxsize else [each for each in held if type(each) is dict]
     results = [each for table in tables for each in table.values()]
-    return [*results, *(each for each in held if type(each) is not dict)]
+    return Cached([*results, *(each for each in held if type(each) is not dict)])
 
 
 _OF_BUFFER = Handler(_buffer_bytes, _put_buffer)

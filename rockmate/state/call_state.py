@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from operator import setitem
 from typing import Any
 
@@ -27,10 +27,12 @@ from rockmate._util import file_of, is_users
 from rockmate.state.contents import Both, TensorState
 from rockmate.state.iterators import iterators_guarded, reach_iterators
 from rockmate.state.members import Globals, objects_and_members
-from rockmate.state.objects import CachedFunction, Objects, objects_of_python
+from rockmate.state.objects import Objects, objects_of_python
 from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
+
+_CachedFunction: Any = type(functools.lru_cache(len))
 
 
 def outside_of(modules: Iterable[nn.Module]) -> Objects:
@@ -155,14 +157,16 @@ def caches_passed_by(model: nn.Module) -> Iterator[None]:
     A cache would keep tensors of a trace for the calls that follow, and give the trace others.
     """
     classes = dict.fromkeys(map(type, modules_within(model)))
-    owners = {base: partial(type.__setattr__, base) for cls in classes for base in cls.__mro__}
-    tables = [(partial(setitem, each), each) for each in _globals_of(classes)]
+    owners = {
+        base: functools.partial(type.__setattr__, base) for cls in classes for base in cls.__mro__
+    }
+    tables = [(functools.partial(setitem, each), each) for each in _globals_of(classes)]
     tables += [(put, vars(base)) for base, put in owners.items()]
     cached = [
         (put, name, value)
         for put, table in tables
         for name, value in table.items()
-        if isinstance(value, CachedFunction)
+        if isinstance(value, _CachedFunction)
     ]
     try:
         for put, name, value in cached:

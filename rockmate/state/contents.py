@@ -23,10 +23,6 @@ class Both(NamedTuple):
     attributes: dict[str, Any]
 
 
-class Cached(list[Any]):
-    """Results that a function has kept. They lead to others, and more of them are no change."""
-
-
 class TensorState(NamedTuple):
     """What a tensor is beside its numbers.
 
@@ -86,8 +82,6 @@ def is_same_content(one: Any, other: Any) -> bool:
         )
     if isinstance(one, Both):
         return all(map(is_same_content, one, other))
-    if isinstance(one, Cached):
-        return True
     if isinstance(one, dict):
         return one.keys() == other.keys() and all(
             _is_same_item(each, other[name]) for name, each in one.items()

@@ -22,7 +22,6 @@ from rockmate.state.objects import (
     ABSENT,
     LIBRARIES,
     OF_ATTRIBUTES,
-    CachedFunction,
     Handler,
     is_buffer,
     keep,
@@ -146,8 +145,7 @@ class Globals(NamedTuple):
 
 def _is_of(value: Any, file: str) -> bool:
     """Whether a function or class stands in a file: a forward may write what it holds."""
-    is_own = isinstance(value, types.FunctionType | type | CachedFunction)
-    return is_own and value.__module__ == file
+    return isinstance(value, types.FunctionType | type) and value.__module__ == file
 
 
 def _data_of_class(cls: type) -> dict[str, Any]:

@@ -11,8 +11,6 @@ import array
 import contextlib
 import contextvars
 import enum
-import functools
-import gc
 import random
 import re
 import threading
@@ -26,7 +24,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rockmate.state.contents import ATOMS, Both, Cached, is_same_content, items_of
+from rockmate.state.contents import ATOMS, Both, is_same_content, items_of
 
 MOST_OBJECTS = 1 << 16
 _MOST_ELEMENTS = 4096
@@ -35,7 +33,6 @@ _MOST_COPIED = 1 << 18
 """Elements of a container that are put back. A longer one is data, to which a forward may add."""
 _MOST_BYTES = 1 << 20
 """Of an array or another buffer that is copied: a larger one is data."""
-CachedFunction: Any = type(functools.lru_cache(len))
 LIBRARIES = frozenset((
     "torch", "builtins", "logging", "threading", "types", "weakref", "concurrent", "asyncio",
     "multiprocessing", "_thread", "_io", "io", "rockmate", "numpy", "_weakref", "_abc", "abc",
@@ -312,14 +309,6 @@ def _put_variable(value: contextvars.ContextVar[Any], content: list[Any]) -> Non
         value.set(content[0])
 
 
-def _cached_by(function: Any) -> Cached:
-    """What a function of `functools.lru_cache` has returned, as far as that can be seen."""
-    held = gc.get_referents(function)
-    tables = [] if function.cache_info().maxsize else [each for each in held if type(each) is dict]
-    results = [each for table in tables for each in table.values()]
-    return Cached([*results, *(each for each in held if type(each) is not dict)])
-
-
 _OF_BUFFER = Handler(_buffer_bytes, _put_buffer)
 _OF_LONG = Handler(_length, _shorten)
 OF_ATTRIBUTES = Handler(_attributes, _put_attributes, is_named=True)
@@ -328,7 +317,6 @@ _HANDLERS: Sequence[tuple[Any, Handler]] = (
     (threading.local, Handler(lambda value: dict(vars(value)),
                               lambda value, known: put_dict(vars(value), known), is_named=True)),
     (contextvars.ContextVar, Handler(lambda value: [value.get(ABSENT)], _put_variable)),
-    (CachedFunction, Handler(_cached_by, keep)),
     (dict, Handler(_dict_of, put_dict)),
     ((list, deque), Handler(_list_of, _put_list)),
     (set, Handler(lambda value: frozenset(set.__iter__(value)), _put_set)),

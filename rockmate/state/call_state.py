@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import os
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -61,7 +60,7 @@ class CallState:
         tables = _globals_of([*classes, *hooks_within(modules_within(model))])
         of_all = [each for each in hooks_within([]) if hasattr(each, "__qualname__")]
         self._model, self.arguments = model, [list(args), dict(kwargs)]
-        outside = [os.environ, *contextvars.copy_context(), *map(Globals, tables)]
+        outside = [*contextvars.copy_context(), *map(Globals, tables)]
         self._roots = [model, *self.arguments, *classes, *of_all, *outside]
         self.objects = self.reached()
         tensors = self.objects.tensors.values()
@@ -211,8 +210,6 @@ def _root_name(root: Any) -> str:
         return str(root.table.get("__name__", "a file"))
     if isinstance(root, contextvars.ContextVar):
         return f"context variable {root.name}"
-    if root is os.environ:
-        return "os.environ"
     return f"class {root.__qualname__}" if isinstance(root, type) else root.__qualname__
 
 

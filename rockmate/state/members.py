@@ -144,8 +144,9 @@ class Globals(NamedTuple):
 
 
 def _is_of(value: Any, file: str) -> bool:
-    """Whether a function or class stands in a file: a forward may write what it holds."""
-    return isinstance(value, types.FunctionType | type) and value.__module__ == file
+    """Whether a function or class, or that of an object, stands in a file of the user's."""
+    found = value if isinstance(value, types.FunctionType | type) else type(value)
+    return found.__module__ == file
 
 
 def _data_of_class(cls: type) -> dict[str, Any]:
@@ -155,11 +156,7 @@ def _data_of_class(cls: type) -> dict[str, Any]:
         name: each
         for name, each in vars(cls).items()
         if not (name.startswith("__") or isinstance(each, types.ModuleType))
-        and (
-            _is_of(each, cls.__module__)
-            or _is_of(type(each), cls.__module__)
-            or not (hasattr(each, "__get__") or callable(each))
-        )
+        and (_is_of(each, cls.__module__) or not (hasattr(each, "__get__") or callable(each)))
     }
 
 
@@ -185,12 +182,7 @@ def _data_of_globals(found: Globals) -> dict[str, Any]:
         for name, value in found.table.items()
         if not name.startswith("__")
         and not isinstance(value, nn.Module)
-        and (
-            isinstance(value, _GLOBAL_KINDS)
-            or is_buffer(value)
-            or _is_of(value, file)
-            or _is_of(type(value), file)
-        )
+        and (isinstance(value, _GLOBAL_KINDS) or is_buffer(value) or _is_of(value, file))
     }
 
 

@@ -30,7 +30,7 @@ MOST_OBJECTS = 1 << 16
 _MOST_ELEMENTS = 4096
 """Of a container whose elements are followed."""
 _MOST_COPIED = 1 << 18
-"""Elements of a container that are put back. A longer one is data, to which a forward may add."""
+"""Elements of a container that are put back: a longer one is data."""
 _MOST_BYTES = 1 << 20
 """Of an array or another buffer that is copied: a larger one is data."""
 LIBRARIES = frozenset((
@@ -99,10 +99,9 @@ class Objects:
             handler = follows(kind)
             if handler in (None, OF_ATTRIBUTES):
                 handler = _OF_BUFFER if is_buffer(value) else handler
-            if handler is None:
-                continue
             length = _length(value) if isinstance(value, _SIZED) else 0
-            handler = handler if length <= _MOST_COPIED else _OF_LONG
+            if handler is None or length > _MOST_COPIED:
+                continue
             content = handler.take(value)
             self.found[key] = value, handler, content
             if length <= _MOST_ELEMENTS:
@@ -237,13 +236,6 @@ def _put_set(value: set[Any], content: frozenset[Any]) -> None:
         set.update(value, content)
 
 
-def _shorten(value: Any, length: int) -> None:
-    if isinstance(value, dict | list | deque):
-        own, last = _own(value), "popitem" if isinstance(value, dict) else "pop"
-        while own.__len__(value) > length:
-            getattr(own, last)(value)
-
-
 def keep(_: Any, __: Any) -> None:
     """Nothing can have changed."""
 
@@ -310,7 +302,6 @@ def _put_variable(value: contextvars.ContextVar[Any], content: list[Any]) -> Non
 
 
 _OF_BUFFER = Handler(_buffer_bytes, _put_buffer)
-_OF_LONG = Handler(_length, _shorten)
 OF_ATTRIBUTES = Handler(_attributes, _put_attributes, is_named=True)
 _HANDLERS: Sequence[tuple[Any, Handler]] = (
     (types.SimpleNamespace, OF_ATTRIBUTES),

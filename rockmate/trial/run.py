@@ -105,7 +105,8 @@ def run_beside_eager(
         gradients = PlainGradients(plain, undo, before, writes, conditions, has_labels=has_labels)
     output, rounding = ours(), _rounding(before)
     tolerance = 0.0 if conditions.is_exact else rounding
-    found = Comparison(before, reader, eager, reader.outcome(output), tolerance).difference()
+    compared = Comparison(before, reader, eager, reader.outcome(output), tolerance)
+    found = compared.difference()
     if not found and (gradients is None or gradients.reason):
         return output
     if not found and gradients is not None:
@@ -114,7 +115,8 @@ def run_beside_eager(
     undo()
     if not found:  # a backward of the first run is over
         return ours()
-    again = _of_plain(plain, undo, before, writes, reader, conditions, steps)
+    is_undone = not any(compared.changed_alone())
+    again = _of_plain(plain, undo, before, writes, reader, conditions, steps) if is_undone else None
     if again is not None:
         other = Comparison(before, reader, eager, again, rounding).difference_in_numbers()
         if other:

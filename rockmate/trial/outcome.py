@@ -189,7 +189,7 @@ class Comparison:
         """What differs, in words; empty if nothing does."""
         return next(self._differences(), "")
 
-    def difference_in_numbers(self) -> str:
+    def of_numbers(self) -> str:
         """What differs in outputs, or in what ops have changed in place; empty if nothing does."""
         return next(self._numbers(), "")
 

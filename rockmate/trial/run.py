@@ -115,12 +115,11 @@ def run_beside_eager(
     undo()
     if not found:  # a backward of the first run is over
         return ours()
-    is_undone = not any(compared.changed_alone())
-    again = _of_plain(plain, undo, before, writes, reader, conditions, steps) if is_undone else None
-    if again is not None:
-        other = Comparison(before, reader, eager, again, rounding).difference_in_numbers()
-        if other:
-            raise NotRepeatableError(_OF_NO_REPEAT % (conditions.what, other))
+    again = None
+    if not any(compared.changed_alone()):
+        again = _of_plain(plain, undo, before, writes, reader, conditions, steps)
+    if again and (other := Comparison(before, reader, eager, again, rounding).of_numbers()):
+        raise NotRepeatableError(_OF_NO_REPEAT % (conditions.what, other))
     tables = {id(each) for part in modules_within(model) for each in module_hooks_of(vars(part))}
     sets_up = not tables.isdisjoint(eager.contents)
     raise TrialError(_text(found, model, conditions, sets_up=sets_up), sets_up=sets_up)

@@ -218,7 +218,7 @@ class Call:
                 for each in self._copied
                 if id(each.tensor) in written
                 or _is_statistic(each.tensor)
-                or not torch.equal(each.copy, each.tensor)
+                or bits_of(each.copy) != bits_of(each.tensor)
             ]
         changing = self._memory.changing_buffers.setdefault(self._path_and_modes, set())
         changing |= {each.place for each in self._copied}

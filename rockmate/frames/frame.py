@@ -12,7 +12,7 @@ import torch
 
 from rockmate._torch.engine import keeps_graph, saving
 from rockmate._torch.storage import version_of
-from rockmate.errors import BackwardError
+from rockmate.errors import BackwardError, UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey, ScheduleCost

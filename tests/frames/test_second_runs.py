@@ -239,7 +239,8 @@ class Marked(Body):
         if self.state is None:
             self.state = 0
             self.body.register_full_backward_hook(lambda _, given, __: (given[0] * 0.5,))
-        for tensor in (self.norm.running_mean, self.body[0].weight):
+        marked: Any = self.norm.running_mean, self.body[0].weight
+        for tensor in marked:
             tensor.uses = getattr(tensor, "uses", 0) + 1
             self.state += tensor.uses
         return 1.0 + self.state / 1000

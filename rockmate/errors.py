@@ -201,6 +201,13 @@ class TrialError(RockmateError, RuntimeError):
         self.sets_up = sets_up
 
 
+class NotRepeatableError(RockmateError, RuntimeError):
+    """The plain model's forward gives other numbers when it runs again from the same state.
+
+    It reads or changes something that cannot be put back, so a capture or trial has changed it.
+    """
+
+
 class BackwardError(RockmateError, RuntimeError):
     """A backward that this kind of schedule cannot serve.
 

@@ -38,8 +38,8 @@ def storage_ids(node: fx.Node) -> list[int]:
 def layout_of(tensor: torch.Tensor) -> Hashable:
     """What two views of one storage must share to hold the same numbers, and the device."""
     lazy_bits = tensor.is_conj(), tensor.is_neg()
-    shape, strides = tuple(tensor.shape), tensor.stride()
-    offset = tensor.storage_offset()
+    shape, is_dense = tuple(tensor.shape), tensor.layout == torch.strided
+    strides, offset = (tensor.stride(), tensor.storage_offset()) if is_dense else ((), 0)
     return tensor.dtype, tensor.device, tensor.layout, shape, strides, offset, lazy_bits
 
 

@@ -23,8 +23,9 @@ from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.opaque_graph import Layout, RunGraph, attach_input
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, UnsupportedModelError
-from rockmate.state.call_state import undone
+from rockmate.state.call_state import CallState, undone
 from rockmate.state.random_state import RandomState, random_state_kept
+from rockmate.state.tensors import with_attributes_of
 from rockmate.state.writes import Writes
 
 
@@ -77,14 +78,14 @@ class OpaqueCall:
 
         Leaves everything as it was.
         """
-        attributes = AttributeState(self.module)
-        with self.random_state_kept() as random, undone(self.module) as self.writes:
+        attributes, before = AttributeState(self.module), CallState(self.module, (), {})
+        with self.random_state_kept() as random, before.undone() as self.writes:
             self._refuse_foreign(self.run(self.copied_inputs())[1])
             now = RandomState([self.outputs[0].device], of_pytorch_alone=True)
             self.draws = bool(random.differences(now))
-            changes = attributes.changes()
-        self._refuse_assigned_gradients(changes)
-        self.changes_state = bool(changes or self.writes.changed)
+            self._refuse_assigned_gradients(attributes.changes())
+            has_changed = before.objects.has_changed()
+        self.changes_state = has_changed or bool(self.writes.changed)
         with self.random_state_kept():
             self._measure_saved()
 
@@ -336,7 +337,8 @@ def by_place(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor
     A tied tensor has several places. A module with two names has one: PyTorch, left to find them,
     swaps it twice and puts back the wrong one.
     """
-    replacement = {id(module.get_parameter(name)): tensor for name, tensor in state.items()}
+    places = ((module.get_parameter(name), tensor) for name, tensor in state.items())
+    replacement = {id(own): with_attributes_of(own, tensor) for own, tensor in places}
     return {
         f"{path}.{name}" if path else name: replacement[id(tensor)]
         for path, part in module.named_modules()

@@ -8,6 +8,7 @@ Installed libraries are taken for constant.
 from __future__ import annotations
 
 import dis
+import inspect
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -42,7 +43,7 @@ def values_read_by(model: nn.Module, functions: Iterable[type]) -> list[Place]:
             reader.follow(value)
     for hook in hooks_within(model.modules()):
         reader.follow(hook)
-    return list(reader.places.values())
+    return reader.found()
 
 
 def objects_of_hooks(modules: Iterable[nn.Module]) -> list[Any]:
@@ -51,26 +52,40 @@ def objects_of_hooks(modules: Iterable[nn.Module]) -> list[Any]:
     for hook in hooks:
         reader.follow(hook)
     owners = [hook.__self__ for hook in hooks if hasattr(hook, "__self__")]
-    return [*owners, *(place.value() for place in reader.places.values())]
+    return [*owners, *(place.value() for place in reader.found())]
 
 
 class _Reader:
     """Follows the names that code mentions."""
 
     def __init__(self) -> None:
-        self.places: dict[tuple[int, str], Place] = {}
+        self._places: dict[tuple[int, str], Place] = {}
         self._seen: set[int] = set()
         self._members: dict[int, set[str]] = {}
+        self._names, self._objects = set[str](), dict[int, Any]()
+
+    def found(self) -> list[Place]:
+        """The places, with those of attributes: an object may be handed on before it is read."""
+        num_known = -1
+        while num_known != (num_known := len(self._names) + len(self._objects)):
+            for value in [*self._objects.values()]:
+                for name in self._names & {*dir(type(value))}:
+                    self.follow(inspect.getattr_static(type(value), name), type(value))
+        for value in self._objects.values():
+            for name in self._names & vars(value).keys():
+                self._places.setdefault((id(value), name), Place(value, name))
+        return list(self._places.values())
 
     def follow(self, function: Any, owner: type | None = None) -> None:
         """Takes what a function of the user's mentions, a method with others of its class."""
-        function = getattr(function, "__func__", function)
+        function = getattr(function, "fget", None) or getattr(function, "__func__", function)
         if not isinstance(function, FunctionType) or id(function) in self._seen:
             return
         self._seen.add(id(function))
         if not is_users(function.__code__.co_filename):
             return
         names, global_names = _names_of(function.__code__)
+        self._names |= names
         module = sys.modules.get(function.__module__)
         for name in global_names & function.__globals__.keys() if module is not None else ():
             self._take(Place(module, name), names)
@@ -92,10 +107,9 @@ class _Reader:
                 for name in fresh:
                     self._take(Place(value, name), names)
         elif not callable(value) or is_users(file_of(type(value))):
-            self.places.setdefault(place.key, place)
-            is_object = hasattr(value, "__dict__") and not isinstance(value, torch.Tensor)
-            for name in names & vars(value).keys() if is_object else ():
-                self.places.setdefault((id(value), name), Place(value, name))
+            self._places.setdefault(place.key, place)
+            if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+                self._objects[id(value)] = value
 
 
 @cache

@@ -45,7 +45,8 @@ class TensorSignature:
     @classmethod
     def of(cls, tensor: torch.Tensor, *, with_strides: bool = False) -> TensorSignature:
         """The metadata of `tensor`; strides count where the tensor goes into the graph as it is."""
-        strides = tensor.stride() if with_strides else None
+        has_strides = with_strides and tensor.layout == torch.strided
+        strides = tensor.stride() if has_strides else None
         own = tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad, strides
         if not has_parts(tensor):
             return cls(*own)

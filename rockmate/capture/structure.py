@@ -101,7 +101,10 @@ class Structure:
     def shown(self, tensors: list[str]) -> Any:
         """The nested object, with texts in the places of its tensors and constants."""
         leaves = [_Shown(_text(leaf, tensors)) for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.spec)
+        try:
+            return pytree.tree_unflatten(leaves, self.spec)
+        except (AttributeError, TypeError, ValueError):  # a container that takes tensors alone
+            return leaves
 
     def slots(self) -> list[_TensorSlot]:
         """Where its tensors go, in their order."""

@@ -18,6 +18,7 @@ from torch import nn
 
 from rockmate._torch.aot import without_decompositions
 from rockmate._torch.engine import saving
+from rockmate._torch.fake import is_plain
 from rockmate._torch.members import writable_tables
 from rockmate._util import attributes_set
 from rockmate.errors import UnsupportedModelError
@@ -98,13 +99,25 @@ def no_random_state_set() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_gradient_retained() -> Iterator[None]:
-    """Refuses a forward that asks for the `.grad` of an activation.
+def members_of_tensors_left() -> Iterator[None]:
+    """Refuses a forward that asks for the `.grad` of an activation, or assigns to `.data`.
 
     Raises:
-        UnsupportedModelError: within the context, it calls `retain_grad` on one.
+        UnsupportedModelError: within the context, it calls `retain_grad` on one, or gives a tensor
+            of the trace other memory, of which the trace would not know.
     """
     thread, retain = threading.get_ident(), torch.Tensor.retain_grad
+    data: Any = torch.Tensor.data
+
+    def assign(self: torch.Tensor, value: torch.Tensor) -> None:
+        if threading.get_ident() == thread and not (is_plain(self) and is_plain(value)):
+            msg = (
+                "the model's forward assigns to .data, which a plan cannot repeat. Write "
+                "`tensor.copy_(value)` under torch.no_grad() for a buffer, and change parameters "
+                "outside of the forward."
+            )
+            raise UnsupportedModelError(msg)
+        data.__set__(self, value)
 
     def refuse(self: torch.Tensor) -> None:
         if threading.get_ident() != thread:
@@ -118,7 +131,8 @@ def no_gradient_retained() -> Iterator[None]:
             )
             raise UnsupportedModelError(msg)
 
-    with attributes_set((torch.Tensor, "retain_grad", refuse)):
+    own = property(data.__get__, assign)
+    with attributes_set((torch.Tensor, "retain_grad", refuse), (torch.Tensor, "data", own)):
         yield
 
 

@@ -24,7 +24,7 @@ from rockmate.capture.options import MemoryFormat
 from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
 from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
 from rockmate.capture.tensor_parts import HeldTensors
-from rockmate.capture.trace_state import no_gradient_retained, no_random_state_set
+from rockmate.capture.trace_state import members_of_tensors_left, no_random_state_set
 from rockmate.capture.write_log import Write, WriteLog, can_watch
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
 from rockmate.sharding.gathering import gathered_by_ops
@@ -188,7 +188,7 @@ class TracedForward(nn.Module):
                 self._reads_answered(tensors),
                 accesses_recorded(self.model, before) as accesses,
                 no_random_state_set(),
-                no_gradient_retained(),
+                members_of_tensors_left(),
                 parametrizations_afresh(),
                 convolutions_read_channels_last(tensors) if is_last else nullcontext(),
                 self.log.noting(self.logs),

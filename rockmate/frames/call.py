@@ -9,11 +9,10 @@ meanwhile may not be read.
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from types import MethodType
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,6 @@ from rockmate._torch.dispatch import ops_observed
 from rockmate._torch.distributed import num_collectives
 from rockmate._torch.dynamo import uncompiled_calls
 from rockmate._torch.members import (
-    RECURRENT_WEIGHTS,
     member_tables_of,
     modules_within,
     parametrizations_afresh,
@@ -33,20 +31,25 @@ from rockmate._torch.members import (
 from rockmate._torch.storage import storage_id, version_of, versions_of
 from rockmate.capture.outer_values import objects_of_hooks
 from rockmate.errors import UnsupportedModelError
+from rockmate.frames.attributes import Attributes, follows_of_frame
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
 from rockmate.state.call_state import CallState, outside_of
 from rockmate.state.digest import bits_of
 from rockmate.state.iterators import iterators_guarded
-from rockmate.state.members import objects_and_members
-from rockmate.state.objects import Handler, Objects, objects_of_python
+from rockmate.state.objects import Objects
 from rockmate.state.random_state import RandomState, random_state_kept
-from rockmate.state.tensors import PLAIN, parts_of, storages_of, tensors_in, with_changed
+from rockmate.state.tensors import (
+    PLAIN,
+    parts_of,
+    storages_of,
+    tensors_in,
+    with_attributes_of,
+    with_changed,
+)
 
 logger = logging.getLogger(__name__)
 
-# Tables of members and hooks, and the forward that stands in for a frame's own.
-_SKIPPED = (vars(nn.Module()).keys() | RECURRENT_WEIGHTS | {"forward"}) - {"training"}
 _MOST_OBJECTS = 256
 """How many are followed from one call: a module may know the whole program."""
 _MOST_STATISTICS = 1 << 13
@@ -65,29 +68,6 @@ class Arguments(NamedTuple):
 def sizes_of(arguments: Arguments) -> Hashable:
     """Shapes and types of the arguments that are tensors."""
     return tuple((each.shape, each.dtype, each.requires_grad) for each in tensors_in(arguments[1:]))
-
-
-class _Attributes(NamedTuple):
-    """The attributes of a module, as a root; members and hooks among them do not count."""
-
-    table: dict[str, Any]
-
-
-def _put(found: _Attributes, content: dict[str, Any]) -> None:
-    for name in found.table.keys() - content.keys() - _SKIPPED:
-        del found.table[name]
-    found.table.update(content)
-
-
-_OF_MODULE = Handler(
-    lambda found: {name: each for name, each in found.table.items() if name not in _SKIPPED}, _put
-)
-
-
-def _follows(kind: type) -> Handler | None:
-    if kind in (MethodType, functools.partial):
-        return objects_and_members(kind)
-    return _OF_MODULE if kind is _Attributes else objects_of_python(kind)
 
 
 class _Buffer(NamedTuple):
@@ -153,12 +133,16 @@ class Call:
         tables: list[dict[str, Any]] = []
         for found in map(member_tables_of, attributes):
             # Sharded parameters are others while they are gathered.
-            tables += filter(None, found if self._memory.agreement is None else found[2:])
+            known = found if self._memory.agreement is None else found[2:]
+            tables += filter(None, known)
+            tensors: Any = chain(*(table.values() for table in known[-2:]))
+            own_tables = (vars(each) for each in tensors if each is not None)
+            tables += [own for own in own_tables if own or self._outside is not None]
         of_hooks = objects_of_hooks(self._submodules)
-        own = [_Attributes(vars(e)) if isinstance(e, nn.Module) else e for e in of_hooks]
-        self._roots = [*roots, *own, *map(_Attributes, attributes), *tables]
+        own = [Attributes(vars(e)) if isinstance(e, nn.Module) else e for e in of_hooks]
+        self._roots = [*roots, *own, *map(Attributes, attributes), *tables]
         self._most = _MOST_OBJECTS + len(attributes) + len(tables)
-        self._objects = Objects(self._roots, follows=_follows, most=self._most)
+        self._objects = Objects(self._roots, follows=follows_of_frame, most=self._most)
         members = (each for table in tables for each in table.values())
         self._are_trained = [
             (each, each.requires_grad) for each in members if isinstance(each, nn.Parameter)
@@ -234,7 +218,7 @@ class Call:
                 for each in self._copied
                 if id(each.tensor) in written
                 or _is_statistic(each.tensor)
-                or not torch.equal(each.copy, each.tensor)
+                or bits_of(each.copy) != bits_of(each.tensor)
             ]
         changing = self._memory.changing_buffers.setdefault(self._path_and_modes, set())
         changing |= {each.place for each in self._copied}
@@ -338,13 +322,13 @@ class Call:
         """Objects as in the first run, with copies in the place of buffers that it changed."""
         reached = [value for value, *_ in self._objects.found.values()]
         most = self._most + len(reached)
-        now = Objects([*self._roots, *reached], follows=_follows, most=most)
+        now = Objects([*self._roots, *reached], follows=follows_of_frame, most=most)
         outside = outside_of(self._submodules) if self._outside else None
         are_trained = [(each, each.requires_grad) for each, _ in self._are_trained]
         self._restore_objects()
         try:
             for each in self._copied:
-                each.table[each.place[1]] = each.copy.clone()
+                each.table[each.place[1]] = with_attributes_of(each.tensor, each.copy.clone())
             yield
         finally:
             now.restore()

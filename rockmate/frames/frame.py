@@ -12,7 +12,7 @@ import torch
 
 from rockmate._torch.engine import keeps_graph, saving
 from rockmate._torch.storage import version_of
-from rockmate.errors import BackwardError
+from rockmate.errors import BackwardError, UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey, ScheduleCost
@@ -53,8 +53,17 @@ class Frame:
     def run(self) -> Any:
         """The call's result. What autograd saves meanwhile goes into the frame."""
         begin_s = self._memory.clock()
-        with saving(self._pack, self._unpack):
-            output = self._call.run()
+        try:
+            with saving(self._pack, self._unpack):
+                output = self._call.run()
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            msg = (
+                f"{self.key} differentiates by torch.func, within which nothing sees what autograd "
+                f"saves. Leave all like it whole: keep={[self.key.path]!r}."
+            )
+            raise UnsupportedModelError(msg) from error
         self.seconds = self._memory.clock() - begin_s
         self._outside, self._held_outside = frozenset(), {}
         self._call.end()

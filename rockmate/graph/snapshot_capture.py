@@ -98,13 +98,10 @@ def snapshot_chain(chain: BlockChain) -> SnapshotChain:
 
 def _keywords(call: CallSignature) -> dict[int, str]:
     """Index of a keyword argument's tensor -> its keyword."""
-    places = [object() for _ in call.tensors]
+    places = [torch.empty(0) for _ in call.tensors]  # a `PackedSequence` takes nothing else
+    index_of = {id(place): index for index, place in enumerate(places)}
     _, given = call.structure.rebuild(places)
-    return {
-        places.index(value): name
-        for name, value in given.items()
-        if any(value is place for place in places)
-    }
+    return {index_of[id(each)]: name for name, each in given.items() if id(each) in index_of}
 
 
 def _snapshot_op(op: Op, source_of: Mapping[str, str], groups: Mapping[str, int]) -> SnapshotOp:

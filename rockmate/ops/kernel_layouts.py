@@ -107,7 +107,8 @@ def _frozen(value: Any) -> Hashable:
         if not isinstance(value, torch.Tensor):
             return "several tensors"
     if isinstance(value, torch.Tensor):
-        return Layout.of(value), value.device
+        is_sparse = value.layout != torch.strided
+        return str(value.layout) if is_sparse else Layout.of(value), value.device
     if isinstance(value, Mapping):
         return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
     if isinstance(value, tuple | list):

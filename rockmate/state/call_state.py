@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import setitem
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ _CachedFunction: Any = type(functools.lru_cache(len))
 def outside_of(modules: Iterable[nn.Module]) -> Objects:
     """What forwards may write outside of their modules: classes, and data of the files of these."""
     classes = dict.fromkeys(map(type, modules))
-    roots = [*classes, *map(Globals, _globals_of(classes))]
+    roots = [*classes, *contextvars.copy_context(), *map(Globals, _globals_of(classes))]
     own = nn.Module  # of which a frame knows the state
     return Objects(
         roots, follows=lambda kind: None if issubclass(kind, own) else objects_and_members(kind)
@@ -58,7 +60,8 @@ class CallState:
         tables = _globals_of([*classes, *hooks_within(modules_within(model))])
         of_all = [each for each in hooks_within([]) if hasattr(each, "__qualname__")]
         self._model, self.arguments = model, [list(args), dict(kwargs)]
-        self._roots = [model, *self.arguments, *classes, *of_all, *map(Globals, tables)]
+        outside = [*contextvars.copy_context(), *map(Globals, tables)]
+        self._roots = [model, *self.arguments, *classes, *of_all, *outside]
         self.objects = self.reached()
         tensors = self.objects.tensors.values()
         self.storages = {key: each for each in tensors for key in storages_of(each)}
@@ -148,23 +151,29 @@ class CallState:
 
 @contextmanager
 def caches_passed_by(model: nn.Module) -> Iterator[None]:
-    """Has the files of a model's classes call what `functools.lru_cache` wraps, without the cache.
+    """Has a model's classes and their files call what `functools.lru_cache` wraps, uncached.
 
     A cache would keep tensors of a trace for the calls that follow, and give the trace others.
     """
+    classes = dict.fromkeys(map(type, modules_within(model)))
+    owners = {
+        base: functools.partial(type.__setattr__, base) for cls in classes for base in cls.__mro__
+    }
+    tables = [(functools.partial(setitem, each), each) for each in _globals_of(classes)]
+    tables += [(put, vars(base)) for base, put in owners.items()]
     cached = [
-        (table, name, value)
-        for table in _globals_of(dict.fromkeys(map(type, modules_within(model))))
+        (put, name, value)
+        for put, table in tables
         for name, value in table.items()
         if isinstance(value, _CachedFunction)
     ]
     try:
-        for table, name, value in cached:
-            table[name] = value.__wrapped__
+        for put, name, value in cached:
+            put(name, value.__wrapped__)
         yield
     finally:
-        for table, name, value in cached:
-            table[name] = value
+        for put, name, value in cached:
+            put(name, value)
 
 
 def undone(model: nn.Module, known: Writes | None = None) -> AbstractContextManager[Writes]:
@@ -199,6 +208,8 @@ def _is_table(path: str) -> bool:
 def _root_name(root: Any) -> str:
     if isinstance(root, Globals):
         return str(root.table.get("__name__", "a file"))
+    if isinstance(root, contextvars.ContextVar):
+        return f"context variable {root.name}"
     return f"class {root.__qualname__}" if isinstance(root, type) else root.__qualname__
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import random
+import threading
 import types
 from collections import deque
 from collections.abc import Iterator
@@ -21,6 +23,7 @@ from rockmate.state.objects import (
     LIBRARIES,
     OF_ATTRIBUTES,
     Handler,
+    is_buffer,
     keep,
     objects_of_python,
     put_dict,
@@ -55,13 +58,15 @@ def objects_and_members(kind: type) -> Handler | None:
 
 
 def _module_state(module: nn.Module) -> dict[str, Any]:
-    own = vars(module)
-    if RECURRENT_WEIGHTS.isdisjoint(own):
-        return OF_ATTRIBUTES.take(module)
-    return {name: each for name, each in own.items() if name not in RECURRENT_WEIGHTS}
+    own = OF_ATTRIBUTES.take(module)
+    if not RECURRENT_WEIGHTS.isdisjoint(own):
+        own = {name: each for name, each in own.items() if name not in RECURRENT_WEIGHTS}
+    return own | {"__class__": type(module)}  # which parametrizations replace
 
 
 def _put_module(module: nn.Module, content: dict[str, Any]) -> None:
+    content = dict(content)
+    module.__class__ = content.pop("__class__")
     renewed = {name: each for name, each in vars(module).items() if name in RECURRENT_WEIGHTS}
     OF_ATTRIBUTES.put(module, content | renewed)
 
@@ -139,8 +144,9 @@ class Globals(NamedTuple):
 
 
 def _is_of(value: Any, file: str) -> bool:
-    """Whether a function or class stands in a file: a forward may write what it holds."""
-    return isinstance(value, types.FunctionType | type) and value.__module__ == file
+    """Whether a function or class, or that of an object, stands in a file of the user's."""
+    found = value if isinstance(value, types.FunctionType | type) else type(value)
+    return found.__module__ == file
 
 
 def _data_of_class(cls: type) -> dict[str, Any]:
@@ -165,7 +171,7 @@ def _put_class(cls: type, content: dict[str, Any]) -> None:
 
 _GLOBAL_KINDS = (
     *ATOMS, Iterator, dict, list, set, deque, torch.Tensor, torch.Generator, random.Random,
-    np.random.Generator,
+    np.random.Generator, contextvars.ContextVar, threading.local,
 )  # fmt: skip
 
 
@@ -176,7 +182,7 @@ def _data_of_globals(found: Globals) -> dict[str, Any]:
         for name, value in found.table.items()
         if not name.startswith("__")
         and not isinstance(value, nn.Module)
-        and (isinstance(value, _GLOBAL_KINDS) or _is_of(value, file) or _is_of(type(value), file))
+        and (isinstance(value, _GLOBAL_KINDS) or is_buffer(value) or _is_of(value, file))
     }
 
 

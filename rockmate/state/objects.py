@@ -7,8 +7,13 @@ put back, or compared with another content.
 
 from __future__ import annotations
 
+import array
+import contextlib
+import contextvars
 import enum
 import random
+import re
+import threading
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -23,9 +28,11 @@ from rockmate.state.contents import ATOMS, Both, is_same_content, items_of
 
 MOST_OBJECTS = 1 << 16
 _MOST_ELEMENTS = 4096
-"""Of a container that is followed. A longer one is data, to which a forward may add."""
+"""Of a container whose elements are followed."""
+_MOST_COPIED = 1 << 18
+"""Elements of a container that are put back: a longer one is data."""
 _MOST_BYTES = 1 << 20
-"""Of an array of NumPy that is copied: a larger one is data."""
+"""Of an array or another buffer that is copied: a larger one is data."""
 LIBRARIES = frozenset((
     "torch", "builtins", "logging", "threading", "types", "weakref", "concurrent", "asyncio",
     "multiprocessing", "_thread", "_io", "io", "rockmate", "numpy", "_weakref", "_abc", "abc",
@@ -34,6 +41,7 @@ LIBRARIES = frozenset((
 """Whose objects are not followed: they have state of their own kind, or point everywhere."""
 _SIZED = (dict, list, deque, set, tuple)
 _CONTAINERS = (dict, (list, deque), set)
+_FIELD_NAME, _POINTERS = re.compile(r":\w+:"), frozenset("OPXZz&")  # in formats of buffers
 
 
 class Handler(NamedTuple):
@@ -89,13 +97,15 @@ class Objects:
                     pending += [each for each in value if type(each) not in ATOMS]
                 continue
             handler = follows(kind)
-            if handler is None:
+            if handler in (None, OF_ATTRIBUTES):
+                handler = _OF_BUFFER if is_buffer(value) else handler
+            length = _length(value) if isinstance(value, _SIZED) else 0
+            if handler is None or length > _MOST_COPIED:
                 continue
-            if isinstance(value, _SIZED) and _length(value) > _MOST_ELEMENTS:
-                handler = _OF_LONG
             content = handler.take(value)
             self.found[key] = value, handler, content
-            pending += [each for each in items_of(content) if type(each) not in ATOMS]
+            if length <= _MOST_ELEMENTS:
+                pending += [each for each in items_of(content) if type(each) not in ATOMS]
 
     def content_of(self, value: Any) -> Any:
         """The content of an object that was followed; None of others."""
@@ -226,13 +236,6 @@ def _put_set(value: set[Any], content: frozenset[Any]) -> None:
         set.update(value, content)
 
 
-def _shorten(value: Any, length: int) -> None:
-    if isinstance(value, dict | list | deque):
-        own, last = _own(value), "popitem" if isinstance(value, dict) else "pop"
-        while own.__len__(value) > length:
-            getattr(own, last)(value)
-
-
 def keep(_: Any, __: Any) -> None:
     """Nothing can have changed."""
 
@@ -265,10 +268,46 @@ def _put_array(value: np.ndarray[Any, Any], content: bytes | None) -> None:
         value[...] = np.frombuffer(content, value.dtype).reshape(value.shape)
 
 
-_OF_LONG = Handler(_length, _shorten)
+def is_buffer(value: Any) -> bool:
+    """Whether a value gives memory to write numbers to: a `bytearray`, an array of `ctypes`."""
+    try:
+        view = memoryview(value)
+    except (TypeError, ValueError, BufferError):
+        return False
+    has_pointers = not _POINTERS.isdisjoint(_FIELD_NAME.sub("", view.format))
+    return view.contiguous and not (view.readonly or has_pointers)
+
+
+def _buffer_bytes(value: Any) -> bytes | None:
+    view = memoryview(value)
+    return view.tobytes() if view.nbytes <= _MOST_BYTES else None
+
+
+def _put_buffer(value: Any, content: bytes | None) -> None:
+    now = _buffer_bytes(value)
+    if content is None or now == content:
+        return
+    if now is None or len(now) != len(content):  # none but these two have another length
+        value[:] = array.array(value.typecode, content) if hasattr(value, "typecode") else content
+        return
+    np.frombuffer(value, np.uint8)[:] = np.frombuffer(content, np.uint8)
+
+
+def _put_variable(value: contextvars.ContextVar[Any], content: list[Any]) -> None:
+    if content[0] is ABSENT and value.get(ABSENT) is not ABSENT:
+        with contextlib.suppress(LookupError):  # it can only be unset by its default
+            value.set(contextvars.Context().run(value.get))
+    elif value.get(ABSENT) is not content[0]:
+        value.set(content[0])
+
+
+_OF_BUFFER = Handler(_buffer_bytes, _put_buffer)
 OF_ATTRIBUTES = Handler(_attributes, _put_attributes, is_named=True)
 _HANDLERS: Sequence[tuple[Any, Handler]] = (
     (types.SimpleNamespace, OF_ATTRIBUTES),
+    (threading.local, Handler(lambda value: dict(vars(value)),
+                              lambda value, known: put_dict(vars(value), known), is_named=True)),
+    (contextvars.ContextVar, Handler(lambda value: [value.get(ABSENT)], _put_variable)),
     (dict, Handler(_dict_of, put_dict)),
     ((list, deque), Handler(_list_of, _put_list)),
     (set, Handler(lambda value: frozenset(set.__iter__(value)), _put_set)),

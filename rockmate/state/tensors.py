@@ -41,6 +41,12 @@ def layout_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple([stride if size > 1 else 1 for size, stride in pairs])
 
 
+def with_attributes_of(tensor: torch.Tensor, stand_in: Any) -> torch.Tensor:
+    """What runs in the place of a tensor, with the attributes that users have set on that one."""
+    stand_in.__dict__ = vars(tensor)
+    return stand_in
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors among the leaves of nested containers and objects, in their order.
 

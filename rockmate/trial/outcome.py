@@ -189,10 +189,17 @@ class Comparison:
         """What differs, in words; empty if nothing does."""
         return next(self._differences(), "")
 
+    def of_numbers(self) -> str:
+        """What differs in outputs, or in what ops have changed in place; empty if nothing does."""
+        return next(self._numbers(), "")
+
+    def _numbers(self) -> Iterator[str]:
+        yield from self._items(self._eager.output, self._ours.output, "output")
+        yield from self._writes()
+
     def _differences(self) -> Iterator[str]:
         eager, ours = self._eager, self._ours
-        yield from self._items(eager.output, ours.output, "output")
-        yield from self._writes()
+        yield from self._numbers()
         for key in dict.fromkeys([*eager.contents, *ours.contents]):
             if key in self._before.objects.found:
                 one, two = (self._content(each, key) for each in (eager, ours))
@@ -210,12 +217,16 @@ class Comparison:
             found = numbers.difference(ours.written[key], self._tolerance)
             if found:
                 yield f"{self._before.name_of(id(self._before.storages[key]))} {found}"
-        tensors = self._before.objects.tensors
-        for key, old, new in zip(tensors, eager.versions, ours.versions, strict=True):
+        for key in self.changed_alone():
+            yield f"{self._before.name_of(key)} is changed in place, which eager leaves as it is"
+
+    def changed_alone(self) -> Iterator[int]:
+        """Addresses of tensors that the second run changes and the first does not know."""
+        eager, tensors = self._eager, self._before.objects.tensors
+        for key, old, new in zip(tensors, eager.versions, self._ours.versions, strict=True):
             is_known = not eager.written.keys().isdisjoint(self._before.storages_of(key))
             if old != new and not is_known:
-                name = self._before.name_of(key)
-                yield f"{name} is changed in place, which eager leaves as it is"
+                yield key
 
     def _named(self, key: int, found: str) -> str:
         path = self._before.name_of(key)

@@ -12,7 +12,8 @@
    backward, after which all is put back, and the forward runs again.
 
 So a difference needs no guard that has thought of it. Where the two differ, the state is put back
-once more, so that nothing of the step remains.
+once more, so that nothing of the step remains, and the plain forward runs once more: where it
+differs from its first run, something could not be put back.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from rockmate.budget import size_text
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.huggingface import switched_off
 from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
-from rockmate.errors import TrialError
+from rockmate.errors import NotRepeatableError, TrialError
 from rockmate.state.call_state import CallState
 from rockmate.state.iterators import IteratorError, iterators_guarded
 from rockmate.state.tensors import tensors_in
@@ -52,6 +53,14 @@ _ROUNDING_ULPS = 1024
 Values that belong to another step differ by a thousand times as much."""
 _COARSE_ULPS = 8  # of shorter formats, in which each op rounds that much
 _PLAIN = "Train the plain model, module.original"
+_OF_NO_REPEAT = (
+    "%s cannot be held against eager, since the plain model's forward does not repeat itself: in a "
+    "second run from the same state, %s. It reads or changes something that cannot be put back: a "
+    "file, a process, memory of a library, a clock, the system's random numbers. Capture and trial "
+    "have run it several times, so what it counts there has gone on. Keep it in a buffer "
+    "(register_buffer) or an attribute, or pass it as an argument; or begin anew with the plain "
+    "model, module.original."
+)
 
 
 def run_beside_eager(
@@ -66,6 +75,7 @@ def run_beside_eager(
 
     Raises:
         TrialError: they differ.
+        NotRepeatableError: so does the plain model from itself, once it is put back and runs again.
     """
     if any(map(is_fake, tensors_in((args, kwargs)))):  # they have no numbers
         return ours()
@@ -95,7 +105,8 @@ def run_beside_eager(
         gradients = PlainGradients(plain, undo, before, writes, conditions, has_labels=has_labels)
     output, rounding = ours(), _rounding(before)
     tolerance = 0.0 if conditions.is_exact else rounding
-    found = Comparison(before, reader, eager, reader.outcome(output), tolerance).difference()
+    compared = Comparison(before, reader, eager, reader.outcome(output), tolerance)
+    found = compared.difference()
     if not found and (gradients is None or gradients.reason):
         return output
     if not found and gradients is not None:
@@ -104,6 +115,11 @@ def run_beside_eager(
     undo()
     if not found:  # a backward of the first run is over
         return ours()
+    again = None
+    if not any(compared.changed_alone()):
+        again = _of_plain(plain, undo, before, writes, reader, conditions, steps)
+    if again and (other := Comparison(before, reader, eager, again, rounding).of_numbers()):
+        raise NotRepeatableError(_OF_NO_REPEAT % (conditions.what, other))
     tables = {id(each) for part in modules_within(model) for each in module_hooks_of(vars(part))}
     sets_up = not tables.isdisjoint(eager.contents)
     raise TrialError(_text(found, model, conditions, sets_up=sets_up), sets_up=sets_up)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-import functools
+import ctypes
 import random
+from array import array
 from collections import deque
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -230,6 +232,23 @@ class Inferring(Body):
             return float(self.body[0].get_parameter("weight").std())
 
 
+class Marked(Body):
+    """Sets itself up in the first call: a hook of the backward, and attributes of tensors."""
+
+    def factor(self) -> Any:
+        if self.state is None:
+            self.state = 0
+            self.body.register_full_backward_hook(lambda _, given, __: (given[0] * 0.5,))
+        marked: Any = self.norm.running_mean, self.body[0].weight
+        for tensor in marked:
+            tensor.uses = getattr(tensor, "uses", 0) + 1
+            self.state += tensor.uses
+        return 1.0 + self.state / 1000
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
 @made_of(lambda: {"state": 0})
 class PythonRandom(Body):
     draws_from = 0
@@ -292,13 +311,13 @@ def check(model: nn.Module, budget: float, between: Between | None = None) -> No
         Listed, Passed,
         *(lambda each=each: Net(each) for each in (
             InDeque, InALongList, Nested, InObject, InTensor, InDict, Drawing, LateStatistics,
-            LateBuffer, Decaying, Attending, Recurrent, Inferring, PythonRandom,
+            LateBuffer, Decaying, Attending, Recurrent, Inferring, PythonRandom, Marked,
         )),
     ],
     ids=(
         "list", "object", "deque", "long list", "nested", "attribute", "tensor", "dict",
         "generators", "statistics", "buffer", "parameter", "attention", "recurrent", "inference",
-        "python",
+        "python", "attributes and hooks",
     ),
 )  # fmt: skip
 def test_equal_to_eager(make: Callable[[], nn.Module], budget: float) -> None:
@@ -395,7 +414,7 @@ class Counts(Body):
 
 
 class Counter:
-    def __init__(self, numbers: list[int]) -> None:
+    def __init__(self, numbers: Any) -> None:
         self.numbers = numbers
 
     def count(self) -> int:
@@ -403,9 +422,29 @@ class Counter:
         return self.numbers[0]
 
 
+class Variable:
+    """One number, of a context."""
+
+    def __init__(self, numbers: list[int]) -> None:
+        self.value = ContextVar("value", default=numbers[0])
+
+    def __getitem__(self, _: int) -> int:
+        return self.value.get()
+
+    def __setitem__(self, _: int, number: int) -> None:
+        self.value.set(number)
+
+
 @pytest.mark.parametrize(
-    "make", [lambda n: Counter(n).count, lambda n: functools.partial(Counter.count, Counter(n))]
-)
+    "make",
+    [
+        lambda n: Counter(n).count, lambda n: partial(Counter.count, Counter(n)),
+        *(lambda n, kind=kind: Counter(kind(n)).count for kind in (
+            bytearray, partial(array, "l"), lambda _: (ctypes.c_long * 1)(), Variable,
+            lambda n: n + [0] * 5000,
+        )),
+    ],
+)  # fmt: skip
 def test_counts_behind_functions_are_put_back(make: Any) -> None:
     model, plain = (Net(lambda: Counts(make)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
@@ -416,11 +455,11 @@ def test_counts_behind_functions_are_put_back(make: Any) -> None:
 class Drawn(Body):
     """Counts where nobody looks."""
 
-    number = ContextVar("number", default=0)
+    numbers = np.zeros(1 << 18)
 
     def factor(self) -> Any:
-        Drawn.number.set(Drawn.number.get() + 1)
-        return 1.0 + Drawn.number.get() / 100
+        Drawn.numbers[0] += 1
+        return 1.0 + Drawn.numbers[0] / 100
 
 
 def test_other_values_of_the_same_shape_are_named() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from trial_net import BATCHES, Counting, Net, without_op
 
-from rockmate import RockmateModule, TrialError
+from rockmate import RockmateModule, TrialError, UnsupportedModelError
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.model_signature import ModelWatch
 from rockmate.frames.call import Call
@@ -84,15 +84,6 @@ def attribute_of_parameter(_: Patch, model: Any) -> None:
             return super().forward(x)
 
     model.__class__ = Marked
-
-
-def data_of_parameter_assigned(_: Patch, model: Any) -> None:
-    class Assigned(Net):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            self.norm.weight.data = self.norm.weight.data * 0.9
-            return super().forward(x)
-
-    model.__class__ = Assigned
 
 
 def parameter_replaced(_: Patch, model: Any) -> None:
@@ -189,7 +180,7 @@ def random_numbers_of_python(patch: Patch, _: Any) -> None:
 def output_is_an_alias(patch: Patch, model: Any) -> None:
     def shared(run: Any, inputs: Any) -> Any:
         outputs = list(run())
-        inputs[0].data.copy_(outputs[1])
+        inputs[0].detach().copy_(outputs[1])
         outputs[1] = inputs[0]
         return outputs
 
@@ -217,7 +208,7 @@ def one_element_differs(patch: Patch, _: Any) -> None:
 
 PLANTED = (
     frozen_attribute, frozen_attribute_of_class, frozen_global, frozen_attribute_of_input,
-    attribute_of_parameter, data_of_parameter_assigned, parameter_replaced, hook_not_called,
+    attribute_of_parameter, parameter_replaced, hook_not_called,
     hook_added_later, mode_changed_later, buffers_not_updated, buffers_updated_twice,
     attributes_not_delivered, old_attribute_delivered, stale_constant, op_dropped,
     number_in_code_changed, dropout_draws_others, dropout_draws_more, random_numbers_of_python,
@@ -241,6 +232,16 @@ def _train(module: Any, before_step: Callable[[int], None]) -> None:
     for step, batch in enumerate(BATCHES):
         before_step(step)
         module(batch.clone() if not vars(batch) else batch)["loss"].backward()
+
+
+def test_what_no_trace_sees_is_refused() -> None:
+    class Assigned(Net):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            self.norm.weight.data = self.norm.weight.data * 0.9
+            return super().forward(x)
+
+    with pytest.raises(UnsupportedModelError, match="assigns to"):
+        RockmateModule(Assigned(), BATCHES[0], 0.9, trial="never")
 
 
 def test_nothing_is_found_where_nothing_is_planted() -> None:

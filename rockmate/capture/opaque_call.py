@@ -79,7 +79,9 @@ class OpaqueCall:
         """
         attributes = AttributeState(self.module)
         with self.random_state_kept() as random, undone(self.module) as self.writes:
-            self._refuse_foreign(self.run(self.copied_inputs())[1])
+            outputs, graph = self.run(self.copied_inputs())
+            self._refuse_foreign(graph)
+            self._take_layouts(graph.layouts(outputs))
             now = RandomState([self.outputs[0].device], of_pytorch_alone=True)
             self.draws = bool(random.differences(now))
             changes = attributes.changes()
@@ -87,6 +89,13 @@ class OpaqueCall:
         self.changes_state = bool(changes or self.writes.changed)
         with self.random_state_kept():
             self._measure_saved()
+
+    def _take_layouts(self, found: Sequence[Layout | None]) -> None:
+        """Takes how gradients of arguments lie; those of parameters lie as the parameters do."""
+        num_arguments = sum(self.differentiable[: self.num_arguments])
+        of_arguments = zip(found[:num_arguments], self.gradients, strict=False)
+        own = [each or as_input for each, as_input in of_arguments]
+        self.gradients = (*own, *self.gradients[num_arguments:])
 
     def _refuse_assigned_gradients(self, changes: Sequence[tuple[Place, Any]]) -> None:
         """Raises if a run assigns a tensor with a gradient, which would end in the submodule."""

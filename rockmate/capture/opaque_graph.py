@@ -63,13 +63,7 @@ class RunGraph:
         self, gradients: Sequence[Tensor | None], layouts: Sequence[Layout]
     ) -> list[Tensor]:
         """Gradients of the inputs that require one, given those of the outputs."""
-        pairs = [
-            (end, gradient)
-            for end, gradient in zip(self.ends, gradients, strict=True)
-            if not (end is None or gradient is None)
-        ]
-        ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
-        found = torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
+        found, given = self._found(gradients)
         values, seen = [], {*map(storage_id, given)}
         for gradient, layout in zip(found, layouts, strict=True):
             # Each in memory of its own, as the plan counts it.
@@ -78,6 +72,26 @@ class RunGraph:
             values.append(value if gradient is not None else undefined_gradient(value))
             seen.add(storage_id(made))
         return values
+
+    def layouts(self, outputs: Sequence[Tensor]) -> list[Layout | None]:
+        """Those of the gradients, given some of the outputs that lie as these; None for none.
+
+        A kernel that reads one rounds by its strides, which may not be those of the input.
+        """
+        found, _ = self._found([torch.ones_like(each) for each in outputs])
+        return [None if each is None else Layout.of(each) for each in found]
+
+    def _found(
+        self, gradients: Sequence[Tensor | None]
+    ) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
+        """What autograd gives for the inputs, and the gradients of outputs that it takes."""
+        pairs = [
+            (end, gradient)
+            for end, gradient in zip(self.ends, gradients, strict=True)
+            if not (end is None or gradient is None)
+        ]
+        ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
+        return torch.autograd.grad(ends, self.leaves, given, allow_unused=True), given
 
 
 def _refuse(_: Tensor) -> None:

@@ -81,7 +81,7 @@ class OpaqueCall:
         with self.random_state_kept() as random, undone(self.module) as self.writes:
             outputs, graph = self.run(self.copied_inputs())
             self._refuse_foreign(graph)
-            self._take_layouts(graph.layouts(outputs))
+            self._take_layouts(graph.found(list(map(torch.ones_like, outputs))))
             now = RandomState([self.outputs[0].device], of_pytorch_alone=True)
             self.draws = bool(random.differences(now))
             changes = attributes.changes()
@@ -90,12 +90,13 @@ class OpaqueCall:
         with self.random_state_kept():
             self._measure_saved()
 
-    def _take_layouts(self, found: Sequence[Layout | None]) -> None:
-        """Takes how gradients of arguments lie; those of parameters lie as the parameters do."""
+    def _take_layouts(self, found: Sequence[Tensor | None]) -> None:
+        """Takes how gradients of arguments lie: kernels that read them round by their strides."""
         num_arguments = sum(self.differentiable[: self.num_arguments])
-        of_arguments = zip(found[:num_arguments], self.gradients, strict=False)
-        own = [each or as_input for each, as_input in of_arguments]
-        self.gradients = (*own, *self.gradients[num_arguments:])
+        self.gradients = tuple(
+            layout if gradient is None or at >= num_arguments else Layout.of(gradient)
+            for at, (gradient, layout) in enumerate(zip(found, self.gradients, strict=True))
+        )
 
     def _refuse_assigned_gradients(self, changes: Sequence[tuple[Place, Any]]) -> None:
         """Raises if a run assigns a tensor with a gradient, which would end in the submodule."""

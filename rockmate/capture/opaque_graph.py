@@ -59,39 +59,28 @@ class RunGraph:
             leaf.register_post_accumulate_grad_hook(_refuse)
         return cls(wanted, ends)
 
-    def differentiate(
-        self, gradients: Sequence[Tensor | None], layouts: Sequence[Layout]
-    ) -> list[Tensor]:
-        """Gradients of the inputs that require one, given those of the outputs."""
-        found, given = self._found(gradients)
-        values, seen = [], {*map(storage_id, given)}
-        for gradient, layout in zip(found, layouts, strict=True):
-            # Each in memory of its own, as the plan counts it.
-            made = layout.empty().zero_() if gradient is None else gradient
-            value = layout.laid_out(made.clone() if storage_id(made) in seen else made)
-            values.append(value if gradient is not None else undefined_gradient(value))
-            seen.add(storage_id(made))
-        return values
-
-    def layouts(self, outputs: Sequence[Tensor]) -> list[Layout | None]:
-        """Those of the gradients, given some of the outputs that lie as these; None for none.
-
-        A kernel that reads one rounds by its strides, which may not be those of the input.
-        """
-        found, _ = self._found([torch.ones_like(each) for each in outputs])
-        return [None if each is None else Layout.of(each) for each in found]
-
-    def _found(
-        self, gradients: Sequence[Tensor | None]
-    ) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
-        """What autograd gives for the inputs, and the gradients of outputs that it takes."""
+    def found(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """What autograd gives for the inputs that require a gradient."""
         pairs = [
             (end, gradient)
             for end, gradient in zip(self.ends, gradients, strict=True)
             if not (end is None or gradient is None)
         ]
         ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
-        return torch.autograd.grad(ends, self.leaves, given, allow_unused=True), given
+        return torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
+
+    def differentiate(
+        self, gradients: Sequence[Tensor | None], layouts: Sequence[Layout]
+    ) -> list[Tensor]:
+        """Gradients of the inputs that require one, given those of the outputs."""
+        values, seen = [], {storage_id(each) for each in gradients if each is not None}
+        for gradient, layout in zip(self.found(gradients), layouts, strict=True):
+            # Each in memory of its own, as the plan counts it.
+            made = layout.empty().zero_() if gradient is None else gradient
+            value = layout.laid_out(made.clone() if storage_id(made) in seen else made)
+            values.append(value if gradient is not None else undefined_gradient(value))
+            seen.add(storage_id(made))
+        return values
 
 
 def _refuse(_: Tensor) -> None:

@@ -17,6 +17,7 @@ from rockmate import InfeasibleBudgetError, RockmateModule, timeline
 from rockmate._torch.engine import is_profiling
 from rockmate.checks.cases import cases
 from rockmate.frames.budget_check import PeakCheck
+from rockmate.frames.selection import inner_paths
 
 WIDTH = 32
 
@@ -139,28 +140,24 @@ def test_a_backward_that_is_differentiated_counts_with_the_one_of_its_gradients(
     assert timeline(step).peak_bytes <= (module.frames.budget_bytes or 0)
 
 
-@made_of(lambda: {"inner": Blocks()})
-class Tower(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)
-
-
-class Towers(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([tower(x) for tower in self]).sum()
-
-
-@pytest.mark.parametrize(
-    ("model", "within"),
-    [(Blocks(), [""]), (Towers(*(Tower() for _ in range(4))), [f"{n}.inner." for n in range(4)])],
-)
-def test_blocks_that_are_sequences_of_layers(model: nn.Module, within: list[str]) -> None:
-    module, x = RockmateModule(model, None, 0.5, mode="frames"), torch.randn(200, WIDTH)
+def test_blocks_that_are_sequences_of_layers() -> None:
+    module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
     for _ in range(4):
         module(x).backward()
     assert module.frames is not None
-    assert module.frames.paths == tuple(f"{w}blocks.{n}" for w in within for n in range(8))
+    assert module.frames.paths == tuple(f"blocks.{number}" for number in range(8))
     assert peak_of(module, x) <= (module.frames.budget_bytes or 0)
+
+
+@made_of(lambda: {"inner": Blocks()})
+class Tower(nn.Module):
+    """Wraps one submodule, as backbones of detectors do."""
+
+
+def test_the_one_submodule_of_a_wrapper_is_passed_through() -> None:
+    blocks = [f"tower.inner.blocks.{number}" for number in range(8)]
+    assert inner_paths(nn.ModuleDict({"tower": Tower()}), "tower") == blocks
+    assert inner_paths(nn.ModuleDict({"several": nn.ModuleList([Tower()])}), "") == ["several.0"]
 
 
 def test_blocks_that_the_script_appends_are_frames() -> None:

@@ -67,6 +67,8 @@ class RunGraph:
             if not (end is None or gradient is None)
         ]
         ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
+        if not (ends and self.leaves):
+            return (None,) * len(self.leaves)
         return torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
 
     def differentiate(

@@ -70,11 +70,7 @@ def same_steps(module: Any, plain: nn.Module, call: Callable[[Any, int], Tensor]
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [
-        (GroupNormOnInput, {}),
-        (SparseBuffer, {}),
-        (ScaledByScalar, {"untraced": ["scaled"]}),
-    ],
+    [(GroupNormOnInput, {}), (SparseBuffer, {}), (ScaledByScalar, {"untraced": ["scaled"]})],
 )
 def test_bit_for_bit(make: type[Net], options: dict[str, Any]) -> None:
     model = make()

@@ -33,8 +33,15 @@ class Net(nn.Module):
         return x
 
 
+class Missing:
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(name)  # as what stands for an optional package
+
+
 @made_of(lambda: {"norm": nn.GroupNorm(4, 16)})
 class GroupNormOnInput(Net):
+    missing = Missing()
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
 

@@ -86,6 +86,19 @@ def test_bit_for_bit(make: type[Net], options: dict[str, Any]) -> None:
     same_steps(module, plain, lambda each, step: each(X[: 64 - step]))
 
 
+class Adjacent(Net):
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return super().forward(edges @ x)
+
+
+def test_a_sparse_input_is_refused_in_words_and_auto_takes_frames() -> None:
+    model, edges = Adjacent(), torch.eye(64).to_sparse()
+    with pytest.raises(UnsupportedModelError, match="reads input 1, a tensor of layout"):
+        Planner(model, (X, edges))
+    module = RockmateModule(model, (X, edges), 0.9, mode="auto", on_infeasible="least")
+    same_steps(module, copy.deepcopy(model), lambda each, _: each(X, edges))
+
+
 @pytest.mark.parametrize("sample", [None, X])
 @pytest.mark.parametrize("mode", ["plan", "auto", "frames"])
 def test_lazy_modules_are_planned_after_the_call_that_makes_them(

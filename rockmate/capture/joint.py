@@ -243,7 +243,7 @@ def _answers(
 ) -> Iterator[None]:
     """What libraries' code is told while the model is traced. It is set for the whole process."""
     masks = known_masks(*forward.structure.rebuild(tensors), are_read=forward.reads_masks)
-    with CAPTURE_LOCK, compile_flags(are_on=has_flags), masks:
+    with CAPTURE_LOCK, compile_flags(are_on=has_flags), masks, scripts_traced(forward.model):
         yield
 
 
@@ -270,7 +270,6 @@ def _traced(
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))
         put_padded_parts(model)
-        stack.enter_context(scripts_traced(model))
         stack.enter_context(traced_as_ops(calls, model))
         modules = stack.enter_context(record_module_stack(model))
         checkpoints = stack.enter_context(checkpoint_regions())

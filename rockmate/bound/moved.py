@@ -33,7 +33,7 @@ from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.program_point import ProgramPoint
 from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.costs.cost import Link
-from rockmate.graph.ir import Op, Phase, Storage
+from rockmate.graph.ir import Op, Phase
 from rockmate.schedule.move import movable_storages
 
 # Share from which a value counts as moved.
@@ -138,7 +138,9 @@ class _PointProgram:
         self._movable = [
             index
             for index, storage in enumerate(values)
-            if storage.index in allowed and _is_of_forward(storage)
+            if storage.index in allowed
+            and storage.producer is not None
+            and storage.producer.phase is Phase.FORWARD
         ]
 
     def least_ms(self, room_bytes: int, host_bytes: int | None) -> float:
@@ -195,7 +197,3 @@ def _demand_reads(
     for index, op in enumerate(problem.ops):
         for value in op.inputs if index in runs else ():
             program += available(value) >= runs[index]
-
-
-def _is_of_forward(storage: Storage) -> bool:
-    return storage.producer is not None and storage.producer.phase is Phase.FORWARD

@@ -49,10 +49,7 @@ def attributes_left(
 
 
 def _forward_attributes(
-    model: nn.Module,
-    joint: fx.GraphModule,
-    forward: TracedForward,
-    trace: _Trace,
+    model: nn.Module, joint: fx.GraphModule, forward: TracedForward, trace: _Trace
 ) -> ForwardAttributes:
     """What the traced forward has to do with attributes.
 

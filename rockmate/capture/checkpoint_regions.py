@@ -31,10 +31,7 @@ _REDRAWN = "checkpoint_redrawn"
 # PyTorch writes the decision of a selective checkpoint to this key, and leaves it set behind the
 # call.
 _TORCH_DECISION = "recompute"
-_WORDS = {
-    CheckpointPolicy.MUST_SAVE: "save",
-    CheckpointPolicy.MUST_RECOMPUTE: "recompute",
-}
+_WORDS = {CheckpointPolicy.MUST_SAVE: "save", CheckpointPolicy.MUST_RECOMPUTE: "recompute"}
 
 
 class CheckpointRegions:

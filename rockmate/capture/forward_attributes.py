@@ -12,13 +12,7 @@ import torch
 
 from rockmate._torch.storage import version_of, versions_of
 from rockmate.capture.attribute_access import Place
-from rockmate.capture.attribute_values import (
-    is_container,
-    is_mutable,
-    refill,
-    snapshot,
-    text_of,
-)
+from rockmate.capture.attribute_values import is_container, is_mutable, refill, snapshot, text_of
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.write_log import Write
 from rockmate.state.objects import ABSENT

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -187,12 +187,13 @@ def _captured(
                 calls = record_calls(
                     model,
                     tensors,
-                    make().structure,
+                    (first := make()).structure,
                     untraced,
                     with_functions=functions.are_recorded and not is_elsewhere,
+                    as_traced=(answers := partial(_answers, first, tensors, failure is None)),
                 )
             forward = make(logs=logs)
-            with functions.traced(), compile_flags(are_on=failure is None):
+            with functions.traced(), answers():
                 joint, wrapped[:] = _traced(model, forward, tensors, calls)
         return joint, forward
 
@@ -236,6 +237,16 @@ def _run_once(model: nn.Module, tensors: list[torch.Tensor], structure: Structur
             buffer.copy_(value)
 
 
+@contextlib.contextmanager
+def _answers(
+    forward: TracedForward, tensors: list[torch.Tensor], has_flags: bool
+) -> Iterator[None]:
+    """What libraries' code is told while the model is traced. It is set for the whole process."""
+    masks = known_masks(*forward.structure.rebuild(tensors), are_read=forward.reads_masks)
+    with CAPTURE_LOCK, compile_flags(are_on=has_flags), masks, scripts_traced(forward.model):
+        yield
+
+
 def _traced(
     model: nn.Module,
     forward: TracedForward,
@@ -246,13 +257,10 @@ def _traced(
 
     Errors as for `capture_joint`.
     """
-    args, kwargs = forward.structure.rebuild(tensors)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(CAPTURE_LOCK)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(errors_unlogged())
         stack.enter_context(values_marked())
-        stack.enter_context(known_masks(args, kwargs, are_read=forward.reads_masks))
         stack.enter_context(value_checks_as_ops())
         stack.enter_context(linalg_checks_kept())
         stack.enter_context(eager_kernels())
@@ -262,7 +270,6 @@ def _traced(
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))
         put_padded_parts(model)
-        stack.enter_context(scripts_traced(model))
         stack.enter_context(traced_as_ops(calls, model))
         modules = stack.enter_context(record_module_stack(model))
         checkpoints = stack.enter_context(checkpoint_regions())

@@ -80,7 +80,9 @@ class OpaqueCall:
         """
         attributes, before = AttributeState(self.module), CallState(self.module, (), {})
         with self.random_state_kept() as random, before.undone() as self.writes:
-            self._refuse_foreign(self.run(self.copied_inputs())[1])
+            outputs, graph = self.run(self.copied_inputs())
+            self._refuse_foreign(graph)
+            self._take_layouts(graph.found(list(map(torch.ones_like, outputs))))
             now = RandomState([self.outputs[0].device], of_pytorch_alone=True)
             self.draws = bool(random.differences(now))
             self._refuse_assigned_gradients(attributes.changes())
@@ -88,6 +90,14 @@ class OpaqueCall:
         self.changes_state = has_changed or bool(self.writes.changed)
         with self.random_state_kept():
             self._measure_saved()
+
+    def _take_layouts(self, found: Sequence[Tensor | None]) -> None:
+        """Takes how gradients of arguments lie: kernels that read them round by their strides."""
+        num_arguments = sum(self.differentiable[: self.num_arguments])
+        self.gradients = tuple(
+            layout if gradient is None or at >= num_arguments else Layout.of(gradient)
+            for at, (gradient, layout) in enumerate(zip(found, self.gradients, strict=True))
+        )
 
     def _refuse_assigned_gradients(self, changes: Sequence[tuple[Place, Any]]) -> None:
         """Raises if a run assigns a tensor with a gradient, which would end in the submodule."""

@@ -59,19 +59,24 @@ class RunGraph:
             leaf.register_post_accumulate_grad_hook(_refuse)
         return cls(wanted, ends)
 
-    def differentiate(
-        self, gradients: Sequence[Tensor | None], layouts: Sequence[Layout]
-    ) -> list[Tensor]:
-        """Gradients of the inputs that require one, given those of the outputs."""
+    def found(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """What autograd gives for the inputs that require a gradient."""
         pairs = [
             (end, gradient)
             for end, gradient in zip(self.ends, gradients, strict=True)
             if not (end is None or gradient is None)
         ]
         ends, given = [end for end, _ in pairs], [gradient for _, gradient in pairs]
-        found = torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
-        values, seen = [], {*map(storage_id, given)}
-        for gradient, layout in zip(found, layouts, strict=True):
+        if not (ends and self.leaves):
+            return (None,) * len(self.leaves)
+        return torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
+
+    def differentiate(
+        self, gradients: Sequence[Tensor | None], layouts: Sequence[Layout]
+    ) -> list[Tensor]:
+        """Gradients of the inputs that require one, given those of the outputs."""
+        values, seen = [], {storage_id(each) for each in gradients if each is not None}
+        for gradient, layout in zip(self.found(gradients), layouts, strict=True):
             # Each in memory of its own, as the plan counts it.
             made = layout.empty().zero_() if gradient is None else gradient
             value = layout.laid_out(made.clone() if storage_id(made) in seen else made)

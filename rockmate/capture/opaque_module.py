@@ -64,10 +64,12 @@ def record_calls(
     names: Sequence[str],
     *,
     with_functions: bool,
+    as_traced: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> dict[str, OpaqueCall]:
     """The calls of opaque submodules, and of functions, in one run of the model on its sample.
 
-    The run saves nothing for a backward, and what it changes is undone.
+    The run saves nothing for a backward, and what it changes is undone. It is within `as_traced`,
+    since the trace has to call the submodules with the same arguments.
 
     Raises:
         InvalidSampleError: there is no submodule of such a name, or the forward does not call it.
@@ -76,10 +78,11 @@ def record_calls(
     modules = opaque_modules(model, names)
     if not modules and not with_functions:
         return {}
-    try:
-        seen = _calls_seen(model, tensors, structure, modules, nothing_saved())
-    except DifferentiatedError:  # by the forward itself
-        seen = _calls_seen(model, tensors, structure, modules, contextlib.nullcontext())
+    with as_traced():
+        try:
+            seen = _calls_seen(model, tensors, structure, modules, nothing_saved())
+        except DifferentiatedError:  # by the forward itself
+            seen = _calls_seen(model, tensors, structure, modules, contextlib.nullcontext())
     named = {model.get_submodule(name) for name in names}
     called = {call.module for call in seen}
     missing = [path for path, module in modules.items() if module in named and module not in called]

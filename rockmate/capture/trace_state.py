@@ -34,7 +34,7 @@ _KERNELS = (
 )  # fmt: skip
 # Functions of `torch` and of `torch.random`.
 _SETS_RANDOM_STATE = ("manual_seed", "seed", "set_rng_state")
-CAPTURE_LOCK = threading.Lock()
+CAPTURE_LOCK = threading.RLock()
 
 
 def eager_kernels() -> contextlib.AbstractContextManager[None]:

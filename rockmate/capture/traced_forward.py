@@ -88,9 +88,7 @@ class LeftBehind:
                 assigned[place.key] = place, value
         carried = [assigned.pop(key) for key in accesses.reads if key in assigned]
         return cls(
-            accesses,
-            list(assigned.values()),
-            [(place, copied(value)) for place, value in carried],
+            accesses, list(assigned.values()), [(place, copied(value)) for place, value in carried]
         )
 
 

@@ -112,8 +112,10 @@ def measure_costs(
     check_layouts((op.place, op.call_key, op.node.meta["val"]) for op in traced)
 
     def total(calls: Sequence[_Call], further: Sequence[Sequence[_Call]]) -> tuple[Cost, ...]:
-        pairs = zip(calls, further, strict=True)
-        return tuple(_with_times(costs[call.key], [costs[c.key] for c in f]) for call, f in pairs)
+        return tuple(
+            replace(costs[call.key], time_ms=sum(costs[each.key].time_ms for each in (call, *more)))
+            for call, more in zip(calls, further, strict=True)
+        )
 
     return Costs(
         first=total(first, additions),
@@ -183,10 +185,6 @@ def _additions(parameters: Mapping[str, fx.Node], op: Op) -> list[tuple[fx.Node,
     # `.grad` of a parameter that wraps tensors is taken to be like its gradient.
     pairs = [(parameters.get(role.name, node), node) for node, role in op.final_gradients]
     return pairs * 2 if form else pairs
-
-
-def _with_times(cost: Cost, further: Sequence[Cost]) -> Cost:
-    return replace(cost, time_ms=cost.time_ms + sum(other.time_ms for other in further))
 
 
 # --- measuring --------------------------------------------------------------------------------

@@ -56,8 +56,10 @@ class SizeAxis:
         """
         if dims is not None:
             places = _named_places(call, kind, dims)
+        elif kind == "batch":
+            places = [(index, 0) for index, tensor in enumerate(call.tensors) if tensor.shape]
         else:
-            places = _batch_places(call) if kind == "batch" else _token_places(call)
+            places = _token_places(call)
         sizes = {call.tensors[tensor].shape[dim] for tensor, dim in places}
         if len(sizes) != 1:
             what = f"sizes {sorted(sizes)} differ" if sizes else "there is no such dimension"
@@ -98,10 +100,6 @@ def input_bytes(call: CallSignature) -> int:
 
 def _resized(tensor: TensorSignature, dim: int, size: int) -> TensorSignature:
     return replace(tensor, shape=(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
-
-
-def _batch_places(call: CallSignature) -> list[tuple[int, int]]:
-    return [(index, 0) for index, tensor in enumerate(call.tensors) if tensor.shape]
 
 
 def _token_places(call: CallSignature) -> list[tuple[int, int]]:

@@ -27,11 +27,13 @@ _LARGE_SHARE = 0.15
 def inner_paths(model: nn.Module, path: str) -> list[str]:
     """Paths of the outermost submodules of submodules within the one at `path`.
 
-    Containers are passed through. Layers without submodules are left out: they save little that
-    they do not read. A sequence of several such layers is called as one, and saves what is between.
+    Containers are passed through, and so is the one submodule of a wrapper. Layers without
+    submodules are left out: they save little that they do not read. A sequence of several such
+    layers is called as one, and saves what is between.
     """
-    found = []
-    for name, child in model.get_submodule(path).named_children():
+    found, owner = [], model.get_submodule(path)
+    is_wrapper = len([*owner.children()]) == 1 and type(owner) not in _CONTAINERS
+    for name, child in owner.named_children():
         inner = f"{path}.{name}" if path else name
         # A second run ends by an exception, which TorchScript's interpreter turns into its own.
         has_script = any(isinstance(each, torch.jit.ScriptModule) for each in child.modules())
@@ -40,7 +42,7 @@ def inner_paths(model: nn.Module, path: str) -> list[str]:
             is_sequence = isinstance(child, nn.Sequential) and len(child) > 1 and not has_script
             found += [inner] if is_sequence and not within else within
         elif next(child.children(), None) is not None:
-            found.append(inner)
+            found += (is_wrapper and inner_paths(model, inner)) or [inner]
     return found
 
 

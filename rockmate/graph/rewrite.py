@@ -299,7 +299,7 @@ def copy_inputs_of_the_forward(capture: Capture) -> Capture:
             continue
         readers = _readers(node)
         is_copied = readers and readers <= forward and returned.isdisjoint(storage_ids(node))
-        if is_copied and has_dense_layout(node.meta["val"]):
+        if is_copied and storage_ids(node) and has_dense_layout(node.meta["val"]):
             copy_out(node, behind=last_placeholder).meta[IN_FORWARD] = True
     return capture
 

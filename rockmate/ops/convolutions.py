@@ -68,10 +68,12 @@ def convolution_backward_in_slices(
 ) -> tuple[torch.Tensor | None, ...]:
     """`aten.convolution_backward` of the weight; arguments and results are its own."""
     bias_sizes, *how, wanted = options
-    if not makes_columns(values, weight, *how):
+    columns = column_bytes(gradient, weight)
+    if columns <= max(SLICE_BYTES, weight.nbytes / 4) or not makes_columns(values, weight, *how):
         return _aten.convolution_backward(gradient, values, weight, *options)
     of_weight, of_bias = torch.empty_like(weight, memory_format=torch.contiguous_format), None
-    for start, stop in _channel_slices(gradient, weight):
+    # A slice of the weight is copied, and so is its gradient.
+    for start, stop in _channel_slices(weight, columns + 2 * weight.nbytes):
         part, kernels = values[:, start:stop], weight[:, start:stop]
         mask = [False, True, wanted[2] and not start]
         _, of_weight[:, start:stop], bias = _aten.convolution_backward(
@@ -106,7 +108,7 @@ def input_gradient(
     if len(size) != 5 or not can_take_slices((size, layout), weight, how, run=False):
         return of(size, weight)
     result = gradient.new_empty(size)
-    for start, stop in _channel_slices(gradient, weight):
+    for start, stop in _channel_slices(weight, column_bytes(gradient, weight)):
         part = size[0], stop - start, *size[2:]
         result[:, start:stop] = of(part, weight[:, start:stop])
     return result
@@ -174,9 +176,8 @@ def column_bytes(result: torch.Tensor, weight: torch.Tensor) -> int:
     return num_windows * prod(weight.shape[1:]) * result.element_size()
 
 
-def _channel_slices(gradient: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple[int, int]]:
-    least = -(-_LEAST_ROWS // prod(weight.shape[2:]))
-    return _slices(weight.shape[1], column_bytes(gradient, weight), least)
+def _channel_slices(weight: torch.Tensor, num_bytes: int) -> Iterator[tuple[int, int]]:
+    return _slices(weight.shape[1], num_bytes, least=-(-_LEAST_ROWS // prod(weight.shape[2:])))
 
 
 def _slices(number: int, num_bytes: int, least: int = 1) -> Iterator[tuple[int, int]]:

@@ -21,8 +21,9 @@ def summary_text(plan: PlanRecord) -> str:
 
 
 def _promise_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
-    peak_share = _share_text(plan.predicted_peak_bytes, plan.baseline_peak_bytes)
-    baseline_peak = size_text(plan.baseline_peak_bytes)
+    baseline_bytes = plan.baseline_peak_bytes
+    peak_share = f"{plan.predicted_peak_bytes / baseline_bytes:.1%}" if baseline_bytes else "all"
+    baseline_peak = size_text(baseline_bytes)
     yield "activation budget", size_text(plan.budget_bytes)
     yield (
         "predicted peak",
@@ -152,10 +153,6 @@ def _most_recomputed(plan: PlanRecord) -> str:
         counts[plan.snapshot.ops[index].short_call] += count
     top = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:_NUM_NAMED_CALLS]
     return ", ".join(f"{name} x{count}" for name, count in top)
-
-
-def _share_text(part: int, whole: int) -> str:
-    return f"{part / whole:.1%}" if whole else "all"
 
 
 def line_of(plan: PlanRecord) -> str:

@@ -156,7 +156,7 @@ def _data_of_class(cls: type) -> dict[str, Any]:
         name: each
         for name, each in vars(cls).items()
         if not (name.startswith("__") or isinstance(each, types.ModuleType))
-        and (_is_of(each, cls.__module__) or not (hasattr(each, "__get__") or callable(each)))
+        and (_is_of(each, cls.__module__) or not (hasattr(type(each), "__get__") or callable(each)))
     }
 
 

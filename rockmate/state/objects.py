@@ -199,10 +199,6 @@ def _own(value: Any) -> Any:
     return next(each for each in (OrderedDict, dict, list, deque, set) if isinstance(value, each))
 
 
-def _dict_of(value: dict[Any, Any]) -> dict[Any, Any]:
-    return dict(_own(value).items(value))
-
-
 def put_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
     """Gives a dict its items back, in their order."""
     own = _own(value)
@@ -215,19 +211,11 @@ def put_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
     own.update(value, content)
 
 
-def _list_of(value: list[Any] | deque[Any]) -> list[Any]:
-    return list(_own(value).__iter__(value))
-
-
 def _put_list(value: list[Any] | deque[Any], content: Sequence[Any]) -> None:
     own = _own(value)
-    if own.__len__(value) != len(content) or not all(map(_is, own.__iter__(value), content)):
+    if [*map(id, own.__iter__(value))] != [*map(id, content)]:
         own.clear(value)
         own.extend(value, content)
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def _put_set(value: set[Any], content: frozenset[Any]) -> None:
@@ -308,8 +296,8 @@ _HANDLERS: Sequence[tuple[Any, Handler]] = (
     (threading.local, Handler(lambda value: dict(vars(value)),
                               lambda value, known: put_dict(vars(value), known), is_named=True)),
     (contextvars.ContextVar, Handler(lambda value: [value.get(ABSENT)], _put_variable)),
-    (dict, Handler(_dict_of, put_dict)),
-    ((list, deque), Handler(_list_of, _put_list)),
+    (dict, Handler(lambda value: dict(_own(value).items(value)), put_dict)),
+    ((list, deque), Handler(lambda value: list(_own(value).__iter__(value)), _put_list)),
     (set, Handler(lambda value: frozenset(set.__iter__(value)), _put_set)),
     (tuple, Handler(lambda value: list(tuple.__iter__(value)), keep)),
     (np.ndarray, Handler(_array_bytes, _put_array)),

@@ -99,11 +99,7 @@ def test_dominated_is_no_more_memory_and_no_more_time_beyond_two_percent(
     ratios: list[float], peak_bytes: int, is_dominated: bool
 ) -> None:
     result = ModelResult(
-        "m",
-        records(
-            point("checkpoint", 400, [1.0]),
-            ours("x", peak_bytes, ratios, 401, 1.0),
-        ),
+        "m", records(point("checkpoint", 400, [1.0]), ours("x", peak_bytes, ratios, 401, 1.0))
     )
     assert [match.is_dominated for match in result.matches] == [is_dominated]
 

@@ -250,11 +250,7 @@ def test_chunks_of_the_loss_block_fit_more_rows() -> None:
     assert chunked.largest.batch_size > whole.largest.batch_size
     assert chunked.largest.loss_chunks
     assert not chunked.rows[0].loss_chunks
-    planner = Planner(
-        model,
-        words(chunked.largest.batch_size),
-        machine="cpu-avx2",
-    )
+    planner = Planner(model, words(chunked.largest.batch_size), machine="cpu-avx2")
     held = chunked.largest.total_bytes - chunked.largest.peak_bytes
     assert planner.plan(24 * MIB - held).predicted_peak_bytes <= 24 * MIB - held
 

@@ -191,10 +191,7 @@ def test_readme_runs_as_pasted(
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set:UserWarning")
 @pytest.mark.parametrize("page", REFERENCE, ids=lambda page: page.stem)
 def test_examples_of_the_reference_run(
-    page: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     dynamo_networks.register()

@@ -98,11 +98,7 @@ def test_loss_alone_needs_less_and_refuses_gradients_of_others() -> None:
         (None, InvalidBudgetError, "needs one"),
         ({"strategy": "chen"}, InvalidBudgetError, "needs one"),
         ({"budget": "two"}, InvalidBudgetError, "'two' cannot be read"),
-        (
-            {"budget": 0.5, "budgets": 1},
-            UnknownOptionError,
-            "no option 'budgets'.*mean budget",
-        ),
+        ({"budget": 0.5, "budgets": 1}, UnknownOptionError, "no option 'budgets'.*mean budget"),
         ({"budget": 0.5, "machine": "h100"}, UnknownOptionError, "no option 'machine'"),
         ({"budget": 0.5, "graph_breaks": "split"}, InvalidArgumentError, "'error' or 'share'"),
         ({"budget": 0.5, "strategy": "fast"}, InvalidArgumentError, "strategy is 'fast'"),

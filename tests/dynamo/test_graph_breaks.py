@@ -87,9 +87,7 @@ def test_more_memory_is_used_for_less_recomputation() -> None:
     assert ratios[1] < ratios[0]
 
 
-def test_the_predicted_peak_of_a_step_is_the_measured_one(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_predicted_peak_of_a_step_is_the_measured_one(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair(Network(break_at=2), {"budget": "2MB", "graph_breaks": "share"})
     with caplog.at_level(logging.WARNING, "rockmate"):
         for _ in range(2):

@@ -33,8 +33,15 @@ class Net(nn.Module):
         return x
 
 
+class Missing:
+    def __getattr__(self, name: str) -> Any:
+        raise ImportError(name)  # as what stands for an optional package
+
+
 @made_of(lambda: {"norm": nn.GroupNorm(4, 16)})
 class GroupNormOnInput(Net):
+    missing = Missing()
+
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.norm(x))
 
@@ -70,17 +77,26 @@ def same_steps(module: Any, plain: nn.Module, call: Callable[[Any, int], Tensor]
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [
-        (GroupNormOnInput, {}),
-        (SparseBuffer, {}),
-        (ScaledByScalar, {"untraced": ["scaled"]}),
-    ],
+    [(GroupNormOnInput, {}), (SparseBuffer, {}), (ScaledByScalar, {"untraced": ["scaled"]})],
 )
 def test_bit_for_bit(make: type[Net], options: dict[str, Any]) -> None:
     model = make()
     plain = copy.deepcopy(model)
     module = RockmateModule(model, X, 0.9, on_infeasible="least", numerics="bitwise", **options)
     same_steps(module, plain, lambda each, step: each(X[: 64 - step]))
+
+
+class Adjacent(Net):
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        return super().forward(edges @ x)
+
+
+def test_a_sparse_input_is_refused_in_words_and_auto_takes_frames() -> None:
+    model, edges = Adjacent(), torch.eye(64).to_sparse()
+    with pytest.raises(UnsupportedModelError, match="reads input 1, a tensor of layout"):
+        Planner(model, (X, edges))
+    module = RockmateModule(model, (X, edges), 0.9, mode="auto", on_infeasible="least")
+    same_steps(module, copy.deepcopy(model), lambda each, _: each(X, edges))
 
 
 @pytest.mark.parametrize("sample", [None, X])

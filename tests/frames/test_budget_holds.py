@@ -17,6 +17,7 @@ from rockmate import InfeasibleBudgetError, RockmateModule, timeline
 from rockmate._torch.engine import is_profiling
 from rockmate.checks.cases import cases
 from rockmate.frames.budget_check import PeakCheck
+from rockmate.frames.selection import inner_paths
 
 WIDTH = 32
 
@@ -146,6 +147,14 @@ def test_blocks_that_are_sequences_of_layers() -> None:
     assert module.frames is not None
     assert module.frames.paths == tuple(f"blocks.{number}" for number in range(8))
     assert peak_of(module, x) <= (module.frames.budget_bytes or 0)
+
+
+def test_the_one_submodule_of_a_wrapper_is_passed_through() -> None:
+    tower = nn.Module()  # as backbones of detectors
+    tower.inner = Blocks()
+    blocks = [f"tower.inner.blocks.{number}" for number in range(8)]
+    assert inner_paths(nn.ModuleDict({"tower": tower}), "tower") == blocks
+    assert inner_paths(nn.ModuleDict({"several": nn.ModuleList([tower])}), "") == ["several.0"]
 
 
 def test_blocks_that_the_script_appends_are_frames() -> None:

@@ -103,10 +103,7 @@ def test_a_process_ends_with_its_children() -> None:
     watch_compilers(module)
     command = ["sh", "-c", "sleep 1000 & sleep 1000"]
     begin = time.monotonic()
-    with (
-        pytest.raises(module.subprocess.TimeoutExpired),
-        compilers_end_by(Deadline.after(0.2)),
-    ):
+    with pytest.raises(module.subprocess.TimeoutExpired), compilers_end_by(Deadline.after(0.2)):
         module.subprocess.check_output(command)  # the child holds the pipe
     assert time.monotonic() - begin < 30
     assert module.subprocess.check_output(["echo", "one"]) == b"one\n"

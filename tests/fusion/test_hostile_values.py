@@ -48,8 +48,7 @@ def assert_same(function: Callable[..., Tensor], *sample: Tensor, rtol: float = 
 
 
 @pytest.mark.parametrize(
-    "function",
-    [torch.expm1, torch.atanh, torch.erf, torch.sinc, functional.elu, functional.celu],
+    "function", [torch.expm1, torch.atanh, torch.erf, torch.sinc, functional.elu, functional.celu]
 )
 def test_small_numbers_keep_their_digits(function: Callable[[Tensor], Tensor]) -> None:
     x = torch.logspace(-9, -3, 2048).view(32, 64)

@@ -130,11 +130,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any, tuple[str, ...]]]] = {
     "batch norm": lambda: (models.BatchNormNet(), torch.randn(2, 3, 8, 8), ("conv1.weight",)),
     "mixed precision": lambda: (MixedPrecision(), torch.randn(2, 8, 6, 6), ()),
     "skips": lambda: (Skips(), torch.randn(4, 8), ()),
-    "classes": lambda: (
-        Classes(),
-        {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4},
-        (),
-    ),
+    "classes": lambda: (Classes(), {"x": torch.randn(6, 4), "labels": torch.arange(6) % 4}, ()),
     "gated": lambda: (Gated(), torch.randn(4, 8), ("gate",)),
     "wide product": lambda: (WideProduct(), torch.randn(4, 1024), ()),
     "tiled": lambda: (Tiled(), torch.randn(4, 8), ()),

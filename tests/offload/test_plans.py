@@ -60,9 +60,7 @@ def test_a_plan_with_moves_is_never_slower_and_fits(
         plan.schedule.verify(plan.graph)
 
 
-def test_moves_reach_budgets_below_the_least_peak_of_recomputation(
-    tmp_path: Path,
-) -> None:
+def test_moves_reach_budgets_below_the_least_peak_of_recomputation(tmp_path: Path) -> None:
     workload = models.medium("vit-base")
     plain = Planner(workload.model, workload.sample, machine="cpu-avx2", numerics="bitwise")
     planner = Planner(

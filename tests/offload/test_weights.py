@@ -28,11 +28,7 @@ from rockmate import (
     fit,
 )
 from rockmate.capture.tensor_parts import inner_tensors
-from rockmate.errors import (
-    InfeasibleMemoryLimitError,
-    InvalidArgumentError,
-    InvalidBudgetError,
-)
+from rockmate.errors import InfeasibleMemoryLimitError, InvalidArgumentError, InvalidBudgetError
 
 QUICK: dict[str, Any] = {"time_limit_s": 0.5, "numerics": "bitwise"}
 

@@ -75,6 +75,13 @@ def test_slices_have_the_bits_of_the_whole_in_a_small_part_of_its_memory(name: s
         assert peak_beyond_result(mine, CPU) <= 2 * SLICE_BYTES + values.nbytes < columns
 
 
+def test_a_large_weight_with_few_windows_is_not_copied() -> None:
+    values, weight = torch.randn(1, 128, 3, 3, 3), torch.randn(128, 128, 3, 3, 3)
+    backward = torch.randn_like(values), values, weight, None, *options(), [False, True, False]
+    peak_bytes = peak_beyond_result(lambda: convolution_backward_in_slices(*backward)[1], CPU)
+    assert peak_bytes < weight.nbytes / 2
+
+
 def test_where_no_windows_are_written_out_there_are_no_slices() -> None:
     weight = torch.randn(16, 16, 3, 3, 3)
     padded = options(padding=3)  # there are windows without a value

@@ -59,9 +59,7 @@ def test_a_faster_plan_is_handed_on() -> None:
     assert found[budgets[1]].schedule == chunked.schedule
 
 
-def test_budgets_asked_for_one_by_one_hand_faster_plans_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_budgets_asked_for_one_by_one_hand_faster_plans_on(monkeypatch: pytest.MonkeyPatch) -> None:
     planner = layered(numerics="bitwise")
     low, high = planner.minimum_peak_bytes, planner.baseline_peak_bytes
     middle = (low + high) // 2

@@ -192,9 +192,7 @@ def _num_improved(name: str) -> int:
     return num_improved
 
 
-def test_rounds_find_faster_plans_near_the_smallest_peak(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rounds_find_faster_plans_near_the_smallest_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     model, image = UNet(num_levels=2, base_width=8, classes=4).train(), torch.zeros(2, 3, 64, 64)
     planner, recompute, greedy = (
         Planner(model, image, machine="cpu-avx2", numerics="bitwise") for _ in range(3)

@@ -182,12 +182,7 @@ def test_an_interrupt_while_one_after_the_other_is_planned_keeps_the_rows_before
     monkeypatch.setattr(Planner, "plan", interrupted_later)
     with pytest.raises(KeyboardInterrupt):
         rockmate.sweep(
-            model,
-            sample,
-            budgets="0.8:1.0:5",
-            strategies=("rotor",),
-            machine=MACHINE,
-            out=tmp_path,
+            model, sample, budgets="0.8:1.0:5", strategies=("rotor",), machine=MACHINE, out=tmp_path
         )
     assert len((tmp_path / "sweep.jsonl").read_text().splitlines()) == 2
 

@@ -42,9 +42,4 @@ def layered_batch() -> dict[str, Tensor]:
 
 def layered(numerics: Numerics = "any_order") -> Planner:
     """Its planner, with estimated costs: the same in every run."""
-    return Planner(
-        Layered().train(),
-        layered_batch(),
-        machine="cpu-avx2",
-        numerics=numerics,
-    )
+    return Planner(Layered().train(), layered_batch(), machine="cpu-avx2", numerics=numerics)

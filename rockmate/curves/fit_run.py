@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine
 from rockmate.curves.advice import nothing_fits
 from rockmate.curves.device_memory import FixedMemory, fixed_memory, optimizer_name
-from rockmate.curves.errors import FitError
+from rockmate.curves.errors import FitError, NothingFitsError
 from rockmate.curves.fit import Fit
 from rockmate.curves.fit_options import FitOptions
 from rockmate.curves.fit_row import FitRow, workspace_at_peak
@@ -29,11 +30,15 @@ from rockmate.curves.size_axis import Kind, SizeAxis, input_bytes
 from rockmate.curves.sized_steps import SizedSteps
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.graph.chunking.chunks import Chunks
+from rockmate.offload.weight_home import named_weights
 from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
+from rockmate.planning.options import AT_HOME
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import CapturedStep, capture_step
+
+logger = logging.getLogger(__name__)
 
 _MOST_POWERS = 5  # of two, among the sizes of the rows
 _LEAST_TOKENS = 128
@@ -74,6 +79,19 @@ def fit(model: nn.Module, sample_input: Any, memory: int | str, **keywords: Any)
 
 def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: str) -> Fit:
     """As `fit`; `title` says what was fitted."""
+    planning = options.planning
+    try:
+        return _run_fit(model, sample_input, options, title=title)
+    except NothingFitsError as error:
+        is_open = planning.weights == "by_limit" and planning.offload is not None
+        if not is_open or not named_weights(model):
+            raise
+        logger.warning("frozen weights may be at home in %s, since %s", planning.offload, error)
+    options = replace(options, planning=replace(planning, weights="auto"))
+    return _run_fit(model, sample_input, options, title=title)
+
+
+def _run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: str) -> Fit:
     limit, machine = options.limit, options.machine_for(model)
     fixed = fixed_memory(
         model,
@@ -153,7 +171,7 @@ class _Run:
         self._chunks: Chunks | None = None
         self._whole = 0  # the largest size that fits without chunks
 
-        if options.planning.weights != "resident":
+        if options.planning.weights in AT_HOME:
             weight_bytes = self._planners.whole(self._options.step).weight_bytes
             left_bytes = fixed.parameter_bytes - weight_bytes
             self.fixed = replace(fixed, parameter_bytes=left_bytes)

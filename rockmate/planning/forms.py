@@ -25,7 +25,7 @@ from rockmate.planning.chunkable_blocks import FormNotes
 from rockmate.planning.chunked_forms import ChunkedForms
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.moved_search import MovedSearch
-from rockmate.planning.options import Weights
+from rockmate.planning.options import AT_HOME, Weights
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.strategies import BITWISE, DEFAULT, UNMOVED
 from rockmate.planning.weights import WeightSearch
@@ -74,7 +74,7 @@ class Forms:
                 self.captured, request, self._unmoved_within, self._forms_within
             )
         self.weights = None
-        if weights != "resident":
+        if weights in AT_HOME:
             self.weights = WeightSearch(
                 self.captured,
                 weights == "all",

@@ -31,7 +31,9 @@ if TYPE_CHECKING:
     from rockmate.offload.request import OffloadRequest
     from rockmate.sharding.simulated import MeshSizes, Shard
 
-Weights = Literal["resident", "auto", "all"]
+Weights = Literal["by_limit", "resident", "auto", "all"]
+AT_HOME = ("auto", "all")
+"""Those that let weights be at home."""
 _BUDGET_HINT = "A budget: Planner(model, sample).plan(budget)."
 
 
@@ -100,7 +102,9 @@ class PlanOptions(CaptureOptions):
         weights: "resident" leaves the model's weights in the device's memory. "auto" lets frozen
             ones be at home in the tier of `offload`, from which steps fetch them: a budget then
             bounds activations and frozen weights together. "all" lets trained ones, too, whose
-            gradients and optimizer's states are then at home. See docs/guide/weights.md.
+            gradients and optimizer's states are then at home. "by_limit" is "auto" where a
+            `memory_limit` has no plan with resident weights, which the log says, and else
+            "resident". See docs/guide/weights.md.
         mesh: plans the step of one rank of a cluster that need not be there, of the `machine`:
             (8,) shards parameters over 8 ranks, (2, 8) keeps 2 replicas of 8 shards each. The model
             stays as it is: a copy without memory is sharded. There are plans and a frontier, but no
@@ -130,7 +134,7 @@ class PlanOptions(CaptureOptions):
     existing_checkpoints: ExistingCheckpoints = "lift"
     offload: str | None = None
     host_budget: int | str | None = None
-    weights: Weights = "resident"
+    weights: Weights = "by_limit"
     mesh: MeshSizes | None = None
     shard: Shard | None = None
 
@@ -153,7 +157,7 @@ class PlanOptions(CaptureOptions):
             )
             raise InvalidArgumentError(msg)
 
-        if self.weights != "resident" and self.offload is None:
+        if self.weights in AT_HOME and self.offload is None:
             msg = f"weights={self.weights!r} needs a home for them; give offload="
             raise InvalidArgumentError(f"{msg}'host' or 'disk:FOLDER'")
 

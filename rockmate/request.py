@@ -6,7 +6,6 @@ when the module or the shapes of its calls have changed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -26,7 +25,7 @@ from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.traced_forward import first_call_awaited
 from rockmate.errors import InfeasibleBudgetError, InfeasibleMemoryLimitError
 from rockmate.memory_limit import MemoryLimit
-from rockmate.offload.weight_home import homes_of, named_weights
+from rockmate.offload.weight_home import homes_of
 from rockmate.plan.plan import Plan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.simulated_capture import captured_step, machine_of
@@ -38,8 +37,6 @@ from rockmate.step import CapturedStep, capture_step, checked_step
 
 if TYPE_CHECKING:
     from rockmate.planning.session import PlanningSession
-
-logger = logging.getLogger(__name__)
 
 _DEFAULTS = PlanOptions()
 _NEAR = 0.9  # of what a limit leaves: a stored plan for less is made again
@@ -96,15 +93,13 @@ class PlanRequest:
 
         Where a memory limit has no plan, frozen weights may be at home, if nothing else is said.
         """
-        options = self.options
         try:
             return self.planned_call(model, sample_input, share_bytes=share_bytes), self
         except (InfeasibleBudgetError, InfeasibleMemoryLimitError) as error:
-            is_open = options.weights == "by_limit" and options.offload is not None
-            if self.memory_limit is None or not is_open or not named_weights(plain_model(model)):
+            if self.memory_limit is None:
                 raise
-            logger.warning("frozen weights may be at home in %s, since %s", options.offload, error)
-        request = replace(self, options=replace(options, weights="auto"))
+            options = self.options.with_homes(plain_model(model), error)
+        request = replace(self, options=options)
         return request.planned_call(model, sample_input, share_bytes=share_bytes), request
 
     def planned_call(

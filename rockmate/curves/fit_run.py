@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,15 +29,12 @@ from rockmate.curves.size_axis import Kind, SizeAxis, input_bytes
 from rockmate.curves.sized_steps import SizedSteps
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.graph.chunking.chunks import Chunks
-from rockmate.offload.weight_home import named_weights
 from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
 from rockmate.planning.options import AT_HOME
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import CapturedStep, capture_step
-
-logger = logging.getLogger(__name__)
 
 _MOST_POWERS = 5  # of two, among the sizes of the rows
 _LEAST_TOKENS = 128
@@ -79,15 +75,10 @@ def fit(model: nn.Module, sample_input: Any, memory: int | str, **keywords: Any)
 
 def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: str) -> Fit:
     """As `fit`; `title` says what was fitted."""
-    planning = options.planning
     try:
         return _run_fit(model, sample_input, options, title=title)
     except NothingFitsError as error:
-        is_open = planning.weights == "by_limit" and planning.offload is not None
-        if not is_open or not named_weights(model):
-            raise
-        logger.warning("frozen weights may be at home in %s, since %s", planning.offload, error)
-    options = replace(options, planning=replace(planning, weights="auto"))
+        options = replace(options, planning=options.planning.with_homes(model, error))
     return _run_fit(model, sample_input, options, title=title)
 
 

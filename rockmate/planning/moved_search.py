@@ -130,20 +130,16 @@ class MovedSearch:
         assert isinstance(bound, MovedBound)
         limit_ms = bound.bound_ms(budget_bytes) + _FAR * form.baseline.time_ms
         found, most = list[Found](), inf
-        for _ in range(_NUM_RETRIES + 1):
-            if found or limit_ms >= time_of(best):
+        for _ in range(_NUM_RETRIES + 1 if limit_ms < time_of(best) else 0):
+            moved = () if found else bound.moved_values(budget_bytes, most)
+            if not moved:
                 break
-            moved = bound.moved_values(budget_bytes, most)
             found = self._with_free_values(form, moved, budget_bytes, search)
-            most = max((form.graph.storages[value].num_bytes for value in moved), default=0)
+            most = max(form.graph.storages[value].num_bytes for value in moved)
         return found
 
     def _with_free_values(
-        self,
-        form: Form,
-        moved: Collection[int],
-        budget_bytes: int,
-        search: _Search,
+        self, form: Form, moved: Collection[int], budget_bytes: int, search: _Search
     ) -> list[Found]:
         free = form.with_graph(*with_free_values(form.graph, form.costs, moved))
         found: list[Found] = []

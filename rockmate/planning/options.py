@@ -9,6 +9,7 @@ loads neither torch nor a solver, so that `rockmate --help` is quick.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,11 +26,15 @@ from rockmate.fusion.report import COMPILE_LIMIT_S
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
+
     from rockmate.costs.machine import Machine
     from rockmate.graph.mark_request import Policy
     from rockmate.graph.step_options import StepOptions
     from rockmate.offload.request import OffloadRequest
     from rockmate.sharding.simulated import MeshSizes, Shard
+
+logger = logging.getLogger(__name__)
 
 Weights = Literal["by_limit", "resident", "auto", "all"]
 AT_HOME = ("auto", "all")
@@ -192,6 +197,19 @@ class PlanOptions(CaptureOptions):
                 hint = _BUDGET_HINT if name == "budget" and "budgets" not in near else hint
                 raise UnknownOptionError(f"{what} no option {name!r}. {hint}")
         return replace(options or cls(), **keywords)
+
+    def with_homes(self, model: nn.Module, error: Exception) -> PlanOptions:
+        """The options with frozen weights at home, where a limit has no other plan.
+
+        Raises:
+            error: the options say otherwise, or no weight can go home.
+        """
+        from rockmate.offload.weight_home import named_weights
+
+        if self.weights != "by_limit" or self.offload is None or not named_weights(model):
+            raise error
+        logger.warning("frozen weights may be at home in %s, since %s", self.offload, error)
+        return replace(self, weights="auto")
 
     @property
     def changed(self) -> dict[str, Any]:

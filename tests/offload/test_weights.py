@@ -312,7 +312,7 @@ def test_a_memory_limit_bounds_weights_beside_all_else(
             InfeasibleMemoryLimitError, match=r"are frozen weights, which weights='auto'.*offload="
         ):
             RockmateModule(model, rows(), **limit, **further)
-    with caplog.at_level("WARNING", "rockmate.request"):
+    with caplog.at_level("WARNING", "rockmate.planning.options"):
         module = RockmateModule(model, rows(), **limit, **home)
     assert "frozen weights may be at home in disk:" in caplog.text
     assert module.plan.schedule.fetches

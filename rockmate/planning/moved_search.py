@@ -35,8 +35,9 @@ from rockmate.schedule.schedule import baseline_schedule, finish
 _RATIO = 1.25
 _NUM_REFINEMENTS = 2
 # A plan further above the bound than this share of the baseline's time is searched for from the
-# bound's relaxation, with these shares of the budget left to values on their way.
-_FAR, _ROOMS = 0.02, (0.0, 0.05, 0.1, 0.2, 0.35)
+# bound's relaxation. While it exceeds the budget, its excess is left to values on their way, and at
+# least this part of the budget, so many times.
+_FAR, _STEP, _NUM_ROOMS = 0.02, 50, 6
 # How often, if nothing is found, the largest values stay and the search begins again.
 _NUM_RETRIES = 2
 
@@ -129,28 +130,41 @@ class MovedSearch:
         bound = with_moves(form.lower_bound, self._request.device_type, self._request.host_bytes)
         assert isinstance(bound, MovedBound)
         limit_ms = bound.bound_ms(budget_bytes) + _FAR * form.baseline.time_ms
-        found, most = list[Found](), inf
-        for _ in range(_NUM_RETRIES + 1 if limit_ms < time_of(best) else 0):
-            moved = () if found else bound.moved_values(budget_bytes, most)
-            if not moved:
+        if limit_ms >= time_of(best):
+            return []
+        most: float = inf
+        for _ in range(_NUM_RETRIES + 1):
+            moved = bound.moved_values(budget_bytes, most)
+            found = self._with_free_values(form, moved, budget_bytes, search) if moved else []
+            if found or not moved:
                 break
-            found = self._with_free_values(form, moved, budget_bytes, search)
             most = max(form.graph.storages[value].num_bytes for value in moved)
-        return found
+        return found or self._with_free_values(form, self._inputs(form), budget_bytes, search)
+
+    def _inputs(self, form: Form) -> Collection[int]:
+        """The inputs of blocks, all or as many as there is room for where values move to."""
+        inputs = [each.input for each in form.blocks.blocks if each.input is not None]
+        needed = sum(each.num_bytes for each in inputs)
+        step = -(-needed // (self._request.host_bytes or needed or 1))
+        return {each.index for each in inputs[:: max(1, step)]}
 
     def _with_free_values(
         self, form: Form, moved: Collection[int], budget_bytes: int, search: _Search
     ) -> list[Found]:
         free = form.with_graph(*with_free_values(form.graph, form.costs, moved))
-        found: list[Found] = []
-        for room in _ROOMS:
-            start = search(free, int((1 - room) * budget_bytes))
+        found, left_bytes = list[Found](), budget_bytes
+        for _ in range(_NUM_ROOMS):
+            start = None if found else search(free, left_bytes)
             if start is None:
-                continue
+                break
             schedule = finish(form.graph, start.schedule.forward, start.schedule.backward)
             whole = evaluate(form.graph, schedule, form.costs)
             candidate = self._moved(form, whole, budget_bytes, moved)
             found += [] if candidate is None else [Found(form, candidate)]
+            excess = self._finder(form).excess(
+                whole.schedule, whole.simulation, budget_bytes, moved
+            )
+            left_bytes = min(start.peak_bytes, left_bytes) - max(excess, budget_bytes // _STEP)
         return found
 
     def _from_start(self, start_bytes: int, budget_bytes: int, limit_ms: float) -> Found | None:

@@ -35,9 +35,9 @@ from rockmate.schedule.schedule import baseline_schedule, finish
 _RATIO = 1.25
 _NUM_REFINEMENTS = 2
 # A plan further above the bound than this share of the baseline's time is searched for from the
-# bound's relaxation. While it exceeds the budget, its excess is left to values on their way, and at
-# least this part of the budget, so many times.
-_FAR, _STEP, _NUM_ROOMS = 0.02, 50, 6
+# bound's relaxation, with the first of these shares of the budget left to values on their way that
+# gives a plan.
+_FAR, _ROOMS = 0.02, (0.0, 0.03, 0.06, 0.1, 0.2, 0.35)
 # How often, if nothing is found, the largest values stay and the search begins again.
 _NUM_RETRIES = 2
 
@@ -152,20 +152,16 @@ class MovedSearch:
         self, form: Form, moved: Collection[int], budget_bytes: int, search: _Search
     ) -> list[Found]:
         free = form.with_graph(*with_free_values(form.graph, form.costs, moved))
-        found, left_bytes = list[Found](), budget_bytes
-        for _ in range(_NUM_ROOMS):
-            start = None if found else search(free, left_bytes)
+        for room in _ROOMS:
+            start = search(free, int((1 - room) * budget_bytes))
             if start is None:
-                break
+                continue
             schedule = finish(form.graph, start.schedule.forward, start.schedule.backward)
             whole = evaluate(form.graph, schedule, form.costs)
             candidate = self._moved(form, whole, budget_bytes, moved)
-            found += [] if candidate is None else [Found(form, candidate)]
-            excess = self._finder(form).excess(
-                whole.schedule, whole.simulation, budget_bytes, moved
-            )
-            left_bytes = min(start.peak_bytes, left_bytes) - max(excess, budget_bytes // _STEP)
-        return found
+            if candidate is not None:
+                return [Found(form, candidate)]
+        return []
 
     def _from_start(self, start_bytes: int, budget_bytes: int, limit_ms: float) -> Found | None:
         """The schedule for a larger budget, moved within a budget; None if it is no faster."""

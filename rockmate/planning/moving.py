@@ -97,17 +97,6 @@ class MoveFinder:
         _, live = self._choose(profile, 0)
         return int(live.max())
 
-    def excess(
-        self,
-        schedule: Schedule,
-        simulation: Simulation,
-        budget_bytes: int,
-        preferred: Collection[int] = (),
-    ) -> int:
-        """Bytes by which `within` misses a budget, copies on their way aside."""
-        _, live = self._choose(self._profile(schedule, simulation), budget_bytes, preferred)
-        return max(0, int(live.max()) - budget_bytes)
-
     def within(
         self,
         schedule: Schedule,

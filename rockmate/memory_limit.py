@@ -138,7 +138,8 @@ class MemoryLimit:
                 "fewer parameters, or take an optimizer with less state."
             )
             frozen_bytes = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
-            if weights == "resident" and holdings.total_bytes - frozen_bytes < limit_bytes:
+            is_resident = weights in ("by_limit", "resident")
+            if is_resident and holdings.total_bytes - frozen_bytes < limit_bytes:
                 msg += (
                     f" {size_text(frozen_bytes)} are frozen weights, which weights='auto' keeps "
                     "elsewhere, with offload='host' for a GPU, or offload='disk:FOLDER'."

@@ -125,7 +125,8 @@ class PlanCache:
         assert self.request is not None
         refuse_uninitialized(self._model)
         try:
-            self.adopt(self.request.planned_call(self._model, sample_input))
+            planned, self.request = self.request.answered(self._model, sample_input)
+            self.adopt(planned)
         except ModuleReplacedError:
             logger.warning("nothing is planned yet, since the first call sets the model up")
             return
@@ -393,9 +394,8 @@ class PlanCache:
         )
         if sample is None:
             sample = PlannedSample(call, self._share_bytes(call))
-        planned = self.request.planned_call(
-            self._model, resized_call(tensors, call, sample.call), share_bytes=sample.share_bytes
-        )
+        sized = resized_call(tensors, call, sample.call)
+        planned, self.request = self.request.answered(self._model, sized, sample.share_bytes)
         if sample not in self._samples:
             self._samples.append(sample)
         self.adopt(planned)

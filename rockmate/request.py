@@ -7,7 +7,7 @@ when the module or the shapes of its calls have changed.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -23,7 +23,7 @@ from rockmate.budget import (
 )
 from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.traced_forward import first_call_awaited
-from rockmate.errors import InfeasibleBudgetError
+from rockmate.errors import InfeasibleBudgetError, InfeasibleMemoryLimitError
 from rockmate.memory_limit import MemoryLimit
 from rockmate.offload.weight_home import homes_of
 from rockmate.plan.plan import Plan
@@ -85,6 +85,22 @@ class PlanRequest:
         """Names of the options that frames do not keep."""
         names = ("marks", "policy", "in_flight", "weights")
         return [name for name in names if name in self.options.changed]
+
+    def answered(
+        self, model: nn.Module, sample_input: Any, share_bytes: int | None = None
+    ) -> tuple[PlannedCall, PlanRequest]:
+        """As `planned_call`, with the request that was met.
+
+        Where a memory limit has no plan, frozen weights may be at home, if nothing else is said.
+        """
+        try:
+            return self.planned_call(model, sample_input, share_bytes=share_bytes), self
+        except (InfeasibleBudgetError, InfeasibleMemoryLimitError) as error:
+            if self.memory_limit is None:
+                raise
+            options = self.options.with_homes(plain_model(model), error)
+        request = replace(self, options=options)
+        return request.planned_call(model, sample_input, share_bytes=share_bytes), request
 
     def planned_call(
         self, model: nn.Module, sample_input: Any, *, share_bytes: int | None = None

@@ -1,13 +1,16 @@
-"""Models of plain torch: an MLP, and `nn.TransformerEncoder`."""
+"""Models of plain torch: an MLP, `nn.TransformerEncoder`, a transformer that denoises videos."""
 
 from __future__ import annotations
 
 from itertools import chain, pairwise
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from bench.models import batches
-from bench.models.workload import Made, loss_alone, outside_squared_error
+from bench.models.workload import Made, Step, loss_alone, outside_squared_error
 
 
 class MLP(nn.Module):
@@ -71,4 +74,81 @@ def encoder(*, layers: int, width: int, heads: int, inner: int, rows: int, lengt
         rows=rows,
         layers=("layers.*",),
         loss=outside_squared_error,
+    )
+
+
+class _Attention(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.query_norm, self.key_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+
+    def forward(self, x: Tensor, context: Tensor) -> Tensor:
+        query, key = self.query_norm(self.query(x)), self.key_norm(self.key(context))
+        parts = (query, key, self.value(context))
+        split = (each.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each in parts)
+        mixed = functional.scaled_dot_product_attention(*split)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class _VideoLayer(nn.Module):
+    def __init__(self, width: int, heads: int, inner: int) -> None:
+        super().__init__()
+        self.own, self.cross = _Attention(width, heads), _Attention(width, heads)
+        self.up, self.down = nn.Linear(width, inner), nn.Linear(inner, width)
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.table = nn.Parameter(torch.zeros(6, width))
+
+    def forward(self, x: Tensor, text: Tensor, time: Tensor) -> Tensor:
+        shift, scale, gate, *others = (time + self.table).unsqueeze(2).unbind(1)
+        normed = self.norms[0](x) * (1 + scale) + shift
+        x = x + gate * self.own(normed, normed)
+        x = x + self.cross(self.norms[1](x), text)
+        shift, scale, gate = others
+        normed = self.norms[2](x) * (1 + scale) + shift
+        return x + gate * self.down(functional.gelu(self.up(normed), approximate="tanh"))
+
+
+class VideoTransformer(nn.Module):
+    """A transformer over the patches of a video that attends to a text and knows a time."""
+
+    is_checkpointed = False
+
+    def __init__(self, layers: int, width: int, heads: int, inner: int, patch: int) -> None:
+        """Patches have so many values."""
+        super().__init__()
+        self.first, self.last = nn.Linear(patch, width), nn.Linear(width, patch)
+        self.layers = nn.ModuleList(_VideoLayer(width, heads, inner) for _ in range(layers))
+
+    def gradient_checkpointing_enable(self, _: object = None) -> None:
+        """Each layer is checkpointed from then on."""
+        self.is_checkpointed = True
+
+    def forward(self, patches: Tensor, noise: Tensor, text: Tensor, time: Tensor) -> Step:
+        """The mean squared error of the noise that it predicts, and that."""
+        x = self.first(patches)
+        for layer in self.layers:
+            arguments = (x, text, time)
+            x = (
+                checkpoint(layer, *arguments, use_reentrant=False)
+                if self.is_checkpointed
+                else layer(*arguments)
+            )
+        prediction = self.last(x)
+        return Step(functional.mse_loss(prediction, noise), prediction)
+
+
+def video_transformer(
+    *, layers: int, width: int, heads: int, inner: int, patch: int, words: int, length: int,
+    rows: int,
+) -> Made:  # fmt: skip
+    """Such a model, with so many words of text, and `length` patches a row."""
+    values = {name: batches.normal(length, patch) for name in ("patches", "noise")}
+    values |= {"text": batches.normal(words, width), "time": batches.normal(6, width)}
+    return Made(
+        model=VideoTransformer(layers, width, heads, inner, patch),
+        make_batch=batches.drawn(**values),
+        rows=rows,
+        layers=("layers.*",),
     )

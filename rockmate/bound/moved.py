@@ -87,12 +87,17 @@ class MovedBound:
         step = max(1, len(points) // _NUM_POINTS)
         return max(quick_ms, self._largest(points[::step], budget_bytes))
 
-    def moved_values(self, budget_bytes: int) -> frozenset[int]:
-        """Indices of the storages that the relaxation of the first point moves, most of each."""
+    def moved_values(self, budget_bytes: int, below_bytes: float = inf) -> frozenset[int]:
+        """Indices of the storages that the relaxation of the first point moves, most of each.
+
+        Args:
+            budget_bytes: the budget.
+            below_bytes: larger values and those of this size stay.
+        """
         points = self._unmoved.points[:1]
         if not points or budget_bytes < points[0].min_bytes:
             return frozenset()
-        program = _PointProgram(self._unmoved, points[0], self._movable)
+        program = _PointProgram(self._unmoved, points[0], self._movable, below_bytes)
         program.least_ms(budget_bytes - points[0].min_bytes, self._host_bytes)
         return program.moved
 
@@ -119,7 +124,9 @@ class _PointProgram:
         moved: indices of the storages that the last solution moves, most of each.
     """
 
-    def __init__(self, bound: LowerBound, point: ProgramPoint, movable: str) -> None:
+    def __init__(
+        self, bound: LowerBound, point: ProgramPoint, movable: str, below_bytes: float = inf
+    ) -> None:
         graph, costs = bound.graph, bound.costs
         assert costs.link is not None
         self._link: Link = costs.link
@@ -141,6 +148,7 @@ class _PointProgram:
             if storage.index in allowed
             and storage.producer is not None
             and storage.producer.phase is Phase.FORWARD
+            and storage.num_bytes < below_bytes
         ]
 
     def least_ms(self, room_bytes: int, host_bytes: int | None) -> float:
@@ -169,9 +177,13 @@ class _PointProgram:
         rows += time_ms >= out_ms + in_ms
         least_ms = program.least_ms()
         if least_ms < inf:
-            self.moved = frozenset(
-                self._values[i].index for i, each in moved.items() if (each.value() or 0.0) > _MOST
-            )
+            shares = {i: each.value() or 0.0 for i, each in moved.items()}
+            chosen, left = list[int](), inf if host_bytes is None else host_bytes
+            for i in sorted(shares, key=lambda i: -shares[i]):
+                if shares[i] > _MOST and problem.value_bytes[i] <= left:
+                    chosen.append(self._values[i].index)
+                    left -= problem.value_bytes[i]
+            self.moved = frozenset(chosen)
         return max(self._base_ms, least_ms)
 
 

@@ -13,6 +13,7 @@ from rockmate.adoption.script import hide_own_frames, run_module, run_script
 from rockmate.budget import parse_budget, parse_budgets
 from rockmate.cli.arguments import add_option
 from rockmate.errors import InvalidArgumentError
+from rockmate.planning.options import AT_HOME
 
 
 def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,7 +59,7 @@ def check(arguments: argparse.Namespace) -> None:
         arguments.budget, *others = parse_budgets(arguments.budget)
         if others:
             raise InvalidArgumentError("--budget has several budgets, and a run has one; give one")
-    if arguments.weights != "resident" and arguments.offload is None:
+    if arguments.weights in AT_HOME and arguments.offload is None:
         msg = f"--weights {arguments.weights} needs a home for them: --offload host or disk:FOLDER"
         raise InvalidArgumentError(msg)
     if arguments.memory not in (None, "auto"):

@@ -38,7 +38,7 @@ def script(arguments: argparse.Namespace, model: nn.Module, found: Fit) -> str:
             "        parameter.requires_grad_(False)\n"
         )
     options = {name: given[name] for name in _PLANNING}
-    usual = (None, (), "any_order", "resident")
+    usual = (None, (), "any_order", "by_limit")
     unusual = {name: value for name, value in options.items() if value not in usual}
     texts = [repr(arguments.memory), *(f"{name}={value!r}" for name, value in unusual.items())]
     path, template = Path(arguments.model), resources.files("rockmate.cli") / "train_script.txt"

@@ -74,6 +74,9 @@ def _remedies(
             f"LoRA or frozen layers, without most of {size_text(trainable)} of gradients and "
             f"state{would}"
         )
+    frozen_bytes = sum(each.nbytes for each in model.parameters() if not each.requires_grad)
+    if frozen_bytes and options.planning.offload is None and needed - frozen_bytes <= memory_bytes:
+        found.append(f"offload, with {size_text(frozen_bytes)} of frozen weights at home there")
     if needed > fixed.held_bytes + fixed.step_bytes and options.vary == "batch":
         found.append("fewer tokens in a sequence")
     return [*found, f"a memory of {needed:,} bytes or more"]

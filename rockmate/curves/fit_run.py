@@ -19,7 +19,7 @@ from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import Machine
 from rockmate.curves.advice import nothing_fits
 from rockmate.curves.device_memory import FixedMemory, fixed_memory, optimizer_name
-from rockmate.curves.errors import FitError
+from rockmate.curves.errors import FitError, NothingFitsError
 from rockmate.curves.fit import Fit
 from rockmate.curves.fit_options import FitOptions
 from rockmate.curves.fit_row import FitRow, workspace_at_peak
@@ -31,6 +31,7 @@ from rockmate.errors import InfeasibleBudgetError
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.plan.plan import Plan
 from rockmate.planner import Planner
+from rockmate.planning.options import AT_HOME
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import CapturedStep, capture_step
@@ -74,6 +75,14 @@ def fit(model: nn.Module, sample_input: Any, memory: int | str, **keywords: Any)
 
 def run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: str) -> Fit:
     """As `fit`; `title` says what was fitted."""
+    try:
+        return _run_fit(model, sample_input, options, title=title)
+    except NothingFitsError as error:
+        options = replace(options, planning=options.planning.with_homes(model, error))
+    return _run_fit(model, sample_input, options, title=title)
+
+
+def _run_fit(model: nn.Module, sample_input: Any, options: FitOptions, *, title: str) -> Fit:
     limit, machine = options.limit, options.machine_for(model)
     fixed = fixed_memory(
         model,
@@ -153,7 +162,7 @@ class _Run:
         self._chunks: Chunks | None = None
         self._whole = 0  # the largest size that fits without chunks
 
-        if options.planning.weights != "resident":
+        if options.planning.weights in AT_HOME:
             weight_bytes = self._planners.whole(self._options.step).weight_bytes
             left_bytes = fixed.parameter_bytes - weight_bytes
             self.fixed = replace(fixed, parameter_bytes=left_bytes)

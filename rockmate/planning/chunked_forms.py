@@ -244,11 +244,15 @@ class ChunkedForms:
         if lines and bound.bound_ms(budget_bytes) <= self.least_ms:
             yield StoredBound(self.least_ms)
             return
-        for chunking in (chunking for line in lines for chunking in line):
+        yield from (form.lower_bound for form in self.forms_within(budget_bytes))
+
+    def forms_within(self, budget_bytes: int) -> Iterator[Form]:
+        """The forms in chunks that a plan for this budget may have."""
+        for chunking in (chunking for line in self._considered(budget_bytes) for chunking in line):
             if self.blocks.chunk_bytes(chunking) <= budget_bytes:
                 form = self.form(chunking)
                 if form is not None:
-                    yield form.lower_bound
+                    yield form
 
 
 def _take_faster(best: dict[int, Found], form: Form, found: dict[int, Candidate]) -> bool:

@@ -48,16 +48,6 @@ class Form(Searches):
         """Its blocks as plain values."""
         return snapshot_chain(self.blocks)
 
-    def quick_start(self, budget_bytes: int) -> Candidate | None:
-        """The relaxation's schedule made to fit a budget; None if there is none or repair fails.
-
-        It takes milliseconds, where the search's own starts need the smallest peak first. Where
-        repair fails, the budget is close to that peak, and plans take very long.
-        """
-        relaxed = self.local_search.relaxed(budget_bytes)
-        refiner = self.local_search.problem.refiner
-        return relaxed and refiner.repair_and_refine(relaxed, budget_bytes)
-
 
 class Found(NamedTuple):
     """A schedule that was found, and the form whose schedule it is."""

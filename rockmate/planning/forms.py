@@ -9,7 +9,7 @@ gain at most by experience, is no faster than the incumbent. Moves are tried fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
 from rockmate.bound.moved import with_moves
@@ -25,7 +25,7 @@ from rockmate.planning.chunkable_blocks import FormNotes
 from rockmate.planning.chunked_forms import ChunkedForms
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.moved_search import MovedSearch
-from rockmate.planning.options import Weights
+from rockmate.planning.options import AT_HOME, Weights
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.strategies import BITWISE, DEFAULT, UNMOVED
 from rockmate.planning.weights import WeightSearch
@@ -70,9 +70,11 @@ class Forms:
         self.chunked = [ChunkedForms(each, form_of, numerics=numerics, rule=rule) for each in whole]
         self._request, self._moved = request, None
         if request is not None:
-            self._moved = MovedSearch(self.captured, request, self._unmoved_within)
+            self._moved = MovedSearch(
+                self.captured, request, self._unmoved_within, self._forms_within
+            )
         self.weights = None
-        if weights != "resident":
+        if weights in AT_HOME:
             self.weights = WeightSearch(
                 self.captured,
                 weights == "all",
@@ -159,6 +161,12 @@ class Forms:
             if candidate.time_ms < time_of(best):
                 best = Found(form, candidate)
         return best
+
+    def _forms_within(self, budget_bytes: int) -> Iterator[Form]:
+        """The forms that a plan for this budget may have."""
+        for chunked in self.chunked:
+            yield chunked.whole
+            yield from chunked.forms_within(budget_bytes)
 
     def best_within_each(
         self, budgets: Sequence[int], *, progress: bool = False

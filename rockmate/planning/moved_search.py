@@ -9,12 +9,13 @@ serve every smaller one, so many budgets take little longer than one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from functools import cache, cached_property
 from math import inf, sqrt
 
 from rockmate.bound.moved import MovedBound, with_moves
+from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.offload.request import OffloadRequest
 from rockmate.planning.candidate import (
@@ -24,8 +25,9 @@ from rockmate.planning.candidate import (
     by_time,
     evaluate,
 )
-from rockmate.planning.form import Form, Found
+from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.moving import MoveFinder
+from rockmate.planning.strategies import Searches
 from rockmate.schedule.schedule import baseline_schedule, finish
 
 # Budgets whose schedules moves begin with: shares of the baseline's peak, each the last one divided
@@ -33,10 +35,13 @@ from rockmate.schedule.schedule import baseline_schedule, finish
 _RATIO = 1.25
 _NUM_REFINEMENTS = 2
 # A plan further above the bound than this share of the baseline's time is searched for from the
-# bound's relaxation, with these shares of the budget left to values on their way.
-_FAR, _ROOMS = 0.02, (0.0, 0.05, 0.1, 0.2, 0.35)
+# bound's relaxation, with the first of these shares of the budget left to values on their way that
+# gives a plan.
+_FAR, _ROOMS = 0.02, (0.0, 0.03, 0.06, 0.1, 0.2, 0.35)
 # How often, if nothing is found, the largest values stay and the search begins again.
 _NUM_RETRIES = 2
+
+_Search = Callable[[Searches, int], Candidate | None]
 
 
 class MovedSearch:
@@ -46,6 +51,7 @@ class MovedSearch:
         captured: the step as captured.
         request: where values move to.
         unmoved_within: gives the fastest schedule without moves within a budget.
+        forms_within: gives the forms whose schedules may fit a budget.
     """
 
     def __init__(
@@ -53,9 +59,10 @@ class MovedSearch:
         captured: Form,
         request: OffloadRequest,
         unmoved_within: Callable[[int], Found | None],
+        forms_within: Callable[[int], Iterable[Form]],
     ) -> None:
         self._captured, self._request = captured, request
-        self._unmoved_within = cache(unmoved_within)
+        self._unmoved_within, self._forms_within = cache(unmoved_within), forms_within
         self._finders: dict[Form, MoveFinder] = {}
 
     @cached_property
@@ -98,50 +105,63 @@ class MovedSearch:
                 break
             middles = (int(sqrt(one * other)) for one, other in around_best(times))
             grid = [middle for middle in middles if middle not in times]
-        best = min(found, key=lambda each: by_time(each.candidate), default=None)
-        form = self._captured
+        best = min_of(*found)
+        return min_of(best, *self._from_relaxations(budget_bytes, best))
+
+    def _from_relaxations(self, budget_bytes: int, best: Found | None) -> list[Found]:
+        """Schedules that move what the relaxation of the bound moves, if the best is far from it.
+
+        What they recompute is searched for with these values free of charge, and some room for
+        those that are on their way: quickly in all forms, and then in the form of the fastest.
+        """
+        found: list[Found] = []
+        for form in self._forms_within(budget_bytes):
+            known = min_of(best, *found)
+            found += self._from_relaxation(form, budget_bytes, known, Searches.quick_start)
+        best = min_of(best, *found)
+        if best is not None and self._captured.local_search.problem.rule.is_late:
+            return found
+        form = best.form if found and best else self._captured
+        return found + self._from_relaxation(form, budget_bytes, best, _searched)
+
+    def _from_relaxation(
+        self, form: Form, budget_bytes: int, best: Found | None, search: _Search
+    ) -> list[Found]:
         bound = with_moves(form.lower_bound, self._request.device_type, self._request.host_bytes)
         assert isinstance(bound, MovedBound)
         limit_ms = bound.bound_ms(budget_bytes) + _FAR * form.baseline.time_ms
-        if limit_ms < inf and (best is None or best.time_ms > limit_ms):
-            found += self._from_relaxation(bound, budget_bytes)
-        return min(found, key=lambda each: by_time(each.candidate), default=None)
-
-    def _from_relaxation(self, bound: MovedBound, budget_bytes: int) -> list[Found]:
-        """Schedules that move what the relaxation of the bound moves.
-
-        What they recompute is searched for with these values free of charge, and some room for
-        those that are on their way.
-        """
-        moved = bound.moved_values(budget_bytes)
-        found: list[Found] = []
+        if limit_ms >= time_of(best):
+            return []
+        most: float = inf
         for _ in range(_NUM_RETRIES + 1):
+            moved = bound.moved_values(budget_bytes, most)
+            found = self._with_free_values(form, moved, budget_bytes, search) if moved else []
             if found or not moved:
                 break
-            found = self._with_free_values(moved, budget_bytes)
-            moved = self._without_largest(moved)
-        return found
+            most = max(form.graph.storages[value].num_bytes for value in moved)
+        return found or self._with_free_values(form, self._inputs(form), budget_bytes, search)
 
-    def _without_largest(self, values: Collection[int]) -> frozenset[int]:
-        """Those that may find room on their way back where the largest do not."""
-        storages = self._captured.graph.storages
-        most = max(storages[value].num_bytes for value in values)
-        return frozenset(value for value in values if storages[value].num_bytes < most)
+    def _inputs(self, form: Form) -> Collection[int]:
+        """The inputs of blocks, all or as many as there is room for where values move to."""
+        inputs = [each.input for each in form.blocks.blocks if each.input is not None]
+        needed = sum(each.num_bytes for each in inputs)
+        step = -(-needed // (self._request.host_bytes or needed or 1))
+        return {each.index for each in inputs[:: max(1, step)]}
 
-    def _with_free_values(self, moved: Collection[int], budget_bytes: int) -> list[Found]:
-        form = self._captured
-        graph = with_free_values(form.graph, moved)
-        free = form.with_graph(graph)
-        found: list[Found] = []
+    def _with_free_values(
+        self, form: Form, moved: Collection[int], budget_bytes: int, search: _Search
+    ) -> list[Found]:
+        free = form.with_graph(*with_free_values(form.graph, form.costs, moved))
         for room in _ROOMS:
-            start = free.local_search.best_within(int((1 - room) * budget_bytes))
+            start = search(free, int((1 - room) * budget_bytes))
             if start is None:
                 continue
             schedule = finish(form.graph, start.schedule.forward, start.schedule.backward)
             whole = evaluate(form.graph, schedule, form.costs)
             candidate = self._moved(form, whole, budget_bytes, moved)
-            found += [] if candidate is None else [Found(form, candidate)]
-        return found
+            if candidate is not None:
+                return [Found(form, candidate)]
+        return []
 
     def _from_start(self, start_bytes: int, budget_bytes: int, limit_ms: float) -> Found | None:
         """The schedule for a larger budget, moved within a budget; None if it is no faster."""
@@ -170,6 +190,15 @@ class MovedSearch:
         return self._finders[form]
 
 
+def _searched(free: Searches, budget_bytes: int) -> Candidate | None:
+    return free.local_search.best_within(budget_bytes)
+
+
+def min_of(*found: Found | None) -> Found | None:
+    """The fastest of some schedules; None if there is none."""
+    return min(filter(None, found), key=lambda each: by_time(each.candidate), default=None)
+
+
 def _grid(least_bytes: int, top_bytes: int) -> list[int]:
     """Budgets from the largest down, whatever budget is planned, so that they are planned once."""
     found, share = [], 1.0
@@ -179,15 +208,19 @@ def _grid(least_bytes: int, top_bytes: int) -> list[int]:
     return found
 
 
-def with_free_values(graph: Graph, free: Collection[int]) -> Graph:
-    """A copy of a graph in which some storages take no bytes.
+def with_free_values(graph: Graph, costs: Costs, free: Collection[int]) -> tuple[Graph, Costs]:
+    """A copy of a graph in which some storages take bytes only while an op reads or makes them.
 
     Its nodes are those of `graph`, and ops and storages have the same indices, so that a schedule
     of one is a schedule of the other.
 
     Args:
         graph: the step.
+        costs: of its ops.
         free: indices of the storages.
+
+    Returns:
+        The graph, and its costs, where ops have these bytes among their workspace.
     """
     copies = {
         storage: replace(
@@ -195,13 +228,24 @@ def with_free_values(graph: Graph, free: Collection[int]) -> Graph:
         )
         for storage in graph.storages
     }
-    ops = tuple(_copied(op, copies) for op in graph.ops)
-    return replace(
+    own_bytes = [
+        sum(each.num_bytes for each in {*op.reads, *op.writes} if each.index in free)
+        for op in graph.ops
+    ]
+    first, recompute = (
+        tuple(
+            replace(cost, overhead_bytes=cost.overhead_bytes + num_bytes)
+            for cost, num_bytes in zip(table, own_bytes, strict=True)
+        )
+        for table in (costs.first, costs.recompute)
+    )
+    copy = replace(
         graph,
-        ops=ops,
+        ops=tuple(_copied(op, copies) for op in graph.ops),
         storages=tuple(copies[storage] for storage in graph.storages),
         storage_of={node: copies[storage] for node, storage in graph.storage_of.items()},
     )
+    return copy, replace(costs, first=first, recompute=recompute)
 
 
 def _copied(op: Op, copies: dict[Storage, Storage]) -> Op:

@@ -9,6 +9,7 @@ loads neither torch nor a solver, so that `rockmate --help` is quick.
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -25,13 +26,19 @@ from rockmate.fusion.report import COMPILE_LIMIT_S
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import nn
+
     from rockmate.costs.machine import Machine
     from rockmate.graph.mark_request import Policy
     from rockmate.graph.step_options import StepOptions
     from rockmate.offload.request import OffloadRequest
     from rockmate.sharding.simulated import MeshSizes, Shard
 
-Weights = Literal["resident", "auto", "all"]
+logger = logging.getLogger(__name__)
+
+Weights = Literal["by_limit", "resident", "auto", "all"]
+AT_HOME = ("auto", "all")
+"""Those that let weights be at home."""
 _BUDGET_HINT = "A budget: Planner(model, sample).plan(budget)."
 
 
@@ -100,7 +107,9 @@ class PlanOptions(CaptureOptions):
         weights: "resident" leaves the model's weights in the device's memory. "auto" lets frozen
             ones be at home in the tier of `offload`, from which steps fetch them: a budget then
             bounds activations and frozen weights together. "all" lets trained ones, too, whose
-            gradients and optimizer's states are then at home. See docs/guide/weights.md.
+            gradients and optimizer's states are then at home. "by_limit" is "auto" where a
+            `memory_limit` has no plan with resident weights, which the log says, and else
+            "resident". See docs/guide/weights.md.
         mesh: plans the step of one rank of a cluster that need not be there, of the `machine`:
             (8,) shards parameters over 8 ranks, (2, 8) keeps 2 replicas of 8 shards each. The model
             stays as it is: a copy without memory is sharded. There are plans and a frontier, but no
@@ -130,7 +139,7 @@ class PlanOptions(CaptureOptions):
     existing_checkpoints: ExistingCheckpoints = "lift"
     offload: str | None = None
     host_budget: int | str | None = None
-    weights: Weights = "resident"
+    weights: Weights = "by_limit"
     mesh: MeshSizes | None = None
     shard: Shard | None = None
 
@@ -153,7 +162,7 @@ class PlanOptions(CaptureOptions):
             )
             raise InvalidArgumentError(msg)
 
-        if self.weights != "resident" and self.offload is None:
+        if self.weights in AT_HOME and self.offload is None:
             msg = f"weights={self.weights!r} needs a home for them; give offload="
             raise InvalidArgumentError(f"{msg}'host' or 'disk:FOLDER'")
 
@@ -188,6 +197,19 @@ class PlanOptions(CaptureOptions):
                 hint = _BUDGET_HINT if name == "budget" and "budgets" not in near else hint
                 raise UnknownOptionError(f"{what} no option {name!r}. {hint}")
         return replace(options or cls(), **keywords)
+
+    def with_homes(self, model: nn.Module, error: Exception) -> PlanOptions:
+        """The options with frozen weights at home, where a limit has no other plan.
+
+        Raises:
+            error: the options say otherwise, or no weight can go home.
+        """
+        from rockmate.offload.weight_home import named_weights
+
+        if self.weights != "by_limit" or self.offload is None or not named_weights(model):
+            raise error
+        logger.warning("frozen weights may be at home in %s, since %s", self.offload, error)
+        return replace(self, weights="auto")
 
     @property
     def changed(self) -> dict[str, Any]:

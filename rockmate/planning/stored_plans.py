@@ -32,7 +32,7 @@ from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.graph.snapshot import digest
 from rockmate.ops.kernel_layouts import Layout
 from rockmate.plan.plan import Plan
-from rockmate.planning.options import PlanOptions
+from rockmate.planning.options import AT_HOME, PlanOptions
 from rockmate.planning.simulated_capture import machine_of
 from rockmate.runtime.program import PlannedCall
 from rockmate.step import CapturedStep
@@ -117,7 +117,7 @@ def may_store(options: PlanOptions) -> bool:
     With fused kernels, compiling takes the time. A plan with weights at home fits what a limit
     leaves with those weights away, which is not what is left when the plan is looked for.
     """
-    is_plain = options.kernels == "eager" and options.weights == "resident"
+    is_plain = options.kernels == "eager" and options.weights not in AT_HOME
     return options.cache and is_plain and cache_folder() is not None
 
 

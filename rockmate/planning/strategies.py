@@ -11,6 +11,7 @@ from rockmate.graph.blocks import BlockChain, partition
 from rockmate.graph.ir import Graph
 from rockmate.planning.baseline_search import FamilySearch, Searcher, chen_schedule
 from rockmate.planning.branch_order import memory_minimizing_order
+from rockmate.planning.candidate import Candidate
 from rockmate.planning.checkmate_strategy import CheckmateSearch
 from rockmate.planning.local_search import LocalSearch
 from rockmate.planning.rotor_family import RotorFamily
@@ -53,9 +54,9 @@ class Searches:
         self._rule = rule or StoppingRule()
         self._made: dict[str, Searcher] = {}
 
-    def with_graph(self, graph: Graph) -> Searches:
+    def with_graph(self, graph: Graph, costs: Costs) -> Searches:
         """The searches of another graph of the same ops."""
-        return Searches(graph, self.costs, self._rule)
+        return Searches(graph, costs, self._rule)
 
     @cached_property
     def blocks(self) -> BlockChain:
@@ -81,6 +82,16 @@ class Searches:
         return LocalSearch(
             SearchProblem(self.graph, self.costs, starts, self._rule, backward=backward)
         )
+
+    def quick_start(self, budget_bytes: int) -> Candidate | None:
+        """The relaxation's schedule made to fit a budget; None if there is none or repair fails.
+
+        It takes milliseconds, where the search's own starts need the smallest peak first. Where
+        repair fails, the budget is close to that peak, and plans take very long.
+        """
+        relaxed = self.local_search.relaxed(budget_bytes)
+        refiner = self.local_search.problem.refiner
+        return relaxed and refiner.repair_and_refine(relaxed, budget_bytes)
 
     def search(self, strategy: str) -> Searcher:
         """The search of a strategy.

@@ -143,14 +143,17 @@ class WeightSearch:
         return self._weights[form]
 
     def _starts(self, budget_bytes: int, strategy: str) -> Iterator[Found]:
-        """Schedules with all weights in memory, for smaller and smaller budgets."""
+        """Schedules with all weights in memory: for all but the largest, for smaller budgets."""
         smallest = self._smallest(strategy)
         ways = (UNMOVED, DEFAULT) if strategy == DEFAULT else (strategy,)
+        budgets = [budget_bytes - max(each.num_bytes for each in self._of(self._captured))]
         start_bytes = self._captured.baseline.peak_bytes
         while start_bytes > smallest.candidate.peak_bytes:
-            if start_bytes <= budget_bytes:
-                yield from filter(None, (self._within(start_bytes, way) for way in ways))
+            budgets.append(start_bytes)
             start_bytes = int(start_bytes / _RATIO)
+        for start_bytes in budgets:
+            if smallest.candidate.peak_bytes < start_bytes <= budget_bytes:
+                yield from filter(None, (self._within(start_bytes, way) for way in ways))
         yield smallest
 
     def _fetched(self, start: Found, budget_bytes: int, best: Found | None) -> Found | None:

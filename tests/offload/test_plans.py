@@ -6,15 +6,19 @@ import copy
 import functools
 import json
 import tempfile
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import models
 import moves
 import pytest
+import torch
 from helpers import same_gradients
 from moves import X, layers, step
 
+from bench.models import built, makers
 from rockmate import InfeasibleBudgetError, Plan, PlanFileError, Planner, RockmateModule
 from rockmate.costs.cost import Link
 
@@ -87,6 +91,17 @@ def test_the_host_budget_is_kept(tmp_path: Path) -> None:
     bounded = planner_of(tmp_path, host_budget=700_000).plan(0.5)
     assert 0 < bounded.simulation.host_bytes <= 700_000
     assert bounded.predicted_ms >= free.predicted_ms
+
+
+def test_within_a_host_budget_no_plan_is_slower_than_layers_that_run_once_more() -> None:
+    make = partial(makers("large")["llama-3-8b"], length=500_000, layers=6)
+    workload = built("llama", make, device="meta", dtype=torch.bfloat16)
+    options: dict[str, Any] = {"machine": "h100", "offload": "host", "outputs": "loss"}
+    options |= {"weights": "all", "host_budget": "80GiB", "time_limit_s": 5}
+    plan = Planner(workload.model, dict(workload.make_batch(0, 1)), **options).plan("59.5GiB")
+    times = [plan.costs.first[op.index].time_ms for op in plan.graph.forward_ops]
+    assert 0 < plan.simulation.host_bytes <= 80 << 30
+    assert plan.predicted_ms <= plan.baseline_ms + sum(times)
 
 
 def test_a_file_holds_the_moves(tmp_path: Path) -> None:

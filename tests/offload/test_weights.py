@@ -288,7 +288,7 @@ def test_refusals(tmp_path: Path) -> None:
 
 
 def test_a_memory_limit_bounds_weights_beside_all_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = layers()
     eager = copy.deepcopy(model)
@@ -303,11 +303,14 @@ def test_a_memory_limit_bounds_weights_beside_all_else(
     room = frozen_bytes(model) // 3
     limit: dict[str, Any] = {"memory_limit": others + 2 * trained_bytes + room, "optimizer": "sgd"}
     home: dict[str, Any] = {"offload": f"disk:{tmp_path}", **QUICK}
-    with pytest.raises(
-        InfeasibleMemoryLimitError, match=r"are frozen weights, which weights='auto'"
-    ):
-        RockmateModule(model, rows(), **limit, **home)
-    module = RockmateModule(model, rows(), weights="auto", **limit, **home)
+    for further in ({**home, "weights": "resident"}, QUICK):
+        with pytest.raises(
+            InfeasibleMemoryLimitError, match=r"are frozen weights, which weights='auto'.*offload="
+        ):
+            RockmateModule(model, rows(), **limit, **further)
+    with caplog.at_level("WARNING", "rockmate.planning.options"):
+        module = RockmateModule(model, rows(), **limit, **home)
+    assert "frozen weights may be at home in disk:" in caplog.text
     assert module.plan.schedule.fetches
     assert module.plan.budget_bytes <= room
     assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
@@ -320,9 +323,11 @@ def test_a_fit_counts_the_weights_that_stay() -> None:
         "sizes": [40], "numerics": "bitwise",
     }  # fmt: skip
     memory = frozen_bytes(model) // 2 + 400_000
+    with pytest.raises(NothingFitsError, match="offload, with"):
+        fit(model, rows(), memory, **options | {"offload": None})
     with pytest.raises(NothingFitsError):
-        fit(model, rows(), memory, **options)
-    row = fit(model, rows(), memory, weights="auto", **options).rows[-1]
+        fit(model, rows(), memory, weights="resident", **options)
+    row = fit(model, rows(), memory, **options).rows[-1]
     assert row.batch_size == 40
     assert row.total_bytes <= memory
     assert row.parameter_bytes < frozen_bytes(model) <= row.parameter_bytes + row.host_bytes

@@ -35,8 +35,7 @@ from rockmate.schedule.schedule import baseline_schedule, finish
 _RATIO = 1.25
 _NUM_REFINEMENTS = 2
 # A plan further above the bound than this share of the baseline's time is searched for from the
-# bound's relaxation, with the first of these shares of the budget left to values on their way that
-# gives a plan.
+# bound's relaxation, with these shares of the budget left to values on their way.
 _FAR, _ROOMS = 0.02, (0.0, 0.03, 0.06, 0.1, 0.2, 0.35)
 # How often, if nothing is found, the largest values stay and the search begins again.
 _NUM_RETRIES = 2
@@ -115,11 +114,14 @@ class MovedSearch:
         those that are on their way: quickly in all forms, and then in the form of the fastest.
         """
         found: list[Found] = []
+        rule = self._captured.local_search.problem.rule
         for form in self._forms_within(budget_bytes):
             known = min_of(best, *found)
+            if known is not None and rule.is_late:
+                break
             found += self._from_relaxation(form, budget_bytes, known, Searches.quick_start)
         best = min_of(best, *found)
-        if best is not None and self._captured.local_search.problem.rule.is_late:
+        if best is not None and rule.is_late:
             return found
         form = best.form if found and best else self._captured
         return found + self._from_relaxation(form, budget_bytes, best, _searched)
@@ -127,6 +129,8 @@ class MovedSearch:
     def _from_relaxation(
         self, form: Form, budget_bytes: int, best: Found | None, search: _Search
     ) -> list[Found]:
+        if form.baseline.time_ms >= time_of(best):
+            return []
         bound = with_moves(form.lower_bound, self._request.device_type, self._request.host_bytes)
         assert isinstance(bound, MovedBound)
         limit_ms = bound.bound_ms(budget_bytes) + _FAR * form.baseline.time_ms
@@ -151,7 +155,7 @@ class MovedSearch:
     def _with_free_values(
         self, form: Form, moved: Collection[int], budget_bytes: int, search: _Search
     ) -> list[Found]:
-        free = form.with_graph(*with_free_values(form.graph, form.costs, moved))
+        free, found = form.with_graph(*with_free_values(form.graph, form.costs, moved)), []
         for room in _ROOMS:
             start = search(free, int((1 - room) * budget_bytes))
             if start is None:
@@ -159,9 +163,10 @@ class MovedSearch:
             schedule = finish(form.graph, start.schedule.forward, start.schedule.backward)
             whole = evaluate(form.graph, schedule, form.costs)
             candidate = self._moved(form, whole, budget_bytes, moved)
-            if candidate is not None:
-                return [Found(form, candidate)]
-        return []
+            found += [] if candidate is None else [Found(form, candidate)]
+            if found and search is Searches.quick_start:
+                break
+        return found
 
     def _from_start(self, start_bytes: int, budget_bytes: int, limit_ms: float) -> Found | None:
         """The schedule for a larger budget, moved within a budget; None if it is no faster."""

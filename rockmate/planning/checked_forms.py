@@ -42,8 +42,8 @@ _STAGES = {
     "compile": "compiling kernels",
     "solve": "planning",
 }
-FurtherForms = Callable[[CapturedStep], Callable[[], list[CapturedStep]] | None]
-"""For a captured step what makes further forms of it; None if there are none."""
+FurtherForms = Callable[[CapturedStep], list[CapturedStep]]
+"""For a captured step the further forms of it."""
 
 
 def costs_from(
@@ -110,9 +110,9 @@ def checked_forms(
 
     Args:
         capture: captures the step, once more where kernels lay out otherwise than its fakes.
-        further: what makes further forms of it.
+        further: makes further forms of it.
         form_of: finds the costs of a form.
-        timings: takes the seconds of "capture", "compile" and "costs".
+        timings: takes the seconds of "capture" and "costs".
     """
 
     def checked(step: CapturedStep) -> Form:
@@ -128,16 +128,8 @@ def checked_forms(
         return checked(step)
 
     form = captured_in_kernel_layouts(first)
-    others = further(form.step)
-    if others is None:
-        return [form]
-
-    def rest() -> list[Form]:
-        with timed(timings, "compile"):
-            steps = others()
-        return [checked(step) for step in steps]
-
-    return in_one_format([form, *captured_in_kernel_layouts(rest)])
+    rest = captured_in_kernel_layouts(lambda: [checked(step) for step in further(form.step)])
+    return in_one_format([form, *rest])
 
 
 def fused_forms(step: CapturedStep, options: PlanOptions) -> list[CapturedStep]:
@@ -157,14 +149,18 @@ def fused_forms(step: CapturedStep, options: PlanOptions) -> list[CapturedStep]:
 
 
 def other_forms(
-    options: PlanOptions, step: CapturedStep, capture: Callable[[StepOptions], CapturedStep] | None
-) -> Callable[[], list[CapturedStep]] | None:
-    """What makes further forms of a step with fused kernels; None if there are none.
+    options: PlanOptions,
+    step: CapturedStep,
+    capture: Callable[[StepOptions], CapturedStep] | None,
+    timings: dict[str, float],
+) -> list[CapturedStep]:
+    """Further forms of a step, with fused kernels.
 
     Args:
         options: what was asked for.
         step: as captured.
         capture: captures it once more, with other options; None where times are not measured.
+        timings: takes the seconds of "compile".
     """
     is_auto = options.kernels == "auto"
     # Code that sees gradients of parameters sees their layout.
@@ -172,20 +168,18 @@ def other_forms(
     if sees_gradients or not may_read_channels_last(step.capture.joint.graph):
         capture = None
     if options.kernels == "eager" or not (is_auto or capture):
-        return None
-
-    def forms() -> list[CapturedStep]:
+        return []
+    with timed(timings, "compile"):
         found = fused_forms(step, options) if is_auto else []
-        if capture is not None and (found or not is_auto):
-            other = _with_channels_last(step, options, capture)
-            if other is not None and is_auto:
-                found += fused_forms(other, options)
-            elif other is not None:
-                limit_s = options.compile_limit_s
-                found.append(other.fused(progress=options.progress, compile_limit_s=limit_s))
+        if capture is None or (is_auto and not found):
+            return found
+        other = _with_channels_last(step, options, capture)
+        if other is not None and is_auto:
+            found += fused_forms(other, options)
+        elif other is not None:
+            limit_s = options.compile_limit_s
+            found.append(other.fused(progress=options.progress, compile_limit_s=limit_s))
         return found
-
-    return forms
 
 
 def _with_channels_last(

@@ -102,9 +102,9 @@ class PlanningSession:
         options = PlanOptions.of(options, keywords)
         machine, plain, first = machine_of(options), plain_model(model), [*captured]
 
-        def others(step: CapturedStep) -> Callable[[], list[CapturedStep]] | None:
+        def others(step: CapturedStep) -> list[CapturedStep]:
             again = partial(capture_step, plain, sample_input, progress=options.progress)
-            return other_forms(options, step, again if machine is None else None)
+            return other_forms(options, step, again if machine is None else None, self.timings)
 
         def capture() -> CapturedStep:
             return first.pop() if first else captured_step(plain, sample_input, options, machine)
@@ -129,7 +129,7 @@ class PlanningSession:
         capture: Callable[[], CapturedStep],
         options: PlanOptions,
         machine: Machine | None,
-        others: FurtherForms = lambda _: None,
+        others: FurtherForms = lambda _: [],
     ) -> None:
         """Finds the costs and the smallest peak of a step; `others` makes further forms of it."""
         self.model, self.options, self._machine = model, options, machine

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from rockmate._util import write_whole
-from rockmate.budget import size_text
 from rockmate.errors import PlanFileError
 from rockmate.plan import block_table as block_tables
 from rockmate.plan import explain as explanations
@@ -14,7 +13,7 @@ from rockmate.plan.block_table import BlockRow, LiveBytes, live_at, table_text
 from rockmate.plan.explain import Explanation
 from rockmate.plan.record import PlanRecord
 from rockmate.plan.serialize import plan_text, read_plan
-from rockmate.plan.summary import summary_text
+from rockmate.plan.summary import line_of, summary_text
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -31,11 +30,7 @@ class Plan(PlanRecord):
 
     def __repr__(self) -> str:
         """One line; `summary` says more."""
-        return (
-            f"Plan(budget {size_text(self.budget_bytes)}, "
-            f"predicted peak {size_text(self.predicted_peak_bytes)}, "
-            f"{self.predicted_ratio:.3f}x the time without recomputation)"
-        )
+        return f"Plan({line_of(self)})"
 
     # --- reports ------------------------------------------------------------------------------
 

@@ -113,9 +113,5 @@ PARTS = {
 
 def workspace_at_peak(plan: Plan) -> int:
     """Bytes that the op at the peak allocates beside its results."""
-    steps, position = plan.schedule.steps, plan.simulation.peak_position
-    if not steps:
-        return 0
-    index = steps[position]
-    costs = plan.costs.recompute if index in steps[:position] else plan.costs.first
-    return costs[index].overhead_bytes
+    costs = plan.schedule.run_costs(plan.costs)
+    return costs[plan.simulation.peak_position].overhead_bytes if costs else 0

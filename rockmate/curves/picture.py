@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 from rockmate.budget import size_text
@@ -178,12 +179,7 @@ def memory_points(plan: Plan, costs: Costs) -> list[Point]:
 
 def times_ms(schedule: Schedule, costs: Costs) -> list[float]:
     """When each run of the schedule begins, and when the last one ends."""
-    times, seen = [0.0], set()
-    for index in schedule.steps:
-        cost = (costs.recompute if index in seen else costs.first)[index]
-        seen.add(index)
-        times.append(times[-1] + cost.time_ms)
-    return times
+    return [*accumulate((each.time_ms for each in schedule.run_costs(costs)), initial=0.0)]
 
 
 # --- a fit ----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 from itertools import pairwise
 
 import torch
@@ -232,25 +233,17 @@ def _sort(graph: fx.Graph, order: dict[fx.Node, int]) -> None:
     """Sorts a graph by its dependencies, as near to `order` as can be; draws keep their order."""
     nodes = list(graph.nodes)
     position = {node: (order[node], index) for index, node in enumerate(nodes)}
-    nodes.sort(key=position.__getitem__)
-    followers: dict[fx.Node, list[fx.Node]] = {node: list(node.users) for node in nodes}
-    missing = {node: len(node.all_input_nodes) for node in nodes}
+    sorter = TopologicalSorter({node: node.all_input_nodes for node in nodes})
     draws = [node for node in nodes if node.op == "call_function" and is_random(node.target)]
-    for earlier, later in pairwise(draws):
-        followers[earlier].append(later)
-        missing[later] += 1
-    ready = [(position[node], index) for index, node in enumerate(nodes) if not missing[node]]
-    index_of = {node: index for index, node in enumerate(nodes)}
-    heapq.heapify(ready)
-    done = []
-    while ready:
-        node = nodes[heapq.heappop(ready)[1]]
-        done.append(node)
-        for follower in followers[node]:
-            missing[follower] -= 1
-            if not missing[follower]:
-                heapq.heappush(ready, (position[follower], index_of[follower]))
-    assert len(done) == len(nodes), "a group is not convex"
+    for earlier, later in pairwise(sorted(draws, key=position.__getitem__)):
+        sorter.add(later, earlier)
+    sorter.prepare()  # raises where a group is not convex
+    done, ready = list[fx.Node](), list[tuple[tuple[int, int], fx.Node]]()
+    while sorter.is_active():
+        for node in sorter.get_ready():
+            heapq.heappush(ready, (position[node], node))
+        done.append(heapq.heappop(ready)[1])
+        sorter.done(done[-1])
     last: fx.Node | None = None
     for node in done:
         if last is not None:

@@ -162,9 +162,7 @@ def _items_at(plan: PlanRecord, position: int) -> Iterator[LiveBytes]:
         if op.state_bytes and first <= position <= residency.last_run[other] != first:
             state = "random state" if op.is_random else "saved state"
             yield LiveBytes(f"{state} of {op.name}", op.state_bytes)
-    is_first = residency.first_run[index] == position
-    table = plan.costs.first if is_first else plan.costs.recompute
-    overhead_bytes = table[index].overhead_bytes
+    overhead_bytes = plan.schedule.run_costs(plan.costs)[position].overhead_bytes
     if overhead_bytes:
         what = "released early by" if overhead_bytes < 0 else "workspace of"
         yield LiveBytes(f"{what} {ops[index].name}", overhead_bytes)

@@ -21,8 +21,6 @@ from rockmate.schedule.liveness import (
     READ,
     DefUse,
     OpDefUse,
-    OpFacts,
-    StorageFacts,
 )
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation, simulate_def_use
@@ -173,32 +171,20 @@ class Residency:
 
 def _op_def_use(snapshot: StepSnapshot) -> OpDefUse:
     """Reads and writes of a snapshot's ops, the same as of the graph that it was taken from."""
-    ops = [
-        OpFacts(
-            reads=op.reads,
-            writes=op.writes,
-            is_recomputable=op.is_recomputable and op.phase != "backward",
-            is_random=op.is_random,
-            has_final_gradient=bool(op.final_gradients),
-            state_bytes=op.state_bytes,
-        )
-        for op in snapshot.ops
-    ]
-    storages = [
-        StorageFacts(
-            num_bytes=storage.num_bytes,
-            is_static=storage.kind.is_static,
-            is_tangent=storage.kind is StorageKind.TANGENT,
-            is_result=storage.kind.is_result,
-            must_recompute=storage.mark == "recompute",
-        )
-        for storage in snapshot.storages
-    ]
-    returned = [storage for _, storage in snapshot.outputs]
+    ops, storages = snapshot.ops, snapshot.storages
     return OpDefUse.of(
-        ops,
-        storages,
+        reads=[op.reads for op in ops],
+        writes=[op.writes for op in ops],
+        is_recomputable=(op.is_recomputable and op.phase != "backward" for op in ops),
+        is_random=(op.is_random for op in ops),
+        has_final_gradient=(bool(op.final_gradients) for op in ops),
+        state_bytes=(op.state_bytes for op in ops),
+        num_bytes=(storage.num_bytes for storage in storages),
+        is_static=(storage.kind.is_static for storage in storages),
+        is_tangent=(storage.kind is StorageKind.TANGENT for storage in storages),
+        is_result=(storage.kind.is_result for storage in storages),
+        must_recompute=(storage.mark == "recompute" for storage in storages),
         updates=snapshot.updates,
-        returned=returned,
+        returned=(storage for _, storage in snapshot.outputs),
         num_in_flight=snapshot.num_in_flight,
     )

@@ -8,8 +8,8 @@ next. It is a heuristic. The problem itself is NP-hard (register sufficiency).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection
+from graphlib import TopologicalSorter
 from itertools import pairwise
 
 from rockmate.costs.cost import Costs
@@ -40,31 +40,26 @@ def _greedy_min_live(graph: Graph) -> tuple[Op, ...]:
     A late op runs right before its first reader. All values of the forward are assumed live until
     their last read.
     """
-    num_awaited = {op: len(_awaited(op)) for op in graph.backward_ops if op.phase is Phase.BACKWARD}
-    followers: dict[Op, list[Op]] = defaultdict(list)
-    for op in num_awaited:
-        for other in _awaited(op):
-            followers[other].append(op)
+    backward = [op for op in graph.backward_ops if op.phase is Phase.BACKWARD]
+    sorter = TopologicalSorter({op: _awaited(op) for op in backward})
     for earlier, later in _fixed_pairs(graph):
-        num_awaited[later] += 1
-        followers[earlier].append(later)
+        sorter.add(later, earlier)
+    sorter.prepare()
     num_reads = {
         storage: sum(op.phase is not Phase.FORWARD for op in ops)
         for storage, ops in graph.readers.items()
     }
-    ready = [op for op, number in num_awaited.items() if not number]
+    ready: list[Op] = []
     order: dict[Op, None] = {}
-    while ready:
+    while sorter.is_active():
+        ready += sorter.get_ready()
         op = min(ready, key=lambda op: (_growth(graph, op, num_reads), op.index))
         ready.remove(op)
         for placed in (*_late_before(op, order), op):
             order[placed] = None
             for storage in placed.reads:
                 num_reads[storage] -= 1
-        for follower in followers[op]:
-            num_awaited[follower] -= 1
-            if not num_awaited[follower]:
-                ready.append(follower)
+        sorter.done(op)
     # What remains are late ops that no backward op reads.
     order.update(dict.fromkeys(graph.backward_ops))
     return tuple(order)

@@ -27,7 +27,6 @@ import torch
 
 from rockmate._util import Floats, Ints
 from rockmate.bound.protocol import Bounds
-from rockmate.costs.cost import Costs
 from rockmate.graph.in_place import may_be_saved_opaquely
 from rockmate.graph.ir import Phase
 from rockmate.offload.weight_home import named_weights
@@ -35,7 +34,6 @@ from rockmate.planning.candidate import Candidate, around_best, by_time
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.strategies import DEFAULT, UNMOVED
 from rockmate.schedule.fetch import Fetch
-from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import simulate
 
 # Budgets of activations that are tried: shares of the baseline's peak, each the last one divided by
@@ -192,7 +190,7 @@ class _Placement:
         steps = start.schedule.steps
         self._num_forward = len(start.schedule.forward)
         self._live: Ints = np.array(start.simulation.live_bytes, dtype=np.int64)
-        times = _times_ms(start.schedule, costs)
+        times = [each.time_ms for each in start.schedule.run_costs(costs)]
         self._begin_ms: Floats = np.concatenate([[0.0], np.cumsum(times)])
         known = {each.storage: each for each in weights}
         self._reads: dict[int, list[int]] = {each.storage: [] for each in weights}
@@ -363,14 +361,6 @@ def _spread(weights: Sequence[_Weight], room_bytes: int) -> list[_Weight]:
             taken += weight.num_bytes
             due -= weight.num_bytes
     return chosen
-
-
-def _times_ms(schedule: Schedule, costs: Costs) -> list[float]:
-    recomputed = set(schedule.recomputed_positions())
-    return [
-        (costs.recompute if position in recomputed else costs.first)[index].time_ms
-        for position, index in enumerate(schedule.steps)
-    ]
 
 
 def _sum(weights: Iterable[_Weight]) -> int:

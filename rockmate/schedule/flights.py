@@ -100,7 +100,7 @@ def overlapped_ms(graph: Graph, schedule: Schedule, costs: Costs, flights: Fligh
         link_ms = max(link_ms, device_ms) + times[position]
         done_ms[position] = link_ms
 
-    times = _times_ms(schedule, costs)
+    times = [each.time_ms for each in schedule.run_costs(costs)]
     for position, index in enumerate(schedule.steps):
         for ahead in flights.issued_before.get(position, ()):
             issue(ahead)
@@ -114,16 +114,6 @@ def overlapped_ms(graph: Graph, schedule: Schedule, costs: Costs, flights: Fligh
         for awaited in flights.awaited_after.get(position, ()):
             device_ms = max(device_ms, done_ms[awaited])
     return device_ms
-
-
-def _times_ms(schedule: Schedule, costs: Costs) -> list[float]:
-    """The time of each run."""
-    seen: set[int] = set()
-    times = []
-    for index in schedule.steps:
-        times.append((costs.recompute if index in seen else costs.first)[index].time_ms)
-        seen.add(index)
-    return times
 
 
 class _Search:
@@ -151,7 +141,7 @@ class _Search:
         ]
         self.has_any = bool(self._gathers or self._reductions)
         self._spare_bytes = [simulation.peak_bytes - live for live in simulation.live_bytes]
-        self._link_ms = _times_ms(schedule, costs)
+        self._link_ms = [each.time_ms for each in schedule.run_costs(costs)]
         # When each run begins if no collective takes any time of the device.
         self._begin_ms = [0.0]
         for target, time_ms in zip(targets, self._link_ms, strict=True):

@@ -38,46 +38,6 @@ FETCHED, READ, DEFINED, COPIED = 0, 1, 2, 3
 KIND_BITS, KIND_MASK = 2, 3
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpFacts:
-    """What liveness needs to know of one op.
-
-    Attributes:
-        reads: indices of the storages that it reads.
-        writes: indices of the storages that it makes.
-        is_recomputable: whether it may run a second time.
-        is_random: whether it draws from the generator.
-        has_final_gradient: whether it hands gradients to the gradient sink.
-        state_bytes: bytes of the state that a recomputation replays (`Op.recompute_state_bytes`).
-    """
-
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-    is_recomputable: bool
-    is_random: bool
-    has_final_gradient: bool
-    state_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageFacts:
-    """What liveness needs to know of one storage.
-
-    Attributes:
-        num_bytes: its size.
-        is_static: whether it is live before, during and after the step, and never counted.
-        is_tangent: whether autograd makes it before the backward and holds it to the end.
-        is_result: whether the step returns it, so that it is live to the end.
-        must_recompute: whether it must not be live when the backward begins.
-    """
-
-    num_bytes: int
-    is_static: bool
-    is_tangent: bool
-    is_result: bool
-    must_recompute: bool = False
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpDefUse:
     """Reads and writes of each op, and facts about ops and storages, as arrays by index.
@@ -127,68 +87,85 @@ class OpDefUse:
 
     @staticmethod
     def of(
-        ops: Sequence[OpFacts],
-        storages: Sequence[StorageFacts],
         *,
+        reads: Sequence[Sequence[int]],
+        writes: Sequence[Sequence[int]],
+        is_recomputable: Iterable[bool],
+        is_random: Iterable[bool],
+        has_final_gradient: Iterable[bool],
+        state_bytes: Iterable[int],
+        num_bytes: Iterable[int],
+        is_static: Iterable[bool],
+        is_tangent: Iterable[bool],
+        is_result: Iterable[bool],
+        must_recompute: Iterable[bool],
         updates: Iterable[int],
         returned: Iterable[int],
-        num_in_flight: int = 1,
+        num_in_flight: int,
     ) -> OpDefUse:
         """The tables of a step.
 
         Args:
-            ops: all ops, by index.
-            storages: all storages, by index.
+            reads: of each op the indices of the storages that it reads.
+            writes: of each op those that it makes.
+            is_recomputable: whether each op may run a second time.
+            is_random: see the class, as for what is not said here.
+            has_final_gradient: see the class.
+            state_bytes: `Op.recompute_state_bytes` of each op.
+            num_bytes: of each storage.
+            is_static: whether each storage is live before, during and after the step, and never
+                counted.
+            is_tangent: whether autograd makes it before the backward and holds it to the end.
+            is_result: whether the step returns it, so that it is live to the end.
+            must_recompute: see the class.
             updates: storages that are copied into a buffer or an input when the forward ends.
             returned: storages that the step returns.
-            num_in_flight: number of forwards that run before the backward of the first.
+            num_in_flight: see the class.
         """
-        producer = np.full(len(storages), -1, dtype=np.int64)
-        for index, op in enumerate(ops):
-            producer[[*op.writes]] = index
+        sizes = np.array([*num_bytes], dtype=np.int64)
+        producer = np.full(len(sizes), -1, dtype=np.int64)
+        for index, written in enumerate(writes):
+            producer[[*written]] = index
         entries = [
-            [*((s, False) for s in op.reads if producer[s] >= 0), *((s, True) for s in op.writes)]
-            for op in ops
+            [*((s, False) for s in read if producer[s] >= 0), *((s, True) for s in written)]
+            for read, written in zip(reads, writes, strict=True)
         ]
         flat = np.array([entry for own in entries for entry in own], dtype=np.int64).reshape(-1, 2)
-        num_bytes = np.array([storage.num_bytes for storage in storages], dtype=np.int64)
-        is_result = _flags(storage.is_result for storage in storages)
-        is_tangent = _flags(storage.is_tangent for storage in storages)
-        # The entry behind the last op stands for storages without a producer, whose index is -1.
-        is_recomputable = _flags([*(op.is_recomputable for op in ops), False])
-        is_copied = np.zeros(len(storages), dtype=np.bool_)
+        results, tangents = _flags(is_result), _flags(is_tangent)
+        recomputable = _flags(is_recomputable)
+        is_copied = np.zeros(len(sizes), dtype=np.bool_)
         is_copied[[*updates]] = True
         return OpDefUse(
             begin=np.cumsum([0, *map(len, entries)]),
             storage=flat[:, 0],
             is_definition=flat[:, 1].astype(np.bool_),
-            num_bytes=num_bytes,
-            is_held=_flags(storage.is_static for storage in storages) | is_tangent | is_result,
-            is_result=is_result,
+            num_bytes=sizes,
+            is_held=_flags(is_static) | tangents | results,
+            is_result=results,
             is_copied=is_copied,
-            tangent_bytes=int(num_bytes[is_tangent].sum()),
+            tangent_bytes=int(sizes[tangents].sum()),
             returned=np.array(sorted(set(returned)), dtype=np.int64),
-            written_bytes=np.array([num_bytes[[*op.writes]].sum() for op in ops], dtype=np.int64),
-            reusing_bytes=np.array([num_bytes[op.writes[0]] for op in ops], dtype=np.int64),
-            has_final_gradient=_flags(op.has_final_gradient for op in ops),
-            is_random=_flags(op.is_random for op in ops),
-            state_bytes=np.array([op.state_bytes for op in ops], dtype=np.int64),
+            written_bytes=np.array([sizes[[*own]].sum() for own in writes], dtype=np.int64),
+            reusing_bytes=np.array([sizes[own[0]] for own in writes], dtype=np.int64),
+            has_final_gradient=_flags(has_final_gradient),
+            is_random=_flags(is_random),
+            state_bytes=np.array([*state_bytes], dtype=np.int64),
             producer=producer,
-            is_evictable=(num_bytes > 0) & is_recomputable[producer],
-            inputs=tuple(_inputs(op, producer, is_result) for op in ops),
-            must_recompute=_flags(storage.must_recompute for storage in storages),
+            # The entry behind the last op stands for storages without a producer, of index -1.
+            is_evictable=(sizes > 0) & np.append(recomputable, False)[producer],
+            inputs=tuple(
+                tuple((s, int(producer[s])) for s in read if producer[s] >= 0 and not results[s])
+                if may_run_again
+                else None
+                for read, may_run_again in zip(reads, recomputable, strict=True)
+            ),
+            must_recompute=_flags(must_recompute),
             num_in_flight=num_in_flight,
         )
 
 
 def _flags(values: Iterable[bool]) -> Bools:
     return np.array([*values], dtype=np.bool_)
-
-
-def _inputs(op: OpFacts, producer: Ints, is_result: Bools) -> tuple[tuple[int, int], ...] | None:
-    if not op.is_recomputable:
-        return None
-    return tuple((s, int(producer[s])) for s in op.reads if producer[s] >= 0 and not is_result[s])
 
 
 _OP_DEF_USE: WeakKeyDictionary[Graph, OpDefUse] = WeakKeyDictionary()
@@ -202,32 +179,21 @@ def op_def_use(graph: Graph) -> OpDefUse:
 
 
 def _op_def_use(graph: Graph) -> OpDefUse:
-    ops = [
-        OpFacts(
-            reads=tuple(storage.index for storage in op.reads),
-            writes=tuple(storage.index for storage in op.writes),
-            is_recomputable=op.is_recomputable,
-            is_random=op.is_random,
-            has_final_gradient=bool(op.final_gradients),
-            state_bytes=op.recompute_state_bytes,
-        )
-        for op in graph.ops
-    ]
-    storages = [
-        StorageFacts(
-            num_bytes=storage.num_bytes,
-            is_static=storage.is_static,
-            is_tangent=storage.is_tangent,
-            is_result=storage.is_result,
-            must_recompute=storage.must_recompute,
-        )
-        for storage in graph.storages
-    ]
+    ops, storages = graph.ops, graph.storages
     return OpDefUse.of(
-        ops,
-        storages,
-        updates=[storage.index for storage in graph.updates],
-        returned=[graph.storage_of[node].index for node, _ in graph.outputs],
+        reads=[[storage.index for storage in op.reads] for op in ops],
+        writes=[[storage.index for storage in op.writes] for op in ops],
+        is_recomputable=(op.is_recomputable for op in ops),
+        is_random=(op.is_random for op in ops),
+        has_final_gradient=(bool(op.final_gradients) for op in ops),
+        state_bytes=(op.recompute_state_bytes for op in ops),
+        num_bytes=(storage.num_bytes for storage in storages),
+        is_static=(storage.is_static for storage in storages),
+        is_tangent=(storage.is_tangent for storage in storages),
+        is_result=(storage.is_result for storage in storages),
+        must_recompute=(storage.must_recompute for storage in storages),
+        updates=(storage.index for storage in graph.updates),
+        returned=(graph.storage_of[node].index for node, _ in graph.outputs),
         num_in_flight=graph.num_in_flight,
     )
 

@@ -19,6 +19,7 @@ from itertools import compress
 import numpy as np
 
 from rockmate._util import Bools, Ints
+from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.in_place import operands_in_place
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.schedule.fetch import Fetch, broken_fetch
@@ -77,6 +78,14 @@ class Schedule:
                 found.append(position)
             seen.add(index)
         return found
+
+    def run_costs(self, costs: Costs) -> list[Cost]:
+        """The cost of each run: that of its op's first run, or of a recomputation."""
+        recomputed = set(self.recomputed_positions())
+        return [
+            (costs.recompute if position in recomputed else costs.first)[index]
+            for position, index in enumerate(self.steps)
+        ]
 
     def rows(self, names: Sequence[str]) -> list[str]:
         """One line for each run: half, index and name of the op, and its marks.

@@ -7,10 +7,10 @@ Nothing here needs a model, a graph or a solver.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, Protocol
+from typing import Literal
 
 from rockmate.bound.protocol import Bounds, StoredBound
 from rockmate.costs.cost import Costs
@@ -51,36 +51,16 @@ class ChunkingNote:
     text: str = ""
 
 
-class ChunkingNotes(Protocol):
-    """The notes of one step."""
-
-    @property
-    def loss_block(self) -> ChunkingNote:
-        """The note of the loss blocks."""
-        ...
-
-    @property
-    def feed_forward(self) -> tuple[ChunkingNote, ...]:
-        """The notes of large blocks that begin with a matrix product which widens its operand."""
-        ...
-
-    @property
-    def bitwise_ms(self) -> float | None:
-        """Time of the fastest schedule found without chunks; infinite if none fits the budget.
-
-        None if the step runs without, or if that is unknown.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownNotes:
-    """Notes that are stored, so that they need no graph.
+class ChunkingNotes:
+    """How the blocks of one step run that may run in chunks.
 
     Attributes:
-        loss_block: see `ChunkingNotes.loss_block`.
-        feed_forward: see `ChunkingNotes.feed_forward`.
-        bitwise_ms: see `ChunkingNotes.bitwise_ms`.
+        loss_block: the note of the loss blocks.
+        feed_forward: the notes of large blocks that begin with a matrix product which widens its
+            operand.
+        bitwise_ms: time of the fastest schedule found without chunks; infinite if none fits the
+            budget. None if the step runs without, or if that is unknown.
     """
 
     loss_block: ChunkingNote = ChunkingNote()
@@ -120,7 +100,7 @@ class PlanRecord:
             the search stopped looking for faster schedules.
         is_cut_short: whether the search ran out of time; see `status`.
         machine: name of the machine that times were estimated for; None if they were measured.
-        chunking_notes: how blocks run that may run in chunks; see `loss_block`, `feed_forward`.
+        find_notes: finds how blocks run that may run in chunks; see `chunking_notes`.
         fusion: what fusing groups of ops has brought; None where they run one by one, and for a
             loaded plan.
         offload: where values may move; None if none may.
@@ -145,7 +125,7 @@ class PlanRecord:
     gap_tolerance: float = 1e-3
     is_cut_short: bool = False
     machine: str | None = None
-    chunking_notes: ChunkingNotes = field(default_factory=KnownNotes)
+    find_notes: Callable[[], ChunkingNotes] = ChunkingNotes
     fusion: FusionReport | None = None
     offload: OffloadRequest | None = None
     captured: Graph | None = None
@@ -235,6 +215,11 @@ class PlanRecord:
         return "time_limit" if self.is_cut_short else "stalled"
 
     # --- chunks -------------------------------------------------------------------------------
+
+    @cached_property
+    def chunking_notes(self) -> ChunkingNotes:
+        """How blocks run that may run in chunks. To find it may take seconds."""
+        return self.find_notes()
 
     @property
     def loss_block(self) -> ChunkingNote:

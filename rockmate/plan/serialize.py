@@ -19,6 +19,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -37,7 +38,7 @@ from rockmate.graph.snapshot import (
 from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.faults import fault_of
-from rockmate.plan.record import ChunkingNote, KnownNotes, PlanRecord
+from rockmate.plan.record import ChunkingNote, ChunkingNotes, PlanRecord
 from rockmate.plan.residency import Residency
 from rockmate.schedule.fetch import fetch_rows, fetches_of_rows
 from rockmate.schedule.move import move_rows, moves_of_rows
@@ -253,7 +254,8 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
         ),
         options=options,
         offload=_offload(content),
-        chunking_notes=KnownNotes(
+        find_notes=partial(
+            ChunkingNotes,
             loss_block=ChunkingNote(module=module, text=text),
             feed_forward=tuple(
                 ChunkingNote(module=module, text=text)

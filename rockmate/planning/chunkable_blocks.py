@@ -7,7 +7,6 @@ refusal says in words why a block runs whole.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, inf
 
@@ -15,7 +14,7 @@ from rockmate.capture.options import Numerics
 from rockmate.graph.chunking.blocks import Blocks
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal, Region
-from rockmate.plan.record import ChunkingNote
+from rockmate.plan.record import ChunkingNote, ChunkingNotes
 from rockmate.planning.candidate import Candidate
 from rockmate.step import CapturedStep
 
@@ -147,50 +146,34 @@ def _has_rows_for(block: Region, number: int) -> bool:
     return rows_of_largest * block.space.num_copies >= _MIN_ROWS and number <= block.num_rows
 
 
-@dataclass(frozen=True, slots=True)
-class FormNotes:
-    """The notes on one form of a step; a `ChunkingNotes`.
+def find_notes(
+    blocks: ChunkableBlocks, chunks: Chunks | None, whole: Callable[[], Candidate | None]
+) -> ChunkingNotes:
+    """How the blocks of one form of a step run, and why. It takes a copy of the graph.
 
-    To find the blocks takes a copy of the graph, so it waits until a note is read.
-
-    Attributes:
+    Args:
         blocks: of the step as captured.
         chunks: of the form; None for the step as captured.
-        search: finds schedules without chunks.
-        budget_bytes: of the plan.
+        whole: finds the fastest schedule without chunks.
     """
+    text = chunks.describe() if chunks else f"not in chunks: {blocks.loss_refusal or _UNUSED_HINT}"
+    bitwise_ms = None
+    if chunks:
+        found = whole()
+        bitwise_ms = inf if found is None else found.time_ms
+    return ChunkingNotes(
+        loss_block=ChunkingNote(module=blocks.loss_modules, text=text),
+        feed_forward=tuple(_layer_note(blocks, each, chunks) for each in blocks.feed_forward),
+        bitwise_ms=bitwise_ms,
+    )
 
-    blocks: ChunkableBlocks
-    chunks: Chunks | None
-    search: Callable[[int], Candidate | None]
-    budget_bytes: int
 
-    @property
-    def loss_block(self) -> ChunkingNote:
-        """Whether the loss block runs in chunks, and why."""
-        module = self.blocks.loss_modules
-        if self.chunks:
-            return ChunkingNote(module=module, text=self.chunks.describe())
-        reason = self.blocks.loss_refusal or _UNUSED_HINT
-        return ChunkingNote(module=module, text=f"not in chunks: {reason}")
-
-    @property
-    def feed_forward(self) -> tuple[ChunkingNote, ...]:
-        """Whether each large feed-forward block runs in chunks, and why."""
-        return tuple(map(self._layer_note, self.blocks.feed_forward))
-
-    @property
-    def bitwise_ms(self) -> float | None:
-        """Time of the fastest schedule found without chunks, if the form is in chunks."""
-        if not self.chunks:
-            return None
-        found = self.search(self.budget_bytes)
-        return inf if found is None else found.time_ms
-
-    def _layer_note(self, block: Region | Refusal) -> ChunkingNote:
-        if isinstance(block, Refusal):
-            return ChunkingNote(module=block.block, text=f"not in chunks: {block}")
-        if self.chunks and (layers := self.chunks.layers) > 1:
-            return ChunkingNote(module=block.name, text=f"in {layers} chunks of its rows")
-        reason = self.blocks.layer_refusal(block) or _UNUSED_HINT
-        return ChunkingNote(module=block.name, text=f"not in chunks: {reason}")
+def _layer_note(
+    blocks: ChunkableBlocks, block: Region | Refusal, chunks: Chunks | None
+) -> ChunkingNote:
+    if isinstance(block, Refusal):
+        return ChunkingNote(module=block.block, text=f"not in chunks: {block}")
+    if chunks and chunks.layers > 1:
+        return ChunkingNote(module=block.name, text=f"in {chunks.layers} chunks of its rows")
+    reason = blocks.layer_refusal(block) or _UNUSED_HINT
+    return ChunkingNote(module=block.name, text=f"not in chunks: {reason}")

@@ -10,6 +10,7 @@ gain at most by experience, is no faster than the incumbent. Moves are tried fro
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import inf
 
 from rockmate.bound.moved import with_moves
@@ -21,7 +22,7 @@ from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
 from rockmate.plan.record import ChunkingNotes
 from rockmate.planning.candidate import Candidate, by_time, fastest, frontier_at, linspace_int
-from rockmate.planning.chunkable_blocks import FormNotes
+from rockmate.planning.chunkable_blocks import find_notes
 from rockmate.planning.chunked_forms import ChunkedForms
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.moved_search import MovedSearch
@@ -109,11 +110,11 @@ class Forms:
             step = step.fused(unfused=options.unfused)
         return step.with_chunks_of(options)
 
-    def notes(self, form: Form, budget_bytes: int) -> ChunkingNotes:
-        """How the chunkable blocks run in a form, and how long the step takes without chunks."""
+    def notes(self, form: Form, budget_bytes: int) -> Callable[[], ChunkingNotes]:
+        """Finds how the chunkable blocks run in a form, and the time of a step without chunks."""
         blocks = self._chunked_of(form.step.options).blocks
-        search = self.captured.local_search.best_within
-        return FormNotes(blocks, form.step.options.loss_chunks, search, budget_bytes)
+        whole = partial(self.captured.local_search.best_within, budget_bytes)
+        return partial(find_notes, blocks, form.step.options.loss_chunks, whole)
 
     def _chunked_of(self, options: StepOptions) -> ChunkedForms:
         """The forms with the kernels of these options, or the nearest to them."""

@@ -420,7 +420,7 @@ class PlanningSession:
             snapshot=form.snapshot,
             chain=form.chain,
             options=form.step.options,
-            chunking_notes=self._forms.notes(form, budget_bytes),
+            find_notes=self._forms.notes(form, budget_bytes),
             fusion=form.step.fusion.report if form.step.fusion else None,
             captured=form.graph,
             strategy=strategy,

@@ -44,6 +44,7 @@ from rockmate.costs.machine import load_machine
 from rockmate.hf.adapt import with_lora
 from rockmate.offload.link import machine_link
 from rockmate.offload.request import OffloadRequest
+from rockmate.plan.faults import fault_of
 from rockmate.plan.plan import Plan
 from rockmate.planning.moving import MoveFinder
 from rockmate.schedule.fetch import Fetch
@@ -147,7 +148,7 @@ def records_of(case: Case, rows: int, options: argparse.Namespace) -> Iterator[R
     except InfeasibleBudgetError as error:
         yield found | {"least_bytes": error.minimum_bytes}
         return
-    plan.schedule.verify(plan.graph)
+    assert not fault_of(plan.snapshot, plan.schedule)
     found |= {"plan_s": time.perf_counter() - prepared, **_figures(plan, budget)}
     found["bound_ms"] = plan.quick_lower_bound_ms
     yield found
@@ -285,7 +286,7 @@ def _swapped(plan: Plan, step: int) -> tuple[Plan, int]:
                         Fetch(storage=storage, fetch=ahead, fetched=own[0], last=own[-1])
                     )
     schedule = replace(plan.schedule, fetches=tuple(fetches))
-    schedule.verify(plan.graph)
+    assert not fault_of(plan.snapshot, schedule)
     sizes = plan.graph.storages
     home = {each.storage for each in fetches}
     return replace(plan, schedule=schedule), sum(sizes[each].num_bytes for each in home)

@@ -39,11 +39,13 @@ from rockmate.graph.passes import (
 from rockmate.graph.snapshot import StepSnapshot
 from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.graph.step_options import StepOptions
+from rockmate.plan.faults import fault_of
 from rockmate.plan.plan import Plan
 from rockmate.plan.renumbering import renumbered
 from rockmate.runtime.emit import emit
 from rockmate.runtime.model_checks import check_model
 from rockmate.runtime.program import PlannedCall
+from rockmate.schedule.move import movable_storages
 from rockmate.schedule.schedule import baseline_schedule, find_in_place, moved_like
 from rockmate.schedule.simulate import simulate
 
@@ -186,7 +188,7 @@ class CapturedStep:
             return None
         if in_place is not None:
             schedule = replace(schedule, in_place=in_place)
-        schedule.verify(self.graph)
+        assert not (fault := fault_of(snapshot, schedule)), fault
         simulation = simulate(self.graph, schedule, plan.costs)
         if simulation.peak_bytes > plan.budget_bytes:
             return None
@@ -234,7 +236,11 @@ class CapturedStep:
                 "ends whose memory it could take."
             )
             raise PlanMismatchError(msg)
-        schedule.verify(self.graph)
+        fixed = {move.storage for move in schedule.moves} - movable_storages(self.graph)
+        if fixed:
+            msg = f"the plan moves {snapshot.storages[min(fixed)].name}, which has to stay here."
+            raise PlanMismatchError(msg)
+        assert not (fault := fault_of(snapshot, schedule)), fault
         simulation = simulate(self.graph, schedule, plan.costs)
         if simulation.peak_bytes > plan.predicted_peak_bytes:
             msg = (

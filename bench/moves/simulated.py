@@ -18,6 +18,7 @@ from bench.command import Record
 from bench.models import built, makers
 from bench.moves.page import TIGHT
 from rockmate import InfeasibleBudgetError, Planner
+from rockmate.plan.faults import fault_of
 from rockmate.schedule.move import Move
 from rockmate.schedule.schedule import with_moves
 from rockmate.schedule.simulate import simulate
@@ -66,7 +67,7 @@ def _planned(plain: Planner, planner: Planner, budget: int) -> Record:
     middle = time.process_time()
     plan = planner.plan(budget)
     end = time.process_time()
-    plan.schedule.verify(plan.graph)
+    assert not fault_of(plan.snapshot, plan.schedule)
     lanes = plan.simulation.lanes
     return {
         "share": budget / plain.baseline_peak_bytes,
@@ -106,7 +107,7 @@ def _everything(plain: Planner, planner: Planner) -> Record:
                 gone, back = before[-1] + 1, behind[0]
                 moves.append(Move(storage=storage, send=gone, sent=gone, fetch=back, fetched=back))
     schedule = with_moves(graph, plan.schedule, moves)
-    schedule.verify(graph)
+    assert not fault_of(plan.snapshot, schedule)
     found = simulate(graph, schedule, plan.costs)
     # Where it needs a little less, since it moves the smallest values as well: the least of ours.
     ours = planner.plan(max(found.peak_bytes, planner.minimum_peak_bytes))

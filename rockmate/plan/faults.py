@@ -12,7 +12,13 @@ from rockmate.schedule.schedule import Schedule
 
 
 def fault_of(snapshot: StepSnapshot, schedule: Schedule) -> str:
-    """The fault of an edited schedule, but for missing values; empty if there is none."""
+    """The first fault of a schedule, in words; empty if it computes the step.
+
+    Each run reads values that exist, each needed op runs, no op runs in the wrong half or more
+    often than it may, random ops draw in eager's order, marks are kept, and moves and fetches fit.
+    """
+    kinds = [storage.kind for storage in snapshot.storages]
+    made = {index for index, kind in enumerate(kinds) if kind.is_static}
     seen: set[int] = set()
     num_ops = len(snapshot.ops)
     for position, index in enumerate(schedule.steps):
@@ -22,9 +28,17 @@ def fault_of(snapshot: StepSnapshot, schedule: Schedule) -> str:
         op = snapshot.ops[index]
         if position < len(schedule.forward) and op.phase != "forward":
             return f"{step} {op.name} in the forward, which is an op of the backward"
+        if position >= len(schedule.forward) and op.phase == "forward" and index not in seen:
+            return f"{step} {op.name} in the backward first, which is an op of the forward"
         if index in seen and not op.is_recomputable:
             return f"{step} {op.name} again, which can run only once"
         seen.add(index)
+        if position == len(schedule.forward):
+            made |= {each for each, kind in enumerate(kinds) if kind is StorageKind.TANGENT}
+        for missing in (storage for storage in op.reads if storage not in made):
+            name = snapshot.storages[missing].name
+            return f"step {position} ({op.name}) reads {name} before it is made"
+        made.update(op.writes)
     for index, op in enumerate(snapshot.ops):
         if index not in seen and _is_needed(snapshot, op):
             return f"the schedule never runs {op.name}, whose result the step returns or hands over"

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rockmate.costs.cost import Costs
 from rockmate.graph.snapshot import StepSnapshot, StorageKind
 from rockmate.schedule.liveness import (
@@ -61,11 +59,6 @@ class Residency:
     """
 
     def __init__(self, snapshot: StepSnapshot, schedule: Schedule) -> None:
-        """Derives the intervals.
-
-        Raises:
-            ValueError: an op reads a storage before it is made; the text names both.
-        """
         self.snapshot = snapshot
         self.schedule = schedule
         ops = _op_def_use(snapshot)
@@ -75,33 +68,12 @@ class Residency:
         for position, index in enumerate(schedule.steps):
             self.first_run.setdefault(index, position)
             self.last_run[index] = position
-        self._check_reads()
         self.intervals = self._defined_intervals()
         self._add_tangents()
         self._extend_results()
         sent = {(move.storage, move.sent - 1) for move in schedule.moves}
         for interval in self.all():
             interval.is_sent = (interval.storage, interval.last) in sent
-
-    def _check_reads(self) -> None:
-        """Raises `ValueError` if a run reads a value that no earlier run has made."""
-        snapshot, def_use = self.snapshot, self._def_use
-        # The first access to each storage, which must make it.
-        is_begin = np.ones(len(def_use.storage), dtype=np.bool_)
-        is_begin[1:] = def_use.storage[1:] != def_use.storage[:-1]
-        is_fault = is_begin & (def_use.keys & KIND_MASK == READ)
-        positions, storages = def_use.position[is_fault], def_use.storage[is_fault]
-        faults = [*zip(positions.tolist(), storages.tolist(), strict=True)]
-        # Tangents come with the backward.
-        for position, index in enumerate(self.schedule.forward):
-            for storage in snapshot.ops[index].reads:
-                if snapshot.storages[storage].kind is StorageKind.TANGENT:
-                    faults.append((position, storage))
-        if faults:
-            position, storage = min(faults)
-            op = snapshot.ops[self.schedule.steps[position]]
-            name = snapshot.storages[storage].name
-            raise ValueError(f"step {position} ({op.name}) reads {name} before it is made")
 
     def _defined_intervals(self) -> dict[int, list[LiveInterval]]:
         """The intervals of values that ops make, from definition to last read."""

@@ -11,7 +11,6 @@ knows none of the three.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -21,10 +20,10 @@ import numpy as np
 from rockmate._util import Bools, Ints
 from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.in_place import operands_in_place
-from rockmate.graph.ir import Graph, Op, Phase, Storage
-from rockmate.schedule.fetch import Fetch, broken_fetch
+from rockmate.graph.ir import Graph, Op, Storage
+from rockmate.schedule.fetch import Fetch
 from rockmate.schedule.liveness import COPIED, KIND_MASK, DefUse, op_def_use
-from rockmate.schedule.move import Move, MoveWalk, movable_storages
+from rockmate.schedule.move import Move
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,57 +102,6 @@ class Schedule:
             in_place = " in-place" if position in self.in_place else ""
             rows.append(f"{half} {index} {names[index]}{again}{in_place}")
         return rows
-
-    def verify(self, graph: Graph) -> None:
-        """Asserts that the schedule computes the step of `graph`.
-
-        Each run reads values that exist, each needed op runs, no op runs in the wrong half or more
-        often than it may, random ops draw in eager's order, and runs in place are allowed.
-        """
-        runs = self._verify_runs(graph)
-        reads = [[each.index for each in graph.ops[index].reads] for index in self.steps]
-        broken = broken_fetch(self.fetches, reads, len(self.forward))
-        assert not broken, broken
-        ends = {storage for storage in graph.storages if storage.is_result} | set(graph.updates)
-        absent = [
-            op
-            for op in graph.ops
-            if not runs[op.index]
-            and (op.final_gradients or op.is_random or not ends.isdisjoint(op.writes))
-        ]
-        assert not absent, f"{absent} never run"
-        misplaced = self.in_place - find_in_place(graph, *self.order)
-        assert not misplaced, f"no operand ends at {sorted(misplaced)}, so no run there is in place"
-        first_draws = [index for index in dict.fromkeys(self.steps) if graph.ops[index].is_random]
-        assert first_draws == sorted(first_draws), "random ops draw in another order than eager's"
-
-    def _verify_runs(self, graph: Graph) -> Counter[int]:
-        """Asserts that each run may stand where it stands; returns how often each op runs."""
-        made: set[Storage] = {storage for storage in graph.storages if storage.is_static}
-        runs: Counter[int] = Counter()
-        movable = movable_storages(graph)
-        fixed = [move for move in self.moves if move.storage not in movable]
-        assert not fixed, f"{fixed} move what has to stay"
-        walk = MoveWalk(self.moves, len(self.forward))
-        for position, index in enumerate(self.steps):
-            op = graph.ops[index]
-            if position == len(self.forward):
-                made.update(storage for storage in graph.storages if storage.is_tangent)
-            if position < len(self.forward):
-                assert op.phase is Phase.FORWARD, f"{op} runs in the forward"
-            else:
-                is_first_forward = op.phase is Phase.FORWARD and not runs[index]
-                assert not is_first_forward, f"{op} runs first in the backward"
-            walk.pass_gap(position)
-            missing = [storage for storage in op.reads if storage not in made]
-            assert not missing, f"{op} at {position} reads {missing} before it is made"
-            walk.run([s.index for s in op.reads], [s.index for s in op.writes])
-            is_allowed = not runs[index] or op.recompute_target is not None
-            assert is_allowed, f"{op} cannot be recomputed"
-            runs[index] += 1
-            made.update(op.writes)
-        walk.end()
-        return runs
 
 
 def baseline_schedule(graph: Graph, backward: Sequence[Op] | None = None) -> Schedule:

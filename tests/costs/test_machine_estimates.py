@@ -16,6 +16,7 @@ import torch
 from fine_tuning import llama
 from helpers import differing, gradients_of, same_bits
 from made_of import made_of
+from schedules import verify
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
@@ -412,7 +413,7 @@ def test_a_model_that_is_not_there_is_planned_and_not_run() -> None:
     assert points[0].budget_bytes == planner.minimum_peak_bytes < planner.baseline_peak_bytes
     assert planner.plan("1GiB").predicted_ms == planner.baseline_ms
     plan = planner.plan((planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2)
-    plan.schedule.verify(plan.graph)
+    verify(plan.graph, plan.schedule)
     assert Plan.from_text(plan.to_text()).schedule == plan.schedule
     layer, x = nn.Linear(3, 3), torch.zeros(2, 3)
     for make in (planner.module, lambda budget: RockmateModule(layer, x, budget, machine="h100")):

@@ -13,6 +13,7 @@ import models
 import pytest
 import torch
 from helpers import REGIMES, budget_for, planned
+from schedules import verify
 from stopwatch import least_seconds
 
 import rockmate.planning.checked_forms
@@ -158,7 +159,7 @@ def test_schedules_verify_and_read_back(name: str) -> None:
     for budget in budgets_of(planner, 5):
         plan = planner.plan(budget)
         plan.graph.verify()
-        plan.schedule.verify(plan.graph)
+        verify(plan.graph, plan.schedule)
         assert Plan.from_text(plan.to_text()).schedule == plan.schedule
         assert len(plan.schedule.rows(plan.snapshot.names)) == len(plan.schedule.steps)
 
@@ -175,7 +176,7 @@ def test_a_broken_schedule_does_not_verify() -> None:
         Schedule(forward + backward, ()),
     ):
         with pytest.raises(AssertionError):
-            broken.verify(plan.graph)
+            verify(plan.graph, broken)
 
 
 def test_time_limit_of_the_solver_is_accepted_and_timings_are_kept() -> None:

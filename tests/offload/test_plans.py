@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import same_gradients
 from moves import X, layers, step
+from schedules import verify
 
 from bench.models import built, makers
 from rockmate import InfeasibleBudgetError, Plan, PlanFileError, Planner, RockmateModule
@@ -61,7 +62,7 @@ def test_a_plan_with_moves_is_never_slower_and_fits(
             continue
         assert plan.predicted_ms <= without_ms * (1 + 1e-9)
         assert plan.predicted_peak_bytes <= budget
-        plan.schedule.verify(plan.graph)
+        verify(plan.graph, plan.schedule)
 
 
 def test_moves_reach_budgets_below_the_least_peak_of_recomputation(tmp_path: Path) -> None:

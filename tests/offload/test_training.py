@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers import differing, gradients_of, net_allocated, same_gradients, zero_gradients
 from moves import X, layers, module_of, step
+from schedules import verify
 from torch import nn
 
 from bench.measure import allocator_peak
@@ -40,7 +41,7 @@ def test_three_steps_have_the_bits_of_eager(name: str, tmp_path: Path) -> None:
     planner = planner_of(workload.model, workload.sample, tmp_path)
     module = planner.module((planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2)
     assert module.plan.schedule.moves, "nothing moves"
-    module.plan.schedule.verify(module.plan.graph)
+    verify(module.plan.graph, module.plan.schedule)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (module, eager)]
     for seed in range(3):
         batch = workload.make_batch(seed)

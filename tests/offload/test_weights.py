@@ -15,6 +15,7 @@ from fine_tuning import batch, llama
 from helpers import gradients_of, net_allocated
 from moves import Net, rows
 from safetensors.torch import load_file, save_file
+from schedules import verify
 from torch import Tensor, nn
 
 import rockmate.memory_limit
@@ -105,7 +106,7 @@ def test_steps_have_the_bits_of_eager_and_the_predicted_bytes(share: float, tmp_
     assert least < frozen_bytes(model) / 3
     budget = int(least + share * (whole - least))
     plan = planner.plan(budget)
-    plan.schedule.verify(plan.graph)
+    verify(plan.graph, plan.schedule)
     in_memory = {n: p.data_ptr() for n, p in model.named_parameters()}
     module = planner.module_of(plan, trial="never")
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, eager)]

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import assert_same, differing, gradients_of, train, workload_loss
+from schedules import verify
 from small_graphs import SMALL, fixed, graph_and_costs, random_schedule, small
 from torch import Tensor, nn
 
@@ -103,7 +104,7 @@ def test_a_part_of_a_shared_gradient_waits_for_its_sum(monkeypatch: pytest.Monke
     for factor in (1.1, 1.3, 1.6, 2.0):
         budget = int(factor * planner.minimum_peak_bytes)
         plan = planner.plan(budget)
-        plan.schedule.verify(plan.graph)
+        verify(plan.graph, plan.schedule)
         assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= budget
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
@@ -145,7 +146,7 @@ def test_schedules_with_runs_put_off_compute_the_step_and_take_no_longer(name: s
     for _ in range(20):
         schedule = random_schedule(graph, rng, any_order=name in SMALL)
         moved = all_put_off(graph, schedule, rng)
-        moved.verify(graph)
+        verify(graph, moved)
         assert Counter(moved.steps) <= Counter(
             schedule.steps
         )  # what a later run makes anew need not have been made before
@@ -193,7 +194,7 @@ def test_plans_near_the_smallest_peak_of_a_unet_are_faster_for_it(
     shares = []
     for factor in (1.03, 1.1, 1.15):
         plan = planner.plan(int(factor * planner.minimum_peak_bytes))
-        plan.schedule.verify(plan.graph)
+        verify(plan.graph, plan.schedule)
         assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= plan.budget_bytes
         assert plan.predicted_ms >= plan.lower_bound_ms * (1 - 1e-9)
         with monkeypatch.context() as patch:

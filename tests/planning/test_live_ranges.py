@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 
 import pytest
+from schedules import verify
 from small_graphs import SMALL, fixed, graph_and_costs, random_schedule, small
 
 from rockmate.costs.cost import Costs
@@ -89,7 +90,7 @@ def test_after_removals_live_intervals_are_those_of_the_changed_schedule(
         ranges = ranges_of(graph, costs, schedule)
         num_removed += sum(remove(ranges, rng) for _ in range(NUM_TRIED))
         changed = ranges.schedule()
-        changed.verify(graph)
+        verify(graph, changed)
         expected, simulation = ranges_of(graph, costs, changed), simulate(graph, changed, costs)
         for before, after in positions_after(ranges, len(schedule.steps)).items():
             assert live_across(ranges, before) == live_across(expected, after[0])
@@ -105,7 +106,7 @@ def test_after_evictions_no_live_interval_is_missed(name: str, number: int) -> N
         ranges = ranges_of(graph, costs, schedule)
         num_tried = sum(evict(ranges, rng) for _ in range(NUM_TRIED))
         changed = ranges.schedule()
-        changed.verify(graph)
+        verify(graph, changed)
         groups = positions_after(ranges, len(schedule.steps))
         if len(changed.steps) != max(group[-1] for group in groups.values()) + 1:
             continue  # an eviction left a dead run, which `schedule` removes

@@ -10,6 +10,7 @@ import random
 
 import pytest
 from mark_cases import broken, marked_graph, marks_in, random_marked, search_of
+from schedules import verify
 from small_graphs import SMALL, random_schedule, synthetic_costs
 
 from rockmate.graph.ir import Graph
@@ -32,7 +33,7 @@ def check(name: str, seed: int, strategies: tuple[str, ...] = FAMILIES) -> int:
             if found is None:
                 continue
             number += 1
-            found.schedule.verify(graph)
+            verify(graph, found.schedule)
             assert not broken(graph, found.schedule), f"{strategy} at {budget_bytes}"
             assert found.peak_bytes <= budget_bytes
             assert simulate(graph, found.schedule, costs).peak_bytes == found.peak_bytes
@@ -73,7 +74,7 @@ def test_no_random_schedule_that_keeps_the_marks_beats_the_bound(name: str) -> N
         rng = random.Random(seed)
         for _ in range(15):
             schedule = with_marks_kept(graph, random_schedule(graph, rng))
-            schedule.verify(graph)
+            verify(graph, schedule)
             assert not broken(graph, schedule)
             found = simulate(graph, schedule, costs)
             number += 1

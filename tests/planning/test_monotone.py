@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from layered import layered
+from schedules import verify
 from small_graphs import fixed
 
 from rockmate.graph.chunking.chunks import Chunks
@@ -27,7 +28,7 @@ def test_with_chunks_allowed_the_curve_falls() -> None:
     for budget_bytes, plan in plans.items():
         assert plan.budget_bytes == budget_bytes
         graph = plan.graph
-        plan.schedule.verify(graph)
+        verify(graph, plan.schedule)
         assert simulate(graph, plan.schedule, plan.costs).peak_bytes <= budget_bytes
         assert planner.plan(budget_bytes) is plan
 

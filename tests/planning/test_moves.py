@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from helpers import assert_same, train, workload_loss
+from schedules import verify
 from small_graphs import (
     SMALL,
     budgets_between,
@@ -57,7 +58,7 @@ def test_spending_room_fits_and_is_never_slower(name: str, number: int) -> None:
         for share in SHARES_ABOVE:
             budget_bytes = int(simulation.peak_bytes * share)
             better = remove_recomputations(graph, costs, schedule, simulation, budget_bytes)
-            better.verify(graph)
+            verify(graph, better)
             found = simulate(graph, better, costs)
             assert found.peak_bytes <= budget_bytes
             assert found.time_ms <= simulation.time_ms * (1 + 1e-12)
@@ -91,7 +92,7 @@ def _made_room(name: str, number: int) -> tuple[int, int]:
             smaller = spill_until_feasible(graph, costs, schedule, simulation, budget_bytes)
             if smaller is None:
                 continue
-            smaller.verify(graph)
+            verify(graph, smaller)
             num_made += 1
             num_over += simulate(graph, smaller, costs).peak_bytes > budget_bytes
     return num_made, num_over
@@ -183,7 +184,7 @@ def _num_improved(name: str) -> int:
     for budget_bytes in range(low, high + 1, max(1, (high - low) // 20)):
         best = search.best_within(budget_bytes)
         assert best is not None
-        best.schedule.verify(graph)
+        verify(graph, best.schedule)
         found = simulate(graph, best.schedule, costs)
         assert found.peak_bytes <= budget_bytes
         least_ms = min(one.time_ms for one in given if one.peak_bytes <= budget_bytes)
@@ -204,7 +205,7 @@ def test_rounds_find_faster_plans_near_the_smallest_peak(monkeypatch: pytest.Mon
     }
     for budget_bytes in budgets:
         plan = planner.plan(budget_bytes)
-        plan.schedule.verify(plan.graph)
+        verify(plan.graph, plan.schedule)
         assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= budget_bytes
         assert backwards[budget_bytes] == plan.schedule
         with monkeypatch.context() as patch:
@@ -247,7 +248,7 @@ def test_long_steps_are_not_improved_as_thoroughly(monkeypatch: pytest.MonkeyPat
             patch.setattr("rockmate.planning.refine.evaluate", counted)
             plans = [planner.plan(budget_bytes) for budget_bytes in budgets]
         for plan, budget_bytes in zip(plans, budgets, strict=True):
-            plan.schedule.verify(plan.graph)
+            verify(plan.graph, plan.schedule)
             assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= budget_bytes
         num_simulated.append(calls)
     assert num_simulated[1] < num_simulated[0] / 3

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from models import Stack
+from schedules import verify
 from torch import nn
 
 import rockmate
@@ -46,7 +47,7 @@ def test_every_plan_fits_computes_the_step_and_takes_no_longer_with_more_room(na
     assert [plan.budget_bytes for plan in together(name)] == budgets_of(planner)
     for plan in together(name):
         assert plan.captured is not None
-        plan.schedule.verify(plan.captured)
+        verify(plan.captured, plan.schedule)
         simulation = simulate(plan.captured, plan.schedule, plan.costs)
         assert simulation.peak_bytes == plan.predicted_peak_bytes <= plan.budget_bytes
         assert plan.predicted_ms == pytest.approx(simulation.time_ms)

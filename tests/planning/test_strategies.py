@@ -17,6 +17,7 @@ import models
 import pytest
 import torch
 from helpers import assert_same, train, workload_loss
+from schedules import verify
 from small_graphs import (
     HEURISTIC,
     NAMES,
@@ -55,7 +56,7 @@ def test_plans_fit_and_the_default_is_never_slower(name: str) -> None:
         for strategy in HEURISTIC:
             if budget_bytes >= planner.minimum_peak(strategy):
                 plan = planner.plan(budget_bytes, strategy=strategy)
-                plan.schedule.verify(graph)
+                verify(graph, plan.schedule)
                 simulation = simulate(graph, plan.schedule, costs)
                 assert simulation.peak_bytes == plan.predicted_peak_bytes <= budget_bytes
                 assert default.predicted_ms <= plan.predicted_ms
@@ -291,7 +292,7 @@ def test_the_whole_graph_has_a_plan_at_every_budget_from_its_minimum_on(
         planner.minimum_peak("checkmate"), planner.baseline_peak_bytes, 5
     ):
         plan = planner.plan(budget_bytes, strategy="checkmate")
-        plan.schedule.verify(graph)
+        verify(graph, plan.schedule)
         assert simulate(graph, plan.schedule, costs).peak_bytes <= budget_bytes
         assert plan.predicted_ms >= plan.lower_bound_ms * (1 - 1e-9)
 
@@ -301,6 +302,6 @@ def test_what_ops_keep_of_their_first_run_counts_against_checkmates_budget() -> 
     planner = Planner(model, image, machine="cpu-avx2", numerics="bitwise")
     for share in (0.97, 0.96, 0.95):
         plan = planner.plan(share, strategy="checkmate")
-        plan.schedule.verify(plan.graph)
+        verify(plan.graph, plan.schedule)
         assert simulate(plan.graph, plan.schedule, plan.costs).peak_bytes <= plan.budget_bytes
         assert plan.predicted_ms >= plan.lower_bound_ms * (1 - 1e-9)

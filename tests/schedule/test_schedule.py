@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from made_of import made_of
+from schedules import verify
 from torch import Tensor, nn
 
 from rockmate.graph.ir import Op
@@ -28,6 +29,6 @@ def test_a_first_draw_stays_though_its_only_reader_is_dead() -> None:
     # The reader's first result is recomputed before it is read, so its first run is dead.
     again = [*forward[:at], other, draw, reader, *(op for op in forward[at:] if op is not other)]
     schedule = finish(graph, [op.index for op in again], baseline_schedule(graph).backward)
-    schedule.verify(graph)
+    verify(graph, schedule)
     assert schedule.forward.count(draw.index) == 2
     assert schedule.forward.count(reader.index) == 1

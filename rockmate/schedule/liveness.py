@@ -103,24 +103,11 @@ class OpDefUse:
         returned: Iterable[int],
         num_in_flight: int,
     ) -> OpDefUse:
-        """The tables of a step.
+        """The tables of a step, from columns by op and by storage.
 
-        Args:
-            reads: of each op the indices of the storages that it reads.
-            writes: of each op those that it makes.
-            is_recomputable: whether each op may run a second time.
-            is_random: see the class, as for what is not said here.
-            has_final_gradient: see the class.
-            state_bytes: `Op.recompute_state_bytes` of each op.
-            num_bytes: of each storage.
-            is_static: whether each storage is live before, during and after the step, and never
-                counted.
-            is_tangent: whether autograd makes it before the backward and holds it to the end.
-            is_result: whether the step returns it, so that it is live to the end.
-            must_recompute: see the class.
-            updates: storages that are copied into a buffer or an input when the forward ends.
-            returned: storages that the step returns.
-            num_in_flight: see the class.
+        `Op`, `Storage` and the class say what they are. `reads` and `writes` have the storages of
+        each op, `updates` those that are copied into a buffer or an input when the forward ends,
+        and `returned` those that the step returns.
         """
         sizes = np.array([*num_bytes], dtype=np.int64)
         producer = np.full(len(sizes), -1, dtype=np.int64)
@@ -133,8 +120,6 @@ class OpDefUse:
         flat = np.array([entry for own in entries for entry in own], dtype=np.int64).reshape(-1, 2)
         results, tangents = _flags(is_result), _flags(is_tangent)
         recomputable = _flags(is_recomputable)
-        is_copied = np.zeros(len(sizes), dtype=np.bool_)
-        is_copied[[*updates]] = True
         return OpDefUse(
             begin=np.cumsum([0, *map(len, entries)]),
             storage=flat[:, 0],
@@ -142,7 +127,7 @@ class OpDefUse:
             num_bytes=sizes,
             is_held=_flags(is_static) | tangents | results,
             is_result=results,
-            is_copied=is_copied,
+            is_copied=np.isin(np.arange(len(sizes)), [*updates]),
             tangent_bytes=int(sizes[tangents].sum()),
             returned=np.array(sorted(set(returned)), dtype=np.int64),
             written_bytes=np.array([sizes[[*own]].sum() for own in writes], dtype=np.int64),
@@ -154,14 +139,16 @@ class OpDefUse:
             # The entry behind the last op stands for storages without a producer, of index -1.
             is_evictable=(sizes > 0) & np.append(recomputable, False)[producer],
             inputs=tuple(
-                tuple((s, int(producer[s])) for s in read if producer[s] >= 0 and not results[s])
-                if may_run_again
-                else None
+                _inputs(read, producer, results) if may_run_again else None
                 for read, may_run_again in zip(reads, recomputable, strict=True)
             ),
             must_recompute=_flags(must_recompute),
             num_in_flight=num_in_flight,
         )
+
+
+def _inputs(reads: Sequence[int], producer: Ints, is_result: Bools) -> tuple[tuple[int, int], ...]:
+    return tuple((s, int(producer[s])) for s in reads if producer[s] >= 0 and not is_result[s])
 
 
 def _flags(values: Iterable[bool]) -> Bools:

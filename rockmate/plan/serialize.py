@@ -40,8 +40,8 @@ from rockmate.offload.request import OffloadRequest
 from rockmate.plan.faults import fault_of
 from rockmate.plan.record import ChunkingNote, ChunkingNotes, PlanRecord
 from rockmate.plan.residency import Residency
-from rockmate.schedule.fetch import fetch_rows, fetches_of_rows
-from rockmate.schedule.move import move_rows, moves_of_rows
+from rockmate.schedule.fetch import Fetch
+from rockmate.schedule.move import Move
 from rockmate.schedule.schedule import Schedule
 
 _FORMAT = "rockmate plan"
@@ -142,14 +142,13 @@ def _moves_content(plan: PlanRecord) -> dict[str, Any]:
     """What moves, where to, and at which rates; nothing for a plan without `offload`."""
     if plan.offload is None:
         return {}
-    names = [storage.name for storage in plan.snapshot.storages]
     return {
         "offload": plan.offload.text,
         "host_budget": plan.offload.host_bytes,
         **({"with_trained": True} if plan.offload.with_trained else {}),
         "link": None if plan.costs.link is None else asdict(plan.costs.link),
-        "moves": move_rows(plan.schedule.moves, names),
-        **({"fetches": fetch_rows(plan.schedule.fetches, names)} if plan.schedule.fetches else {}),
+        "moves": [_row(move) for move in plan.schedule.moves],
+        "fetches": [_row(fetch) for fetch in plan.schedule.fetches],
     }
 
 
@@ -165,7 +164,7 @@ def _value_text(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def _row(value: SnapshotStorage | SnapshotOp | SnapshotBlock) -> dict[str, Any]:
+def _row(value: SnapshotStorage | SnapshotOp | SnapshotBlock | Move | Fetch) -> dict[str, Any]:
     """A JSON object without the fields that have their default value."""
     named = ((field, getattr(value, field.name)) for field in fields(value))
     return {field.name: item for field, item in named if item != field.default}
@@ -221,8 +220,8 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
         ops=tuple(_built(SnapshotOp, row) for row in content["ops"]),
         num_in_flight=options.in_flight,
     )
-    moves = tuple(moves_of_rows(content.get("moves", ())))
-    fetches = tuple(fetches_of_rows(content.get("fetches", ())))
+    moves = tuple(_built(Move, row) for row in content.get("moves", ()))
+    fetches = tuple(_built(Fetch, row) for row in content.get("fetches", ()))
     schedule = replace(_schedule(content["schedule"]), moves=moves, fetches=fetches)
     rows = [
         (Cost(time_ms=a, overhead_bytes=b), Cost(time_ms=c, overhead_bytes=d))

@@ -109,10 +109,6 @@ class LiveRanges:
         # Position and storage of the known recomputations that need a storage to be live.
         self._dependents: dict[int, list[tuple[int, int]]] = {}
 
-    def recomputed_positions(self) -> list[int]:
-        """Positions of runs that repeat an earlier one."""
-        return self._schedule.recomputed_positions()
-
     def is_dropped(self, position: int) -> bool:
         """Whether the run at a position has been removed."""
         return position in self._dropped

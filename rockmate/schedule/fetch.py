@@ -9,11 +9,11 @@ for a `Move`, whose last two events these are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rockmate.schedule.move import MoveEvent, row_numbers
+from rockmate.schedule.move import MoveEvent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,24 +65,3 @@ def broken_fetch(fetches: Sequence[Fetch], reads: Sequence[Sequence[int]], num_f
             if known is not None and not any(f.fetched <= position <= f.last for f in known):
                 return f"step {position} reads storage {storage}, which is not in memory"
     return ""
-
-
-def fetch_rows(fetches: Sequence[Fetch], names: Sequence[str]) -> list[str]:
-    """One line for each fetch: its gaps, last reader, index and name of the storage."""
-    return [
-        f"fetch {each.fetch} fetched {each.fetched} last {each.last} "
-        f"{each.storage} {names[each.storage]}"
-        for each in fetches
-    ]
-
-
-def fetches_of_rows(rows: Sequence[str]) -> Iterator[Fetch]:
-    """The fetches that `fetch_rows` wrote.
-
-    Raises:
-        ValueError: a row is none of its.
-    """
-    for row in rows:
-        numbers = row_numbers(row, "fetch", "fetch 3 fetched 9 last 12 17 q_proj_weight")
-        fetch, fetched, last, storage = numbers
-        yield Fetch(storage=storage, fetch=fetch, fetched=fetched, last=last)

@@ -21,7 +21,7 @@ taken.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -166,45 +166,6 @@ def _first_fit(taken: list[tuple[int, int]], size: int) -> int:
             return offset
         offset = max(offset, end)
     return offset
-
-
-def move_rows(moves: Sequence[Move], names: Sequence[str]) -> list[str]:
-    """One line for each move: its gaps, index and name of the storage."""
-    return [
-        f"send {move.send} sent {move.sent} fetch {move.fetch} fetched {move.fetched} "
-        f"{move.storage} {names[move.storage]}"
-        for move in moves
-    ]
-
-
-def moves_of_rows(rows: Sequence[str]) -> Iterator[Move]:
-    """The moves that `move_rows` wrote.
-
-    Raises:
-        ValueError: a row is none of its.
-    """
-    like = "send 3 sent 9 fetch 40 fetched 44 17 gelu"
-    for row in rows:
-        send, sent, fetch, fetched, storage = row_numbers(row, "move", like)
-        yield Move(storage=storage, send=send, sent=sent, fetch=fetch, fetched=fetched)
-
-
-def row_numbers(row: str, what: str, like: str) -> tuple[int, ...]:
-    """The numbers of a row of a plan file, that of the storage last.
-
-    Args:
-        row: each number behind its word, then the storage's, and the storage's name.
-        what: the row stands for.
-        like: such a row, with its words.
-
-    Raises:
-        ValueError: it has others.
-    """
-    words, known = row.split(), like.split()
-    if len(words) != len(known) or words[:-2:2] != known[:-2:2]:
-        msg = f"a {what} reads {row!r}, not like {like!r}"
-        raise ValueError(msg)
-    return tuple(map(int, (*words[1:-2:2], words[-2])))
 
 
 class _Place(enum.Enum):

@@ -25,7 +25,8 @@ def ranges_of(graph: Graph, costs: Costs, schedule: Schedule) -> LiveRanges:
 
 def remove(ranges: LiveRanges, rng: random.Random) -> bool:
     """Removes a random recomputation, if there is one."""
-    repeated = [p for p in ranges.recomputed_positions() if not ranges.is_dropped(p)]
+    schedule = ranges._schedule  # pyright: ignore[reportPrivateUsage]
+    repeated = [p for p in schedule.recomputed_positions() if not ranges.is_dropped(p)]
     if not repeated:
         return False
     position = rng.choice(repeated)

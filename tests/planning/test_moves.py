@@ -138,7 +138,7 @@ def test_making_room_takes_a_plain_step_well_below_its_peak(name: str) -> None:
 def test_dropping_a_run_is_counted_to_the_byte_or_above(name: str) -> None:
     """One change at a time, against the simulator at every run."""
     for graph, costs, schedule, simulation in cases(name, 25):
-        for position in LiveRanges(graph, costs, schedule, simulation).recomputed_positions():
+        for position in schedule.recomputed_positions():
             ranges = LiveRanges(graph, costs, schedule, simulation)
             ranges.drop(position, ranges.extensions_for_drop(position))
             assert simulate(graph, ranges.schedule(), costs).peak_bytes <= ranges.live_bytes.max()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rockmate.costs.cost import Link
-from rockmate.schedule.fetch import Fetch, broken_fetch, fetch_rows, fetches_of_rows
+from rockmate.schedule.fetch import Fetch, broken_fetch
 from rockmate.schedule.lanes import replay
 from rockmate.schedule.move import Move
 
@@ -36,15 +36,6 @@ def test_two_fetches_serve_all_reads() -> None:
 )
 def test_faults_are_named(fetches: list[Fetch], fault: str) -> None:
     assert fault in broken_fetch(fetches, READS, 2)
-
-
-def test_lines_are_read_back() -> None:
-    names = [f"value_{index}" for index in range(8)]
-    rows = fetch_rows([FORWARD, BACKWARD], names)
-    assert rows[1] == "fetch 2 fetched 3 last 3 7 value_7"
-    assert [*fetches_of_rows(rows)] == [FORWARD, BACKWARD]
-    with pytest.raises(ValueError, match="a fetch reads 'fetch 1'"):
-        [*fetches_of_rows(["fetch 1"])]
 
 
 @pytest.mark.parametrize(

@@ -18,11 +18,11 @@ from rockmate.capture.roles import Capture
 from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.blocks import BlockChain
 from rockmate.graph.ir import Graph, Op, Storage
-from rockmate.planning.baseline_search import Searcher
 from rockmate.planning.candidate import Candidate, frontier_at, linspace_int
 from rockmate.planning.forms import FRONTIER_POINTS
 from rockmate.planning.moves import remove_recomputations, spill_until_feasible
 from rockmate.planning.starts import KnapsackFamily
+from rockmate.planning.strategies import Searcher
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.program import Program
 from rockmate.schedule.schedule import Schedule, last_reads

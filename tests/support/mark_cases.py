@@ -18,9 +18,8 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Phase
 from rockmate.graph.mark_request import Mark
 from rockmate.graph.node_marks import MARKS
-from rockmate.planning.baseline_search import Searcher
 from rockmate.planning.search_problem import StoppingRule
-from rockmate.planning.strategies import Searches
+from rockmate.planning.strategies import Searcher, Searches
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
 from rockmate.step import CapturedStep, capture_step, step_of

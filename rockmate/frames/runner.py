@@ -113,8 +113,7 @@ class FrameRunner:
         self._is_running = self._draws_foreign = self._is_settled = False
         may_refuse = on_infeasible == "error" and not is_fallback
         self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
-        # The budget as it was given, and the same, or what memory ran out at: that refuses no step.
-        self._asked_bytes = self._lowered_bytes = 0
+        self._asked_bytes = self._lowered_bytes = 0  # as given; the same, or where memory ran out
         self._refusal: InfeasibleBudgetError | None = None
         self._trials = FrameTrials(trial)
         self._told, self._undropped = set[int](), set[str]()  # smallest peaks; paths of frames

@@ -66,7 +66,9 @@ def _module_state(module: nn.Module) -> dict[str, Any]:
 
 def _put_module(module: nn.Module, content: dict[str, Any]) -> None:
     content = dict(content)
-    module.__class__ = content.pop("__class__")
+    kind = content.pop("__class__")
+    if type(module) is not kind:
+        module.__class__ = kind
     renewed = {name: each for name, each in vars(module).items() if name in RECURRENT_WEIGHTS}
     OF_ATTRIBUTES.put(module, content | renewed)
 

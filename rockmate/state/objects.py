@@ -11,6 +11,7 @@ import array
 import contextlib
 import contextvars
 import enum
+import logging
 import random
 import re
 import threading
@@ -39,6 +40,10 @@ LIBRARIES = frozenset((
     "functools", "inspect", "typing", "re", "lightning", "pytorch_lightning", "rich", "tqdm",
 ))  # fmt: skip
 """Whose objects are not followed: they have state of their own kind, or point everywhere."""
+_OF_OTHERS = (
+    nn.Module, torch.Tensor, type, enum.Enum, types.ModuleType, BaseException, logging.Filterer,
+)  # fmt: skip
+"""Kinds that are not followed: what listens to loggers hears of the trials themselves."""
 _SIZED = (dict, list, deque, set, tuple)
 _CONTAINERS = (dict, (list, deque), set)
 _FIELD_NAME, _POINTERS = re.compile(r":\w+:"), frozenset("OPXZz&")  # in formats of buffers
@@ -141,9 +146,7 @@ def objects_of_python(kind: type) -> Handler | None:
             has_both = base in _CONTAINERS and _has_dict(kind)
             return _with_attributes(handler) if has_both else handler
     library = kind.__module__.partition(".")[0]
-    is_followed = library not in LIBRARIES and not issubclass(
-        kind, (nn.Module, torch.Tensor, type, enum.Enum, types.ModuleType, BaseException)
-    )
+    is_followed = library not in LIBRARIES and not issubclass(kind, _OF_OTHERS)
     return OF_ATTRIBUTES if is_followed and (_has_dict(kind) or _slots(kind)) else None
 
 

@@ -115,3 +115,33 @@ def test_where_no_plan_leaves_room_a_warning_says_so(
     assert module.plan is before
     (line,) = lines_of(caplog, "The budget is passed. Give one that is smaller by")
     assert ("no plan leaves room" in line) == (not options)
+
+
+class Heard(logging.Handler):
+    """Keeps the lines of a script's log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+HEARD = Heard()
+
+
+@pytest.mark.parametrize("mode", ["plan", "frames"])
+def test_what_a_script_hears_of_trials_is_no_difference(mode: Any) -> None:
+    log = logging.getLogger("rockmate")
+    level = log.level
+    log.addHandler(HEARD)
+    log.setLevel(logging.DEBUG)
+    try:
+        module = RockmateModule(Loss(*blocks_of(4)), torch.randn(ROWS, WIDTH), 0.9, mode=mode)
+        for _ in range(3):  # losses outside, so that trials say what they leave out
+            (2 * module(torch.randn(ROWS, WIDTH))).backward()
+    finally:
+        log.removeHandler(HEARD)
+        log.setLevel(level)
+    assert any("not compared" in line for line in HEARD.lines)

@@ -27,7 +27,6 @@ from rockmate.planning.candidate import (
 )
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.moving import MoveFinder
-from rockmate.planning.strategies import Searches
 from rockmate.schedule.schedule import baseline_schedule, finish
 
 # Budgets whose schedules moves begin with: shares of the baseline's peak, each the last one divided
@@ -39,8 +38,6 @@ _NUM_REFINEMENTS = 2
 _FAR, _ROOMS = 0.02, (0.0, 0.03, 0.06, 0.1, 0.2, 0.35)
 # How often, if nothing is found, the largest values stay and the search begins again.
 _NUM_RETRIES = 2
-
-_Search = Callable[[Searches, int], Candidate | None]
 
 
 class MovedSearch:
@@ -117,18 +114,17 @@ class MovedSearch:
         rule = self._captured.local_search.problem.rule
         for form in self._forms_within(budget_bytes):
             known = min_of(best, *found)
-            if known is not None and rule.is_late:
-                break
-            found += self._from_relaxation(form, budget_bytes, known, Searches.quick_start)
+            found += self._from_relaxation(form, budget_bytes, known, is_quick=True)
         best = min_of(best, *found)
         if best is not None and rule.is_late:
             return found
         form = best.form if found and best else self._captured
-        return found + self._from_relaxation(form, budget_bytes, best, _searched)
+        return found + self._from_relaxation(form, budget_bytes, best, is_quick=False)
 
     def _from_relaxation(
-        self, form: Form, budget_bytes: int, best: Found | None, search: _Search
+        self, form: Form, budget_bytes: int, best: Found | None, *, is_quick: bool
     ) -> list[Found]:
+        """Of one form; quickly, or by its search with each share of the budget as room."""
         if form.baseline.time_ms >= time_of(best):
             return []
         bound = with_moves(form.lower_bound, self._request.device_type, self._request.host_bytes)
@@ -139,11 +135,14 @@ class MovedSearch:
         most: float = inf
         for _ in range(_NUM_RETRIES + 1):
             moved = bound.moved_values(budget_bytes, most)
-            found = self._with_free_values(form, moved, budget_bytes, search) if moved else []
-            if found or not moved:
+            if not moved:
                 break
+            found = self._with_free_values(form, moved, budget_bytes, is_quick=is_quick)
+            if found:
+                return found
             most = max(form.graph.storages[value].num_bytes for value in moved)
-        return found or self._with_free_values(form, self._inputs(form), budget_bytes, search)
+        inputs = self._inputs(form)
+        return self._with_free_values(form, inputs, budget_bytes, is_quick=is_quick)
 
     def _inputs(self, form: Form) -> Collection[int]:
         """The inputs of blocks, all or as many as there is room for where values move to."""
@@ -153,18 +152,19 @@ class MovedSearch:
         return {each.index for each in inputs[:: max(1, step)]}
 
     def _with_free_values(
-        self, form: Form, moved: Collection[int], budget_bytes: int, search: _Search
+        self, form: Form, moved: Collection[int], budget_bytes: int, *, is_quick: bool
     ) -> list[Found]:
         free, found = form.with_graph(*with_free_values(form.graph, form.costs, moved)), []
+        search = free.quick_start if is_quick else free.local_search.best_within
         for room in _ROOMS:
-            start = search(free, int((1 - room) * budget_bytes))
+            start = search(int((1 - room) * budget_bytes))
             if start is None:
                 continue
             schedule = finish(form.graph, start.schedule.forward, start.schedule.backward)
             whole = evaluate(form.graph, schedule, form.costs)
             candidate = self._moved(form, whole, budget_bytes, moved)
             found += [] if candidate is None else [Found(form, candidate)]
-            if found and search is Searches.quick_start:
+            if found and is_quick:
                 break
         return found
 
@@ -193,10 +193,6 @@ class MovedSearch:
         if form not in self._finders:
             self._finders[form] = MoveFinder(form.graph, form.costs, self._request)
         return self._finders[form]
-
-
-def _searched(free: Searches, budget_bytes: int) -> Candidate | None:
-    return free.local_search.best_within(budget_bytes)
 
 
 def min_of(*found: Found | None) -> Found | None:

@@ -46,7 +46,6 @@ from rockmate.capture.opaque_call import OpaqueCall
 from rockmate.capture.opaque_functions import ForeignFunctions
 from rockmate.capture.opaque_module import record_calls
 from rockmate.capture.opaque_ops import install, traced_as_ops
-from rockmate.capture.options import MemoryFormat
 from rockmate.capture.outer_values import values_read_by
 from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.read_values import SampleValues, UnknownValueError
@@ -82,7 +81,6 @@ def capture_joint(
     outputs: Literal["all", "loss"] = "all",
     untraced: Sequence[str] = (),
     keeps_checkpoints: bool = False,
-    memory_format: MemoryFormat = "as_given",
     keeps_strides: bool = False,
     reads_masks: bool = False,
     values: SampleValues | None = None,
@@ -98,7 +96,6 @@ def capture_joint(
         outputs: "loss" returns `None` for every output tensor but the loss.
         untraced: paths of opaque modules; see `rockmate.capture.opaque_module`.
         keeps_checkpoints: whether checkpoints that a Hugging Face model switches on are recorded.
-        memory_format: in which convolutions read their inputs.
         keeps_strides: whether inputs with gaps between elements are traced so, not as dense ones.
         reads_masks: whether Hugging Face's mask code reads whether a mask pads, as in eager.
         values: what the forward may read values of; None for `tensors` and the model's buffers.
@@ -112,8 +109,8 @@ def capture_joint(
     clone = cloned_with_strides if keeps_strides else torch.Tensor.clone
     tensors = [clone(each.detach()).requires_grad_(each.requires_grad) for each in tensors]
     make = partial(
-        TracedForward, model, structure, memory_format=memory_format, reads_masks=reads_masks,
-        differentiable=differentiable, outputs=outputs, keeps_checkpoints=keeps_checkpoints,
+        TracedForward, model, structure, differentiable=differentiable, outputs=outputs,
+        keeps_checkpoints=keeps_checkpoints, reads_masks=reads_masks,
         sample=values if values and values.num_carriers else None,
     )  # fmt: skip
     try:
@@ -204,9 +201,7 @@ def _captured(
         except Exception as error:
             is_told = isinstance(error, InvalidSampleError | UnsupportedModelError)
             is_told = is_told and not isinstance(error, InPlaceCollectiveError)
-            # What is opaque may see layouts, which are as given then.
-            is_final = is_elsewhere or make().memory_format != "as_given"
-            if is_told and not is_final and functions.may_be_traced_again(error):
+            if is_told and not is_elsewhere and functions.may_be_traced_again(error):
                 continue
             if failure is not None:
                 raise failure from error

@@ -19,7 +19,6 @@ Gradients = Literal["accumulated", "returned"]
 Numerics = Literal["any_order", "bitwise"]
 Kernels = Literal["eager", "fused", "auto"]
 ExistingCheckpoints = Literal["lift", "honour"]
-MemoryFormat = Literal["as_given", "channels_last"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,8 +19,6 @@ from rockmate._torch.members import parametrizations_afresh
 from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
 from rockmate.capture.attribute_values import copied, snapshot, traced_in
-from rockmate.capture.memory_format import contiguous, convolutions_read_channels_last
-from rockmate.capture.options import MemoryFormat
 from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
 from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
 from rockmate.capture.tensor_parts import HeldTensors
@@ -100,7 +98,6 @@ class TracedForward(nn.Module):
 
     Attributes:
         structure: rebuilds the arguments of the model.
-        memory_format: in which convolutions read their inputs.
         keeps_checkpoints: as for `capture_joint`, as is `reads_masks`.
         output_structure: rebuilds the model's output.
         assigned: attributes that the forward assigns without reading them first.
@@ -127,7 +124,6 @@ class TracedForward(nn.Module):
         *,
         differentiable: str,
         outputs: str,
-        memory_format: MemoryFormat = "as_given",
         keeps_checkpoints: bool = False,
         reads_masks: bool = False,
         sample: SampleValues | None = None,
@@ -145,8 +141,7 @@ class TracedForward(nn.Module):
         self.structure = structure
         self._differentiable = differentiable
         self._outputs = outputs
-        self.memory_format, self.reads_masks = memory_format, reads_masks
-        self.keeps_checkpoints = keeps_checkpoints
+        self.keeps_checkpoints, self.reads_masks = keeps_checkpoints, reads_masks
         self.output_structure: Structure | None = None
         self.assigned_structure: Structure | None = None
         self.assigned: list[Place] = []
@@ -173,7 +168,6 @@ class TracedForward(nn.Module):
         args, kwargs = self.structure.rebuild(list(tensors))
         self.held.put(dict(self.named_buffers(recurse=False)))
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
-        is_last = self.memory_format == "channels_last"
         before = AttributeState(self.model)
         for place in self.logs:
             if not isinstance(place.owner, types.ModuleType):
@@ -188,7 +182,6 @@ class TracedForward(nn.Module):
                 no_random_state_set(),
                 members_of_tensors_left(),
                 parametrizations_afresh(),
-                convolutions_read_channels_last(tensors) if is_last else nullcontext(),
                 self.log.noting(self.logs),
                 gathered_by_ops(self.model),
             ):
@@ -209,8 +202,6 @@ class TracedForward(nn.Module):
                 raise NothingToTrainError(msg)
             self._add_attributes(flat, {id(tensor) for tensor in tensors})
             self.has_escaped = self.reader.has_escaped(also_delivered=False)
-            if is_last:
-                flat = list(map(contiguous, flat))
         finally:
             before.restore()
         self.differentiable_outputs = tuple(

@@ -55,7 +55,6 @@ class PassOptions:
         owner_of: for each parameter's name, the first name of the same tensor.
         like: the planned graph of the same step at sizes that are nowhere smaller, if there is one.
         marks: what the user marks.
-        reads_channels_last: whether convolutions do that read contiguous values in eager.
         keeps_inputs: whether inputs stay as they are until the backward.
         runs_here: whether the step runs on this machine, at these sizes.
     """
@@ -64,7 +63,6 @@ class PassOptions:
     owner_of: Mapping[str, str] = field(default_factory=dict)
     like: Graph | None = None
     marks: MarkRequest = NO_MARKS
-    reads_channels_last: bool = False
     keeps_inputs: bool = False
     runs_here: bool = False
 
@@ -78,7 +76,6 @@ class PassOptions:
             owner_of=owner_of,
             like=like,
             marks=options.marks,
-            reads_channels_last=options.memory_format == "channels_last",
         )
 
 
@@ -116,12 +113,6 @@ def _note_marks(capture: Capture, options: PassOptions) -> Capture:
 
 def _slice_convolutions(capture: Capture, options: PassOptions) -> Capture:
     convolutions.slice_convolutions(capture.joint.graph, run=options.runs_here)
-    return capture
-
-
-def _copy_inputs_again(capture: Capture, options: PassOptions) -> Capture:
-    if options.reads_channels_last:
-        rewrite.copy_inputs_again(capture.joint.graph)
     return capture
 
 
@@ -172,7 +163,6 @@ REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite(rewrite.copy_out_of_workspaces),
     _rewrite(rewrite.copy_slices_read_late),
     _slice_convolutions,
-    _copy_inputs_again,
     _copy_inputs_of_the_forward,
 )
 

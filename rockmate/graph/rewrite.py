@@ -16,7 +16,6 @@ from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.fake_values import fake_result, insert_call, refresh, refresh_views
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD
 from rockmate.graph.node_marks import is_saved
-from rockmate.ops.convolutions import convolution_backward_in_slices
 from rockmate.ops.kernel_layouts import CHANNELS_LAST
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, dropout_mask, fold
 from rockmate.ops.rng import is_random
@@ -221,18 +220,6 @@ def copy_slices_read_late(graph: fx.Graph) -> None:
             last = max(last_reads, key=order.__getitem__)
             if order[readers[part][0]] > order[last] + _MIN_LIVE_DISTANCE:
                 copy_out(part, behind=max(last, part, key=order.__getitem__))
-
-
-def copy_inputs_again(graph: fx.Graph) -> None:
-    """Has the backward copy inputs of the step that convolutions read, so that no copy is held."""
-    targets = _aten.convolution_backward.default, convolution_backward_in_slices
-    for node in [node for target in targets for node in _calls(graph, target)]:
-        copied: Any = node.args[1]
-        if copied.target is _aten.clone.default and copied.args[0].op == "placeholder":
-            with graph.inserting_before(node):
-                again = graph.node_copy(copied)
-            refresh(again)
-            node.replace_input_with(copied, again)
 
 
 def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from rockmate.capture.options import CaptureOptions, MemoryFormat
+from rockmate.capture.options import CaptureOptions
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.mark_request import NO_MARKS, MarkRequest
 
@@ -28,7 +28,6 @@ class StepOptions(CaptureOptions):
         marks: what plans must save or recompute; after a capture with the policy's decisions.
         hooked: names of parameters with whole gradients. None takes those with a tensor hook.
         is_bitwise: masks are read, and `hooked` of None takes those with several gradients, too.
-        memory_format: "channels_last" has convolutions read their inputs so.
         kernels: "fused" runs groups of ops as one kernel each.
         unfused: keys of the groups that stay as they are; None measures.
         loss_chunks: the loss block or feed-forward blocks in chunks; None leaves them whole.
@@ -37,7 +36,6 @@ class StepOptions(CaptureOptions):
     marks: MarkRequest = NO_MARKS
     hooked: tuple[str, ...] | None = None
     is_bitwise: bool = False
-    memory_format: MemoryFormat = "as_given"
     kernels: StepKernels = "eager"
     unfused: tuple[str, ...] | None = None
     loss_chunks: Chunks | None = None
@@ -50,15 +48,13 @@ class StepOptions(CaptureOptions):
             "outputs": self.outputs,
             "untraced": self.untraced,
             "keeps_checkpoints": self.marks.honours_checkpoints,
-            "memory_format": self.memory_format,
             "reads_masks": self.is_bitwise,
         }
 
     @property
     def are_exact(self) -> bool:
         """Whether the ops of the step are eager's, one by one."""
-        is_eager = self.kernels == "eager" and self.memory_format == "as_given"
-        return is_eager and not self.loss_chunks
+        return self.kernels == "eager" and not self.loss_chunks
 
     def to_json(self) -> dict[str, Any]:
         """The options of a captured step as plain values, those aside that have their default."""
@@ -81,6 +77,7 @@ class StepOptions(CaptureOptions):
         found: dict[str, Any] = {"hooked": (), **content, "marks": MarkRequest.from_json(content)}
         for name in (
             "policy", "existing_checkpoints", "contiguous_convolutions", "output_layouts",
+            "memory_format",
         ):  # fmt: skip
             found.pop(name, None)
         for name in _LISTS & found.keys():

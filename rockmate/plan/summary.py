@@ -99,8 +99,6 @@ def _mark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
 def _remark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     if plan.options.kernels == "fused":
         yield "fused kernels", _fusion_text(plan)
-    if plan.options.memory_format == "channels_last":
-        yield "convolutions", "read channels last"
     if plan.snapshot.num_in_flight > 1:
         number, saved_bytes = plan.snapshot.num_in_flight, plan.simulation.saved_bytes
         yield (

@@ -1,33 +1,31 @@
 """The forms of a step with their costs, captured in the layouts that kernels give.
 
-Beside the step as captured there are forms with fused kernels, and with convolutions that read
-channels last. Where fusing gains nothing, such as a BERT on a CPU whose ops are fused already, a
-plan of single ops may be faster: it has more values to choose from.
+Beside the step as captured there are forms with fused kernels. Where fusing gains nothing, such as
+a BERT on a CPU whose ops are fused already, a plan of single ops may be faster: it has more values
+to choose from.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 
-from rockmate._torch.distributed import first_offer
 from rockmate._torch.storage import bytes_of
 from rockmate._util import begin_stage, gc_paused
-from rockmate.capture.memory_format import draws_of, may_read_channels_last, output_layouts
 from rockmate.costs.cost import Cost, Costs, Link
 from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.layout_check import captured_in_kernel_layouts, check_traced
 from rockmate.costs.machine import Machine
 from rockmate.costs.measure import measure_costs
-from rockmate.errors import InvalidSampleError, MissingCompilerError, UnsupportedModelError
+from rockmate.errors import MissingCompilerError
 from rockmate.graph.ir import Graph
-from rockmate.graph.step_options import StepOptions
 from rockmate.offload.link import link_to
 from rockmate.offload.request import OffloadRequest
 from rockmate.planning.form import Form
@@ -102,7 +100,7 @@ def timed(timings: dict[str, float], stage: str) -> Iterator[None]:
 
 def checked_forms(
     capture: Callable[[], CapturedStep],
-    further: FurtherForms,
+    further: FurtherForms | None,
     form_of: Callable[[CapturedStep], Form],
     timings: dict[str, float],
 ) -> list[Form]:
@@ -110,9 +108,9 @@ def checked_forms(
 
     Args:
         capture: captures the step, once more where kernels lay out otherwise than its fakes.
-        further: makes further forms of it.
+        further: compiles further forms of it; None for none.
         form_of: finds the costs of a form.
-        timings: takes the seconds of "capture" and "costs".
+        timings: takes the seconds of "capture", "costs" and "compile".
     """
 
     def checked(step: CapturedStep) -> Form:
@@ -122,14 +120,17 @@ def checked_forms(
             finally:  # a call that passes have replaced is the cause of others' layouts
                 check_traced(() if step.absence else step.capture.traced)
 
-    def first() -> Form:
+    def forms() -> list[Form]:
         with timed(timings, "capture"):
             step = capture()
-        return checked(step)
+        first = checked(step)
+        if further is None:
+            return [first]
+        with timed(timings, "compile"):
+            others = further(step)
+        return [first, *map(checked, others)]
 
-    form = captured_in_kernel_layouts(first)
-    rest = captured_in_kernel_layouts(lambda: [checked(step) for step in further(form.step)])
-    return in_one_format([form, *rest])
+    return captured_in_kernel_layouts(forms)
 
 
 def fused_forms(step: CapturedStep, options: PlanOptions) -> list[CapturedStep]:
@@ -148,75 +149,13 @@ def fused_forms(step: CapturedStep, options: PlanOptions) -> list[CapturedStep]:
     return [fused] if whole.options.unfused == left else [fused, whole]
 
 
-def other_forms(
-    options: PlanOptions,
-    step: CapturedStep,
-    capture: Callable[[StepOptions], CapturedStep] | None,
-    timings: dict[str, float],
-) -> list[CapturedStep]:
-    """Further forms of a step, with fused kernels.
-
-    Args:
-        options: what was asked for.
-        step: as captured.
-        capture: captures it once more, with other options; None where times are not measured.
-        timings: takes the seconds of "compile".
-    """
-    is_auto = options.kernels == "auto"
-    # Code that sees gradients of parameters sees their layout.
-    sees_gradients = step.options.hooked or step.options.gradients == "returned"
-    if sees_gradients or not may_read_channels_last(step.capture.joint.graph):
-        capture = None
-    if options.kernels == "eager" or not (is_auto or capture):
-        return []
-    with timed(timings, "compile"):
-        found = fused_forms(step, options) if is_auto else []
-        if capture is None or (is_auto and not found):
-            return found
-        other = _with_channels_last(step, options, capture)
-        if other is not None and is_auto:
-            found += fused_forms(other, options)
-        elif other is not None:
-            limit_s = options.compile_limit_s
-            found.append(other.fused(progress=options.progress, compile_limit_s=limit_s))
-        return found
-
-
-def _with_channels_last(
-    step: CapturedStep, options: PlanOptions, capture: Callable[[StepOptions], CapturedStep]
-) -> CapturedStep | None:
-    """The form, op by op, with convolutions that read channels last.
-
-    None if more than rounding would differ, with a line in the log.
-    """
-    try:
-        changed = replace(options.step, kernels="eager", memory_format="channels_last")
-        other = captured_in_kernel_layouts(lambda: capture(changed))
-    except (InvalidSampleError, UnsupportedModelError) as error:
-        logger.info("convolutions do not read channels last: %s", error)
-        return None
-    if draws_of(other.capture.joint.graph) != draws_of(step.capture.joint.graph):
-        logger.info("convolutions do not read channels last: other numbers would be drawn")
-        return None
-    if output_layouts(other.capture) != output_layouts(step.capture):
-        logger.info("convolutions do not read channels last: outputs would be laid out otherwise")
-        return None
-    return other
-
-
-def in_one_format(forms: Sequence[Form]) -> list[Form]:
-    """Of the forms with fused kernels, those in the memory format that is faster unplanned.
-
-    So the same kernels run at every budget. Ranks of a process group take the format of the first.
-    """
-    fused = [form for form in forms if form.step.options.kernels == "fused"]
-    formats = {_format_of(form): form for form in reversed(fused)}
-    if len(formats) < 2:
-        return [*forms]
-    fastest = min(formats, key=lambda each: formats[each].baseline.time_ms)
-    agreed = first_offer(f"memory format of {formats['as_given'].text}", fastest)
-    return [form for form in forms if form not in fused or _format_of(form) == agreed]
-
-
-def _format_of(form: Form) -> str:
-    return form.step.options.memory_format
+def advise_format(step: CapturedStep) -> None:
+    """Says in the log that convolutions of contiguous images may be faster channels last."""
+    convolution = torch.ops.aten.convolution.default
+    calls = step.capture.joint.graph.find_nodes(op="call_function", target=convolution)
+    images: list[Any] = [call.args[0].meta["val"] for call in calls]
+    if any(image.ndim == 4 and image.is_contiguous() for image in images):
+        logger.info(
+            "convolutions are often faster on values whose channels are last in memory; for the "
+            "model and its images write .to(memory_format=torch.channels_last)"
+        )

@@ -1,10 +1,9 @@
 """The forms of a step, and the fastest schedule of all within a budget: one loop over all forms.
 
-A form is a step and its costs: as captured, with fused kernels, with convolutions that read
-channels last, and each of these in chunks. The loop is a branch and bound. Each form has an initial
-schedule; the fastest comes first; a form is left out if its lower bound, or what its search may
-gain at most by experience, is no faster than the incumbent. Moves are tried from what it finds
-(`moved_search`).
+A form is a step and its costs: as captured, with fused kernels, and each of these in chunks. The
+loop is a branch and bound. Each form has an initial schedule; the fastest comes first; a form is
+left out if its lower bound, or what its search may gain at most by experience, is no faster than
+the incumbent. Moves are tried from what it finds (`moved_search`).
 """
 
 from __future__ import annotations

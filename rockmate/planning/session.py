@@ -36,9 +36,10 @@ from rockmate.plan.plan import Plan
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.checked_forms import (
     FurtherForms,
+    advise_format,
     checked_forms,
     costs_from,
-    other_forms,
+    fused_forms,
     timed,
 )
 from rockmate.planning.curve_choice import least_within, recommended
@@ -56,7 +57,7 @@ from rockmate.planning.search_trace import gap_bar
 from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.strategies import DEFAULT, UNMOVED
 from rockmate.runtime.program import PlannedCall
-from rockmate.step import CapturedStep, capture_step
+from rockmate.step import CapturedStep
 
 logger = logging.getLogger(__name__)
 
@@ -102,14 +103,13 @@ class PlanningSession:
         options = PlanOptions.of(options, keywords)
         machine, plain, first = machine_of(options), plain_model(model), [*captured]
 
-        def others(step: CapturedStep) -> list[CapturedStep]:
-            again = partial(capture_step, plain, sample_input, progress=options.progress)
-            return other_forms(options, step, again if machine is None else None, self.timings)
-
         def capture() -> CapturedStep:
             return first.pop() if first else captured_step(plain, sample_input, options, machine)
 
-        self._begin(model, capture, options, machine, others)
+        fused = partial(fused_forms, options=options) if options.kernels == "auto" else None
+        self._begin(model, capture, options, machine, fused)
+        if options.kernels != "eager":
+            advise_format(self._step)
 
     @classmethod
     def of(cls, step: CapturedStep, options: PlanOptions | None = None, **keywords: Any) -> Self:
@@ -129,9 +129,9 @@ class PlanningSession:
         capture: Callable[[], CapturedStep],
         options: PlanOptions,
         machine: Machine | None,
-        others: FurtherForms = lambda _: [],
+        further: FurtherForms | None = None,
     ) -> None:
-        """Finds the costs and the smallest peak of a step; `others` makes further forms of it."""
+        """Finds the costs and the smallest peak of a step; `further` makes other forms."""
         self.model, self.options, self._machine = model, options, machine
         self.timings, self.numerics = dict[str, float](), options.numerics
         self._rule = StoppingRule(options.gap_tolerance, options.time_limit_s)
@@ -143,7 +143,7 @@ class PlanningSession:
         def form_of(step: CapturedStep) -> Form:
             return Form(step, costs_of(step.graph), self._rule)
 
-        forms = checked_forms(capture, others, form_of, self.timings)
+        forms = checked_forms(capture, further, form_of, self.timings)
         steps = [each.step for each in forms]
         self._step = steps[0]
         fusions = [each.fusion for each in steps if each.fusion is not None]

@@ -323,9 +323,8 @@ def test_each_pass_has_work_in_some_model() -> None:
     absent = {"drop_value_checks"} if torch.__version__.startswith("2.11.") else set()
     # Work for those that read marks is in tests/entry/test_marks.py: no model here has any. That
     # for group norms is in test_layouts.py: there the graph as captured gives other numbers. That
-    # for formats is in tests/fusion/test_channels_last.py. That for tangents of forward-mode
-    # derivatives is in tests/entry/test_step_functions.py.
-    elsewhere = {"note_marks", "apply_marks", "copy_inputs_again", "fill_zero_tensors"}
+    # for tangents of forward-mode derivatives is in tests/entry/test_step_functions.py.
+    elsewhere = {"note_marks", "apply_marks", "fill_zero_tensors"}
     assert idle <= absent | elsewhere
 
 

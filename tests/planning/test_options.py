@@ -38,7 +38,6 @@ OLD_OPTIONS = StepOptions(
     in_flight=3,
     hooked=("head.weight",),
     marks=MarkRequest(patterns=(("aten.mm", "save"),), decisions="--s", honours_checkpoints=True),
-    memory_format="channels_last",
     kernels="fused",
     unfused=("x y", "z"),
     loss_chunks=Chunks(4, "recompute", 2),

@@ -30,6 +30,8 @@ class _Layout:
 class StepMoves:
     """Carries out the moves of one call, which the emitted code names by their index.
 
+    Each method is an event of a move (`rockmate.schedule.move`).
+
     It moves whole storages: every view of a value comes back with it. Its slab goes back to the
     tier when nothing refers to it any more: after the backward, or when the step is given up.
 
@@ -80,8 +82,12 @@ class StepMoves:
         )
         self._leaving[index] = self._slab.copy_out(self._slots.offsets[index], source)
 
-    def sent(self, index: int) -> None:
-        """Waits until the copy out has ended. Again for a kept graph: then it has long ended."""
+    def sent(self, value: torch.Tensor, index: int) -> None:
+        """Waits until the copy out has ended, and takes the value, whose last use it is.
+
+        Again for a kept graph: then it has long ended.
+        """
+        del value
         pending = self._leaving.pop(index, None)
         if pending is not None:
             pending.wait()
@@ -108,13 +114,14 @@ class StepMoves:
         value = torch.empty(0, dtype=layout.dtype, device=layout.device)
         return value.set_(target.untyped_storage(), layout.offset, layout.sizes, layout.strides)
 
-    def fetched(self, index: int) -> None:
-        """Waits until the copy back has ended."""
+    def fetched(self, value: torch.Tensor, index: int) -> torch.Tensor:
+        """Waits until the copy back has ended, and returns the value, which may now be read."""
         pending, num_bytes = self._coming.pop(index)
         if pending is not None:
             pending.wait()
             if self._log is not None:
                 self._log.append((num_bytes, pending))
+        return value
 
 
 def _bytes_of(value: torch.Tensor) -> torch.Tensor:

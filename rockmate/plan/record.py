@@ -90,8 +90,7 @@ class PlanRecord:
         costs: time and workspace of every op.
         snapshot: the captured step as plain values, which the indices in the schedule refer to.
         chain: the blocks of the step.
-        options: how the step was captured, and runs: in chunks, with fused kernels, in another
-            memory format.
+        options: how the step was captured, and runs: in chunks, with fused kernels.
         strategy: name of the strategy that made the plan.
         bounds: lower bounds on the time of schedules; see `lower_bound_ms`.
         num_unproved_blocks: 1 for a plan of "checkmate" without a proof of optimality: stopped at

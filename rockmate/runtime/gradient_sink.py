@@ -63,90 +63,10 @@ _MAX_WAITING = 8
 _MAX_WAITING_BYTES = 1 << 20
 
 
-def emit_gradient(sink: GradientSink, gradient: torch.Tensor, name: str, is_final: bool) -> None:
-    """Accumulates one partial gradient; called from the emitted backward."""
-    sink.accumulate(name, gradient, is_final=is_final)
-
-
-def skip_gradient(sink: GradientSink, name: str, is_final: bool) -> None:
-    """Takes an undefined partial gradient; called from the emitted backward."""
-    if is_final:
-        sink.fire_hooks(name)
-
-
-def emit_sliced_matmul(
-    sink: GradientSink,
-    left: torch.Tensor,
-    right: torch.Tensor,
-    name: str,
-    is_final: bool,
-    is_flipped: bool,
-    dim: int,
-    slice_size: int,
-    is_one_of_several: bool,
-) -> None:
-    """Accumulates the product of two matrices by slices; called from the emitted backward."""
-    form = SlicedMatmul(
-        is_flipped=is_flipped, dim=dim, slice_size=slice_size, is_one_of_several=is_one_of_several
-    )
-    sink.accumulate_matmul(name, left, right, form, is_final=is_final)
-
-
-def emit_embedding_gradient(
-    sink: GradientSink,
-    gradient: torch.Tensor,
-    indices: torch.Tensor,
-    num_weights: int,
-    padding_idx: int,
-    name: str,
-    is_final: bool,
-) -> None:
-    """Accumulates the rows of an embedding's gradient; called from the emitted backward."""
-    sink.accumulate_embedding(name, gradient, indices, num_weights, padding_idx, is_final=is_final)
-
-
-def fire_hooks(sink: GradientSink, name: str) -> None:
-    """Fires the hooks of a parameter after its last read; called from the emitted backward."""
-    sink.fire_hooks(name)
-
-
-def emit_issue(
-    sink: GradientSink,
-    names: Sequence[str],
-    gradients: Sequence[torch.Tensor],
-    dims: Sequence[int],
-    *settings: Any,
-) -> Wait:
-    """Begins to reduce whole gradients, or holds them; called from the emitted backward.
-
-    Args:
-        sink: of the backward.
-        names: of the parameters.
-        gradients: see `issue_reduction`, as for `dims`.
-        dims: see there.
-        *settings: fields of the `Reduction`.
-
-    Returns:
-        What gives this rank's parts; undefined ones if whole gradients are held.
-    """
-    how = Reduction(*settings)
-    if sink.held is None:
-        return issue_reduction(gradients, dims, how)
-    parameters = sink.leaves(names)
-    if id(parameters[0]) not in sink.holding:
-        return issue_reduction(sink.held.joined(parameters, gradients), dims, how)
-    sink.held.add(parameters, gradients, how)
-    zeros = zero_parts(gradients, dims, how)
-    return lambda: [*map(undefined_gradient, zeros)]
-
-
-def emit_reduction(sink: GradientSink, names: Sequence[str], *args: Any) -> list[torch.Tensor]:
-    """What `emit_issue` begins; the whole gradients are live until it has ended."""
-    return emit_issue(sink, names, *args)()
-
-
 class GradientSink:
     """Accumulates partial gradients and fires the parameters' hooks; lives for one backward.
+
+    The emitted backward calls it.
 
     Attributes:
         fires_hooks: False if the engine fires them when the step is done, or if a later step of the
@@ -186,9 +106,37 @@ class GradientSink:
         self._waiting: list[torch.Tensor] = []
         self._waiting_bytes = 0
 
-    def leaves(self, names: Sequence[str]) -> list[torch.Tensor]:
-        """Parameters by name."""
-        return [self._leaves[name] for name in names]
+    def issue(
+        self,
+        names: Sequence[str],
+        gradients: Sequence[torch.Tensor],
+        dims: Sequence[int],
+        *settings: Any,
+    ) -> Wait:
+        """Begins to reduce whole gradients, or holds them.
+
+        Args:
+            names: of the parameters.
+            gradients: see `issue_reduction`, as for `dims`.
+            dims: see there.
+            *settings: fields of the `Reduction`.
+
+        Returns:
+            What gives this rank's parts; undefined ones if whole gradients are held.
+        """
+        how = Reduction(*settings)
+        if self.held is None:
+            return issue_reduction(gradients, dims, how)
+        parameters = [self._leaves[name] for name in names]
+        if id(parameters[0]) not in self.holding:
+            return issue_reduction(self.held.joined(parameters, gradients), dims, how)
+        self.held.add(parameters, gradients, how)
+        zeros = zero_parts(gradients, dims, how)
+        return lambda: [*map(undefined_gradient, zeros)]
+
+    def reduce(self, names: Sequence[str], *args: Any) -> list[torch.Tensor]:
+        """What `issue` begins; the whole gradients are live until it has ended."""
+        return self.issue(names, *args)()
 
     def accumulate(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
         """Adds a partial gradient to the `.grad` of a parameter; hooks fire if it is final.
@@ -200,7 +148,7 @@ class GradientSink:
         if not parameter.requires_grad:
             return
         if is_undefined(gradient):
-            skip_gradient(self, name, is_final)
+            self.skip(name, is_final=is_final)
             return
         self._used.add(id(parameter))
         if name in self._wrappings:
@@ -219,17 +167,22 @@ class GradientSink:
         if is_final:
             self._fire_hooks(parameter)
 
+    def skip(self, name: str, *, is_final: bool) -> None:
+        """Takes an undefined partial gradient."""
+        if is_final:
+            self.fire_hooks(name)
+
     def accumulate_matmul(
         self,
         name: str,
         left: torch.Tensor,
         right: torch.Tensor,
-        form: SlicedMatmul,
         *,
         is_final: bool,
+        **fields: Any,
     ) -> None:
-        """Adds `left @ right`, or its transpose, to `.grad` slice by slice."""
-        parameter = self._leaves[name]
+        """Adds `left @ right`, or its transpose, to `.grad` in the form with these fields."""
+        parameter, form = self._leaves[name], SlicedMatmul(**fields)
         if not parameter.requires_grad:
             return
         if self._needs_whole(parameter):

@@ -6,6 +6,7 @@ import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,17 +17,8 @@ from rockmate.capture.roles import Role, RoleKind
 from rockmate.graph.in_place import in_place_call, reusable_operand
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, Storage
 from rockmate.ops.kernels import as_strided
-from rockmate.ops.moves import fetch, fetched, send, sent
 from rockmate.ops.rng import exchange_random_state, get_random_state
 from rockmate.ops.shards import REDUCE, finish, issue_gather
-from rockmate.runtime.gradient_sink import (
-    emit_embedding_gradient,
-    emit_gradient,
-    emit_issue,
-    emit_reduction,
-    emit_sliced_matmul,
-    fire_hooks,
-)
 from rockmate.runtime.program import Argument, ArgumentKind
 from rockmate.schedule.flights import Flights
 from rockmate.schedule.move import MoveEvent, PlacedEvent
@@ -170,9 +162,9 @@ class GraphWriter:
         if op.node.target is REDUCE:
             args = (self._sink(), _reduced_names(self.source, op), *args)
             if self._flights.is_awaited_later(position):
-                self._issued[position] = self.graph.call_function(emit_issue, args, kwargs)
+                self._issued[position] = self.graph.call_method("issue", args, kwargs)
                 return
-            target = emit_reduction
+            target = "reduce"
         present_state = None
         if op.is_random and is_recompute:
             present_state = self.graph.call_function(
@@ -180,7 +172,8 @@ class GraphWriter:
             )
         elif op.is_random and op.index in self.recomputed:
             self.states[op] = self.graph.call_function(get_random_state, (op.device,))
-        self._hold_results(op, self.graph.call_function(target, args, kwargs))
+        call = self.graph.call_method if target == "reduce" else self.graph.call_function
+        self._hold_results(op, call(target, args, kwargs))
         if present_state is not None:
             self.graph.call_function(exchange_random_state, (op.device, present_state))
         if op.saved_results and not is_recompute and op.index in self.recomputed:
@@ -198,29 +191,29 @@ class GraphWriter:
         moves, index = self._moves(), placed.index
         match placed.event:
             case MoveEvent.SEND:
-                self.graph.call_function(send, (moves, self.value(storage.root), index))
+                self.graph.call_method("send", (moves, self.value(storage.root), index))
             case MoveEvent.SENT:
-                self.graph.call_function(sent, (moves, self.value(storage.root), index))
+                self.graph.call_method("sent", (moves, self.value(storage.root), index))
                 self._forget(storage)
             case MoveEvent.FETCH:
                 self._forget(storage)
-                self._hold(storage.root, self.graph.call_function(fetch, (moves, index)))
+                self._hold(storage.root, self.graph.call_method("fetch", (moves, index)))
             case MoveEvent.FETCHED:
                 coming = (moves, self.value(storage.root), index)
                 self._forget(storage)
-                self._hold(storage.root, self.graph.call_function(fetched, coming))
+                self._hold(storage.root, self.graph.call_method("fetched", coming))
 
     def emit_gradient(self, node: fx.Node, role: Role) -> None:
         """Writes the call that accumulates a parameter's gradient."""
         value = self._sum_without_kept_dims(node) or self.value(self._same_layout_base(node))
-        arguments = (self._sink(), value, role.name, self._is_final(role.name))
-        self.graph.call_function(emit_gradient, arguments)
+        is_final = {"is_final": self._is_final(role.name)}
+        self.graph.call_method("accumulate", (self._sink(), role.name, value), is_final)
 
     def fire_hooks_after(self, position: int) -> None:
         """Writes the calls that fire hooks after the op at a position of the backward."""
         assert self._hook_schedule is not None
         for name in self._hook_schedule.names_after.get(position, ()):
-            self.graph.call_function(fire_hooks, (self._sink(), name))
+            self.graph.call_method("fire_hooks", (self._sink(), name))
 
     def _hold(self, node: fx.Node, holder: fx.Node) -> None:
         self._holders[node] = holder
@@ -319,13 +312,13 @@ class GraphWriter:
     def _emit_without_whole(self, op: Op, args: tuple[Any, ...]) -> None:
         """Writes the call that accumulates a gradient which never exists as a whole."""
         name = op.final_gradients[0][1].name
-        owner = (name, self._is_final(name))
+        owner, is_final = (self._sink(), name), {"is_final": self._is_final(name)}
         match op.gradient_sink_form:
             case SlicedMatmul() as form:
-                slices = (form.is_flipped, form.dim, form.slice_size, form.is_one_of_several)
-                self.graph.call_function(emit_sliced_matmul, (self._sink(), *args, *owner, *slices))
+                fields = is_final | asdict(form)
+                self.graph.call_method("accumulate_matmul", (*owner, *args), fields)
             case SparseEmbeddingGradient():
-                self.graph.call_function(emit_embedding_gradient, (self._sink(), *args[:4], *owner))
+                self.graph.call_method("accumulate_embedding", (*owner, *args[:4]), is_final)
 
     def _moves(self) -> fx.Node:
         if self._moves_node is None:

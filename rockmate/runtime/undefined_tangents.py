@@ -29,24 +29,17 @@ from rockmate.capture.opaque_call import OpaqueBackward
 from rockmate.capture.roles import Role
 from rockmate.capture.size_template import Size, SizeNames, layout_of_node
 from rockmate.errors import BackwardError
-from rockmate.ops.moves import send, sent
 from rockmate.ops.rng import exchange_random_state
 from rockmate.runtime.direct_call import compiled
-from rockmate.runtime.gradient_sink import (
-    emit_embedding_gradient,
-    emit_gradient,
-    emit_sliced_matmul,
-    fire_hooks,
-    skip_gradient,
-)
 from rockmate.runtime.program import Argument, ArgumentKind, BackwardVariant
 
 _aten = torch.ops.aten
 _SUMS = {_aten.add.Tensor, _aten.add.out}
-# Positions of the name and of `is_final` among the arguments of a call of the sink.
-_SINK_CALLS = {emit_gradient: (2, 3), emit_sliced_matmul: (3, 4), emit_embedding_gradient: (5, 6)}
+_CALLS = ("call_function", "call_method")
+# Methods of the sink that take a gradient.
+_ACCUMULATIONS = {"accumulate", "accumulate_matmul", "accumulate_embedding"}
 # Calls with an effect beside their result.
-_EFFECTS = {*_SINK_CALLS, skip_gradient, fire_hooks, exchange_random_state, send, sent}
+_EFFECTS = {*_ACCUMULATIONS, "skip", "fire_hooks", "send", "sent", exchange_random_state}
 
 
 class _State(enum.Enum):
@@ -127,14 +120,14 @@ class _VariantWriter:
                 is_undefined = argument.source.index in undefined
                 states[node] = _State.UNDEFINED if is_undefined else _State.DEFINED
         for node in list(self._graph.nodes):
-            if node.op == "call_function":
+            if node.op in _CALLS:
                 states[node] = self._visit(node, states)
             elif node.op == "output":
                 self._replace_undefined(node, states, lambda _: None)
         for node in reversed(list(self._graph.nodes)):
             is_undefined = states.get(node) is _State.UNDEFINED
             has_effect = node.target in _EFFECTS and not is_undefined
-            if node.op == "call_function" and not node.users and not has_effect:
+            if node.op in _CALLS and not node.users and not has_effect:
                 self._graph.erase_node(node)
 
     def _visit(self, node: fx.Node, states: dict[fx.Node, _State]) -> _State:
@@ -142,10 +135,10 @@ class _VariantWriter:
         found = {states[operand] for operand in node.all_input_nodes}
         if _State.UNDEFINED not in found:
             return _State.DEFINED if _State.DEFINED in found else _State.CONSTANT
-        if node.target in _SINK_CALLS:
-            name, is_final = (node.args[place] for place in _SINK_CALLS[node.target])
+        if node.target in _ACCUMULATIONS:
+            is_final = {"is_final": node.kwargs["is_final"]}
             with self._graph.inserting_before(node):  # a partial gradient is undefined
-                self._graph.call_function(skip_gradient, (node.args[0], name, is_final))
+                self._graph.call_method("skip", node.args[:2], is_final)
             return _State.UNDEFINED
         if _State.DEFINED not in found:
             return _State.UNDEFINED

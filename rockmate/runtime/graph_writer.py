@@ -164,7 +164,9 @@ class GraphWriter:
             if self._flights.is_awaited_later(position):
                 self._issued[position] = self.graph.call_method("issue", args, kwargs)
                 return
-            target = "reduce"
+            self._hold_results(op, self.graph.call_method("reduce", args, kwargs))
+            self._emit_gradients(op)
+            return
         present_state = None
         if op.is_random and is_recompute:
             present_state = self.graph.call_function(
@@ -172,8 +174,7 @@ class GraphWriter:
             )
         elif op.is_random and op.index in self.recomputed:
             self.states[op] = self.graph.call_function(get_random_state, (op.device,))
-        call = self.graph.call_method if target == "reduce" else self.graph.call_function
-        self._hold_results(op, call(target, args, kwargs))
+        self._hold_results(op, self.graph.call_function(target, args, kwargs))
         if present_state is not None:
             self.graph.call_function(exchange_random_state, (op.device, present_state))
         if op.saved_results and not is_recompute and op.index in self.recomputed:
@@ -206,7 +207,7 @@ class GraphWriter:
     def emit_gradient(self, node: fx.Node, role: Role) -> None:
         """Writes the call that accumulates a parameter's gradient."""
         value = self._sum_without_kept_dims(node) or self.value(self._same_layout_base(node))
-        is_final = {"is_final": self._is_final(role.name)}
+        is_final: dict[str, Any] = {"is_final": self._is_final(role.name)}
         self.graph.call_method("accumulate", (self._sink(), role.name, value), is_final)
 
     def fire_hooks_after(self, position: int) -> None:
@@ -312,11 +313,13 @@ class GraphWriter:
     def _emit_without_whole(self, op: Op, args: tuple[Any, ...]) -> None:
         """Writes the call that accumulates a gradient which never exists as a whole."""
         name = op.final_gradients[0][1].name
-        owner, is_final = (self._sink(), name), {"is_final": self._is_final(name)}
+        owner: tuple[Any, ...] = (self._sink(), name)
+        is_final: dict[str, Any] = {"is_final": self._is_final(name)}
         match op.gradient_sink_form:
             case SlicedMatmul() as form:
-                fields = is_final | asdict(form)
-                self.graph.call_method("accumulate_matmul", (*owner, *args), fields)
+                self.graph.call_method(
+                    "accumulate_matmul", (*owner, *args), is_final | asdict(form)
+                )
             case SparseEmbeddingGradient():
                 self.graph.call_method("accumulate_embedding", (*owner, *args[:4]), is_final)
 

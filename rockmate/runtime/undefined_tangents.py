@@ -136,7 +136,7 @@ class _VariantWriter:
         if _State.UNDEFINED not in found:
             return _State.DEFINED if _State.DEFINED in found else _State.CONSTANT
         if node.target in _ACCUMULATIONS:
-            is_final = {"is_final": node.kwargs["is_final"]}
+            is_final: Any = {"is_final": node.kwargs["is_final"]}
             with self._graph.inserting_before(node):  # a partial gradient is undefined
                 self._graph.call_method("skip", node.args[:2], is_final)
             return _State.UNDEFINED

@@ -108,9 +108,13 @@ def planning_options(arguments: argparse.Namespace) -> PlanOptions:
         raise MarkError(f"--save and --recompute both name {both[0]!r}. Leave one of them out.")
     words = {"save": arguments.save, "recompute": arguments.recompute}
     marks = {pattern: word for word, patterns in words.items() for pattern in patterns}
-    names = [each.name for each in fields(PlanOptions)]
-    given = {name: value for name, value in vars(arguments).items() if name in names}
-    return PlanOptions(**given, marks=marks or None)
+    return PlanOptions(**fields_of(PlanOptions, arguments), marks=marks or None)
+
+
+def fields_of(options: type, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What was given for the fields of a dataclass of options, by name."""
+    names = {each.name for each in fields(options)}
+    return {name: value for name, value in vars(arguments).items() if name in names}
 
 
 def write_file(path: Path, write: Callable[[Path], Any]) -> None:

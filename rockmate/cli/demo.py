@@ -17,8 +17,9 @@ import os
 import statistics
 import sys
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,51 +30,21 @@ from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.allocator import Timeline, timeline
 from rockmate._util import end_stages, is_terminal, progress_bar
 from rockmate.budget import size_text
+from rockmate.cli.arguments import planning_options
 from rockmate.errors import InvalidArgumentError
 from rockmate.frames.report import FramesReport
 from rockmate.hf.source_check import first_line
-from rockmate.module import Mode
 
 Batch = Mapping[str, torch.Tensor]
 
 BACKWARD_MARK = "rockmate.demo::backward"
-_HEAD_WIDTH = 64
+_NUM_LAYERS, _WIDTH, _HEAD_WIDTH = 12, 384, 64  # of the GPT-2 that is built
 _NUM_BYTE_VALUES = 256
 _BYTES_PER_TOKEN = 16  # more than any tokenizer needs on source text
 _LEARNING_RATE = 1e-4
 _NUM_RECORDED_STEPS = 3
 _NUM_STEPS_OF_FRAMES = 4
 """Frames are chosen, measured and decided on within so many steps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DemoOptions:
-    """What to train and how.
-
-    Attributes:
-        model: folder or cached name of a Hugging Face causal model; None builds a GPT-2 with random
-            weights.
-        budget: activation budget as a fraction of the peak without recomputation.
-        num_steps: training steps of each run.
-        num_layers: layers of the GPT-2 that is built.
-        width: its hidden size.
-        batch_size: sequences in a batch.
-        sequence_length: tokens in a sequence.
-        quiet: no progress on standard error.
-        mode: as of `RockmateModule`.
-        marks: "marks" and "existing_checkpoints" of `Planner`.
-    """
-
-    model: str | None = None
-    budget: float = 0.4
-    num_steps: int = 6
-    num_layers: int = 12
-    width: int = 384
-    batch_size: int = 4
-    sequence_length: int = 256
-    quiet: bool = False
-    mode: Mode = "plan"
-    marks: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,36 +101,39 @@ class DemoResult:
 # --- the two runs ---------------------------------------------------------------------------------
 
 
-def run(options: DemoOptions) -> DemoResult:
-    """Trains both ways; raises `InvalidArgumentError` and the package's other errors."""
+def run(arguments: Namespace) -> DemoResult:
+    """Trains both ways, by the arguments of the command.
+
+    Raises `InvalidArgumentError` and the package's other errors.
+    """
     import transformers
 
     def say(line: str) -> None:
-        if not options.quiet:
+        if not arguments.quiet:
             end_stages()
             sys.stderr.write(f"{line}\n")
 
-    model, tokenize, kind = (
-        _built(transformers, options) if options.model is None else _loaded(transformers, options)
+    model, tokenize, kind = (_built if arguments.model is None else _loaded)(
+        transformers, arguments
     )
-    batches = _batches(tokenize, options)
+    batches = _batches(tokenize, arguments)
     model.train()
     ours = copy.deepcopy(model)
 
     say("measuring eager's activation peak")
     eager_memory = _memory_of_step(model, model, batches[0])
     say(
-        f"eager's peak is {size_text(eager_memory.peak_bytes)}; planning for {options.budget} of "
+        f"eager's peak is {size_text(eager_memory.peak_bytes)}; planning for {arguments.budget} of "
         "the peak without recomputation"
     )
-    module, stage_s, planning_s = _wrap(ours, batches[0], options)
+    module, stage_s, planning_s = _wrap(ours, batches[0], arguments)
     planned_memory = _memory_of_step(module, ours, batches[0])
 
     eager_steps, planned_steps = _train_in_turn(
-        model, (ours, module), batches, show=not options.quiet
+        model, (ours, module), batches, show=not arguments.quiet
     )
     return DemoResult(
-        title=_title(kind, model, options),
+        title=_title(kind, model, arguments),
         eager=Run(losses=eager_steps[0], times_ms=eager_steps[1], memory=eager_memory),
         planned=Run(losses=planned_steps[0], times_ms=planned_steps[1], memory=planned_memory),
         plan=module.plan if module.is_planned else None,
@@ -196,35 +170,37 @@ def _step(call: Callable[..., Any], batch: Batch, *, seed: int) -> float:
 
 
 def _wrap(
-    model: nn.Module, batch: Batch, options: DemoOptions
+    model: nn.Module, batch: Batch, arguments: Namespace
 ) -> tuple[RockmateModule, Mapping[str, float], float]:
     """The module, seconds of stages of its planning, and of all."""
-    start = time.perf_counter()
-    progress = not options.quiet and is_terminal()
+    start, marks = time.perf_counter(), planning_options(arguments).changed
+    progress = not arguments.quiet and is_terminal()
     stage_s: Mapping[str, float] = {}
     try:
-        if options.mode == "plan":
+        if arguments.mode == "plan":
             # The demo promises every bit.
-            planner = Planner(model, batch, progress=progress, numerics="bitwise", **options.marks)
-            module = planner.module(options.budget, trial="never")  # it compares by itself
+            planner = Planner(model, batch, progress=progress, numerics="bitwise", **marks)
+            module = planner.module(arguments.budget, trial="never")  # it compares by itself
             stage_s = dict(planner.timings)
         else:
-            module = _framed(model, batch, options)
+            module = _framed(model, batch, arguments, marks)
     except InfeasibleBudgetError as error:
         # The fraction that was asked for tells what it is one of.
-        share = options.budget * error.minimum_bytes / max(error.budget_bytes, 1)
+        share = arguments.budget * error.minimum_bytes / max(error.budget_bytes, 1)
         msg = f"{error} As a fraction: --budget {math.ceil(1000 * share) / 1000:.3f}."
         raise InvalidArgumentError(msg) from error
     return module, stage_s, time.perf_counter() - start
 
 
-def _framed(model: nn.Module, batch: Batch, options: DemoOptions) -> RockmateModule:
+def _framed(
+    model: nn.Module, batch: Batch, arguments: Namespace, marks: Mapping[str, Any]
+) -> RockmateModule:
     """Frames that have been measured; with mode "auto" a plan where the model can be captured."""
-    given = {**options.marks, "mode": options.mode, "trial": "never"}
-    if options.mode == "auto":
-        module = RockmateModule(model, batch, options.budget, numerics="bitwise", **given)
+    given = {**marks, "mode": arguments.mode, "trial": "never"}
+    if arguments.mode == "auto":
+        module = RockmateModule(model, batch, arguments.budget, numerics="bitwise", **given)
     else:
-        module = RockmateModule(model, None, options.budget, **given)
+        module = RockmateModule(model, None, arguments.budget, **given)
     if module.frames is not None:
         for _ in range(_NUM_STEPS_OF_FRAMES):
             _step(module, batch, seed=0)
@@ -268,53 +244,54 @@ def _train_in_turn(
 _Tokenize = Callable[[bytes, int], list[int]]
 
 
-def _built(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokenize, str]:
+def _built(transformers: Any, arguments: Namespace) -> tuple[nn.Module, _Tokenize, str]:
     """A GPT-2 over bytes, from its configuration: nothing is downloaded."""
+    num_layers, width = arguments.layers or _NUM_LAYERS, arguments.width or _WIDTH
     config = transformers.GPT2Config(
         vocab_size=_NUM_BYTE_VALUES,
-        n_positions=max(options.sequence_length, 2),
-        n_layer=options.num_layers,
-        n_head=max(1, options.width // _HEAD_WIDTH),
-        n_embd=options.width,
+        n_positions=max(arguments.tokens, 2),
+        n_layer=num_layers,
+        n_head=max(1, width // _HEAD_WIDTH),
+        n_embd=width,
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
     )
-    if options.width % config.n_head:
+    if width % config.n_head:
         raise InvalidArgumentError(
-            f"--width {options.width} does not divide into heads of {_HEAD_WIDTH}. Take a multiple "
+            f"--width {width} does not divide into heads of {_HEAD_WIDTH}. Take a multiple "
             f"of {_HEAD_WIDTH}."
         )
     torch.manual_seed(0)
-    kind = (
-        f"GPT-2 architecture, {options.num_layers} layers, width {options.width}, bytes as tokens"
-    )
+    kind = f"GPT-2 architecture, {num_layers} layers, width {width}, bytes as tokens"
     model = transformers.GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"  # it would be taken anyway, but with a warning
     return model, lambda text, length: list(text[:length]), kind
 
 
-def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokenize, str]:
+def _loaded(transformers: Any, arguments: Namespace) -> tuple[nn.Module, _Tokenize, str]:
     """The user's model and tokenizer, from a folder or from the local cache."""
-    if options.quiet:
+    if arguments.quiet:
         transformers.utils.logging.disable_progress_bar()
     try:
-        config = transformers.AutoConfig.from_pretrained(options.model, local_files_only=True)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(options.model, local_files_only=True)
+        config, tokenizer = (
+            each.from_pretrained(arguments.model, local_files_only=True)
+            for each in (transformers.AutoConfig, transformers.AutoTokenizer)
+        )
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            options.model, config=config, dtype=torch.float32, local_files_only=True
+            arguments.model, config=config, dtype=torch.float32, local_files_only=True
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise InvalidArgumentError(
-            f"cannot load {options.model!r} as a causal language model from this machine: "
+            f"cannot load {arguments.model!r} as a causal language model from this machine: "
             f"{first_line(error)} Give a folder "
             "that holds a configuration, weights and a tokenizer, or the name of a model that has "
             "been downloaded before."
         ) from error
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and options.sequence_length > longest:
+    if longest is not None and arguments.tokens > longest:
         raise InvalidArgumentError(
-            f"--tokens {options.sequence_length} is more than the positions of {options.model!r}. "
+            f"--tokens {arguments.tokens} is more than the positions of {arguments.model!r}. "
             f"Take {longest} or fewer."
         )
 
@@ -323,33 +300,32 @@ def _loaded(transformers: Any, options: DemoOptions) -> tuple[nn.Module, _Tokeni
             "input_ids"
         ]
 
-    return model, tokenize, f"{options.model} ({type(model).__name__})"
+    return model, tokenize, f"{arguments.model} ({type(model).__name__})"
 
 
-def _batches(tokenize: _Tokenize, options: DemoOptions) -> list[Batch]:
+def _batches(tokenize: _Tokenize, arguments: Namespace) -> list[Batch]:
     """One batch a step.
 
     Each sequence of a batch advances through a part of the text of its own.
     """
-    text, length = standard_library_text(), options.sequence_length
+    text, length = standard_library_text(), arguments.tokens
     excerpt_bytes = length * _BYTES_PER_TOKEN
-    stretch_bytes = len(text) // options.batch_size
-    if stretch_bytes < options.num_steps * excerpt_bytes:
+    stretch_bytes = len(text) // arguments.batch
+    if stretch_bytes < arguments.steps * excerpt_bytes:
         raise InvalidArgumentError(
             f"the sources of Python's standard library hold {len(text):,} bytes, too few for "
-            f"{options.num_steps} steps of "
-            f"{options.batch_size} x {length} tokens. Take fewer --steps, --batch or --tokens."
+            f"{arguments.steps} steps of "
+            f"{arguments.batch} x {length} tokens. Take fewer --steps, --batch or --tokens."
         )
     batches = []
-    for step in range(options.num_steps):
+    for step in range(arguments.steps):
         starts = [
-            sequence * stretch_bytes + step * excerpt_bytes
-            for sequence in range(options.batch_size)
+            sequence * stretch_bytes + step * excerpt_bytes for sequence in range(arguments.batch)
         ]
         sequences = [tokenize(text[start : start + excerpt_bytes], length) for start in starts]
         if any(len(sequence) != length for sequence in sequences):
             raise InvalidArgumentError(
-                f"{options.model!r} makes fewer than {length} tokens of {excerpt_bytes:,} bytes. "
+                f"{arguments.model!r} makes fewer than {length} tokens of {excerpt_bytes:,} bytes. "
                 "Take fewer --tokens."
             )
         tokens = torch.tensor(sequences)
@@ -363,8 +339,8 @@ def standard_library_text() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.glob("[!_]*.py")))
 
 
-def _title(kind: str, model: nn.Module, options: DemoOptions) -> str:
+def _title(kind: str, model: nn.Module, arguments: Namespace) -> str:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    shape = f"{options.batch_size} x {options.sequence_length} tokens"
+    shape = f"{arguments.batch} x {arguments.tokens} tokens"
     machine = f"{torch.get_num_threads()} threads, PyTorch {torch.__version__}"
     return f"{kind}: {num_parameters / 1e6:.1f} M parameters, {shape}, {machine}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rockmate.cli.arguments import (
     add_model_arguments,
     add_option,
+    fields_of,
     names,
     planning_options,
     positive,
@@ -107,7 +108,11 @@ def _add_search(fit: argparse.ArgumentParser) -> None:
         help="train a few steps at each size of the table on this device",
     )
     fit.add_argument(
-        "--steps", type=positive, default=5, help="steps that --measure times (default: 5)"
+        "--steps",
+        dest="num_steps",
+        type=positive,
+        default=5,
+        help="steps that --measure times (default: 5)",
     )
 
 
@@ -117,20 +122,11 @@ def run(arguments: argparse.Namespace) -> int:
     from rockmate.curves.fit_options import FitOptions
     from rockmate.curves.fit_run import run_fit
 
+    progress = not arguments.quiet and is_terminal()
     options = FitOptions(
-        memory=arguments.memory,
-        optimizer=arguments.optimizer,
+        **fields_of(FitOptions, arguments),
         vary="tokens" if arguments.longest else "batch",
-        sizes=arguments.sizes,
-        most=arguments.most,
-        batch_axis=arguments.batch_axis,
-        token_axis=arguments.token_axis,
-        reserve=arguments.reserve,
-        measure=arguments.measure,
-        num_steps=arguments.steps,
-        planning=replace(
-            planning_options(arguments), progress=not arguments.quiet and is_terminal()
-        ),
+        planning=replace(planning_options(arguments), progress=progress),
     )
     _check(arguments, options)
     model, sample_input, title = _model(arguments)

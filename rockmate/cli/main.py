@@ -29,6 +29,7 @@ from rockmate.cli.arguments import (
     add_model_arguments,
     add_option,
     at_least_two,
+    fields_of,
     fraction,
     names,
     only_errors_logged,
@@ -41,7 +42,6 @@ from rockmate.errors import InvalidArgumentError, RockmateError
 from rockmate.extras import require_all
 
 if TYPE_CHECKING:
-    from rockmate.cli.demo import DemoOptions
     from rockmate.hf.model_source import SourcedModel
     from rockmate.planning.options import PlanOptions
 
@@ -79,6 +79,8 @@ def _check(arguments: argparse.Namespace) -> None:
     draws = is_demo or given.get("plot") or (command == "sweep" and given["out"])
     if command == "run":
         run_command.check(arguments)
+    if is_demo:
+        _check_demo(arguments)
     needed = [("transformers", "hf", is_demo or (model and ":" not in model))]
     needed += [("peft", "hf", given.get("lora")), ("matplotlib", "plot", draws)]
     require_all({name: extra for name, extra, is_so in needed if is_so}, f"rockmate {command}")
@@ -90,6 +92,18 @@ def _check(arguments: argparse.Namespace) -> None:
         from rockmate.hf.source_check import check_source
 
         check_source(model)
+
+
+def _check_demo(arguments: argparse.Namespace) -> None:
+    """Raises `InvalidArgumentError` for options that exclude each other."""
+    if arguments.model is not None and (arguments.layers or arguments.width):
+        raise InvalidArgumentError(
+            "--layers and --width are for the GPT-2 that is built without --model. Leave them out."
+        )
+    if planning_options(arguments).changed and arguments.mode == "frames":
+        raise InvalidArgumentError(
+            "marks belong to plans, and --mode frames has none. Leave one of them out."
+        )
 
 
 def _with_stages(arguments: argparse.Namespace) -> int:
@@ -231,6 +245,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     sweep.add_argument(
         "--steps",
+        dest="num_steps",
         type=positive,
         default=5,
         help="steps that --measure takes at each budget (default: 5)",
@@ -282,40 +297,13 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 def _run_demo(arguments: argparse.Namespace) -> int:
     from rockmate.cli import demo, demo_report
 
-    options = _demo_options(arguments)
     write_file(arguments.out, lambda path: path.mkdir(parents=True, exist_ok=True))
-    result = demo.run(options)
+    result = demo.run(arguments)
     sys.stdout.write(demo_report.report(result))
     path = arguments.out / "memory.png"
     write_file(path, lambda path: demo_report.save_memory_plot(result, path))
     sys.stdout.write(f"Plot: {path}\n")
     return 0 if result.succeeded else 1
-
-
-def _demo_options(arguments: argparse.Namespace) -> DemoOptions:
-    from rockmate.cli.demo import DemoOptions
-
-    if arguments.model is not None and (arguments.layers or arguments.width):
-        raise InvalidArgumentError(
-            "--layers and --width are for the GPT-2 that is built without --model. Leave them out."
-        )
-    marks = planning_options(arguments).changed
-    if marks and arguments.mode == "frames":
-        raise InvalidArgumentError(
-            "marks belong to plans, and --mode frames has none. Leave one of them out."
-        )
-    return DemoOptions(
-        model=arguments.model,
-        budget=arguments.budget,
-        num_steps=arguments.steps,
-        batch_size=arguments.batch,
-        sequence_length=arguments.tokens,
-        quiet=arguments.quiet,
-        mode=arguments.mode,
-        marks=marks,
-        num_layers=arguments.layers or 12,
-        width=arguments.width or 384,
-    )
 
 
 # --- sweep and plan -------------------------------------------------------------------------------
@@ -325,13 +313,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
     from rockmate.curves.sweep_folder import SweepFolder
     from rockmate.curves.sweep_run import SweepOptions, run_sweep
 
-    options = SweepOptions(
-        budgets=arguments.budgets,
-        strategies=arguments.strategies,
-        measure=arguments.measure,
-        num_steps=arguments.steps,
-        progress=not arguments.quiet,
-    )
+    options = SweepOptions(**fields_of(SweepOptions, arguments), progress=not arguments.quiet)
     planning = planning_options(arguments)
     options.check(planning.machine)  # all that can be told before the model is built
     if arguments.out is not None:

@@ -14,7 +14,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -56,23 +56,18 @@ _SMALL = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CheckRow:
-    """What one step took and whether it is eager's.
+class CheckRow(Measurement):
+    """What one step took beside eager, and whether that is what is promised.
 
     Attributes:
         name: of the step.
         failures: promises that do not hold, in words; empty if all do.
         skipped: why it did not run; empty if it did.
-        is_bitwise: whether all gradients equal eager's bit for bit.
-        difference: largest of a gradient, relative to eager's.
         error: largest of a gradient against double precision; None where gradients are eager's, and
             for random models.
         eager_error: that of eager's gradients.
         predicted_peak_bytes: activation peak; the budget of frames.
-        peak_bytes: measured.
-        eager_peak_bytes: of eager's step.
         predicted_ratio: time over that without recomputation; None for frames.
-        ratio: measured time over eager's.
         num_waits: of the host for a GPU in one planned step, beyond eager's; None on a CPU.
         seconds: that the row took, planning included.
     """
@@ -80,15 +75,10 @@ class CheckRow:
     name: str
     failures: tuple[str, ...] = ()
     skipped: str = ""
-    is_bitwise: bool = False
-    difference: float | None = None
     error: float | None = None
     eager_error: float | None = None
     predicted_peak_bytes: int | None = None
-    peak_bytes: int | None = None
-    eager_peak_bytes: int | None = None
     predicted_ratio: float | None = None
-    ratio: float | None = None
     num_waits: int | None = None
     seconds: float = 0.0
 
@@ -144,17 +134,13 @@ def _row(case: Case, device: torch.device) -> CheckRow:
         own, eagers = (_least_waits(call, sample) for call in (module, model))
         waits, where = own.total() - eagers.total(), ", ".join(own - eagers)
     return CheckRow(
+        **asdict(found),
         name=case.name,
         failures=tuple(_failures(case, found, predicted, errors, waits, where, device)),
-        is_bitwise=is_equal,
-        difference=found.gradient_difference,
         error=errors[0] if errors else None,
         eager_error=errors[1] if errors else None,
         predicted_peak_bytes=predicted,
-        peak_bytes=found.measured_peak_bytes,
-        eager_peak_bytes=found.eager_peak_bytes,
         predicted_ratio=ratio,
-        ratio=found.measured_ratio,
         num_waits=waits,
     )
 

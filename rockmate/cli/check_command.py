@@ -130,14 +130,14 @@ def _text(machine: dict[str, Any], rows: Sequence[CheckRow]) -> str:
 def _line(row: CheckRow) -> str:
     from rockmate.budget import size_text
 
-    if row.skipped or row.peak_bytes is None or row.predicted_peak_bytes is None:
+    if row.skipped or row.measured_peak_bytes is None or row.predicted_peak_bytes is None:
         return f"{row.name:<24}{'FAILED' if row.failures else 'skipped' if row.skipped else 'ok'}"
-    gradients = "equal bits"
-    if not row.is_bitwise:
-        gradients = f"within {row.difference:.0e}"
-    peak = f"{size_text(row.predicted_peak_bytes)} -> {size_text(row.peak_bytes)}"
+    difference = row.gradient_difference
+    gradients = f"within {difference:.0e}" if difference else "equal bits"
+    peak = f"{size_text(row.predicted_peak_bytes)} -> {size_text(row.measured_peak_bytes)}"
     peak += f" of {size_text(row.eager_peak_bytes or 0)}"
-    predicted = "" if row.predicted_ratio is None else f"{row.predicted_ratio:.2f} -> "
+    times = "" if row.predicted_ratio is None else f"{row.predicted_ratio:.2f} -> "
+    times += f"{row.measured_ratio:.2f}x"
     waits = "" if row.num_waits is None else f", {row.num_waits} waits"
     failed = "  FAILED" if row.failures else ""
-    return f"{row.name:<24}{gradients:<22}{peak:<34}{predicted}{row.ratio:.2f}x{waits}{failed}"
+    return f"{row.name:<24}{gradients:<22}{peak:<34}{times}{waits}{failed}"

@@ -83,4 +83,4 @@ def test_json_and_exit_code(
     interfaces, images = record["rows"]
     assert "planted" in interfaces["failures"][0]
     assert images["failures"] == []
-    assert images["peak_bytes"] <= images["predicted_peak_bytes"] * 1.02
+    assert images["measured_peak_bytes"] <= images["predicted_peak_bytes"] * 1.02

@@ -151,7 +151,9 @@ class ValueReader:
         """
         self._defers = defers
         self._carriers = iter(carriers) if carriers else None
-        self._sizes: list[tuple[torch.SymInt, fx.Node]] = []  # with the nodes that give their numbers
+        self._sizes: list[
+            tuple[torch.SymInt, fx.Node]
+        ] = []  # with the nodes that give their numbers
         self._deferred: list[weakref.ref[Deferred]] = []
         self._graph = fx.Graph()
         self._root = nn.Module()  # holds constants

@@ -1,4 +1,4 @@
-"""The cost of batches of other lengths after the first, without a further capture for each.
+"""The cost of batches of other lengths, or other grids of images, after the first.
 
     python -m bench.lengths                # writes bench/results/lengths_cpu_<yyyymm>.*
     python -m bench.lengths --model gpt2 --lengths 5
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import logging
 import statistics
 import sys
@@ -30,10 +31,13 @@ from bench import command, measure
 from bench.command import Record
 from bench.models import batches, built, makers
 from bench.pages import about, filled
+from bench.registries import tiny
 from rockmate import RockmateModule
 from rockmate.plan_cache import PlanCache
 
 BATCH, LENGTH, WORDS = 4, 96, 8192
+_GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm_ocr")
+_SIDES = (16, 12, 8, 4)  # of a grid, in patches
 MODELS = makers("lengths")
 
 
@@ -60,19 +64,47 @@ def shapes_of(num_lengths: int) -> list[tuple[int, int]]:
     return [(BATCH - (index % 3 == 2), length) for index, length in enumerate(lengths)]
 
 
+def images_of(config: Any, grids: Sequence[Sequence[int]], seed: int) -> dict[str, Tensor]:
+    """A row of text around an image for each grid, which is its height and width in patches."""
+    draw, vision = torch.Generator().manual_seed(seed), config.vision_config
+    counts = [height * width for height, width in grids]
+    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    words = torch.randint(10, 200, (len(grids), max(counts) // 4 + 8), generator=draw)
+    for row, count in zip(words, counts, strict=True):
+        row[1 : 1 + count // vision.spatial_merge_size**2] = config.image_token_id
+    is_image = words == config.image_token_id
+    return {
+        "pixel_values": torch.randn(sum(counts), width, generator=draw),
+        "image_grid_thw": torch.tensor([[1, *each] for each in grids]),
+        "input_ids": words,
+        "mm_token_type_ids": is_image.int(),
+        "labels": words.masked_fill(is_image, -100),
+    }
+
+
+def _workload(name: str, number: int) -> tuple[nn.Module, list[dict[str, Tensor]]]:
+    """A model, its sample, and so many further batches."""
+    if name in MODELS:
+        shapes = [(BATCH, LENGTH), *shapes_of(number)]
+        made = [batch_of(name, shape, seed) for seed, shape in enumerate(shapes)]
+        return built(name, MODELS[name]).model, made
+    torch.manual_seed(0)
+    model: Any = next(tiny.builders("image-text-to-text", name))()
+    sizes = [*itertools.product(_SIDES, repeat=2)]
+    grids = [*itertools.product(sizes, repeat=2)][:: len(sizes) - 3][: number + 1]
+    return model, [images_of(model.config, each, seed) for seed, each in enumerate(grids)]
+
+
 def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
-    """Trains one model on the sample and on other lengths."""
-    model = built(name, MODELS[name]).model
+    """Trains one model on the sample and on other sizes."""
+    model, (sample, *others) = _workload(name, options.lengths)
     eager = copy.deepcopy(model)
     begin = time.process_time()
-    module = RockmateModule(model, batch_of(name, (BATCH, LENGTH), 0), 0.5, trial="never")
-    _gradients_after(module, model, batch_of(name, (BATCH, LENGTH), 0))
+    module = RockmateModule(model, sample, 0.5, on_infeasible="least", trial="never")
+    _gradients_after(module, model, sample)
     plan_s = time.process_time() - begin
     with CaptureLog() as log:
-        lengths = [
-            _measured_length(module, model, eager, batch_of(name, shape, seed))
-            for seed, shape in enumerate(shapes_of(options.lengths), start=1)
-        ]
+        lengths = [_measured_length(module, model, eager, batch) for batch in others]
     later = [length["cost_ms"] for length in lengths[1:]] or [0.0]
     yield {
         "model": name,
@@ -167,9 +199,10 @@ def page(records: Sequence[Record]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and writes the page."""
-    number = "number of different lengths after the first, at most 89"
+    number = "number of different lengths after the first, at most 89, and of grids, at most 21"
     return command.run_models(
-        "lengths", __doc__, arguments, measured, page, models=MODELS, stem="lengths_cpu",
+        "lengths", __doc__, arguments, measured, page,
+        models=(*MODELS, *_GRID_MODELS), stem="lengths_cpu",
         further={"--lengths": {"type": int, "default": 20, "help": number}},
     )[0]  # fmt: skip
 

@@ -30,7 +30,7 @@ _TENSOR = object()  # stands in the place of a tensor
 _COMPUTED = re.compile(r"position_ids|(max|cu)_(window_)?seqlens?|window_index|interp_.*|merged_.*")
 
 # Who gives the results of a function in a trace, or None if it is to be traced.
-meets: list[Callable[[InputFunction, Sequence[Tensor]], list[Tensor] | None]] = []
+meets: list[Callable[[Any, Sequence[Tensor]], list[Tensor] | None]] = []
 _traced: dict[str, InputFunction] = {}  # of the capture that is going on
 
 
@@ -68,7 +68,13 @@ class InputFunction:
         args, kwargs = filled(self._call, tensors)
         form, made = parted(self._run(*args, **kwargs))
         given = {storage_id(each) for each in tensors}
-        return form, [x.clone() if storage_id(x) in given else x.contiguous() for x in made]
+
+        def own(result: Tensor) -> Tensor:
+            # `unique` leaves its result in memory for all elements.
+            is_larger = result.untyped_storage().nbytes() > result.nbytes
+            return result.clone() if is_larger or storage_id(result) in given else result
+
+        return form, [own(result.contiguous()) for result in made]
 
     def on_sample(self, _: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments: the sample's."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from rockmate._util import attributes_set
-from rockmate.capture import input_functions
+from rockmate.capture import input_functions, window_attention
 from rockmate.capture.opaque_call import OpaqueBackward, OpaqueCall, OpaqueForward
 from rockmate.capture.structure import flatten
 from rockmate.errors import UnsupportedModelError
@@ -76,7 +76,7 @@ _forward.register_autograd(_differentiate, setup_context=_keep_handle)
 
 @contextlib.contextmanager
 def traced_as_ops(calls: Mapping[str, OpaqueCall], model: nn.Module) -> Iterator[None]:
-    """Makes each of the submodules one op of the trace, and each function of the model's inputs.
+    """Makes each of the submodules one op of the trace, as functions of inputs and windows are.
 
     Only one trace may go on at a time.
     """
@@ -90,7 +90,11 @@ def traced_as_ops(calls: Mapping[str, OpaqueCall], model: nn.Module) -> Iterator
         for module, own in by_module.items()
     ]
     try:
-        with attributes_set(*forwards), input_functions.input_functions_as_ops(model):
+        with (
+            attributes_set(*forwards),
+            input_functions.input_functions_as_ops(model),
+            window_attention.windows_as_ops(model),
+        ):
             yield
     finally:
         _traced_calls.clear()
@@ -123,3 +127,4 @@ def install(graph: fx.Graph, calls: Mapping[str, OpaqueCall]) -> None:
         elif node.target is torch.ops.rockmate.untraced_backward.default:
             node.target, node.args = OpaqueBackward(calls[node.args[3]]), node.args[:3]
     input_functions.install(graph)
+    window_attention.install(graph)

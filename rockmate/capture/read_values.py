@@ -151,7 +151,9 @@ class ValueReader:
         """
         self._defers = defers
         self._carriers = iter(carriers) if carriers else None
-        self._symbols: dict[Any, fx.Node] = {}  # the nodes that give their numbers
+        self._sizes: list[
+            tuple[torch.SymInt, fx.Node]
+        ] = []  # with the nodes that give their numbers
         self._deferred: list[weakref.ref[Deferred]] = []
         self._graph = fx.Graph()
         self._root = nn.Module()  # holds constants
@@ -168,8 +170,7 @@ class ValueReader:
             node = self._graph.placeholder(f"input_{index}")
             for dim, size in enumerate(tensor.shape):
                 if isinstance(size, torch.SymInt):
-                    number = self._graph.call_function(_SIZE, (node, dim))
-                    self._symbols.setdefault(size.node.expr, number)
+                    self._sizes.append((size, self._graph.call_function(_SIZE, (node, dim))))
             if value is not None:
                 self._learn(tensor, node, _copy(value).to(tensor.device))
 
@@ -275,7 +276,7 @@ class ValueReader:
         if hint_of(size) != value:
             raise UnsupportedModelError("the forward reads other values where sizes are symbols")
         if isinstance(size, torch.SymInt):
-            self._symbols.setdefault(size.node.expr, node)
+            self._sizes.append((size, node))
         return size
 
     def _learn(self, traced: torch.Tensor, node: fx.Node, value: torch.Tensor) -> None:
@@ -373,12 +374,16 @@ class ValueReader:
     def _node(self, item: Any) -> Any:
         if isinstance(item, torch.SymInt):
             expression = item.node.expr
-            symbols = sorted(expression.free_symbols, key=str)
+            # A trace that finds sizes equal, or one the sum of others, writes it in the others'
+            # symbols from then on, of which some may not have been read yet.
+            nodes = {size.node.expr: node for size, node in reversed(self._sizes)}
+            whole = expression in nodes
+            symbols = [expression] if whole else sorted(expression.free_symbols, key=str)
 
             def number(sizes: Sequence[int]) -> int:
                 return int(expression.xreplace(dict(zip(symbols, sizes, strict=True))))
 
-            return self._graph.call_function(number, ([self._symbols[each] for each in symbols],))
+            return self._graph.call_function(number, ([nodes[each] for each in symbols],))
         return self._known[id(item)].node if isinstance(item, torch.Tensor) else item
 
     def _forget_changed(

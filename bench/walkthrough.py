@@ -31,7 +31,8 @@ from rockmate.costs.measure import measure_costs
 from rockmate.graph.blocks import partition
 from rockmate.graph.build import build_graph
 from rockmate.graph.parameters import owner_names
-from rockmate.graph.passes import GRAPH_PASSES, REWRITES, PassOptions, run_passes
+from rockmate.graph.pass_options import PassOptions
+from rockmate.graph.passes import GRAPH_PASSES, REWRITES, run_passes
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.strategies import Searches
 from rockmate.runtime.emit import emit

@@ -33,7 +33,6 @@ from rockmate.graph.passes import (
     GRAPH_PASSES,
     JOINT_PASSES,
     REWRITES,
-    PassOptions,
     run_passes,
 )
 from rockmate.graph.snapshot import StepSnapshot
@@ -288,7 +287,7 @@ def capture_step(
         state = replace(state, hooked=state.hooked | shared_names(capture, owners))
     marks, hooked = decided_request(capture, options.marks), hooked_of(state, options)
     options = replace(options, marks=marks, hooked=hooked)
-    passes = replace(PassOptions.of(options, owners), runs_here=sample.device is None)
+    passes = replace(options.for_passes(owners), runs_here=sample.device is None)
     capture = run_passes(REWRITES, capture, passes)
     step = step_of(
         capture,
@@ -369,7 +368,7 @@ def step_of(
         like: see `PassOptions`.
         fusion: how groups of ops are fused; None leaves every op by itself.
     """
-    passes = PassOptions.of(options, owner_names(model), like=like)
+    passes = options.for_passes(owner_names(model), like=like)
     capture = run_passes(JOINT_PASSES, capture, passes)
 
     def build(joint: Capture) -> Graph:

@@ -276,7 +276,7 @@ class StepFamily:
 
     @property
     def _pass_options(self) -> PassOptions:
-        return PassOptions.of(self._planned.plan.options, owner_names(self._model))
+        return self._planned.plan.options.for_passes(owner_names(self._model))
 
     def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
         """What `make` makes; where it cannot be made, that is not tried again, and said once."""

@@ -23,7 +23,8 @@ from rockmate.curves.size_axis import SizeAxis
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.graph.hooked_gradients import shared_names
 from rockmate.graph.parameters import owner_names
-from rockmate.graph.passes import JOINT_PASSES, REWRITES, PassOptions, run_passes
+from rockmate.graph.pass_options import PassOptions
+from rockmate.graph.passes import JOINT_PASSES, REWRITES, run_passes
 from rockmate.graph.step_options import StepOptions
 from rockmate.step import CapturedStep, capture_step, hooked_of, step_of
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate.capture.roles import Capture
+from rockmate.graph.pass_options import PassOptions
 from rockmate.ops.convolutions import (
     can_take_slices,
     convolution_backward_in_slices,
@@ -49,14 +51,12 @@ def split_convolution_backwards(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def slice_convolutions(graph: fx.Graph, *, run: bool) -> None:
+def slice_convolutions(capture: Capture, options: PassOptions) -> Capture:
     """Has convolutions that write out their windows do so in slices, where bits are the same.
 
-    Args:
-        graph: the joint graph, with the gradients of convolutions apart.
-        run: whether the step runs on this machine, so that bits can be compared.
+    The gradients of convolutions are apart. Bits can be compared where the step runs.
     """
-    for node in graph.nodes:
+    for node in capture.joint.graph.nodes:
         if node.target is _CONVOLUTION:
             values, weight, _, *how = node.args
             target: Any = convolution_in_slices
@@ -68,5 +68,6 @@ def slice_convolutions(graph: fx.Graph, *, run: bool) -> None:
         fake = values.meta["val"]
         layout = list(fake.shape), list(fake.stride())
         is_3d = fake.ndim == 5 and fake.device.type == "cpu"
-        if is_3d and can_take_slices(layout, weight.meta["val"], how, run=run):
+        if is_3d and can_take_slices(layout, weight.meta["val"], how, run=options.runs_here):
             node.target = target
+    return capture

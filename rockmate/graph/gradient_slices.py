@@ -14,13 +14,14 @@ forms. They are chosen here, since they decide what the planner counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
 from torch import fx
 
+from rockmate.graph.hooked_gradients import hooked_producers
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient
+from rockmate.graph.pass_options import PassOptions
 
 _aten = torch.ops.aten
 
@@ -44,20 +45,17 @@ _CPU_SIZES = _Sizes(min_sliced_bytes=1 << 22, slice_bytes=1 << 21, min_slice_row
 _CUDA_SIZES = _Sizes(min_sliced_bytes=1 << 26, slice_bytes=1 << 25, min_slice_rows=2048)
 
 
-def assign_sink_forms(graph: Graph, *, like: Graph | None = None, but: Collection[Op] = ()) -> None:
+def assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
     """Sets `Op.gradient_sink_form` and the size of the op's storage, in place.
 
-    Args:
-        graph: ops and storages.
-        like: the graph of the same step at sizes that are nowhere smaller. Only ops that have a
-            form there get one.
-        but: ops that get none.
+    Gradients of hooked parameters get no form, nor do ops that have none in `options.like`.
     """
+    whole = hooked_producers(graph, options)
     read = {storage for op in graph.ops for storage in op.reads}
     num_contributions = Counter(role.name for op in graph.ops for _, role in op.final_gradients)
-    for op in _candidates(graph, like):
+    for op in _candidates(graph, options.like):
         makes_one_gradient = len(op.writes) == 1 and len(op.final_gradients) == 1
-        if op in but or not makes_one_gradient or op.writes[0] in read:
+        if op in whole or not makes_one_gradient or op.writes[0] in read:
             continue
         name = op.final_gradients[0][1].name
         is_large = op.writes[0].num_bytes >= _sizes_on(op.device).min_sliced_bytes
@@ -68,6 +66,7 @@ def assign_sink_forms(graph: Graph, *, like: Graph | None = None, but: Collectio
                 _slice_product(op)
         elif op.node.target is _aten.embedding_dense_backward.default and is_large:
             _keep_touched_rows(op)
+    return graph
 
 
 def _sizes_on(device: torch.device) -> _Sizes:

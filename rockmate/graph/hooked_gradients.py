@@ -12,7 +12,7 @@ eager adds the gradients to each other first, and then to `.grad`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch import fx
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.fake_values import fake_result
 from rockmate.graph.ir import Graph, Op
+from rockmate.graph.pass_options import PassOptions
 
 
 def shared_names(capture: Capture, owner_of: Mapping[str, str]) -> frozenset[str]:
@@ -34,17 +35,12 @@ def shared_names(capture: Capture, owner_of: Mapping[str, str]) -> frozenset[str
     return frozenset(name for name, owner in owner_of.items() if owners[owner] > 1)
 
 
-def sum_hooked_gradients(
-    capture: Capture, hooked: Collection[str], owner_of: Mapping[str, str]
-) -> Capture:
+def sum_hooked_gradients(capture: Capture, options: PassOptions) -> Capture:
     """A capture that returns one gradient for each hooked parameter, the sum over its uses.
 
-    Args:
-        capture: its graph is changed in place; a parameter with one gradient stays as it is.
-        hooked: names of parameters.
-        owner_of: for each parameter's name, the first name of the same tensor.
+    Its graph is changed in place; a parameter with one gradient stays as it is.
     """
-    owners = sorted({owner_of[name] for name in hooked})
+    owners, owner_of = sorted(options.hooked_owners), options.owner_of
     if not owners:
         return capture
     graph = capture.joint.graph
@@ -74,23 +70,20 @@ def sum_hooked_gradients(
     return replace(capture, output_roles=tuple(roles))
 
 
-def defer_hooked_gradients(
-    graph: Graph, hooked: Collection[str], owner_of: Mapping[str, str]
-) -> Graph:
+def defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:
     """The graph with each hooked gradient's producer behind the last op that reads the parameter.
 
     A producer whose result is read stays. The ops' `index` changes in place.
     """
-    owners = {owner_of[name] for name in hooked}
-    if not owners:
+    if not options.hooked_owners:
         return graph
     parameter_at = {
-        graph.storage_of[node]: owner_of[role.name]
+        graph.storage_of[node]: options.owner_of[role.name]
         for node, role in graph.inputs
         if role.kind is RoleKind.PARAMETER
     }
     order = list(graph.ops)
-    for owner, producer in _hooked_producers(graph, owners, owner_of):
+    for owner, producer in _hooked_producers(graph, options):
         if any(graph.readers.get(storage) for storage in producer.writes):
             continue
         readers = [
@@ -103,17 +96,14 @@ def defer_hooked_gradients(
     return graph.with_order(order)
 
 
-def hooked_producers(graph: Graph, hooked: Collection[str], owner_of: Mapping[str, str]) -> set[Op]:
+def hooked_producers(graph: Graph, options: PassOptions) -> set[Op]:
     """The ops that make gradients of hooked parameters."""
-    owners = {owner_of[name] for name in hooked}
-    return {producer for _, producer in _hooked_producers(graph, owners, owner_of)}
+    return {producer for _, producer in _hooked_producers(graph, options)}
 
 
-def _hooked_producers(
-    graph: Graph, owners: Collection[str], owner_of: Mapping[str, str]
-) -> list[tuple[str, Op]]:
+def _hooked_producers(graph: Graph, options: PassOptions) -> list[tuple[str, Op]]:
     """The owner of each hooked gradient, and the op that makes it."""
-    found = []
+    owners, owner_of, found = options.hooked_owners, options.owner_of, []
     for node, role in graph.outputs:
         if role.kind is not RoleKind.PARAMETER_GRADIENT or owner_of[role.name] not in owners:
             continue

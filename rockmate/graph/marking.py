@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _NUM_NAMED = 4
 
 
-def apply_marks(graph: Graph) -> Graph:
+def apply_marks(graph: Graph, _: object) -> Graph:
     """Sets the mark of each storage from those of its nodes.
 
     Raises:

@@ -24,6 +24,7 @@ from rockmate.capture.provenance import MADE_BY_FORWARD
 from rockmate.capture.roles import Capture, copied_capture
 from rockmate.errors import MarkError
 from rockmate.graph.mark_request import Mark, MarkRequest
+from rockmate.graph.pass_options import PassOptions
 from rockmate.ops.value_mark import marking_line, value_mark
 
 logger = logging.getLogger(__name__)
@@ -89,14 +90,14 @@ def decided_request(capture: Capture, request: MarkRequest) -> MarkRequest:
     return request.decided(decisions)
 
 
-def note_marks(capture: Capture, request: MarkRequest) -> Capture:
-    """Writes the request's marks to the nodes that they match, and removes `value_mark` calls.
+def note_marks(capture: Capture, options: PassOptions) -> Capture:
+    """Writes the user's marks to the nodes that they match, and removes `value_mark` calls.
 
     Raises:
         MarkError: a pattern matches nothing or several kinds of things, a named value is an input
             or a parameter, or the policy was asked about other ops.
     """
-    graph = capture.joint.graph
+    graph, request = capture.joint.graph, options.marks
     named = _named_values(graph)
     for pattern, word in request.patterns:
         _note_pattern(graph, pattern, word, named)

@@ -19,8 +19,7 @@ every returned value, bitwise, unless the line above them says what else they ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import TypeVar
 
@@ -29,54 +28,16 @@ from torch import fx
 from rockmate.capture.roles import Capture
 from rockmate.graph import convolutions, rewrite
 from rockmate.graph.gradient_slices import assign_sink_forms
-from rockmate.graph.hooked_gradients import (
-    defer_hooked_gradients,
-    hooked_producers,
-    sum_hooked_gradients,
-)
+from rockmate.graph.hooked_gradients import defer_hooked_gradients, sum_hooked_gradients
 from rockmate.graph.ir import Graph
-from rockmate.graph.mark_request import NO_MARKS, MarkRequest
 from rockmate.graph.marking import apply_marks
 from rockmate.graph.node_marks import note_marks
-from rockmate.graph.step_options import StepOptions
+from rockmate.graph.pass_options import PassOptions
 from rockmate.graph.value_numbering import merge_equal_values, remove_dead_calls
 from rockmate.graph.weight_gradients_first import weight_gradients_first
 from rockmate.graph.written_slices import read_what_was_written
 
 _IR = TypeVar("_IR", Capture, Graph)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassOptions:
-    """What passes must know beside the graph.
-
-    Attributes:
-        hooked: names of the parameters with a tensor hook.
-        owner_of: for each parameter's name, the first name of the same tensor.
-        like: the planned graph of the same step at sizes that are nowhere smaller, if there is one.
-        marks: what the user marks.
-        keeps_inputs: whether inputs stay as they are until the backward.
-        runs_here: whether the step runs on this machine, at these sizes.
-    """
-
-    hooked: tuple[str, ...] = ()
-    owner_of: Mapping[str, str] = field(default_factory=dict)
-    like: Graph | None = None
-    marks: MarkRequest = NO_MARKS
-    keeps_inputs: bool = False
-    runs_here: bool = False
-
-    @classmethod
-    def of(
-        cls, options: StepOptions, owner_of: Mapping[str, str], *, like: Graph | None = None
-    ) -> PassOptions:
-        """Those of a step that is captured with options."""
-        return cls(
-            hooked=options.hooked or (),
-            owner_of=owner_of,
-            like=like,
-            marks=options.marks,
-        )
 
 
 Pass = Callable[[_IR, PassOptions], _IR]
@@ -107,45 +68,9 @@ def _rewrite(function: Callable[[fx.Graph], None]) -> Pass[Capture]:
     return run
 
 
-def _note_marks(capture: Capture, options: PassOptions) -> Capture:
-    return note_marks(capture, options.marks)
-
-
-def _slice_convolutions(capture: Capture, options: PassOptions) -> Capture:
-    convolutions.slice_convolutions(capture.joint.graph, run=options.runs_here)
-    return capture
-
-
-def _copy_inputs_of_the_forward(capture: Capture, options: PassOptions) -> Capture:
-    return capture if options.keeps_inputs else rewrite.copy_inputs_of_the_forward(capture)
-
-
-def _sum_hooked_gradients(capture: Capture, options: PassOptions) -> Capture:
-    return sum_hooked_gradients(capture, options.hooked, options.owner_of)
-
-
-def _apply_marks(graph: Graph, _: PassOptions) -> Graph:
-    return apply_marks(graph)
-
-
-def _defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:
-    return defer_hooked_gradients(graph, options.hooked, options.owner_of)
-
-
-def _weight_gradients_first(graph: Graph, options: PassOptions) -> Graph:
-    pinned = hooked_producers(graph, options.hooked, options.owner_of)
-    return weight_gradients_first(graph, but=pinned)
-
-
-def _assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
-    whole = hooked_producers(graph, options.hooked, options.owner_of)
-    assign_sink_forms(graph, like=options.like, but=whole)
-    return graph
-
-
 REWRITES: tuple[Pass[Capture], ...] = (
     # All calls but those that mark values, which nothing reads.
-    _note_marks,
+    note_marks,
     _rewrite(rewrite.fill_zero_tensors),
     _rewrite(rewrite.drop_value_checks),
     # Masks and outputs, and the order of draws.
@@ -162,22 +87,22 @@ REWRITES: tuple[Pass[Capture], ...] = (
     _rewrite(remove_dead_calls),
     _rewrite(rewrite.copy_out_of_workspaces),
     _rewrite(rewrite.copy_slices_read_late),
-    _slice_convolutions,
-    _copy_inputs_of_the_forward,
+    convolutions.slice_convolutions,
+    rewrite.copy_inputs_of_the_forward,
 )
 
 JOINT_PASSES: tuple[Pass[Capture], ...] = (
     # The sum of each parameter's gradients, in autograd's order of addition.
-    _sum_hooked_gradients,
+    sum_hooked_gradients,
 )
 
 GRAPH_PASSES: tuple[Pass[Graph], ...] = (
     # Ops, their order, storages; only what a schedule may do with them is limited.
-    _apply_marks,
+    apply_marks,
     # Ops and storages; only the order of ops changes.
-    _defer_hooked_gradients,
+    defer_hooked_gradients,
     # Ops and storages, the forward's order, the order of contributions to a gradient.
-    _weight_gradients_first,
+    weight_gradients_first,
     # Ops and their order; sizes only of storages that nothing reads.
-    _assign_sink_forms,
+    assign_sink_forms,
 )

@@ -16,6 +16,7 @@ from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.fake_values import fake_result, insert_call, refresh, refresh_views
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD
 from rockmate.graph.node_marks import is_saved
+from rockmate.graph.pass_options import PassOptions
 from rockmate.ops.kernel_layouts import CHANNELS_LAST
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply, dropout_mask, fold
 from rockmate.ops.rng import is_random
@@ -265,7 +266,7 @@ def _viewed(node: Any) -> Any:
     return node
 
 
-def copy_inputs_of_the_forward(capture: Capture) -> Capture:
+def copy_inputs_of_the_forward(capture: Capture, options: PassOptions) -> Capture:
     """Copies each input that the forward reads and no gradient needs.
 
     A training script may overwrite an input between the forward and the backward: `x.div_(255)`, a
@@ -277,6 +278,8 @@ def copy_inputs_of_the_forward(capture: Capture) -> Capture:
     Inputs that are returned, and those that the forward overwrites, stay as they are: the user's
     tensor itself is then the result.
     """
+    if options.keeps_inputs:
+        return capture
     forward = _forward_nodes(capture)
     updated = {role.index for _, role in capture.outputs if role.kind is RoleKind.INPUT_UPDATE}
     returned = {storage for node, _ in capture.outputs for storage in storage_ids(node)}

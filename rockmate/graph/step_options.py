@@ -8,7 +8,9 @@ from typing import Any, Literal
 
 from rockmate.capture.options import CaptureOptions
 from rockmate.graph.chunking.chunks import Chunks
+from rockmate.graph.ir import Graph
 from rockmate.graph.mark_request import NO_MARKS, MarkRequest
+from rockmate.graph.pass_options import PassOptions
 
 StepKernels = Literal["eager", "fused"]
 _ALWAYS_WRITTEN = ("differentiable", "outputs", "gradients")
@@ -55,6 +57,11 @@ class StepOptions(CaptureOptions):
     def are_exact(self) -> bool:
         """Whether the ops of the step are eager's, one by one."""
         return self.kernels == "eager" and not self.loss_chunks
+
+    def for_passes(self, owner_of: Mapping[str, str], *, like: Graph | None = None) -> PassOptions:
+        """The options of passes over a step that is captured with these; see `PassOptions`."""
+        hooked = self.hooked or ()
+        return PassOptions(hooked=hooked, owner_of=owner_of, like=like, marks=self.marks)
 
     def to_json(self) -> dict[str, Any]:
         """The options of a captured step as plain values, those aside that have their default."""

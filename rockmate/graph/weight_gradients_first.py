@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from rockmate.capture.roles import RoleKind
+from rockmate.graph.hooked_gradients import hooked_producers
 from rockmate.graph.ir import Graph, Op, Phase, Storage
+from rockmate.graph.pass_options import PassOptions
 
 
-def weight_gradients_first(graph: Graph, *, but: Collection[Op] = ()) -> Graph:
+def weight_gradients_first(graph: Graph, options: PassOptions) -> Graph:
     """The graph with each weight-gradient op right behind the last op that it waits for.
 
-    Contributions to one parameter keep their order, so their sum rounds the same.
-
-    Args:
-        graph: ops and storages; the ops' `index` changes in place.
-        but: ops that stay.
+    Contributions to one parameter keep their order, so their sum rounds the same. Gradients of
+    hooked parameters stay. The ops' `index` changes in place.
     """
-    pinned: set[Op] = set(but)
+    pinned = hooked_producers(graph, options)
     while True:
         order = _earliest_order(graph, _weight_gradient_ops(graph) - pinned)
         swapped = _swapped_contributions(graph, order) - pinned

@@ -20,6 +20,8 @@ from bench import measure
 from rockmate import Planner, RockmateModule
 from rockmate.graph.build import build_graph
 from rockmate.graph.ir import Graph, Op, Phase
+from rockmate.graph.parameters import owner_names
+from rockmate.graph.pass_options import PassOptions
 from rockmate.graph.passes import REWRITES, run_passes
 from rockmate.graph.weight_gradients_first import weight_gradients_first
 from rockmate.planning.branch_order import memory_minimizing_order
@@ -53,12 +55,16 @@ def peak_of(ops: tuple[Op, ...]) -> int:
     return peak
 
 
+def options_of(model: nn.Module) -> PassOptions:
+    return PassOptions(owner_of=owner_names(model))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_no_op_is_lost_and_the_peak_does_not_rise(name: str) -> None:
     workload = models.tiny(name)
     before = autograds_order(workload.model, workload.sample)
     ops = before.ops
-    after = weight_gradients_first(before)
+    after = weight_gradients_first(before, options_of(workload.model))
     assert sorted(op.name for op in after.ops) == sorted(op.name for op in ops)
     assert [op.name for op in after.forward_ops] == [
         op.name for op in ops if op.phase is Phase.FORWARD
@@ -69,10 +75,8 @@ def test_no_op_is_lost_and_the_peak_does_not_rise(name: str) -> None:
 def test_a_weights_gradient_precedes_the_inputs() -> None:
     model = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 4))
     names = [op.name for op in autograds_order(model, torch.randn(3, 6)).backward_ops]
-    ordered = [
-        op.name
-        for op in weight_gradients_first(autograds_order(model, torch.randn(3, 6))).backward_ops
-    ]
+    graph = autograds_order(model, torch.randn(3, 6))
+    ordered = [op.name for op in weight_gradients_first(graph, options_of(model)).backward_ops]
     products = [name for name in names if name.startswith("mm")]
     assert products == [
         "mm",

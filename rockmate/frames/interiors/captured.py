@@ -33,7 +33,8 @@ from rockmate.frames.interiors.interior import Interior
 from rockmate.frames.interiors.schedules import PlannedSchedules, structure_of
 from rockmate.frames.interiors.trial import Layouts, Trial, trained
 from rockmate.graph.parameters import owner_names
-from rockmate.graph.passes import REWRITES, PassOptions, run_passes
+from rockmate.graph.pass_options import PassOptions
+from rockmate.graph.passes import REWRITES, run_passes
 from rockmate.graph.step_options import StepOptions
 from rockmate.state.call_state import CallState
 from rockmate.step import CapturedStep, step_of

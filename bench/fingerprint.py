@@ -31,7 +31,7 @@ from tqdm import tqdm
 from bench import command, models, plan_quality
 from bench.command import Record
 from bench.comparison.branched import CHAINS
-from bench.quality.measurement import TWO_LAYER_MODELS
+from bench.optima import TWO_LAYER_MODELS
 from rockmate import InfeasibleBudgetError, Plan, Planner
 
 MODELS = tuple(dict.fromkeys((*plan_quality.MODELS, *TWO_LAYER_MODELS, *models.BRANCHED, *CHAINS)))

@@ -1,4 +1,4 @@
-"""How good plans are: a lower bound, a proved optimum, other strategies.
+"""How good plans are, beside a lower bound and other strategies.
 
     python -m bench.plan_quality            # all; writes bench/results/plan_quality_cpu_<yyyymm>.*
     python -m bench.plan_quality --model llama --quick --output X
@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from bench import command
 from bench.command import Record
-from bench.quality.measurement import QUICK, TWO_LAYER_MODELS, Extent, measure
+from bench.quality.measurement import QUICK, Extent, measure
 from bench.quality.page import page, save_picture
 from bench.quality.records import newest_of_models
 
@@ -31,14 +31,10 @@ MODELS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measures what is missing and writes the page; 0 whether targets are hit or missed."""
-    limit = "time limit of one solve of whole-graph Checkmate, in seconds"
     status, options = command.run_models(
-        "plan_quality", __doc__, arguments, _measured, page, models=(*MODELS, *TWO_LAYER_MODELS),
+        "plan_quality", __doc__, arguments, _measured, page, models=MODELS,
         tiny=True, stem="plan_quality_cpu",
-        further={
-            "--quick": {"action": "store_true", "help": "fewer budgets and limits"},
-            "--checkmate-limit": {"type": float, "metavar": "S", "help": limit},
-        },
+        further={"--quick": {"action": "store_true", "help": "fewer budgets"}},
     )  # fmt: skip
     options.output.mkdir(parents=True, exist_ok=True)
     for name, own in newest_of_models(command.read(command.lines_of(options))).items():
@@ -50,13 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     """The records of a model, all at once; none if the lines have them, with these settings."""
     settings = {"tiny": options.tiny, "quick": options.quick}
-    settings["checkmate_limit_s"] = options.checkmate_limit
     known = command.read(command.lines_of(options))
     if any(r["model"] == name and settings.items() <= r.items() for r in known):
         return
     extent = replace(QUICK if options.quick else Extent(), is_tiny=options.tiny)
-    if options.checkmate_limit:
-        extent = replace(extent, whole_graph_limit_s=options.checkmate_limit)
     yield from [settings | record for record in measure(name, extent)]
     # A captured graph has many reference cycles.
     gc.collect()

@@ -13,15 +13,12 @@ from bench.command import Record
 from bench.quality.targets import SERIES
 from rockmate import InfeasibleBudgetError, Plan, Planner
 from rockmate.bound.protocol import Bounds
-from rockmate.errors import SolverLimitError
 from rockmate.plan.faults import fault_of
 from rockmate.schedule.simulate import simulate
 
 DEFAULT = "rockmate"
 OTHERS = ("none", "chen", "rotor")
 STRATEGIES = (*OTHERS, DEFAULT)
-WHOLE_GRAPH = "checkmate"
-TWO_LAYER_MODELS = ("gpt2-2layer", "bert-2layer", "llama-2layer")
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 MACHINE = "cpu-avx2"
 NUM_BOUNDS = 48
@@ -35,26 +32,17 @@ class Extent:
 
     Attributes:
         budgets: Fractions of the baseline's peak at which every strategy plans.
-        whole_graph_budgets: Those of whole-graph Checkmate, on two-layer models.
         num_frontier_points: Points of each other strategy's frontier at whose peaks the default
             plans too.
-        whole_graph_limit_s: Time limit of one solve of whole-graph Checkmate.
         is_tiny: Take the models for tests.
     """
 
     budgets: tuple[float, ...] = BUDGETS
-    whole_graph_budgets: tuple[float, ...] = (0.9, 0.7, 0.5, 0.4)
     num_frontier_points: int = 6
-    whole_graph_limit_s: float = 600.0
     is_tiny: bool = False
 
 
-QUICK = Extent(
-    budgets=(1.0, 0.5, 0.25),
-    whole_graph_budgets=(0.6,),
-    num_frontier_points=1,
-    whole_graph_limit_s=15.0,
-)
+QUICK = Extent(budgets=(1.0, 0.5, 0.25), num_frontier_points=1)
 
 
 def measure(name: str, extent: Extent) -> Iterator[Record]:
@@ -65,8 +53,7 @@ def measure(name: str, extent: Extent) -> Iterator[Record]:
         extent: How much is tried.
     """
     workload = models.build(name, tiny=extent.is_tiny)
-    limit: Any = {"time_limit_s": extent.whole_graph_limit_s} if name in TWO_LAYER_MODELS else {}
-    planner = Planner(workload.model, workload.sample, numerics="bitwise", **limit)
+    planner = Planner(workload.model, workload.sample, numerics="bitwise")
     plans = _ModelPlans(name=name, planner=planner, extent=extent)
     yield plans.model_record()
     yield from plans.plans()
@@ -95,7 +82,6 @@ class _ModelPlans:
             "baseline_ms": planner.baseline_ms,
             "timings_s": dict(planner.timings),
             "minimum_peak_bytes": {each: planner.minimum_peak(each) for each in STRATEGIES},
-            "whole_graph_limit_s": self.extent.whole_graph_limit_s,
             "proved_minimum_bytes": proved_minimum_bytes,
             "lower_bounds": [(size, self._bounds.bound_ms(size)) for size in budgets_bytes],
             "frontiers": {
@@ -173,10 +159,6 @@ class _ModelPlans:
                     yield self._plan(
                         points[index].budget_bytes, strategy, purpose=f"frontier of {other}"
                     )
-        if self.name in TWO_LAYER_MODELS:
-            for budget in self.extent.whole_graph_budgets:
-                for strategy in (WHOLE_GRAPH, DEFAULT):
-                    yield self._plan(budget, strategy, purpose="whole graph")
 
     def _plan(self, budget: float | int, strategy: str, *, purpose: str) -> Record:
         baseline_peak_bytes = self.planner.baseline_peak_bytes
@@ -197,8 +179,6 @@ class _ModelPlans:
                 "budget_bytes": error.budget_bytes,
                 "minimum_bytes": error.minimum_bytes,
             }
-        except SolverLimitError as error:
-            return record | {"why": str(error)}
         return record | {"is_feasible": True, "plan_s": plan_s} | self._replayed(plan)
 
     def _replayed(self, plan: Plan) -> Record:
@@ -212,7 +192,6 @@ class _ModelPlans:
             "ratio": simulation.time_ms / self.planner.baseline_ms,
             "lower_bound_ms": plan.lower_bound_ms,
             "gap": (simulation.time_ms - plan.lower_bound_ms) / self.planner.baseline_ms,
-            "is_proved": plan.num_unproved_blocks == 0,
             "chunks": str(plan.options.loss_chunks or ""),
         }
 

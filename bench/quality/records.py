@@ -23,7 +23,7 @@ def newest_of_models(records: Iterable[Record]) -> dict[str, list[Record]]:
 
 
 class Records:
-    """The records by kind. Two-layer models serve whole-graph Checkmate and stand apart."""
+    """The records by kind."""
 
     def __init__(self, records: Iterable[Record]) -> None:
         by_kind: dict[str, list[Record]] = {}
@@ -61,8 +61,8 @@ class Records:
         return [r["budget"] for r in budgets if not r["is_feasible"]]
 
     def gaps_of_models(self) -> dict[str, dict[float, float]]:
-        """The gaps of each model that has some, without two-layer models."""
-        found = {model: self.gaps(model) for model in self.models if not has_two_layers(model)}
+        """The gaps of each model that has some."""
+        found = {model: self.gaps(model) for model in self.models}
         return {model: gaps for model, gaps in found.items() if gaps}
 
 
@@ -76,11 +76,6 @@ def place(lines: Records, record: Record) -> str:
 def key_of(record: Record) -> tuple[str, int]:
     """Model and budget in bytes."""
     return record["model"], record["budget_bytes"]
-
-
-def has_two_layers(model: str) -> bool:
-    """Whether the model is small enough for whole-graph Checkmate."""
-    return model.endswith("-2layer")
 
 
 def chunked_gap(record: Record) -> float:

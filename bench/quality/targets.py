@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from bench.command import Record
-from bench.quality.records import ROUNDING, Records, has_two_layers, key_of, place
+from bench.quality.records import ROUNDING, Records, key_of, place
 
 LARGEST_GAP = 0.02
 LEAST_BUDGET = 0.25
@@ -42,7 +42,6 @@ def facts(lines: Records) -> dict[str, Any]:
         ],
         "num_infeasible": sum(len(lines.infeasible(model)) for model in gaps),
         "series": [r for r in lines.chunked if r["budget"] >= LEAST_BUDGET],
-        **_whole_graph(lines),
         "goals": _goals(lines),
         "feasible": feasible,
         "frontiers": [
@@ -53,35 +52,9 @@ def facts(lines: Records) -> dict[str, Any]:
         "unchunked": _falling(lines, lines.unchunked),
         "all": _falling(lines, lines.ours),
         "known": [
-            record
-            for model, record in lines.models.items()
-            if "minimum_peak_bytes" in record and not has_two_layers(model)
+            record for model, record in lines.models.items() if "minimum_peak_bytes" in record
         ],
         "others": [{**r, "own_ms": lines.own_ms(r)} for r in others],
-    }
-
-
-def _whole_graph(lines: Records) -> dict[str, Any]:
-    """Gaps to proved optima, and what is to be said of the others."""
-    others = [r for r in lines.plans if r["strategy"] == "checkmate"]
-    proved = [r for r in others if r["is_feasible"] and r["is_proved"]]
-    num_unproved = sum("why" in r or (r["is_feasible"] and not r["is_proved"]) for r in others)
-    limits = {
-        record.get("whole_graph_limit_s")
-        for model, record in lines.models.items()
-        if has_two_layers(model)
-    } - {None}
-    note = f" ({num_unproved} not proved in that time, left out)" if num_unproved else ""
-    return {
-        "whole_graph": [
-            {
-                "place": place(lines, r),
-                "gap": (lines.own_ms(r) - r["ms"]) / lines.models[r["model"]]["baseline_ms"],
-            }
-            for r in proved
-        ],
-        "limits": "".join(f", {limit:g} s a solve of the 600 allowed" for limit in limits),
-        "unproved": note,
     }
 
 

@@ -111,7 +111,7 @@ def refuse_effects(graph: fx.Graph, model: nn.Module) -> None:
 def advice_to_leave(model: nn.Module, path: str) -> str:
     """The advice for a submodule that cannot be captured, and for others of its class."""
     if not path:
-        return " keep that part outside"
+        return " keep that part outside, as a plan of the submodules before it does"
     kind = type(model.get_submodule(path))
     alike = [other for other, module in model.named_modules() if type(module) is kind]
     around = _around(model, alike)

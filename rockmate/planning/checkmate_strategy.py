@@ -1,23 +1,23 @@
 """The strategy "checkmate": the whole graph as one staged program, without blocks.
 
 For small models, and to compare with. The program (`checkmate.staged`) is stricter than the
-simulator, so its schedules fit when simulated: no op reuses its operand's memory in place. Random
-ops run once, since a second run needs the generator's state. Recomputation starts with the
-backward.
+simulator, so its schedules fit when simulated: no op reuses its operand's memory in place.
+Recomputation starts with the backward. The state that an op saves for it is one more value, and so
+are the tangents together: an op that takes no time makes it once.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_staged
 from rockmate.costs.cost import Costs
 from rockmate.errors import InvalidArgumentError, SolverLimitError
-from rockmate.graph.ir import Graph, Phase
+from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.planning.candidate import Candidate, evaluate
 from rockmate.schedule.schedule import baseline_schedule, finish
-from rockmate.schedule.simulate import simulate
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +32,19 @@ class CheckmateSearch:
         graph: ops and storages.
         costs: of its ops.
         time_limit_s: limit on the solve of one budget.
+        order: all ops in the order of their first runs; by default the graph's.
+
+    Attributes:
+        problem: the step as numbers; recomputable ops with the times of their recomputation.
 
     Raises:
         InvalidArgumentError: the graph has several forwards in flight, which the program does not
             count.
     """
 
-    def __init__(self, graph: Graph, costs: Costs, *, time_limit_s: float) -> None:
+    def __init__(
+        self, graph: Graph, costs: Costs, *, time_limit_s: float, order: Sequence[Op] = ()
+    ) -> None:
         if graph.num_in_flight > 1:
             msg = (
                 f"in_flight is {graph.num_in_flight}, and the strategy 'checkmate' plans one "
@@ -48,11 +54,9 @@ class CheckmateSearch:
         self._graph = graph
         self._costs = costs
         self._time_limit_s = time_limit_s
-        self._ops = (*graph.forward_ops, *graph.backward_ops)
-        self._problem = self._staged_problem()
-        self._tangent_bytes = sum(
-            storage.num_bytes for storage in graph.storages if storage.is_tangent
-        )
+        # The op behind each op of the program; None where that makes a state or the tangents.
+        self._ops = list[Op | None]()
+        self.problem = self._staged_problem(order or (*graph.forward_ops, *graph.backward_ops))
         self._baseline = evaluate(graph, baseline_schedule(graph), costs)
         self._solved: dict[int, Candidate | None] = {}
         self._minimum: Candidate | None = None
@@ -75,27 +79,15 @@ class CheckmateSearch:
         if budget_bytes >= self._baseline.peak_bytes:
             return self._baseline
         if budget_bytes not in self._solved:
-            self._solved[budget_bytes] = self._solve_within(budget_bytes)
+            self._solved[budget_bytes] = self._solve_candidate(budget_bytes)
         return self._solved[budget_bytes]
-
-    def _solve_within(self, budget_bytes: int) -> Candidate | None:
-        """The optimum; solved again with room for the states that ops save, if those exceed.
-
-        The program does not count states, and the second answer is not proved optimal.
-        """
-        best = self._solve_candidate(budget_bytes)
-        if best is None or best.peak_bytes <= budget_bytes:
-            return best
-        best = self._solve_candidate(budget_bytes - sum(op.saved_state_bytes for op in self._ops))
-        return None if best is None else replace(best, is_proved=False)
 
     def _solve_candidate(self, budget_bytes: int) -> Candidate | None:
         solution = self.solve(budget_bytes)
         if solution.status is Status.NOT_FOUND:
             msg = (
-                f"the whole graph of {len(self._ops)} ops was not solved for {budget_bytes:,} "
-                f"bytes in {self._time_limit_s:.0f} s. Raise time_limit_s, or use the default "
-                "strategy, which plans block by block."
+                f"the whole graph of {len(self._graph.ops)} ops was not solved for {budget_bytes:,}"
+                f" bytes in {self._time_limit_s:.0f} s. Raise time_limit_s, or use the default."
             )
             raise SolverLimitError(msg)
         if solution.status is Status.FEASIBLE:
@@ -104,15 +96,15 @@ class CheckmateSearch:
                 budget_bytes,
                 self._time_limit_s,
             )
-        return self._candidate(solution) if solution.found else None
+        return self.candidate(solution) if solution.found else None
 
     def solve(self, budget_bytes: int) -> StagedSolution:
         """The staged program's own answer, with its proved bound."""
         return solve_staged(
-            self._problem,
-            budget_bytes - self._tangent_bytes,
+            self.problem,
+            budget_bytes,
             time_limit_s=self._time_limit_s,
-            first_recompute_op=len(self._graph.forward_ops),
+            first_recompute_op=self.problem.border + 1,
         )
 
     def minimum(self) -> Candidate:
@@ -126,47 +118,62 @@ class CheckmateSearch:
             while smallest.peak_bytes - low > _MIN_PEAK_TOLERANCE * self._baseline.peak_bytes:
                 middle = (low + smallest.peak_bytes) // 2
                 found = self._optimum(middle)
-                if found is None:
-                    low = middle
-                else:
-                    smallest = found
+                smallest, low = (smallest, middle) if found is None else (found, low)
             self._minimum = smallest
         return self._minimum
 
-    def _candidate(self, solution: StagedSolution) -> Candidate:
-        steps = [self._ops[index].index for index in solution.steps]
-        first_run = {index: position for position, index in reversed(list(enumerate(steps)))}
-        num_forward = 1 + max(
-            first_run[op.index] for op in self._graph.forward_ops if op.index in first_run
+    def candidate(self, solution: StagedSolution) -> Candidate:
+        """The schedule of a solution that has one."""
+        cut = solution.steps.index(self.problem.border)
+        forward, backward = (
+            [op.index for op in map(self._ops.__getitem__, part) if op is not None]
+            for part in (solution.steps[:cut], solution.steps[cut:])
         )
-        schedule = finish(self._graph, steps[:num_forward], steps[num_forward:])
-        simulation = simulate(self._graph, schedule, self._costs)
-        is_proved = solution.status is Status.OPTIMAL
-        return Candidate(schedule=schedule, simulation=simulation, is_proved=is_proved)
+        found = evaluate(self._graph, finish(self._graph, forward, backward), self._costs)
+        return replace(found, is_proved=solution.status is Status.OPTIMAL)
 
-    def _staged_problem(self) -> StagedProblem:
-        values = [storage for op in self._ops for storage in op.writes]
+    def _staged_problem(self, order: Sequence[Op]) -> StagedProblem:
+        values = [storage for op in order for storage in op.writes]
         number = {storage: index for index, storage in enumerate(values)}
-        ends = {storage for storage in values if storage.is_result} | set(self._graph.updates)
-        return StagedProblem(
-            ops=tuple(
+        value_bytes = [storage.num_bytes for storage in values]
+        tangent_bytes = sum(s.num_bytes for s in self._graph.storages if s.is_tangent)
+        ops, tables = list[StagedOp](), (self._costs.first, self._costs.recompute)
+
+        def made_once(num_bytes: int, inputs: tuple[int, ...] = ()) -> tuple[int, ...]:
+            """A value of one more op, which takes no time."""
+            made = (len(value_bytes),)
+            ops.append(StagedOp(time_ms=0, inputs=inputs, outputs=made, recomputable=False))
+            value_bytes.append(num_bytes)
+            self._ops.append(None)
+            return made
+
+        def numbers(storages: Iterable[Storage]) -> tuple[int, ...]:
+            return tuple(number[storage] for storage in storages if storage in number)
+
+        border, held = len(order), set(numbers(s for s in values if s.is_result))
+        for place, op in enumerate(order):
+            if place == len(self._graph.forward_ops):
+                border = len(ops)
+                # New values of buffers are live until the forward returns.
+                held.update(made_once(tangent_bytes, numbers(self._graph.updates)))
+            inputs = numbers(op.reads)
+            if op.is_recomputable and op.recompute_state_bytes:
+                inputs += made_once(op.recompute_state_bytes)
+            ops.append(
                 StagedOp(
-                    time_ms=self._costs.first[op.index].time_ms,
-                    inputs=tuple(number[storage] for storage in op.reads if storage in number),
-                    outputs=tuple(number[storage] for storage in op.writes),
-                    recomputable=op.phase is not Phase.BACKWARD
-                    and op.recompute_target is not None
-                    and not op.is_random,
-                    # A negative overhead counts as 0: to ignore a release is safe.
-                    overhead_bytes=max(0, self._costs.first[op.index].overhead_bytes),
-                    needed=bool(op.final_gradients)
-                    or op.is_random
-                    or not ends.isdisjoint(op.writes),
+                    time_ms=tables[op.is_recomputable][op.index].time_ms,
+                    inputs=inputs,
+                    outputs=numbers(op.writes),
+                    recomputable=op.is_recomputable,
+                    overhead_bytes=max(costs[op.index].overhead_bytes for costs in tables),
+                    needed=bool(op.final_gradients) or op.is_random,
                 )
-                for op in self._ops
-            ),
-            value_bytes=tuple(storage.num_bytes for storage in values),
-            held=frozenset(number[storage] for storage in values if storage in ends),
-            border=len(self._graph.forward_ops),
-            barred=frozenset(number[storage] for storage in values if storage.must_recompute),
+            )
+            self._ops.append(op)
+        return StagedProblem(
+            ops=tuple(ops),
+            value_bytes=tuple(value_bytes),
+            held=frozenset(held),
+            border=border,
+            barred=frozenset(numbers(s for s in values if s.must_recompute)),
         )

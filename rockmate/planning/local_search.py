@@ -38,7 +38,7 @@ from rockmate.planning.search_trace import SearchTrace
 _MIN_BUDGET_FRACTION = 0.9
 # The search has stalled after so many rounds without gain, and after rounds of so many ops
 # together. Within `_FULL_EFFORT` times the gap tolerance it is less, in proportion to the gap.
-_STALL_ROUNDS = 64
+_STALL_ROUNDS = 160
 _STALL_OPS = 30_000
 _FULL_EFFORT = 10.0
 # Of many budgets each has a share of these rounds, but no less than this one: neighbours' schedules

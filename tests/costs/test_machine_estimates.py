@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench import estimate as bench_estimate
+from bench.pages import filled
 from rockmate import InvalidSampleError, Plan, Planner, RockmateModule, UnsupportedModelError
 from rockmate.costs.estimate import estimate_costs, num_flops
 from rockmate.costs.machine import Machine, MachineError, known_machines, load_machine
@@ -472,12 +473,12 @@ def test_estimated_costs_train_as_well() -> None:
 
 def test_the_comparison_with_measured_costs_adds_up() -> None:
     error = bench_estimate.compare("mlp", "cpu-avx2", tiny=True, budgets=(0.7,))
-    for shares in error.shares:
-        assert sum(shares.values()) == pytest.approx(1.0)
-        assert {"mm", "addmm", "gelu"} <= shares.keys()
-    (plan,) = error.plans
-    assert min(plan.own_ratio, plan.real_ratio, plan.best_ratio) >= 1.0
-    assert "mlp" in bench_estimate.report(error)
+    kinds, *shares = zip(*error["kinds"], strict=True)
+    assert {"mm", "addmm", "gelu"} <= set(kinds)
+    assert [sum(own) for own in shares] == pytest.approx([1.0, 1.0])
+    (plan,) = error["plans"]
+    assert min(plan[which] for which in ("own", "real", "best")) >= 1.0
+    assert filled("estimate", **error)[0].startswith("mlp: ")
 
 
 def test_a_recomputation_with_saved_statistics_is_estimated_by_its_own_function() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from math import inf, sqrt
 
 from rockmate.bound.moved import MovedBound, with_moves
@@ -58,7 +58,7 @@ class MovedSearch:
         forms_within: Callable[[int], Iterable[Form]],
     ) -> None:
         self._captured, self._request = captured, request
-        self._unmoved_within, self._forms_within = cache(unmoved_within), forms_within
+        self._unmoved_within, self._forms_within = unmoved_within, forms_within
         self._finders: dict[Form, MoveFinder] = {}
 
     @cached_property

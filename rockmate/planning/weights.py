@@ -47,8 +47,6 @@ _RESERVES = (0.0, 1.0, 3.0)
 # A weight that is so many times as large as the middle one is kept before others.
 _OUTLIER = 3
 _NUM_REFINEMENTS = 2
-# When time is over, the search ends after so many budgets of activations without gain.
-_MAX_IDLE = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +105,13 @@ class WeightSearch:
         best = self._resident(budget_bytes - num_bytes, strategy)
         least_ms = max(self._captured.baseline.time_ms, self._copy_ms(budget_bytes))
         enough_ms = least_ms + self._tolerance_ms
-        starts, num_idle = self._starts(budget_bytes, strategy), 0
+        starts = self._starts(budget_bytes, strategy)
         while time_of(best) > enough_ms and (found := next(starts, None)) is not None:
-            best_ms = time_of(best)
+            last = best
             for start in found:
                 if start.time_ms < time_of(best):
                     best = self._fetched(start, budget_bytes, best)
-            num_idle = 0 if time_of(best) < best_ms else num_idle + 1
-            if best is not None and num_idle == _MAX_IDLE and self._rule.is_late:
+            if best is last is not None and self._rule.is_late:
                 break
         if best is None:
             start = Found(self._captured, self._minimum(strategy))

@@ -83,6 +83,7 @@ class WeightSearch:
         self._weights: dict[Form, list[_Weight]] = {}
         self._with_trained = with_trained
         self._rule = captured.local_search.problem.rule
+        self._most = 1 + self._rule.gap_tolerance
 
     @property
     def num_bytes(self) -> int:
@@ -99,14 +100,15 @@ class WeightSearch:
 
     def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
         """The fastest plan found within a budget; None if none fits."""
-        num_bytes = self.num_bytes
+        num_bytes, room_bytes = self.num_bytes, budget_bytes - self.num_bytes
         if not num_bytes:
             return self._within(budget_bytes, strategy)
-        best = self._resident(budget_bytes - num_bytes, strategy)
+        best = self._within(room_bytes, strategy) if self._fits(room_bytes, strategy) else None
+        if best is not None:
+            best = Found(best.form, replace(best.candidate, resident_bytes=num_bytes))
         least_ms = max(self._captured.baseline.time_ms, self._copy_ms(budget_bytes))
-        enough_ms = least_ms + self._tolerance_ms
         starts = self._starts(budget_bytes, strategy)
-        while time_of(best) > enough_ms and (found := next(starts, None)) is not None:
+        while time_of(best) > self._most * least_ms and (found := next(starts, None)) is not None:
             last = best
             for start in found:
                 if start.time_ms < time_of(best):
@@ -118,21 +120,11 @@ class WeightSearch:
             best = self._fetched(start, budget_bytes, None)
         return best
 
-    def _resident(self, room_bytes: int, strategy: str) -> Found | None:
-        """The fastest plan with all weights in memory, beside which there is so much room."""
-        found = self._within(room_bytes, strategy) if self._fits(room_bytes, strategy) else None
-        return found and Found(found.form, replace(found.candidate, resident_bytes=self.num_bytes))
-
     def _fits(self, num_bytes: int, strategy: str) -> bool:
         """Whether activations fit so many bytes: searches that find nothing take long."""
         if num_bytes >= self._minimum(strategy).peak_bytes or num_bytes <= 0:
             return num_bytes > 0
         return num_bytes >= self._smallest(strategy).candidate.peak_bytes
-
-    @property
-    def _tolerance_ms(self) -> float:
-        """Time by which a plan may exceed what is possible."""
-        return self._rule.gap_tolerance * self._captured.baseline.time_ms
 
     def least(self, form: Form, start: Candidate) -> Candidate:
         """A schedule with all weights at home, at its smallest peak."""
@@ -196,7 +188,7 @@ class WeightSearch:
                 times[share] = time_of(fastest)
                 if fastest is not None and fastest.time_ms < time_of(best):
                     best = Found(form, fastest)
-                if time_of(best) <= start.time_ms + self._tolerance_ms:
+                if time_of(best) <= self._most * start.time_ms:
                     return best
             middles = ((one + other) / 2 for one, other in around_best(times)) if times else ()
             shares = tuple(middles)

@@ -36,8 +36,8 @@ from rockmate.costs.cost import Link
 from rockmate.graph.ir import Op, Phase
 from rockmate.schedule.move import movable_storages
 
-# Share from which a value counts as moved.
-_MOST = 0.5
+# A share that a solver's tolerance may have made.
+_LEAST = 1e-6
 # Number of points of the tight bound.
 _NUM_POINTS = 4
 
@@ -72,7 +72,7 @@ class MovedBound:
     def __init__(self, unmoved: LowerBound, movable: str, host_bytes: int | None) -> None:
         self._unmoved = unmoved
         self._movable, self._host_bytes = movable, host_bytes
-        self._known: dict[tuple[int, Op], float] = {}
+        self._known: dict[tuple[int, Op], tuple[float, frozenset[int]]] = {}
 
     def bound_ms(self, budget_bytes: int) -> float:
         """See `Bounds.bound_ms`."""
@@ -87,29 +87,27 @@ class MovedBound:
         step = max(1, len(points) // _NUM_POINTS)
         return max(quick_ms, self._largest(points[::step], budget_bytes))
 
-    def moved_values(self, budget_bytes: int, below_bytes: float = inf) -> frozenset[int]:
-        """Indices of the storages that the relaxation of the first point moves, most of each.
+    def moved_values(self, budget_bytes: int) -> frozenset[int]:
+        """Indices of storages that take the bytes that the relaxation of the first point moves.
+
+        They are those of which it moves most.
 
         Args:
             budget_bytes: the budget.
-            below_bytes: larger values and those of this size stay.
         """
-        points = self._unmoved.points[:1]
-        if not points or budget_bytes < points[0].min_bytes:
-            return frozenset()
-        program = _PointProgram(self._unmoved, points[0], self._movable, below_bytes)
-        program.least_ms(budget_bytes - points[0].min_bytes, self._host_bytes)
-        return program.moved
+        points = self._unmoved.points
+        return self._at(points[0], budget_bytes)[1] if points else frozenset()
 
     def _largest(self, points: Sequence[ProgramPoint], budget_bytes: int) -> float:
         base_ms = self._unmoved.base_ms
-        return max((self._at(point, budget_bytes) for point in points), default=base_ms)
+        return max((self._at(point, budget_bytes)[0] for point in points), default=base_ms)
 
-    def _at(self, point: ProgramPoint, budget_bytes: int) -> float:
+    def _at(self, point: ProgramPoint, budget_bytes: int) -> tuple[float, frozenset[int]]:
+        """The bound of a point, and what moves there."""
         if (budget_bytes, point.op) not in self._known:
             program = _PointProgram(self._unmoved, point, self._movable)
-            room_bytes = budget_bytes - point.min_bytes
-            self._known[budget_bytes, point.op] = program.least_ms(room_bytes, self._host_bytes)
+            least_ms = program.least_ms(budget_bytes - point.min_bytes, self._host_bytes)
+            self._known[budget_bytes, point.op] = least_ms, program.moved
         return self._known[budget_bytes, point.op]
 
 
@@ -121,12 +119,10 @@ class _PointProgram:
     """The linear program of one point.
 
     Attributes:
-        moved: indices of the storages that the last solution moves, most of each.
+        moved: indices of storages, see `MovedBound.moved_values`.
     """
 
-    def __init__(
-        self, bound: LowerBound, point: ProgramPoint, movable: str, below_bytes: float = inf
-    ) -> None:
+    def __init__(self, bound: LowerBound, point: ProgramPoint, movable: str) -> None:
         graph, costs = bound.graph, bound.costs
         assert costs.link is not None
         self._link: Link = costs.link
@@ -148,7 +144,6 @@ class _PointProgram:
             if storage.index in allowed
             and storage.producer is not None
             and storage.producer.phase is Phase.FORWARD
-            and storage.num_bytes < below_bytes
         ]
 
     def least_ms(self, room_bytes: int, host_bytes: int | None) -> float:
@@ -177,12 +172,14 @@ class _PointProgram:
         rows += time_ms >= out_ms + in_ms
         least_ms = program.least_ms()
         if least_ms < inf:
+            sizes = problem.value_bytes
             shares = {i: each.value() or 0.0 for i, each in moved.items()}
-            chosen, left = list[int](), inf if host_bytes is None else host_bytes
+            # As many bytes as it moves: of equal layers it may move a part of each.
+            left, chosen = sum(sizes[i] * share for i, share in shares.items()), list[int]()
             for i in sorted(shares, key=lambda i: -shares[i]):
-                if shares[i] > _MOST and problem.value_bytes[i] <= left:
+                if shares[i] > _LEAST and sizes[i] <= left * (1 + _LEAST):
                     chosen.append(self._values[i].index)
-                    left -= problem.value_bytes[i]
+                    left -= sizes[i]
             self.moved = frozenset(chosen)
         return max(self._base_ms, least_ms)
 

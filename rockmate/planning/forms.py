@@ -9,7 +9,7 @@ the incumbent. Moves are tried from what it finds (`moved_search`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from math import inf
 
 from rockmate.bound.moved import with_moves
@@ -69,9 +69,11 @@ class Forms:
         self.captured = whole[0]
         self.chunked = [ChunkedForms(each, form_of, numerics=numerics, rule=rule) for each in whole]
         self._request, self._moved = request, None
+        # Searches for other budgets, and for those of weights, ask for the same again.
+        self._searched_within = cache(self._search_within)
         if request is not None:
             self._moved = MovedSearch(
-                self.captured, request, self._unmoved_within, self._forms_within
+                self.captured, request, self._searched_within, self._forms_within
             )
         self.weights = None
         if weights in AT_HOME:
@@ -139,12 +141,16 @@ class Forms:
             return found
         return self._moved.best_within(budget_bytes, found)
 
-    def _unmoved_within(self, budget_bytes: int, strategy: str = DEFAULT) -> Found | None:
-        if strategy not in (DEFAULT, UNMOVED):
-            each = ((form, form.search(strategy)) for form in self._whole(strategy))
-            found = ((form, search.best_within(budget_bytes)) for form, search in each)
-            fitting = (Found(form, candidate) for form, candidate in found if candidate)
-            return min(fitting, key=time_of, default=None)
+    def _unmoved_within(self, budget_bytes: int, strategy: str) -> Found | None:
+        if strategy in (DEFAULT, UNMOVED):
+            return self._searched_within(budget_bytes)
+        each = ((form, form.search(strategy)) for form in self._whole(strategy))
+        found = ((form, search.best_within(budget_bytes)) for form, search in each)
+        fitting = (Found(form, candidate) for form, candidate in found if candidate)
+        return min(fitting, key=time_of, default=None)
+
+    def _search_within(self, budget_bytes: int) -> Found | None:
+        """The fastest schedule of the default strategy without moves."""
         starts: list[Found] = []
         for chunked in self.chunked:
             starts += chunked.starts(budget_bytes, min(map(time_of, starts), default=inf))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cached_property
 from math import inf, sqrt
 
 from rockmate.bound.moved import MovedBound, with_moves
@@ -36,8 +36,6 @@ _NUM_REFINEMENTS = 2
 # A plan further above the bound than this share of the baseline's time is searched for from the
 # bound's relaxation, with these shares of the budget left to values on their way.
 _FAR, _ROOMS = 0.02, (0.0, 0.03, 0.06, 0.1, 0.2, 0.35)
-# How often, if nothing is found, the largest values stay and the search begins again.
-_NUM_RETRIES = 2
 
 
 class MovedSearch:
@@ -58,23 +56,20 @@ class MovedSearch:
         forms_within: Callable[[int], Iterable[Form]],
     ) -> None:
         self._captured, self._request = captured, request
-        self._unmoved_within, self._forms_within = cache(unmoved_within), forms_within
+        self._unmoved_within, self._forms_within = unmoved_within, forms_within
         self._finders: dict[Form, MoveFinder] = {}
 
     @cached_property
     def minimum(self) -> Candidate:
         """The schedule of the smallest peak that is found without chunks."""
-        form = self._captured
+        form, finder = self._captured, self._finder(self._captured)
         baseline = evaluate(form.graph, baseline_schedule(form.graph), form.costs)
-        smallest = form.local_search.minimum()
-        return min((self._least(form, start) for start in (smallest, baseline)), key=by_peak)
-
-    def _least(self, form: Form, unmoved: Candidate) -> Candidate:
-        """A schedule brought to the smallest peak that moves reach."""
-        finder = self._finder(form)
-        least_bytes = finder.least_peak(unmoved.schedule, unmoved.simulation)
-        moved = self._moved(form, unmoved, least_bytes)
-        return unmoved if moved is None else min(unmoved, moved, key=by_peak)
+        found = [form.local_search.minimum(), baseline]
+        for start in tuple(found):
+            least_bytes = finder.least_peak(start.schedule, start.simulation)
+            moved = self._moved(form, start, least_bytes)
+            found += [moved.candidate] if moved else []
+        return min(found, key=by_peak)
 
     def best_within(self, budget_bytes: int, unmoved: Found | None) -> Found | None:
         """The fastest schedule found within a budget; None if moves do not bring any there.
@@ -85,23 +80,20 @@ class MovedSearch:
         """
         top_bytes = self._captured.baseline.peak_bytes
         smallest = self._captured.local_search.minimum()
-        found = [unmoved] if unmoved is not None else []
+        best = unmoved
         if smallest.peak_bytes > budget_bytes:
-            moved = self._moved(self._captured, smallest, budget_bytes)
-            found += [] if moved is None else [Found(self._captured, moved)]
+            best = min_of(best, self._moved(self._captured, smallest, budget_bytes))
         times: dict[float, float] = {}
         grid = _grid(max(budget_bytes, smallest.peak_bytes), top_bytes)
         for _ in range(_NUM_REFINEMENTS + 1):
             for start_bytes in grid:
-                limit_ms = min((each.time_ms for each in found), default=inf)
-                moved = self._from_start(start_bytes, budget_bytes, limit_ms)
-                times[start_bytes] = inf if moved is None else moved.time_ms
-                found += [] if moved is None else [moved]
+                moved = self._from_start(start_bytes, budget_bytes, time_of(best))
+                times[start_bytes] = time_of(moved)
+                best = min_of(best, moved)
             if min(times.values(), default=inf) == inf:
                 break
             middles = (int(sqrt(one * other)) for one, other in around_best(times))
             grid = [middle for middle in middles if middle not in times]
-        best = min_of(*found)
         return min_of(best, *self._from_relaxations(budget_bytes, best))
 
     def _from_relaxations(self, budget_bytes: int, best: Found | None) -> list[Found]:
@@ -132,17 +124,11 @@ class MovedSearch:
         limit_ms = bound.bound_ms(budget_bytes) + _FAR * form.baseline.time_ms
         if limit_ms >= time_of(best):
             return []
-        most: float = inf
-        for _ in range(_NUM_RETRIES + 1):
-            moved = bound.moved_values(budget_bytes, most)
-            if not moved:
-                break
+        for moved in filter(None, (bound.moved_values(budget_bytes), self._inputs(form))):
             found = self._with_free_values(form, moved, budget_bytes, is_quick=is_quick)
             if found:
                 return found
-            most = max(form.graph.storages[value].num_bytes for value in moved)
-        inputs = self._inputs(form)
-        return self._with_free_values(form, inputs, budget_bytes, is_quick=is_quick)
+        return []
 
     def _inputs(self, form: Form) -> Collection[int]:
         """The inputs of blocks, all or as many as there is room for where values move to."""
@@ -162,8 +148,7 @@ class MovedSearch:
                 continue
             schedule = finish(form.graph, start.schedule.forward, start.schedule.backward)
             whole = evaluate(form.graph, schedule, form.costs)
-            candidate = self._moved(form, whole, budget_bytes, moved)
-            found += [] if candidate is None else [Found(form, candidate)]
+            found += filter(None, [self._moved(form, whole, budget_bytes, moved)])
             if found and is_quick:
                 break
         return found
@@ -173,21 +158,15 @@ class MovedSearch:
         start = self._unmoved_within(start_bytes)
         if start is None or start.time_ms >= limit_ms:
             return None
-        moved = self._moved(*start, budget_bytes)
-        return None if moved is None else Found(start.form, moved)
+        return self._moved(*start, budget_bytes)
 
     def _moved(
-        self,
-        form: Form,
-        start: Candidate,
-        budget_bytes: int,
-        preferred: Collection[int] = (),
-    ) -> Candidate | None:
+        self, form: Form, start: Candidate, budget_bytes: int, preferred: Collection[int] = ()
+    ) -> Found | None:
         found = self._finder(form).within(start.schedule, start.simulation, budget_bytes, preferred)
         if found is None:
             return None
-        schedule, simulation = found
-        return Candidate(schedule=schedule, simulation=simulation, is_proved=start.is_proved)
+        return Found(form, replace(start, schedule=found[0], simulation=found[1]))
 
     def _finder(self, form: Form) -> MoveFinder:
         if form not in self._finders:

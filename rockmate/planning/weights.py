@@ -39,8 +39,9 @@ from rockmate.schedule.simulate import simulate
 # Budgets of activations that are tried: shares of the baseline's peak, each the last one divided by
 # this ratio.
 _RATIO = 1.35
-# Shares of the room for weights that residents take, and the part of that for those read first.
-_SHARES, _FIRST = (0.0, 0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0), 0.1
+# Shares of the room for weights that residents take, the one with the fewest copies first, and the
+# part of that for those read first.
+_SHARES, _FIRST = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5, 0.25, 0.0), 0.1
 # Bytes that are left to copies, in largest weights.
 _RESERVES = (0.0, 1.0, 3.0)
 # A weight that is so many times as large as the middle one is kept before others.
@@ -81,6 +82,8 @@ class WeightSearch:
         self._minimum = cache(minimum)
         self._weights: dict[Form, list[_Weight]] = {}
         self._with_trained = with_trained
+        self._rule = captured.local_search.problem.rule
+        self._most = 1 + self._rule.gap_tolerance
 
     @property
     def num_bytes(self) -> int:
@@ -97,22 +100,31 @@ class WeightSearch:
 
     def best_within(self, budget_bytes: int, strategy: str) -> Found | None:
         """The fastest plan found within a budget; None if none fits."""
-        num_bytes = self.num_bytes
+        num_bytes, room_bytes = self.num_bytes, budget_bytes - self.num_bytes
         if not num_bytes:
             return self._within(budget_bytes, strategy)
-        best = self._within(budget_bytes - num_bytes, strategy)
+        best = self._within(room_bytes, strategy) if self._fits(room_bytes, strategy) else None
         if best is not None:
-            candidate = replace(best.candidate, resident_bytes=num_bytes)
-            best = Found(best.form, candidate)
-            if best.time_ms <= self._captured.baseline.time_ms:
-                return best
-        for start in self._starts(budget_bytes, strategy):
-            if start.time_ms < time_of(best):
-                best = self._fetched(start, budget_bytes, best)
+            best = Found(best.form, replace(best.candidate, resident_bytes=num_bytes))
+        least_ms = max(self._captured.baseline.time_ms, self._copy_ms(budget_bytes))
+        starts = self._starts(budget_bytes, strategy)
+        while time_of(best) > self._most * least_ms and (found := next(starts, None)) is not None:
+            last = best
+            for start in found:
+                if start.time_ms < time_of(best):
+                    best = self._fetched(start, budget_bytes, best)
+            if best is last is not None and self._rule.is_late:
+                break
         if best is None:
             start = Found(self._captured, self._minimum(strategy))
             best = self._fetched(start, budget_bytes, None)
         return best
+
+    def _fits(self, num_bytes: int, strategy: str) -> bool:
+        """Whether activations fit so many bytes: searches that find nothing take long."""
+        if num_bytes >= self._minimum(strategy).peak_bytes or num_bytes <= 0:
+            return num_bytes > 0
+        return num_bytes >= self._smallest(strategy).candidate.peak_bytes
 
     def least(self, form: Form, start: Candidate) -> Candidate:
         """A schedule with all weights at home, at its smallest peak."""
@@ -122,17 +134,18 @@ class WeightSearch:
         return found
 
     def bounds(self, bounds: Bounds, budget_bytes: int) -> Bounds:
-        """Bounds that hold with weights at home: those of activations, and the time of copies.
+        """Bounds that hold with weights at home: those of activations, and the time of copies."""
+        return _WeightBounds(bounds, budget_bytes, self._copy_ms(budget_bytes))
 
-        What each half of the step reads beyond the budget has to be fetched in it.
-        """
+    def _copy_ms(self, budget_bytes: int) -> float:
+        """The time of copies: each half of the step fetches what it reads beyond the budget."""
         form = self._captured
         weights, link = self._of(form), form.costs.link
         assert link is not None
         late = {s.index for op in form.graph.ops if op.phase is Phase.BACKWARD for s in op.reads}
         halves = _sum(weights), _sum(each for each in weights if each.storage in late)
         missing = sum(max(0, num_bytes - budget_bytes) for num_bytes in halves)
-        return _WeightBounds(bounds, budget_bytes, missing / (link.in_gb_per_s * 1e6))
+        return missing / (link.in_gb_per_s * 1e6)
 
     def _of(self, form: Form) -> list[_Weight]:
         """The weights of a form that can be at home, in the order of their first reads."""
@@ -140,19 +153,22 @@ class WeightSearch:
             self._weights[form] = _weights_of(form, self._with_trained)
         return self._weights[form]
 
-    def _starts(self, budget_bytes: int, strategy: str) -> Iterator[Found]:
+    def _starts(self, budget_bytes: int, strategy: str) -> Iterator[Iterable[Found]]:
         """Schedules with all weights in memory: for all but the largest, for smaller budgets."""
-        smallest = self._smallest(strategy)
-        ways = (UNMOVED, DEFAULT) if strategy == DEFAULT else (strategy,)
-        budgets = [budget_bytes - max(each.num_bytes for each in self._of(self._captured))]
+
+        def within(start_bytes: int) -> Iterator[Found]:
+            ways = (UNMOVED, DEFAULT) if strategy == DEFAULT else (strategy,)
+            return filter(None, (self._within(start_bytes, way) for way in ways))
+
+        first_bytes = budget_bytes - max(each.num_bytes for each in self._of(self._captured))
+        if self._fits(first_bytes, strategy):
+            yield within(first_bytes)
         start_bytes = self._captured.baseline.peak_bytes
-        while start_bytes > smallest.candidate.peak_bytes:
-            budgets.append(start_bytes)
+        while self._fits(start_bytes, strategy):
+            if start_bytes <= budget_bytes:
+                yield within(start_bytes)
             start_bytes = int(start_bytes / _RATIO)
-        for start_bytes in budgets:
-            if smallest.candidate.peak_bytes < start_bytes <= budget_bytes:
-                yield from filter(None, (self._within(start_bytes, way) for way in ways))
-        yield smallest
+        yield [self._smallest(strategy)]
 
     def _fetched(self, start: Found, budget_bytes: int, best: Found | None) -> Found | None:
         """The best of the plans that a start gives, and another."""
@@ -172,6 +188,8 @@ class WeightSearch:
                 times[share] = time_of(fastest)
                 if fastest is not None and fastest.time_ms < time_of(best):
                     best = Found(form, fastest)
+                if time_of(best) <= self._most * start.time_ms:
+                    return best
             middles = ((one + other) / 2 for one, other in around_best(times)) if times else ()
             shares = tuple(middles)
         return best

@@ -479,11 +479,18 @@ class GradientsScaled(Habit):
 # --- the model ------------------------------------------------------------------------------------
 
 
+def _collect_gradients(script: Any) -> None:
+    weight = script.model.head.weight
+    weight.register_post_accumulate_grad_hook(lambda own: script.seen.append(own.grad.clone()))
+
+
 def _as_hook(factor: float) -> Callable[..., Tensor]:
     return lambda *given: given[-1] * factor
 
 
 before_step(2, "FrozenLater", lambda script: script.model.stem.requires_grad_(False))
+before_step(2, "ModeOfASubmodule", lambda script: script.model.layers.eval())
+before_step(1, "AccumulationHook", _collect_gradients)
 before_step(1, "TensorHook", lambda run: run.model.stem.weight.register_hook(_as_hook(0.5)))
 before_step(2, "ForwardHookLater", lambda run: run.model.stem.register_forward_hook(_as_hook(1.5)))
 before_step(1, "HookOnTheModel", lambda run: run.callee.register_forward_hook(_as_hook(0.5)))
@@ -506,21 +513,6 @@ class Toggled(Habit):
     def before(self, script: Any, step: int) -> None:
         script.model.blocks[0].requires_grad_(step % 2 == 0)
         script.model.blocks[1].requires_grad_(step % 2 == 1)
-
-
-class ModeOfASubmodule(Habit):
-    def before(self, script: Any, step: int) -> None:
-        if step == 2:
-            for module in script.model.layers:
-                module.eval()
-
-
-class AccumulationHook(Habit):
-    def before(self, script: Any, step: int) -> None:
-        if step == 1:
-            script.model.head.weight.register_post_accumulate_grad_hook(
-                lambda parameter: script.seen.append(parameter.grad.clone())
-            )
 
 
 class FeaturesTappedLater(Habit):

@@ -202,7 +202,7 @@ class TrialError(RockmateError, RuntimeError):
 
 
 class NotRepeatableError(RockmateError, RuntimeError):
-    """The plain model's forward gives other numbers when it runs again from the same state.
+    """The plain model's forward gives other tensors when it runs again from the same state.
 
     It reads or changes something that cannot be put back, so a capture or trial has changed it.
     """

@@ -82,7 +82,14 @@ class OpaqueCall:
         with self.random_state_kept() as random, before.undone() as self.writes:
             outputs, graph = self.run(self.copied_inputs())
             self._refuse_foreign(graph)
-            self._take_layouts(graph.found(list(map(torch.ones_like, outputs))))
+            try:
+                self._take_layouts(graph.found(list(map(torch.ones_like, outputs))))
+            except RuntimeError as error:
+                if isinstance(error, torch.OutOfMemoryError):
+                    raise
+                text = f"{error}".partition("\n")[0]
+                msg = f"the backward of {self.name} does not run apart from the model's: {text}"
+                raise UnsupportedModelError(msg) from error
             now = RandomState([self.outputs[0].device], of_pytorch_alone=True)
             self.draws = bool(random.differences(now))
             self._refuse_assigned_gradients(attributes.changes())

@@ -5,7 +5,7 @@ its script may hold more. So peaks are looked at where that is free: on CUDA in 
 allocator's counters, and on a CPU, where a profiler has to be on, in steps 2, 4, 8, 16, ... and in
 the one after a step that has passed the budget. After such a step all frames count as taking so
 much more, and a line says so. If the next one that is looked at passes it again, the budget cannot
-be kept.
+be kept. What the account of frames has beyond the budget is added once: it grows by what is added.
 """
 
 from __future__ import annotations
@@ -66,7 +66,9 @@ class PeakCheck:
             memory.at_end = partial(self._end, begin_bytes, known_bytes, gradient_bytes)
             return False
         is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
-        return not is_profiled and self._num_steps > 1 and (self._num_passed > 0 or is_power_of_two)
+        return (
+            not is_profiled and self._num_steps > 1 and (self._num_passed == 1 or is_power_of_two)
+        )
 
     def _end(self, begin_bytes: int, known_bytes: int, gradient_bytes: int) -> None:
         """A backward on CUDA has ended: the peak of the step, without its new gradients."""
@@ -97,12 +99,13 @@ class PeakCheck:
             self._num_passed = 0 if was_looked_at else self._num_passed
             return None
         self._num_passed += 1
-        unknown_bytes = max(real_bytes - memory.peak_bytes, memory.peak_bytes - budget_bytes)
+        excess_bytes = 0 if self._told_bytes else memory.peak_bytes - budget_bytes
+        unknown_bytes = max(real_bytes - memory.peak_bytes, excess_bytes, 0)
         memory.needs.add(int(unknown_bytes / memory.scale))
         if self._num_passed > 1 and self._may_refuse:
             where = "a step that runs other ops than the one that was measured"
             return InfeasibleBudgetError(budget_bytes, peak_bytes, where=where)
-        if peak_bytes > self._told_bytes:
+        if peak_bytes > _TOLERANCE * self._told_bytes:
             self._told_bytes = peak_bytes
             logger.warning(
                 "a step has taken %s, more than the budget of %s: it ran other ops than the one "

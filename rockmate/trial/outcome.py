@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,7 +19,7 @@ from rockmate.state.call_state import CallState, steps_of
 from rockmate.state.contents import ATOMS, Both, TensorState, is_same_content
 from rockmate.state.digest import Fingerprint
 from rockmate.state.members import objects_and_members
-from rockmate.state.objects import Objects
+from rockmate.state.objects import ABSENT, Objects
 from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
@@ -26,6 +27,9 @@ from rockmate.state.writes import Writes
 # What of the path to a member or into a hook no script has written.
 _TABLE = re.compile(r"\b_(parameters|buffers|modules)\.")
 _HOOK = re.compile(r"\.?_(forward|backward)\w*_hooks\[\d+\](\[\d+\])*\.?")
+
+OF_STEP_ALONE = "is changed in place, which eager leaves as it is"
+"""What cannot be undone, as the trial has no copy."""
 
 
 class Mark(NamedTuple):
@@ -174,6 +178,46 @@ class Reader:
         return Reference(id(value), type(value), name)
 
 
+class Difference(NamedTuple):
+    """Where two outcomes differ.
+
+    Attributes:
+        path: what differs.
+        text: how.
+        one: stands for what the first run has there.
+        two: the same of the second run.
+        is_key: whether the item is there in one of both alone.
+    """
+
+    path: str
+    text: str = ""
+    one: Any = None
+    two: Any = None
+    is_key: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.text}".strip()
+
+    @property
+    def place(self) -> str:
+        """What is the same in other runs, whose values or keys are others."""
+        return (self.is_key and self.path.rpartition("[")[0]) or self.path
+
+    @property
+    def is_of_training(self) -> bool:
+        """Whether it is one of tensors that the script gets, or that have a gradient."""
+        marks = [each for each in (self.one, self.two) if isinstance(each, Mark)]
+        return any(each.requires_grad or self.path.startswith("output") for each in marks)
+
+    def by(self) -> Any:
+        """How much larger a number is in the second run; None for what is no number."""
+        pair = [each.numbers if isinstance(each, Mark) else each for each in (self.one, self.two)]
+        pair = [each.sample if isinstance(each, Fingerprint) else each for each in pair]
+        first, second = (np.asarray(each) for each in pair)
+        is_number = first.dtype.kind in "iuf" and second.dtype.kind in "iuf"
+        return (second.astype(float) - first).tolist() if is_number else None
+
+
 @dataclass(slots=True)
 class Comparison:
     """Two outcomes of one call side by side, with the state that both began in."""
@@ -185,66 +229,47 @@ class Comparison:
     _tolerance: float
     _seen: set[tuple[int, int]] = field(default_factory=set)
 
-    def difference(self) -> str:
-        """What differs, in words; empty if nothing does."""
-        return next(self._differences(), "")
-
-    def of_numbers(self) -> str:
-        """What differs in outputs, or in what ops have changed in place; empty if nothing does."""
-        return next(self._numbers(), "")
-
-    def _numbers(self) -> Iterator[str]:
-        yield from self._items(self._eager.output, self._ours.output, "output")
-        yield from self._writes()
-
-    def _differences(self) -> Iterator[str]:
+    def differences(self) -> Iterator[Difference]:
+        """What differs."""
         eager, ours = self._eager, self._ours
-        yield from self._numbers()
+        yield from self._items(eager.output, ours.output, "output")
+        yield from self._writes()
         for key in dict.fromkeys([*eager.contents, *ours.contents]):
             if key in self._before.objects.found:
                 one, two = (self._content(each, key) for each in (eager, ours))
-                found = next(self._contents(one, two, "", is_named=True), "")
-                if found:
-                    yield self._named(key, found)
+                for found in self._contents(one, two, "", is_named=True):
+                    yield found._replace(path=self._named(key, found.path))
         if any(two and not one for one, two in zip(eager.shared, ours.shared, strict=False)):
-            yield "an output shares its memory with another tensor, which it does not in eager"
+            yield Difference("an output", "shares its memory with another tensor, not so in eager")
         for whose in eager.random.differences(ours.random):
-            yield f"the random state of {whose} is another one after the call"
+            yield Difference("the random state", f"of {whose} is another one after the call")
 
-    def _writes(self) -> Iterator[str]:
+    def _writes(self) -> Iterator[Difference]:
         eager, ours = self._eager, self._ours
         for key, numbers in eager.written.items():
-            found = numbers.difference(ours.written[key], self._tolerance)
-            if found:
-                yield f"{self._before.name_of(id(self._before.storages[key]))} {found}"
-        for key in self.changed_alone():
-            yield f"{self._before.name_of(key)} is changed in place, which eager leaves as it is"
-
-    def changed_alone(self) -> Iterator[int]:
-        """Addresses of tensors that the second run changes and the first does not know."""
-        eager, tensors = self._eager, self._before.objects.tensors
-        for key, old, new in zip(tensors, eager.versions, self._ours.versions, strict=True):
+            path = self._before.name_of(id(self._before.storages[key]))
+            yield from self._items(numbers, ours.written[key], path)
+        tensors = self._before.objects.tensors
+        for key, old, new in zip(tensors, eager.versions, ours.versions, strict=True):
             is_known = not eager.written.keys().isdisjoint(self._before.storages_of(key))
             if old != new and not is_known:
-                yield key
+                yield Difference(self._before.name_of(key), OF_STEP_ALONE)
 
-    def _named(self, key: int, found: str) -> str:
-        path = self._before.name_of(key)
-        text = f"{path}{found}" if found[:1] in (".", "[") else f"{path} {found.strip()}"
-        text = _HOOK.sub(r" \1 hook ", _TABLE.sub("", text.removeprefix("the model.")))
-        return " ".join(text.split())
+    def _named(self, key: int, path: str) -> str:
+        path = f"{self._before.name_of(key)}{path}".removeprefix("the model.")
+        return " ".join(_HOOK.sub(r" \1 hook ", _TABLE.sub("", path)).split())
 
     def _content(self, outcome: Outcome, key: int) -> Any:
         found = outcome.contents.get(key)
         return self._reader.frozen_before(key) if found is None else found
 
-    def _contents(self, one: Any, two: Any, path: str, *, is_named: bool) -> Iterator[str]:
+    def _contents(self, one: Any, two: Any, path: str, *, is_named: bool) -> Iterator[Difference]:
         if isinstance(one, Both) and isinstance(two, Both):
             yield from self._contents(one.items, two.items, path, is_named=False)
             one, two, is_named = one.attributes, two.attributes, True
         if type(one) is not type(two) or not isinstance(one, dict | list):
             if not is_same_content(one, two):
-                yield f"{path} is in another state than in eager"
+                yield Difference(path, "is in another state than in eager")
             return
         eager, ours = dict(steps_of(one)), dict(steps_of(two))
         for key in dict.fromkeys([*eager, *ours]):
@@ -253,19 +278,19 @@ class Comparison:
             if key in eager and key in ours:
                 yield from self._items(eager[key], ours[key], step)
             else:
-                texts = [_text(each[key]) if key in each else "absent" for each in (ours, eager)]
-                yield f"{step} is {texts[0]}, and {texts[1]} in eager"
+                pair = (each.get(key, ABSENT) for each in (eager, ours))
+                yield _of_values(step, *pair, is_key=not is_named)
 
-    def _items(self, one: Any, two: Any, path: str) -> Iterator[str]:
+    def _items(self, one: Any, two: Any, path: str) -> Iterator[Difference]:
         if type(one) is not type(two):
-            yield f"{path} is {_text(two)}, and {_text(one)} in eager"
+            yield _of_values(path, one, two)
         elif isinstance(one, Mark | Fingerprint):
             numbers = [each.numbers if isinstance(each, Mark) else each for each in (one, two)]
             found = numbers[0].difference(numbers[1], self._tolerance)
             if found:
-                yield f"{path} {found}"
+                yield Difference(path, found, one, two)
             elif isinstance(one, Mark) and one.parameter != two.parameter:
-                yield f"{path} is another parameter than in eager"
+                yield Difference(path, "is another parameter than in eager")
         elif isinstance(one, Reference):
             yield from self._references(one, two, path)
         elif isinstance(one, tuple):
@@ -274,11 +299,11 @@ class Comparison:
             type(one) is float  # that was read of a tensor
             and math.isclose(one, two, rel_tol=self._tolerance, abs_tol=self._tolerance)
         ):
-            yield f"{path} is {_text(two)}, and {_text(one)} in eager"
+            yield _of_values(path, one, two)
 
-    def _references(self, one: Reference, two: Reference, path: str) -> Iterator[str]:
+    def _references(self, one: Reference, two: Reference, path: str) -> Iterator[Difference]:
         if one.kind is not two.kind or one.name != two.name:
-            yield f"{path} is {_text(two)}, and {_text(one)} in eager"
+            yield _of_values(path, one, two)
             return
         if (one.key, two.key) in self._seen:
             return
@@ -287,11 +312,15 @@ class Comparison:
         if one.key == two.key and one.key in known:
             return  # its own changes are compared by themselves
         if issubclass(one.kind, nn.Module) and (one.key in known) != (two.key in known):
-            yield f"{path} is another module than in eager"
+            yield Difference(path, "is another module than in eager")
             return
         contents = self._content(self._eager, one.key), self._content(self._ours, two.key)
         if None not in contents:
             yield from self._contents(*contents, path, is_named=not issubclass(one.kind, dict))
+
+
+def _of_values(path: str, one: Any, two: Any, *, is_key: bool = False) -> Difference:
+    return Difference(path, f"is {_text(two)}, and {_text(one)} in eager", one, two, is_key)
 
 
 def _text(value: Any) -> str:

@@ -43,7 +43,7 @@ from rockmate.state.tensors import tensors_in
 from rockmate.state.writes import OutOfBudget, Writes
 from rockmate.trial.conditions import Conditions
 from rockmate.trial.gradients import PlainGradients, Saving
-from rockmate.trial.outcome import Comparison, Outcome, Reader
+from rockmate.trial.outcome import OF_STEP_ALONE, Comparison, Difference, Outcome, Reader
 from rockmate.trial.steps import TrialSteps
 
 logger = logging.getLogger(__name__)
@@ -52,6 +52,7 @@ _ROUNDING_ULPS = 1024
 """Of single precision and finer: what sums in another order, over the depth of a model, amount to.
 Values that belong to another step differ by a thousand times as much."""
 _COARSE_ULPS = 8  # of shorter formats, in which each op rounds that much
+_NUM_REPEATS = 3  # of the plain forward and the step: clocks may give the same twice
 _PLAIN = "Train the plain model, module.original"
 _OF_NO_REPEAT = (
     "%s cannot be held against eager, since the plain model's forward does not repeat itself: in a "
@@ -83,87 +84,149 @@ def run_beside_eager(
     if before.has_iterators():
         logger.info("%s is not held against eager, which would use an iterator up", conditions.what)
         return ours()
-    writes = Writes(conditions.most_bytes, conditions.largest_bytes)
-    random = before.random_now()
-    has_labels, autocast = kwargs.get("labels") is not None, autocast_dtypes()
-    undo = partial(before.put_back, writes, random)
-    reader = Reader(
-        before, writes,
-        is_exact=conditions.is_exact, has_labels=has_labels, only_loss=conditions.only_loss,
-    )  # fmt: skip
-
-    def plain() -> Any:
-        guarded = iterators_guarded(before.objects)
-        with guarded, _as_in(conditions, model), autocast_as(autocast), torch.enable_grad():
-            return model(*args, **kwargs)
-
-    eager = _of_plain(plain, undo, before, writes, reader, conditions, steps)
-    if eager is None:
-        return ours()
-    gradients = None
-    if conditions.has_backward and steps.has_time:
-        gradients = PlainGradients(plain, undo, before, writes, conditions, has_labels=has_labels)
-    output, rounding = ours(), _rounding(before)
-    tolerance = 0.0 if conditions.is_exact else rounding
-    compared = Comparison(before, reader, eager, reader.outcome(output), tolerance)
-    found = compared.difference()
-    if not found and (gradients is None or gradients.reason):
-        return output
-    if not found and gradients is not None:
-        found = gradients.difference(output, rounding)
-    del output
-    undo()
-    if not found:  # a backward of the first run is over
-        return ours()
-    again = None
-    if not any(compared.changed_alone()):
-        again = _of_plain(plain, undo, before, writes, reader, conditions, steps)
-    if again and (other := Comparison(before, reader, eager, again, rounding).of_numbers()):
-        raise NotRepeatableError(_OF_NO_REPEAT % (conditions.what, other))
-    tables = {id(each) for part in modules_within(model) for each in module_hooks_of(vars(part))}
-    sets_up = not tables.isdisjoint(eager.contents)
-    raise TrialError(_text(found, model, conditions, sets_up=sets_up), sets_up=sets_up)
+    trial = _Trial(model, before, conditions, steps)
+    eager = trial.outcome_of_plain()
+    return ours() if eager is None else trial.run(ours, eager)
 
 
-def _of_plain(
-    plain: Callable[[], Any],
-    undo: Callable[[], None],
-    before: CallState,
-    writes: Writes,
-    reader: Reader,
-    conditions: Conditions,
-    steps: TrialSteps,
-) -> Outcome | None:
-    """The outcome of the plain forward, which is undone; None where it cannot run in the budget."""
-    reason, outcome, saving = "", None, Saving(plain, undo, before.storages)
-    try:
-        unsaved = nothing_saved()(plain), lambda: False
-        for run, evict in (unsaved, (saving.run, saving.evict), (plain, lambda: False)):
-            try:
-                begin_s = time.thread_time()
-                with writes.noted(evict):
-                    output = run()
-                steps.forward_s = time.thread_time() - begin_s
-                outcome = reader.outcome(output)
+class _Trial:
+    """Runs of the plain model and of a step, from one state."""
+
+    def __init__(
+        self, model: nn.Module, before: CallState, conditions: Conditions, steps: TrialSteps
+    ) -> None:
+        """Takes the state; see `run_beside_eager`."""
+        self._model, self._before = model, before
+        self._conditions, self._steps = conditions, steps
+        self._writes = Writes(conditions.most_bytes, conditions.largest_bytes)
+        self._undo = partial(before.put_back, self._writes, before.random_now())
+        self._has_labels = before.arguments[1].get("labels") is not None
+        self._autocast, self._rounding = autocast_dtypes(), _rounding(before)
+        self._reader = Reader(
+            before, self._writes, is_exact=conditions.is_exact, has_labels=self._has_labels,
+            only_loss=conditions.only_loss,
+        )  # fmt: skip
+
+    def run(self, ours: Callable[[], Any], eager: Outcome) -> Any:
+        """The output of the step, whose outcome is to be that of eager.
+
+        Raises:
+            TrialError, NotRepeatableError: see `run_beside_eager`.
+        """
+        gradients = None
+        if self._conditions.has_backward and self._steps.has_time:
+            gradients = PlainGradients(
+                self._plain, self._undo, self._before, self._writes, self._conditions,
+                has_labels=self._has_labels,
+            )  # fmt: skip
+        output = ours()
+        plain, step = [eager], [self._reader.outcome(output)]
+        found = self._differences(eager, step[0])
+        if not found and (gradients is None or gradients.reason):
+            return output
+        if not found and gradients is not None:
+            wrong = gradients.difference(output, self._rounding)
+            found = [Difference(wrong)] if wrong else []
+        del output
+        self._undo()
+        if not found:  # a backward of the first run is over
+            return ours()
+        for _ in range(_NUM_REPEATS):
+            again = None
+            if not any(each.text == OF_STEP_ALONE for each in found):
+                again = self.outcome_of_plain()
+            if again is None:
                 break
-            except (DifferentiatedError, RuntimeError) as error:
-                if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
-                    raise  # else within torch.func no such hooks may be on
-                undo()
-    except IteratorError:
-        reason = "the plain forward would use an iterator up"
-    except (OutOfBudget, torch.OutOfMemoryError):
-        reason = f"the plain forward takes more than {size_text(conditions.most_bytes)}"
-    finally:
-        output = None
-        undo()
-        writes.release()
-    if outcome is not None and writes.num_bytes > conditions.most_copied_bytes:
-        reason = f"copies of what the forward changes take {size_text(writes.num_bytes)}"
-        outcome = None
-    if reason:
-        logger.info("%s is not held against eager, since %s", conditions.what, reason)
-    return outcome
+            self._check_repeat(eager, again)
+            output = ours()
+            plain.append(again)
+            step.append(self._reader.outcome(output))
+            found = self._left(found, plain, step)
+            if not found:
+                return output
+            del output
+            self._undo()
+        parts = modules_within(self._model)
+        tables = {id(each) for part in parts for each in module_hooks_of(vars(part))}
+        sets_up = not tables.isdisjoint(eager.contents)
+        text = _text(str(found[0]), self._model, self._conditions, sets_up=sets_up)
+        raise TrialError(text, sets_up=sets_up)
+
+    def _differences(self, one: Outcome, two: Outcome) -> list[Difference]:
+        tolerance = 0.0 if self._conditions.is_exact else self._rounding
+        return [*Comparison(self._before, self._reader, one, two, tolerance).differences()]
+
+    def _check_repeat(self, eager: Outcome, again: Outcome) -> None:
+        compared = Comparison(self._before, self._reader, eager, again, self._rounding)
+        for each in compared.differences():
+            if each.is_of_training:
+                raise NotRepeatableError(_OF_NO_REPEAT % (self._conditions.what, each))
+
+    def _left(
+        self, found: list[Difference], plain: list[Outcome], step: list[Outcome]
+    ) -> list[Difference]:
+        """Those of the differences of a step that are none from run to run, as the clock's are.
+
+        What counts the runs is left, since they have changed it, and what the step has fixed.
+
+        Args:
+            found: the differences.
+            plain: outcomes of runs of the plain model.
+            step: those of the step.
+        """
+
+        def varied(runs: list[Outcome]) -> set[str]:
+            return {e.place for each in runs[1:] for e in self._differences(runs[0], each)}
+
+        pairs = (step[-2], plain[-1]), (plain[-1], step[-1])  # one right after the other
+        first, second = ({e.path: e for e in self._differences(*pair)} for pair in pairs)
+        counted = {
+            each.place
+            for path, each in first.items()
+            if path in second and (by := each.by()) is not None and by == second[path].by()
+        }
+        as_in_eager = {each.place for each in found if each.path not in first}
+        free = varied(plain) & (varied(step) | as_in_eager) - counted
+        return [each for each in found if each.place not in free]
+
+    def _plain(self) -> Any:
+        guarded, (args, kwargs) = iterators_guarded(self._before.objects), self._before.arguments
+        alike = _as_in(self._conditions, self._model)
+        with guarded, alike, autocast_as(self._autocast), torch.enable_grad():
+            return self._model(*args, **kwargs)
+
+    def outcome_of_plain(self) -> Outcome | None:
+        """That of the plain forward, which is undone; None where it cannot run in the budget."""
+        plain, undo, writes = self._plain, self._undo, self._writes
+        reason, outcome, saving = "", None, Saving(plain, undo, self._before.storages)
+        try:
+            unsaved = nothing_saved()(plain), lambda: False
+            for run, evict in (unsaved, (saving.run, saving.evict), (plain, lambda: False)):
+                try:
+                    begin_s = time.thread_time()
+                    with writes.noted(evict):
+                        output = run()
+                    self._steps.forward_s = time.thread_time() - begin_s
+                    outcome = self._reader.outcome(output)
+                    break
+                except (DifferentiatedError, RuntimeError) as error:
+                    if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
+                        raise  # else within torch.func no such hooks may be on
+                    undo()
+        except IteratorError:
+            reason = "the plain forward would use an iterator up"
+        except (OutOfBudget, torch.OutOfMemoryError):
+            reason = f"the plain forward takes more than {size_text(self._conditions.most_bytes)}"
+        finally:
+            output = None
+            undo()
+            writes.release()
+        if outcome is not None and writes.num_bytes > self._conditions.most_copied_bytes:
+            reason = f"copies of what the forward changes take {size_text(writes.num_bytes)}"
+            outcome = None
+        if reason:
+            logger.info("%s is not held against eager, since %s", self._conditions.what, reason)
+        return outcome
 
 
 @contextlib.contextmanager

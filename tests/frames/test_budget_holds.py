@@ -140,6 +140,16 @@ def test_a_backward_that_is_differentiated_counts_with_the_one_of_its_gradients(
     assert timeline(step).peak_bytes <= (module.frames.budget_bytes or 0)
 
 
+def test_what_is_counted_beyond_a_budget_is_counted_once() -> None:
+    """What is added for one step stands in the account of both that are in flight."""
+    plain, x = Blocks(), torch.randn(200, WIDTH)
+    module = RockmateModule(plain, None, 1000, mode="frames", on_infeasible="least")
+    for _ in range(8):
+        (module(x) + module(x)).backward()
+    assert module.frames is not None
+    assert (module.frames.budget_bytes or 0) <= peak_of(plain, x)
+
+
 def test_blocks_that_are_sequences_of_layers() -> None:
     module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
     for _ in range(4):

@@ -8,9 +8,12 @@ script changes before a step, `extra_loss` is added to the loss.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import itertools
 import random
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +45,35 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.tanh(self.up(x)))
+
+
+def block(
+    name: str, result: Callable[[Any], Any] = lambda h: h, set_up: Callable[[Any], Any] = id
+) -> None:
+    """Adds a kind of blocks that a function sets up, and whose result goes through another one."""
+
+    class Changed(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            set_up(self)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return result(super().forward(x))
+
+    LAYERS[name] = Changed
+
+
+block("python random", lambda h: h * (1 + random.random()))
+block("numpy random", lambda h: h * float(np.random.rand()))
+block("activation that is read", lambda h: h * 2 if h.mean() > 0 else h)
+block("item that is read", lambda h: h * (1 + 0.01 * h.detach().abs().mean().item()))
+block("numpy inside", lambda h: h * torch.from_numpy(torch.rand(len(h), 1).numpy().round()))
+block("cached function", lambda h: h * _ramp(WIDTH))
+block("branch on a compiler", lambda h: h * (1 + torch.compiler.is_exporting()))
+block("frozen part", set_up=lambda own: own.requires_grad_(False))
+block("spectral norm", set_up=lambda own: nn.utils.parametrizations.spectral_norm(own.up))
+block("old spectral norm", set_up=lambda own: nn.utils.spectral_norm(own.up))
+block("weight norm", set_up=lambda own: nn.utils.parametrizations.weight_norm(own.up))
 
 
 class Averaged(Block):
@@ -283,6 +315,28 @@ class DictOfTheLastValue(Block):
 
 
 @kind
+@made_of(lambda: {"cell": nn.GRUCell(WIDTH, WIDTH), "state": None})
+class CarriedState(nn.Module):
+    """As truncated backpropagation: a call begins where the last one has ended."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        begins = self.state is None or len(self.state) != len(x)
+        h = self.cell(x, torch.zeros_like(x) if begins else self.state)
+        self.state = h.detach()
+        return h
+
+
+@kind
+@made_of(lambda: {"_stats": {"ms": []}})  # no record has it
+class ClockThatIsKept(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self._began = time.perf_counter()
+        h = super().forward(x)
+        self._stats["ms"].append(time.perf_counter() - self._began)
+        return h
+
+
+@kind
 @made_of(lambda: {"aux": None})
 class DetachedAttribute(Block):
     def forward(self, x: Tensor) -> Tensor:
@@ -505,13 +559,17 @@ class ClassAttributeThatIsRead(Block):
         Settings.table["scale"] = 1.0 - 0.1 * step
 
 
+_COUNTS, _LOCAL = bytearray(1), threading.local()
+_VARIABLE = contextvars.ContextVar("calls", default=1)
+
+
 def _counted() -> None:
     """Has a number as an attribute."""
 
 
 @kind
 class CountersOutside(Block):
-    """Changes a class, a global name and an attribute of a function."""
+    """Changes a class, a global name, an attribute of a function, and what is no plain object."""
 
     number = 0
 
@@ -519,12 +577,18 @@ class CountersOutside(Block):
         global SCALE
         super().__init__()
         SCALE, type(self).number, _counted.number = 1.0, 0, 0  # pyright: ignore
+        _COUNTS[0], _LOCAL.number = 1, 1
+        _VARIABLE.set(1)
 
     def forward(self, x: Tensor) -> Tensor:
         global SCALE
         SCALE += 0.1
         type(self).number += 1
         _counted.number += 1  # pyright: ignore
+        _COUNTS[0] += 1
+        _LOCAL.number += 1
+        _VARIABLE.set(_VARIABLE.get() + 1)
+        x = x * (1 + 0.1 / (_COUNTS[0] * _LOCAL.number * _VARIABLE.get()))
         return super().forward(x) * SCALE / (type(self).number + _counted.number)  # pyright: ignore
 
 
@@ -554,12 +618,6 @@ def _ramp(width: int) -> Tensor:
     return torch.linspace(0.5, 1.0, width)
 
 
-@kind
-class CachedFunction(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * _ramp(WIDTH)
-
-
 _TABLE: dict[int, Tensor] = {}
 
 
@@ -569,14 +627,6 @@ class TableOfTheFile(Block):
         if WIDTH not in _TABLE:
             _TABLE[WIDTH] = torch.ones(WIDTH) * 0.7
         return super().forward(x) * _TABLE[WIDTH]
-
-
-@kind
-class BranchOnACompiler(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
-            return super().forward(x) * 2
-        return super().forward(x)
 
 
 @kind
@@ -693,13 +743,6 @@ class Masked(Block):
 
 
 @kind
-class FrozenPart(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-
-
-@kind
 class NoGradPart(Block):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -799,18 +842,6 @@ class TorchRandom(Block):
 
 
 @kind
-class PythonRandom(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (1 + random.random())
-
-
-@kind
-class NumpyRandom(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * float(np.random.rand())
-
-
-@kind
 @made_of(lambda: {"generator": torch.Generator().manual_seed(3)})
 class GeneratorOfItsOwn(Block):
     def forward(self, x: Tensor) -> Tensor:
@@ -828,20 +859,6 @@ class LayerDrop(nn.Module):
 
 
 @kind
-class ActivationThatIsRead(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        h = super().forward(x)
-        return h * 2 if h.mean() > 0 else h
-
-
-@kind
-class ItemThatIsRead(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        h = super().forward(x)
-        return h * (1 + 0.01 * h.detach().abs().mean().item())
-
-
-@kind
 @made_of(lambda: {"gate": nn.Linear(WIDTH, 3), "experts": nn.ModuleList(Block() for _ in range(3))})
 class Experts(nn.Module):
     """Rows are routed by value."""
@@ -854,13 +871,6 @@ class Experts(nn.Module):
             if len(rows):
                 out[rows] = expert(x[rows]) * scores[rows, index, None]
         return x + out
-
-
-@kind
-class NumpyInside(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        keep = torch.from_numpy((torch.rand(len(x)).numpy() > 0.5).astype("float32"))
-        return super().forward(x) * keep[:, None]
 
 
 @kind
@@ -953,27 +963,6 @@ class LayerNorm(Block):
 class GroupNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + self.layer(self.norm(x.view(-1, 4, WIDTH).mT)).mT.reshape(x.shape)
-
-
-@kind
-class SpectralNorm(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.parametrizations.spectral_norm(self.up)
-
-
-@kind
-class OldSpectralNorm(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.spectral_norm(self.up)
-
-
-@kind
-class WeightNorm(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        nn.utils.parametrizations.weight_norm(self.up)
 
 
 @kind

@@ -86,6 +86,11 @@ def habit(name: str, **members: Any) -> None:
     type(name, (Habit,), own)
 
 
+def before_step(number: int, name: str, change: Callable[[Any], Any]) -> None:
+    """Adds a kind that changes the script before one step."""
+    habit(name, before=lambda script, step: step == number and change(script))
+
+
 # --- batches --------------------------------------------------------------------------------------
 
 
@@ -474,43 +479,40 @@ class GradientsScaled(Habit):
 # --- the model ------------------------------------------------------------------------------------
 
 
-class FrozenLater(Habit):
-    def before(self, script: Any, step: int) -> None:
-        if step == 2:
-            script.model.stem.requires_grad_(False)
+def _collect_gradients(script: Any) -> None:
+    weight = script.model.head.weight
+    weight.register_post_accumulate_grad_hook(lambda own: script.seen.append(own.grad.clone()))
+
+
+def _as_hook(factor: float) -> Callable[..., Tensor]:
+    return lambda *given: given[-1] * factor
+
+
+before_step(2, "FrozenLater", lambda script: script.model.stem.requires_grad_(False))
+before_step(2, "ModeOfASubmodule", lambda script: script.model.layers.eval())
+before_step(1, "AccumulationHook", _collect_gradients)
+before_step(1, "TensorHook", lambda run: run.model.stem.weight.register_hook(_as_hook(0.5)))
+before_step(2, "ForwardHookLater", lambda run: run.model.stem.register_forward_hook(_as_hook(1.5)))
+before_step(1, "HookOnTheModel", lambda run: run.callee.register_forward_hook(_as_hook(0.5)))
+before_step(
+    2, "LayerAppended", lambda run: run.model.blocks.append(copy.deepcopy(run.model.blocks[-1]))
+)
+before_step(
+    2, "LayerSwapped", lambda run: setattr(run.model.blocks[0], "up", nn.Linear(WIDTH, 4 * WIDTH))
+)
+before_step(
+    2,
+    "WeightReplaced",
+    lambda run: setattr(
+        run.model.stem, "weight", nn.Parameter(run.model.stem.weight.detach() * 0.5)
+    ),
+)
 
 
 class Toggled(Habit):
     def before(self, script: Any, step: int) -> None:
         script.model.blocks[0].requires_grad_(step % 2 == 0)
         script.model.blocks[1].requires_grad_(step % 2 == 1)
-
-
-class ModeOfASubmodule(Habit):
-    def before(self, script: Any, step: int) -> None:
-        if step == 2:
-            for module in script.model.layers:
-                module.eval()
-
-
-class TensorHook(Habit):
-    def before(self, script: Any, step: int) -> None:
-        if step == 1:
-            script.model.stem.weight.register_hook(lambda gradient: gradient * 0.5)
-
-
-class AccumulationHook(Habit):
-    def before(self, script: Any, step: int) -> None:
-        if step == 1:
-            script.model.head.weight.register_post_accumulate_grad_hook(
-                lambda parameter: script.seen.append(parameter.grad.clone())
-            )
-
-
-class ForwardHookLater(Habit):
-    def before(self, script: Any, step: int) -> None:
-        if step == 2:
-            script.model.stem.register_forward_hook(lambda module, args, output: output * 1.5)
 
 
 class FeaturesTappedLater(Habit):
@@ -523,12 +525,6 @@ class FeaturesTappedLater(Habit):
     def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
         taps, script.taps[:] = list(script.taps), []
         return loss + sum(tap.square().mean() for tap in taps[-1:])
-
-
-class HookOnTheModel(Habit):
-    def before(self, script: Any, step: int) -> None:
-        if step == 1:
-            script.callee.register_forward_hook(lambda module, args, output: output * 0.5)
 
 
 class WeightsLoaded(Habit):
@@ -548,24 +544,6 @@ class WeightsWritten(Habit):
             with torch.no_grad():
                 script.model.stem.weight.mul_(0.5)
             script.model.head.bias.data = script.model.head.bias.data * 0.5
-
-
-class WeightReplaced(Habit):
-    def before(self, script: Any, step: int) -> None:
-        if step == 2:
-            script.model.stem.weight = nn.Parameter(script.model.stem.weight.detach() * 0.5)
-
-
-class LayerSwapped(Habit):
-    def before(self, script: Any, step: int) -> None:
-        if step == 2:
-            script.model.blocks[0].up = nn.Linear(WIDTH, 4 * WIDTH)
-
-
-class LayerAppended(Habit):
-    def before(self, script: Any, step: int) -> None:
-        if step == 2:
-            script.model.blocks.append(copy.deepcopy(script.model.blocks[-1]))
 
 
 class CopyOfTheModel(Habit):

@@ -5,12 +5,15 @@ No guard knows of any of them: what watches the model is switched off where it w
 
 from __future__ import annotations
 
+import os
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
 from trial_net import BATCHES, Counting, Net, without_op
 
@@ -304,8 +307,21 @@ def output_rounded(patch: Patch) -> None:
     around_frames(patch, lambda run, _: run().bfloat16().float())
 
 
+def count_of_runs(patch: Patch) -> None:
+    forward = Counting.forward
+    patch.setenv("RUNS", "0")  # which a trial does not put back
+
+    def counted(self: Counting, x: Tensor) -> Tensor:
+        os.environ["RUNS"] = str(int(os.environ["RUNS"]) + 1)
+        vars(self)["run"] = int(os.environ["RUNS"])
+        return forward(self, x)
+
+    patch.setattr(Counting, "forward", counted)
+
+
 FRAMES = (
     frame_runs_twice, random_state_put_back, counter_put_back, statistics_put_back, output_rounded,
+    count_of_runs,
 )  # fmt: skip
 
 
@@ -328,11 +344,21 @@ def test_difference_planted_in_frames(
     assert "eager runs" in caplog.text
 
 
+@made_of(lambda: {"stats": {"ms": []}, "by_id": {}})
+class Timed(Counting):
+    """What it reads of a clock, and of memory, is other in each run of eager, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.began, self.by_id = time.perf_counter(), {id(x): len(x)}
+        x = super().forward(x)
+        self.stats["ms"].append(time.perf_counter() - self.began)
+        self.last = torch.tensor(time.perf_counter())
+        return x
+
+
 def test_nothing_is_found_in_frames_where_nothing_is_planted() -> None:
-    module = RockmateModule(
-        nn.Sequential(*(Counting() for _ in range(6))), None, 0.7, mode="frames", trial="always"
-    )
-    _train_blocks(module)
+    model = nn.Sequential(*(Timed() for _ in range(6)))
+    _train_blocks(RockmateModule(model, None, 0.7, mode="frames", trial="always"))
 
 
 def _train_blocks(module: nn.Module) -> None:

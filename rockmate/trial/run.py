@@ -121,7 +121,7 @@ class _Trial:
             )  # fmt: skip
         output = ours()
         plain, step = [eager], [self._reader.outcome(output)]
-        found = self._differences(eager, step[0])
+        found = self._compared(eager, step[0])
         if not found and (gradients is None or gradients.reason):
             return output
         if not found and gradients is not None:
@@ -137,7 +137,9 @@ class _Trial:
                 again = self.outcome_of_plain()
             if again is None:
                 break
-            self._check_repeat(eager, again)
+            for each in self._compared(eager, again, self._rounding):
+                if each.is_of_training:
+                    raise NotRepeatableError(_OF_NO_REPEAT % (self._conditions.what, each))
             output = ours()
             plain.append(again)
             step.append(self._reader.outcome(output))
@@ -152,15 +154,9 @@ class _Trial:
         text = _text(str(found[0]), self._model, self._conditions, sets_up=sets_up)
         raise TrialError(text, sets_up=sets_up)
 
-    def _differences(self, one: Outcome, two: Outcome) -> list[Difference]:
-        tolerance = 0.0 if self._conditions.is_exact else self._rounding
+    def _compared(self, one: Outcome, two: Outcome, tolerance: float = 0.0) -> list[Difference]:
+        tolerance = max(tolerance, 0.0 if self._conditions.is_exact else self._rounding)
         return [*Comparison(self._before, self._reader, one, two, tolerance).differences()]
-
-    def _check_repeat(self, eager: Outcome, again: Outcome) -> None:
-        compared = Comparison(self._before, self._reader, eager, again, self._rounding)
-        for each in compared.differences():
-            if each.is_of_training:
-                raise NotRepeatableError(_OF_NO_REPEAT % (self._conditions.what, each))
 
     def _left(
         self, found: list[Difference], plain: list[Outcome], step: list[Outcome]
@@ -176,10 +172,10 @@ class _Trial:
         """
 
         def varied(runs: list[Outcome]) -> set[str]:
-            return {e.place for each in runs[1:] for e in self._differences(runs[0], each)}
+            return {e.place for each in runs[1:] for e in self._compared(runs[0], each)}
 
         pairs = (step[-2], plain[-1]), (plain[-1], step[-1])  # one right after the other
-        first, second = ({e.path: e for e in self._differences(*pair)} for pair in pairs)
+        first, second = ({e.path: e for e in self._compared(*pair)} for pair in pairs)
         counted = {
             each.place
             for path, each in first.items()

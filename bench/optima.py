@@ -86,6 +86,8 @@ def page(records: Sequence[Record]) -> list[str]:
     """The table, with the largest distances of plans and bounds from what is proved."""
     lines = command.newest(records, "model", "above")
     for each in lines:
+        # The lower bound holds for the schedules of the program, too.
+        each["proved"] = max(each["proved"], each["bound"])
         each |= {"gap": max(0.0, each["plan"] - each["proved"])}
         each |= {"loose": each["proved"] - each["bound"]}
     return filled("optima", lines=lines, about=about(lines))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from itertools import chain
 from types import MethodType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
-from rockmate._torch.members import RECURRENT_WEIGHTS, module_hooks_of
+from rockmate._torch.members import RECURRENT_WEIGHTS, all_hooks_of, module_hooks_of
 from rockmate.state.contents import Both
 from rockmate.state.members import objects_and_members
 from rockmate.state.objects import Handler, objects_of_python, put_dict
@@ -23,9 +25,15 @@ class Attributes(NamedTuple):
     table: dict[str, Any]
 
 
+def _hooks(found: Attributes) -> list[dict[int, Any] | None]:
+    """Tables of the hooks of the module and its parameters."""
+    parameters = filter(torch.is_tensor, found.table["_parameters"].values())
+    return [*module_hooks_of(found.table), *chain(*map(all_hooks_of, parameters))]
+
+
 def _take(found: Attributes) -> Both:
     attributes = {name: each for name, each in found.table.items() if name not in _SKIPPED}
-    hooks = enumerate(module_hooks_of(found.table))
+    hooks = enumerate(_hooks(found))
     return Both(attributes, {f"{at}": dict(each) for at, each in hooks if each})
 
 
@@ -33,8 +41,9 @@ def _put(found: Attributes, content: Both) -> None:
     for name in found.table.keys() - content.items.keys() - _SKIPPED:
         del found.table[name]
     found.table.update(content.items)
-    for at, hooks in enumerate(module_hooks_of(found.table)):
-        put_dict(hooks, content.attributes.get(f"{at}", {}))
+    for at, hooks in enumerate(_hooks(found)):
+        if hooks is not None:
+            put_dict(hooks, content.attributes.get(f"{at}", {}))
 
 
 _OF_MODULE = Handler(_take, _put)

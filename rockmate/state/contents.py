@@ -30,7 +30,7 @@ class TensorState(NamedTuple):
         memory: a tensor that has its memory.
         requires_grad: of the tensor.
         gradient: its `.grad`.
-        hooks: of its gradient, and after its accumulation; None where there are none.
+        hooks: after its gradient's accumulation, and of its gradient; None where there are none.
         attributes: its own attributes in Python.
     """
 

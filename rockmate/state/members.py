@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rockmate._torch.members import RECURRENT_WEIGHTS, accumulation_hooks_of, tensor_hooks_of
+from rockmate._torch.members import RECURRENT_WEIGHTS, all_hooks_of
 from rockmate.state.contents import ATOMS, Both, TensorState, has_same_memory
 from rockmate.state.objects import (
     ABSENT,
@@ -81,12 +81,8 @@ _OF_SCRIPT = Handler(lambda script: [*script.parameters(), *script.buffers()], k
 # --- tensors and functions ------------------------------------------------------------------------
 
 
-def _hook_tables(tensor: torch.Tensor) -> tuple[Any, Any]:
-    return tensor_hooks_of(tensor), accumulation_hooks_of(tensor)
-
-
 def _tensor_state(tensor: torch.Tensor) -> TensorState:
-    hooks: Any = tuple([None if each is None else dict(each) for each in _hook_tables(tensor)])
+    hooks: Any = tuple([None if each is None else dict(each) for each in all_hooks_of(tensor)])
     gradient = tensor.grad if tensor.is_leaf else None
     return TensorState(tensor.detach(), tensor.requires_grad, gradient, hooks, dict(vars(tensor)))
 
@@ -99,7 +95,7 @@ def _put_tensor(tensor: torch.Tensor, before: TensorState) -> None:
             tensor.requires_grad_(before.requires_grad)
         if tensor.grad is not before.gradient:
             tensor.grad = before.gradient
-    for table, held in zip(_hook_tables(tensor), before.hooks, strict=True):
+    for table, held in zip(all_hooks_of(tensor), before.hooks, strict=True):
         if table is not None:
             put_dict(table, held or {})
     put_dict(vars(tensor), before.attributes)

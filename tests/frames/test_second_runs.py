@@ -233,12 +233,13 @@ class Inferring(Body):
 
 
 class Marked(Body):
-    """Sets itself up in the first call: a hook of the backward, and attributes of tensors."""
+    """Sets itself up in the first call: hooks of the backward, and attributes of tensors."""
 
     def factor(self) -> Any:
         if self.state is None:
             self.state = 0
             self.body.register_full_backward_hook(lambda _, given, __: (given[0] * 0.5,))
+            self.body[0].get_parameter("weight").register_hook(lambda given: given * 0.5)
         marked: Any = self.norm.running_mean, self.body[0].weight
         for tensor in marked:
             tensor.uses = getattr(tensor, "uses", 0) + 1

@@ -26,6 +26,7 @@ from rockmate.graph.ir import FORWARD_ENDS, Graph, Storage
 from rockmate.graph.snapshot_capture import call_text
 from rockmate.offload.request import OffloadRequest
 from rockmate.ops.collectives import groups_of, is_communication
+from rockmate.ops.convolutions import input_gradient
 from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter, HookSchedule, accumulated_names
@@ -138,12 +139,18 @@ def _layouts(graph: Graph) -> dict[Role, torch.Tensor]:
     }
 
 
+# A convolution lays a gradient out itself, and takes the bias's gradient of what it was given.
+_OF_ANY_STRIDES = {
+    _aten.mm.default, _aten.sum.dim_IntList, _aten.convolution_backward.default, input_gradient,
+}  # fmt: skip
+
+
 def _has_any_strides(matrix: fx.Node) -> bool:
     """Whether what its readers make lies alike for all strides, by which these ops round."""
     return all(
         _has_any_strides(reader)
         if reader.target is _aten.t.default
-        else reader.target in {_aten.mm.default, _aten.sum.dim_IntList}
+        else reader.target in _OF_ANY_STRIDES
         or (reader.target is _aten.addmm.default and reader.args[0] is not matrix)
         for reader in matrix.users
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,10 +70,12 @@ def trained(module: nn.Module, model: nn.Module, losses: list[Loss]) -> list[Ten
     return found
 
 
-@pytest.mark.parametrize("shape", [(48, WIDTH), (2, 24, WIDTH)])
-def test_a_plan_takes_the_gradient_of_a_linear_head_as_it_lies(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("shape", [(48, WIDTH), (2, 24, WIDTH), (4, WIDTH, 16, 16)])
+def test_a_plan_takes_the_gradient_of_a_head_as_it_lies(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 3))
+    layer = partial(nn.Conv2d, kernel_size=1) if len(shape) == 4 else nn.Linear
+    model = nn.Sequential(layer(WIDTH, WIDTH), nn.Tanh(), layer(WIDTH, 3))
+    model = model.to(memory_format=torch.channels_last)
     x, found = torch.randn(shape), list[Any]()
     for each in (model, RockmateModule(copy.deepcopy(model), x, 1.0, numerics="bitwise")):
         each(x).mT.contiguous().cos().mean().backward()

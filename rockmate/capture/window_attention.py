@@ -94,8 +94,11 @@ class Windows:
     def on_sample(
         self, made_up: Callable[[int], Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        """What to measure, and its arguments: with the sample's boundaries."""
-        return self, (*map(made_up, range(self.num_tensors)), self.boundaries)
+        """What to measure, and its arguments: with the sample's boundaries, moved to the length."""
+        assert self.boundaries is not None
+        tensors = [made_up(each) for each in range(self.num_tensors)]
+        boundaries = self.boundaries.long() * tensors[0].shape[2] // self.boundaries[-1]
+        return self, (*tensors, boundaries)
 
 
 class WindowsBackward(Windows):

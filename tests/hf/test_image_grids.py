@@ -15,7 +15,13 @@ from bench.lengths import images_of
 from bench.measure import allocator_peak
 from rockmate import RockmateModule
 
-GRIDS = [(16, 12), (12, 8)], [(8, 8), (12, 8)], [(12, 16), (8, 12)], [(4, 4), (16, 8)]
+GRIDS = (
+    [(16, 12), (12, 8)],
+    [(8, 8), (12, 8)],
+    [(12, 16), (8, 12)],
+    [(4, 4), (16, 8)],
+    [(16, 16), (8, 12)],
+)
 
 
 def tiny_model() -> nn.Module:

@@ -277,6 +277,9 @@ class Memory:
             if frame.num_bytes and not frame.can_be_dropped:
                 self.undropped.add(frame.key.path)
         elif self.needs is not None:
+            # A step that saves as much as the recorded one is as large, whatever its inputs are.
+            known_bytes = self.needs.of(frame.key).saved_bytes
+            self.scale = max(self.scale, min(1.0, frame.num_bytes / max(1, known_bytes)))
             self.needs.learn(frame.key, int(frame.num_bytes / self.scale))
         option = self.decision.get(frame.key)
         is_kept = option is not None and option.is_kept

@@ -112,6 +112,21 @@ def size(*dimensions: int) -> StepSize:
     return StepSize.of(torch.zeros(dimensions), 0, None)
 
 
+class WithImage(Attending):
+    def forward(self, x: Tensor, image: Tensor | None = None) -> Tensor:
+        return super().forward(x if image is None else x + image.mean())
+
+
+def test_a_step_without_its_largest_input_saves_no_less() -> None:
+    """What it saves does not count as that of a step so many times smaller."""
+    module, image, found = framed(WithImage(), 0.5, plan_frames=False), torch.randn(400, 400), []
+    for given, rows in ((image, 64), (image, 64), (image, 64), (None, 60), (image, 64)):
+        module(torch.randn(2, rows, WIDTH), given).square().mean().backward()
+        report = module.frames and module.frames.report()
+        found.append(report and report.minimum_bytes)
+    assert found[2] == found[4]
+
+
 def test_a_step_covers_those_that_are_no_larger_in_any_dimension() -> None:
     assert size(4, 8).covers(size(4, 8))
     assert size(4, 8).covers(size(2, 8))

@@ -6,7 +6,7 @@ Its inputs and outputs, what a run saves, its time and workspace.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from rockmate.capture.attribute_values import traced_in
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.opaque_graph import Layout, RunGraph, attach_input
 from rockmate.capture.structure import Structure, flatten
-from rockmate.errors import BackwardError, UnsupportedModelError
+from rockmate.errors import BackwardError, RockmateError, UnsupportedModelError
 from rockmate.state.call_state import CallState, undone
 from rockmate.state.random_state import RandomState, random_state_kept
 from rockmate.state.tensors import with_attributes_of
@@ -73,6 +73,18 @@ class OpaqueCall:
         """How many of the inputs are no parameters."""
         return len(self.inputs) - len(self.parameter_names)
 
+    @contextlib.contextmanager
+    def _refused(self, what: str) -> Iterator[None]:
+        """An error within is one of a part that does not run by itself."""
+        try:
+            yield
+        except (RockmateError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            text = f"{error}".partition("\n")[0].rstrip(".")
+            msg = f"the {what} of {self.name} does not run apart from the model's: {text}."
+            raise UnsupportedModelError(msg) from error
+
     def observe(self) -> None:
         """Runs the submodule on the sample's inputs to see what it saves, draws and changes.
 
@@ -80,16 +92,11 @@ class OpaqueCall:
         """
         attributes, before = AttributeState(self.module), CallState(self.module, (), {})
         with self.random_state_kept() as random, before.undone() as self.writes:
-            outputs, graph = self.run(self.copied_inputs())
+            with self._refused("forward"):
+                outputs, graph = self.run(self.copied_inputs())
             self._refuse_foreign(graph)
-            try:
+            with self._refused("backward"):
                 self._take_layouts(graph.found(list(map(torch.ones_like, outputs))))
-            except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                text = f"{error}".partition("\n")[0]
-                msg = f"the backward of {self.name} does not run apart from the model's: {text}"
-                raise UnsupportedModelError(msg) from error
             now = RandomState([self.outputs[0].device], of_pytorch_alone=True)
             self.draws = bool(random.differences(now))
             self._refuse_assigned_gradients(attributes.changes())

@@ -719,6 +719,20 @@ class Borrowing(nn.Module):
         return x @ self.borrowed[0] if x.sum().item() < 1e9 else x
 
 
+class Tied(nn.Sequential):
+    """Its forward ties weights, which are no parameters where it runs as an op."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self[1].weight = self[0].weight
+        return super().forward(x)
+
+
+def test_a_forward_that_does_not_run_as_an_op_is_refused_in_words() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Tied(nn.Linear(4, 4), nn.Linear(4, 4)))
+    with pytest.raises(UnsupportedModelError, match=r"forward of 1 does not run apart .* cannot"):
+        RockmateModule(model, torch.ones(2, 4), 1.0, untraced=["1"])
+
+
 def test_a_parameter_of_somebody_else_is_refused() -> None:
     first = nn.Linear(16, 16)
     model = nn.Sequential(first, Borrowing(first.weight), nn.Linear(16, 1))

@@ -10,7 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rockmate._torch.members import RECURRENT_WEIGHTS, all_hooks_of, module_hooks_of
+from rockmate._torch.members import (
+    RECURRENT_WEIGHTS,
+    all_hooks_of,
+    member_tables_of,
+    module_hooks_of,
+)
 from rockmate.state.contents import Both
 from rockmate.state.members import objects_and_members
 from rockmate.state.objects import Handler, objects_of_python, put_dict
@@ -27,7 +32,7 @@ class Attributes(NamedTuple):
 
 def _hooks(found: Attributes) -> list[dict[int, Any] | None]:
     """Tables of the hooks of the module and its parameters."""
-    parameters = filter(torch.is_tensor, found.table["_parameters"].values())
+    parameters = filter(torch.is_tensor, member_tables_of(found.table)[1].values())
     return [*module_hooks_of(found.table), *chain(*map(all_hooks_of, parameters))]
 
 

@@ -102,7 +102,7 @@ class Interior:
             program,
             self._module,
             name=self._path,
-            way_out=", or plan no frames (plan_frames=False)",
+            way_out=f", or plan no frames (plan_frames=False), or leave it: keep={[self._path]!r}",
         )
         runner.check_tangents = self._check_tangents
         runner.returned_to = partial(self._returned_to, runner.binding)

@@ -36,7 +36,7 @@ from rockmate import RockmateModule
 from rockmate.plan_cache import PlanCache
 
 BATCH, LENGTH, WORDS = 4, 96, 8192
-_GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v", "glm_ocr")
+_GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm_ocr")
 _SIDES = (16, 12, 8, 4)  # of a grid, in patches
 MODELS = makers("lengths")
 

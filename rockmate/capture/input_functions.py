@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx, nn
@@ -29,8 +29,18 @@ _GIVEN = "kwargs"  # the argument from which such a function takes what the call
 _TENSOR = object()  # stands in the place of a tensor
 _COMPUTED = re.compile(r"position_ids|(max|cu)_(window_)?seqlens?|window_index|interp_.*|merged_.*")
 
-# Who gives the results of a function in a trace, or None if it is to be traced.
-meets: list[Callable[[Any, Sequence[Tensor]], list[Tensor] | None]] = []
+
+class KnownValues(Protocol):
+    """What a trace knows of tensors that follow from its inputs."""
+
+    def result_of(self, function: InputFunction, tensors: Sequence[Tensor]) -> list[Tensor] | None:
+        """The results of a function; None if it is to be traced."""
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """The sample's value; None where it is not known."""
+
+
+meets: list[KnownValues] = []  # of the traces that go on
 _traced: dict[str, InputFunction] = {}  # of the capture that is going on
 
 
@@ -136,7 +146,7 @@ def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
         form, tensors = parted((args, {n: x for n, x in kwargs.items() if n != _GIVEN}))
         op = InputFunction(function, form)
         is_given = any(map(_COMPUTED.fullmatch, kwargs.get(_GIVEN) or ()))
-        made = meets[-1](op, tensors) if meets and tensors and not is_given else None
+        made = meets[-1].result_of(op, tensors) if meets and tensors and not is_given else None
         return function(*args, **kwargs) if made is None else filled(op.form, made)
 
     return call

@@ -151,9 +151,7 @@ class ValueReader:
         """
         self._defers = defers
         self._carriers = iter(carriers) if carriers else None
-        self._sizes: list[
-            tuple[torch.SymInt, fx.Node]
-        ] = []  # with the nodes that give their numbers
+        self._sizes: list[tuple[torch.SymInt, fx.Node]] = []  # each with what gives its number
         self._deferred: list[weakref.ref[Deferred]] = []
         self._graph = fx.Graph()
         self._root = nn.Module()  # holds constants
@@ -187,7 +185,7 @@ class ValueReader:
     @contextmanager
     def answering(self) -> Iterator[None]:
         """Answers the reads of what runs within."""
-        meets.append(self.result_of)
+        meets.append(self)
         try:
             with ops_observed(self._run), CountedMasks(self):
                 yield
@@ -240,6 +238,11 @@ class ValueReader:
         for result, part, value in zip(results, parts, values, strict=True):
             self._learn(result, part, value)
         return results
+
+    def value_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The sample's value of a tensor; None where it is not known."""
+        known = self._known.get(id(tensor))
+        return None if known is None else _copy(known.value)
 
     def read(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
         """What `func` reads of a tensor; deferred if it may be."""

@@ -73,12 +73,12 @@ _forward.register_autograd(_differentiate, setup_context=_keep)
 class Windows:
     """The attention of a module, window by window: `(query, key, value, boundaries) -> values`."""
 
-    num_tensors = 3  # before the boundaries
+    name, num_tensors = "window_attention", 3  # before the boundaries
 
-    def __init__(self, attend: Callable[..., Tensor], boundaries: Tensor | None = None) -> None:
+    def __init__(self, attend: Callable[..., Tensor], boundaries: Tensor) -> None:
         """Of the model's own attention, within one window; boundaries are the sample's."""
         self.attend, self.boundaries = attend, boundaries
-        self.__name__ = self.__qualname__ = "window_attention"
+        self.__name__ = self.__qualname__ = self.name
 
     def __str__(self) -> str:
         return f"rockmate.{self.__name__}"
@@ -87,15 +87,10 @@ class Windows:
         """Values of shape (batch, length, heads, width), from (batch, heads, length, width)."""
         return torch.cat([self.attend(*window) for window in _windows(*given)], 1)
 
-    def on_values(self, tensors: list[Tensor]) -> None:
-        """Takes the sample's boundaries."""
-        (self.boundaries,) = tensors
-
     def on_sample(
         self, made_up: Callable[[int], Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments: with the sample's boundaries, moved to the length."""
-        assert self.boundaries is not None
         tensors = [made_up(each) for each in range(self.num_tensors)]
         boundaries = self.boundaries.long() * tensors[0].shape[2] // self.boundaries[-1]
         return self, (*tensors, boundaries)
@@ -104,7 +99,7 @@ class Windows:
 class WindowsBackward(Windows):
     """The backward: `(query, key, value, gradient, boundaries) -> gradients` of the first three."""
 
-    num_tensors = 4
+    name, num_tensors = "window_attention_backward", 4
 
     def __call__(self, *given: Tensor) -> list[Tensor]:
         """Of the shapes of query, key and value, as the gradient is."""
@@ -157,10 +152,10 @@ def _in_one_op(kind: type[nn.Module]) -> Callable[..., Any]:
             def attend(*window: Tensor) -> Tensor:
                 return own(module, *window, attention_mask=None, **given)[0]
 
-            windows = Windows(attend)
-            meets[-1](windows, [cu_seq_lens_q])
-            if windows.boundaries is None:
-                return windows(*tensors, cu_seq_lens_q), None
+            boundaries = meets[-1].value_of(cu_seq_lens_q)
+            if boundaries is None:
+                return Windows(attend, cu_seq_lens_q)(*tensors, cu_seq_lens_q), None
+            windows = Windows(attend, boundaries)
             _traced[str(id(windows))] = windows
             op = torch.ops.rockmate.window_attention
             return op(*tensors, cu_seq_lens_q, str(id(windows))), None

@@ -5,9 +5,9 @@ known which attributes the result depends on, and which ones the forward leaves 
 
 Attributes are those of the model's modules, and of the objects that the forward reaches through
 them: a config, a dataclass, an item of a list. Parameters, buffers, submodules and hooks are left
-to the signature of the model. `nn.Module` and the classes of those objects get an
-`__getattribute__` and a `__setattr__` that record, for the duration of one run. Python has no other
-way to see a read.
+to the signature of the model. The classes of all of them get an `__getattribute__` and a
+`__setattr__` that record, for the duration of one run. Python has no other way to see a read.
+`nn.Module` itself is left, since what it has is looked up anew in each class of modules there is.
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def accesses_recorded(model: nn.Module, state: AttributeState) -> Iterator[Acces
     accesses = Accesses(owners={id(module): module for module in model.modules()})
     recorder = _Recorder(accesses, state)
     try:
-        recorder.record(nn.Module)
+        for cls in dict.fromkeys(map(type, model.modules())):
+            recorder.record(cls)
         yield accesses
     finally:
         recorder.stop()
@@ -192,7 +193,7 @@ class _Recorder:
 
     def record(self, cls: type) -> None:
         """Has accesses to instances of a class recorded."""
-        if cls in self._own:
+        if cls in self._own or issubclass(cls, torch.jit.ScriptModule):
             return
         self._own[cls] = {name: vars(cls)[name] for name in _HOOKS if name in vars(cls)}
         read, assign, delete = (getattr(cls, name) for name in _HOOKS)
@@ -249,7 +250,6 @@ class _Recorder:
             or id(owner) not in self._accesses.owners
             or threading.get_ident() != self._thread
             or (isinstance(owner, nn.Module) and name in _UNRECORDED)
-            or isinstance(owner, torch.jit.ScriptModule)
         )
 
     def _reach(self, value: Any) -> None:
@@ -267,8 +267,7 @@ class _Recorder:
         elif isinstance(value, nn.Module) or _can_record(type(value)):
             self._accesses.owners[id(value)] = value
             self._state.save(value)
-            if not isinstance(value, nn.Module):
-                self.record(type(value))
+            self.record(type(value))
 
 
 def _attributes_of(owner: Any) -> dict[str, Any]:

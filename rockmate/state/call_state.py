@@ -183,7 +183,7 @@ def undone(model: nn.Module, known: Writes | None = None) -> AbstractContextMana
 
 def steps_of(content: Any) -> list[tuple[Any, Any]]:
     """What a content leads to, each with its key."""
-    if isinstance(content, Mapping):
+    if isinstance(content, dict):
         return list(content.items())
     if isinstance(content, list):
         return list(enumerate(content))

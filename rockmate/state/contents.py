@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -41,17 +41,15 @@ class TensorState(NamedTuple):
     attributes: dict[str, Any]
 
 
-def items_of(content: Any) -> Iterator[Any]:
+def items_of(content: Any) -> Collection[Any]:
     """What a content leads to."""
-    if isinstance(content, Mapping):
-        yield from content.values()
-    elif isinstance(content, list):
-        yield from content
-    elif isinstance(content, Both):
-        yield from items_of(content.items)
-        yield from content.attributes.values()
-    elif isinstance(content, TensorState):
-        yield from content.attributes.values()
+    if isinstance(content, dict):
+        return content.values()
+    if isinstance(content, list):
+        return content
+    if isinstance(content, Both):
+        return [*items_of(content.items), *content.attributes.values()]
+    return content.attributes.values() if isinstance(content, TensorState) else ()
 
 
 def has_same_memory(tensor: torch.Tensor, other: torch.Tensor) -> bool:

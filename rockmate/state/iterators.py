@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +16,10 @@ _MODULES = ("builtins", "itertools")
 
 def is_iterator(value: Any) -> bool:
     """Whether a value gives its items once: a generator, or an iterator of Python's own."""
-    if isinstance(value, types.GeneratorType | _Guard):
+    kind = type(value)
+    if kind in (types.GeneratorType, _Guard):
         return True
-    return isinstance(value, Iterator) and type(value).__module__ in _MODULES
+    return kind.__module__ in _MODULES and hasattr(kind, "__next__")
 
 
 class IteratorError(UnsupportedModelError):
@@ -87,7 +88,7 @@ def _released(_: Any, value: Any) -> Any:
 
 
 def _replaced(content: Any, replace: Any) -> Any:
-    if isinstance(content, Mapping):
+    if isinstance(content, dict):
         return {name: replace(name, each) for name, each in content.items()}
     if isinstance(content, list):
         return [replace(at, each) for at, each in enumerate(content)]

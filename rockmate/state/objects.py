@@ -44,7 +44,7 @@ _OF_OTHERS = (
     nn.Module, torch.Tensor, type, enum.Enum, types.ModuleType, BaseException, logging.Filterer,
 )  # fmt: skip
 """Kinds that are not followed: what listens to loggers hears of the trials themselves."""
-_SIZED = (dict, list, deque, set, tuple)
+_SIZED = (OrderedDict, dict, list, deque, set, tuple)
 _CONTAINERS = (dict, (list, deque), set)
 _FIELD_NAME, _POINTERS = re.compile(r":\w+:"), frozenset("OPXZz&")  # in formats of buffers
 
@@ -104,7 +104,7 @@ class Objects:
             handler = follows(kind)
             if handler in (None, OF_ATTRIBUTES):
                 handler = _OF_BUFFER if is_buffer(value) else handler
-            length = _length(value) if isinstance(value, _SIZED) else 0
+            length = _own(kind).__len__(value) if isinstance(value, _SIZED) else 0
             if handler is None or length > _MOST_COPIED:
                 continue
             content = handler.take(value)
@@ -128,11 +128,6 @@ class Objects:
         """Puts all of it back."""
         for value, handler, content in self.found.values():
             handler.put(value, content)
-
-
-def _length(value: Any) -> int:
-    own: Any = next(each for each in _SIZED if isinstance(value, each))
-    return own.__len__(value)
 
 
 # --- handlers -------------------------------------------------------------------------------------
@@ -197,17 +192,21 @@ def _put_attributes(value: Any, content: dict[str, Any]) -> None:
             object.__setattr__(value, name, content[name])
 
 
-def _own(value: Any) -> Any:
+@cache
+def _own(kind: type) -> Any:
     """The class of Python that a container is of, whose methods do no more than they say."""
-    return next(each for each in (OrderedDict, dict, list, deque, set) if isinstance(value, each))
+    return next(each for each in _SIZED if issubclass(kind, each))
 
 
 def put_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
     """Gives a dict its items back, in their order."""
-    own = _own(value)
-    if len(content) == own.__len__(value) and all(
-        (name is known or name == known) and each is before
-        for (name, each), (known, before) in zip(own.items(value), content.items(), strict=True)
+    own = _own(type(value))
+    if len(content) == own.__len__(value) and (
+        not content
+        or all(
+            (name is known or name == known) and each is before
+            for (name, each), (known, before) in zip(own.items(value), content.items(), strict=True)
+        )
     ):
         return
     own.clear(value)
@@ -215,7 +214,7 @@ def put_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
 
 
 def _put_list(value: list[Any] | deque[Any], content: Sequence[Any]) -> None:
-    own = _own(value)
+    own = _own(type(value))
     if [*map(id, own.__iter__(value))] != [*map(id, content)]:
         own.clear(value)
         own.extend(value, content)
@@ -299,8 +298,8 @@ _HANDLERS: Sequence[tuple[Any, Handler]] = (
     (threading.local, Handler(lambda value: dict(vars(value)),
                               lambda value, known: put_dict(vars(value), known), is_named=True)),
     (contextvars.ContextVar, Handler(lambda value: [value.get(ABSENT)], _put_variable)),
-    (dict, Handler(lambda value: dict(_own(value).items(value)), put_dict)),
-    ((list, deque), Handler(lambda value: list(_own(value).__iter__(value)), _put_list)),
+    (dict, Handler(lambda value: dict(_own(type(value)).items(value)), put_dict)),
+    ((list, deque), Handler(lambda value: list(_own(type(value)).__iter__(value)), _put_list)),
     (set, Handler(lambda value: frozenset(set.__iter__(value)), _put_set)),
     (tuple, Handler(lambda value: list(tuple.__iter__(value)), keep)),
     (np.ndarray, Handler(_array_bytes, _put_array)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -156,7 +156,7 @@ class Reader:
                     "grad": grad, "its hooks": hooks, **own}  # fmt: skip
         if isinstance(content, Both):
             return Both(*(self._frozen(each, objects) for each in content))
-        if isinstance(content, Mapping):
+        if isinstance(content, dict):
             return {key: self._stand_in(each, objects) for key, each in content.items()}
         if isinstance(content, list):
             return [self._stand_in(each, objects) for each in content]
@@ -247,8 +247,9 @@ class Comparison:
     def _writes(self) -> Iterator[Difference]:
         eager, ours = self._eager, self._ours
         for key, numbers in eager.written.items():
-            path = self._before.name_of(id(self._before.storages[key]))
-            yield from self._items(numbers, ours.written[key], path)
+            for found in self._items(numbers, ours.written[key], ""):
+                path = self._before.name_of(id(self._before.storages[key]))
+                yield found._replace(path=path)
         tensors = self._before.objects.tensors
         for key, old, new in zip(tensors, eager.versions, ours.versions, strict=True):
             is_known = not eager.written.keys().isdisjoint(self._before.storages_of(key))

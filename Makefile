@@ -1,5 +1,5 @@
 # Every target works alone on a fresh clone: it makes .venv first if that is not there.
-#   make demo | test | test-all | test-versions | lint | types | docs | bench | clean
+#   make demo | test | test-integration | test-all | test-versions | lint | types | docs | bench | clean
 #   make test TESTS="tests/plan -x"     a part of the quick tiers
 #   make test-versions VERSIONS="-k 2.11"   one version of PyTorch, see noxfile.py
 #   PYTHON=python3.12 make test        another interpreter (3.11 and later)
@@ -19,13 +19,16 @@ TIERS := unit or model
 
 VERSIONS ?=
 
-.PHONY: demo test test-all test-versions lint types docs bench clean
+.PHONY: demo test test-integration test-all test-versions lint types docs bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/rockmate demo $(DEMO)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n logical --dist worksteal -m "$(TIERS)" $(TESTS)
+
+test-integration: $(INSTALLED)
+	$(BIN)/python -m pytest -n logical --dist worksteal -m integration $(TESTS)
 
 test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n logical --dist worksteal -m "not cuda" $(TESTS)

@@ -39,7 +39,7 @@ def oldest_transformers(session: nox.Session) -> None:
 
 
 def run_tests(session: nox.Session, torch: str, *pinned: str) -> None:
-    """Installs this package with the given versions and runs the tiers `unit` and `model`.
+    """Installs this package with the given versions and runs all its quick tests.
 
     PyTorch is installed first and alone, so that pip settles on its build before others ask for it.
     """
@@ -48,6 +48,6 @@ def run_tests(session: nox.Session, torch: str, *pinned: str) -> None:
     upgraded = ("--upgrade", *LIBRARIES) if torch == NEWEST else ()
     session.install(build, *pinned, *TEST_TOOLS, *upgraded, "--editable", ".[bench]")
     session.run("rockmate", "check")
-    tiers = ("-m", "unit or model")
+    tiers = ("-m", "unit or model or integration")
     workers = ("-n", "logical", "--dist", "worksteal")
     session.run("python", "-m", "pytest", *workers, *tiers, *session.posargs)

@@ -4,11 +4,12 @@
 |---|---|
 | `unit` | of algorithms and of the source tree: no torch model |
 | `model` | all others that are quick; the default |
+| `integration` | around the package: guides' code, processes, other libraries and their models |
 | `slow` | listed in `slow.txt`: further cases of properties that a quick case covers |
 | `bench` | of the benchmarks, and those that measure time |
 | `cuda` | that need a CUDA device |
 
-`make test` runs `unit` and `model`, `make test-all` all but `cuda`.
+`make test` runs `unit` and `model`, `.ci/run` `integration` too, `make test-all` all but `cuda`.
 """
 
 from __future__ import annotations
@@ -36,10 +37,29 @@ UNIT = (
     "tests/test_names_in_text.py",
     "tests/test_private_names.py",
 )
+INTEGRATION = (
+    "tests/adoption/",
+    "tests/cli/test_fit_command.py",
+    "tests/docs/",
+    "tests/dynamo/",
+    "tests/hf/",
+    "tests/scripts/",
+    "tests/test_packaging.py",
+    # Whole models of other libraries, and searches that are compared by their time.
+    "tests/curves/test_fit.py::test_a_fit_with_moves_is_measured",
+    "tests/entry/test_quantized.py",
+    "tests/entry/test_shapes.py::test_smaller_shapes_take_over_the_schedule_and_equal_eager[gpt2]",
+    "tests/entry/test_step_functions.py::test_derivatives_by_functions",
+    "tests/frames/test_quantized.py",
+    "tests/interiors/test_planned_frames.py::test_a_decoder_of_transformers_with_layerdrop",
+    "tests/offload/test_weights.py::test_homes_of_a_gpu_are_planned_on_a_cpu",
+    "tests/planning/test_plans_together.py::test_they_are_about_as_fast_as_plans_made_one_by_one",
+    "tests/runtime/test_fake_cuda.py",
+)
 QUICK_BENCH = ("tests/bench/test_frames_page.py", "tests/bench/test_zoo.py")
 BENCH = ("tests/bench/",)
 CUDA = ("tests/cuda/",)
-TIERS = ("unit", "slow", "bench", "cuda")
+TIERS = ("unit", "integration", "slow", "bench", "cuda")
 SLOW = tuple(
     line
     for line in (ROOT / "tests" / "slow.txt").read_text(encoding="utf-8").splitlines()
@@ -100,7 +120,9 @@ def tier_of(item: pytest.Item, slow: frozenset[str]) -> str:
     for tier in TIERS:
         if item.get_closest_marker(tier):
             return tier
-    places = {"unit": UNIT, "model": QUICK_BENCH, "bench": BENCH, "cuda": CUDA}
+    places = {
+        "unit": UNIT, "integration": INTEGRATION, "model": QUICK_BENCH, "bench": BENCH, "cuda": CUDA
+    }  # fmt: skip
     found = (tier for tier, place in places.items() if item.nodeid.startswith(place))
     return next(found, "model")
 

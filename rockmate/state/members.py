@@ -8,7 +8,6 @@ import random
 import threading
 import types
 from collections import deque
-from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -168,7 +167,7 @@ def _put_class(cls: type, content: dict[str, Any]) -> None:
 
 
 _GLOBAL_KINDS = (
-    *ATOMS, Iterator, dict, list, set, deque, torch.Tensor, torch.Generator, random.Random,
+    *ATOMS, dict, list, set, deque, torch.Tensor, torch.Generator, random.Random,
     np.random.Generator, contextvars.ContextVar, threading.local,
 )  # fmt: skip
 
@@ -180,7 +179,12 @@ def _data_of_globals(found: Globals) -> dict[str, Any]:
         for name, value in found.table.items()
         if not name.startswith("__")
         and not isinstance(value, nn.Module)
-        and (isinstance(value, _GLOBAL_KINDS) or is_buffer(value) or _is_of(value, file))
+        and (
+            isinstance(value, _GLOBAL_KINDS)
+            or hasattr(type(value), "__next__")
+            or _is_of(value, file)
+            or is_buffer(value)
+        )
     }
 
 

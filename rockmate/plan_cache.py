@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -47,7 +47,6 @@ from rockmate.trial.steps import TrialOption, TrialSteps
 
 logger = logging.getLogger(__name__)
 
-Beyond = Literal["refuse", "tell", "allow"]
 Called = tuple[CallSignature, Sequence[Tensor]]
 # Plans of one module. A shape or a state that returns within this many finds its plan.
 MAX_PLANS = 64
@@ -79,8 +78,8 @@ class PlanCache:
         runnables: at most `MAX_PLANS`, the one in use first.
         request: how to plan when no plan serves a call; None where only the given plan may run.
         new_plans: counts the calls that needed a plan.
-        beyond_in_flight: what becomes of a forward that passes the budget together with those in
-            flight, where none can be planned for.
+        refuses_in_flight: whether a forward that passes the budget together with those in flight,
+            where none can be planned for, is an error. Otherwise one line tells of it.
         largest: without a sample, the first call -> the same call at the sizes to plan for first.
     """
 
@@ -105,8 +104,7 @@ class PlanCache:
         self.runnables: list[RunnableCall] = []
         self.request = request
         self._model = model
-        keeps_budget = request is None or request.on_infeasible == "error"
-        self.beyond_in_flight: Beyond = "refuse" if keeps_budget else "tell"
+        self.refuses_in_flight = request is None or request.on_infeasible == "error"
         self._has_told_in_flight = False
         self._replans, self._refuses_larger = replans, refuses_larger
         self._optional = optional_keywords(model)
@@ -167,7 +165,7 @@ class PlanCache:
         runnable = self.runnable_for(call, tensors)
         if runnable.evidence is not None and (excess_bytes := runnable.evidence.take_excess()):
             runnable = self._with_less(runnable, excess_bytes, (call, tensors))
-        if self.beyond_in_flight != "allow" and (beyond := runnable.beyond_budget()):
+        if beyond := runnable.beyond_budget():
             runnable = self._for_in_flight(runnable, beyond, (call, tensors))
         return runnable.run_or_try(tensors, args, kwargs)
 
@@ -182,7 +180,7 @@ class PlanCache:
             f"{beyond}. Pass in_flight={number}, or the most that there are, or run each backward "
             "before the next forward; delete an output that no backward is for (del loss)."
         )
-        if beyond and self.beyond_in_flight == "refuse" and not self.new_plans.hands_over:
+        if beyond and self.refuses_in_flight and not self.new_plans.hands_over:
             raise SignatureMismatchError(msg)
         if beyond and not self._has_told_in_flight:
             self._has_told_in_flight = True

@@ -12,10 +12,8 @@ from rockmate.module import RockmateModule
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.strategies import STRATEGIES
 
-GraphBreaks = Literal["error", "share"]
 # The values of an option.
 _CHOICES = {
-    "graph_breaks": ("error", "share"),
     "larger": ("plan", "refuse"),
     "strategy": STRATEGIES,
 }
@@ -30,7 +28,6 @@ class Options:
 
     Attributes:
         budget: the activation budget of a step.
-        graph_breaks: what happens where a step has several graphs.
         strategy: see `Planner.plan`.
         on_infeasible: see `RockmateModule`.
         larger: see `RockmateModule`.
@@ -38,7 +35,6 @@ class Options:
     """
 
     budget: Budget
-    graph_breaks: GraphBreaks = "error"
     strategy: str = "rockmate"
     on_infeasible: Literal["error", "least"] = "error"
     larger: Literal["plan", "refuse"] = "plan"
@@ -98,5 +94,5 @@ class Options:
             trial="never",  # Dynamo guards what a graph depends on
             options=self.planner,
         )
-        module.plan_cache.beyond_in_flight = "tell"  # a layer that others equal is called often
+        module.plan_cache.refuses_in_flight = False  # a layer that others equal is called often
         return module

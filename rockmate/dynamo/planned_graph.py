@@ -7,63 +7,19 @@ import logging
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
-from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.dynamo import output_examples
 from rockmate.budget import is_share
 from rockmate.dynamo.compiled_step import CompiledStep
 from rockmate.dynamo.graph_module import GraphModule, Outputs
-from rockmate.dynamo.options import Options
-from rockmate.errors import RockmateError, SignatureMismatchError
+from rockmate.errors import RockmateError
 from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
-from rockmate.planner import Planner
 from rockmate.runtime.pending_steps import share_pending_steps
 
 logger = logging.getLogger(__name__)
 _NUMBERS = itertools.count()
-
-
-class _Part:
-    """A part of a step, for calls of one kind.
-
-    Attributes:
-        planner: plans for any share.
-        module: runs the plan.
-    """
-
-    module: RockmateModule
-
-    def __init__(self, graph: GraphModule, tensors: Sequence[Tensor], options: Options) -> None:
-        """Captures and measures."""
-        self._graph, self._options = graph, options
-        self._budget_bytes = -1
-        self.planner = Planner(graph, tuple(tensors), options.planner)
-
-    def plan_within(self, budget_bytes: int) -> None:
-        """Makes the module for a share, unless it is there."""
-        if budget_bytes == self._budget_bytes:
-            return
-        strategy, on_infeasible = self._options.strategy, self._options.on_infeasible
-        self.module = self.planner.module(
-            budget_bytes, strategy=strategy, on_infeasible=on_infeasible, trial="never"
-        )
-        self.module.plan_cache.beyond_in_flight = "allow"  # shares count each call
-        self._budget_bytes = budget_bytes
-
-    def run(self, tensors: Sequence[Tensor]) -> Any:
-        """The output of a call; it is planned again if the plan is not for it.
-
-        A graph may read a number from a tensor, as that of a Python float which varies.
-        """
-        try:
-            return self.module(*tensors)
-        except SignatureMismatchError:
-            self.planner = Planner(self._graph, tuple(tensors), self._options.planner)
-            budget_bytes, self._budget_bytes = self._budget_bytes, -1
-            self.plan_within(budget_bytes)
-            return self.module(*tensors)
 
 
 class PlannedGraph:
@@ -83,7 +39,6 @@ class PlannedGraph:
         # By the inputs that are neither tensors nor their sizes.
         self._graphs: dict[Hashable, GraphModule] = {}
         self._planned: dict[Hashable, RockmateModule] = {}
-        self._parts: dict[Hashable, _Part] = {}
         self._last: RockmateModule | None = None
 
     @property
@@ -103,24 +58,20 @@ class PlannedGraph:
 
         Raises:
             UnsupportedModelError: the graph is a part of a step, and another part waits for its
-                backward, where `graph_breaks` is "error".
+                backward.
         """
         module = self._graph_for(arguments)
         tensors = module.take(arguments)
-        if self.step.options.graph_breaks == "share":
-            part = self._part_for(module, arguments, tensors)
-            returned, planned = part.run(tensors), part.module
-        else:
-            if self.is_part:
-                self.step.refuse_second_part()
-            planned = self._module_for(module, arguments)
-            returned = planned(*tensors)
-            if is_share(self.step.budget):
-                self.step.budget = planned.plan.budget_bytes
+        if self.is_part:
+            self.step.refuse_second_part()
+        planned = self._module_for(module)
+        returned = planned(*tensors)
         self._last = planned
+        if is_share(self.step.budget):
+            self.step.budget = planned.plan.budget_bytes
         outputs = self._outputs.rebuild(returned, arguments)
-        if self.is_part or self.step.options.graph_breaks == "share":
-            self.step.ran(outputs, planned.plan)
+        if self.is_part:
+            self.step.note_part(outputs)
         return outputs
 
     def _graph_for(self, arguments: Sequence[Any]) -> GraphModule:
@@ -149,28 +100,9 @@ class PlannedGraph:
         )
         return None
 
-    def _module_for(self, graph: GraphModule, arguments: Sequence[Any]) -> RockmateModule:
+    def _module_for(self, graph: GraphModule) -> RockmateModule:
         """What plans for and runs a graph within the whole budget."""
         key = tuple(graph.constants.values())
         if key not in self._planned:
             self._planned[key] = self.step.options.module_of(graph, self.step.budget)
         return self._planned[key]
-
-    def _part_for(
-        self, graph: GraphModule, arguments: Sequence[Any], tensors: Sequence[Tensor]
-    ) -> _Part:
-        """What runs a graph within its share of the budget."""
-        options = self.step.options
-        key = (
-            self.number,
-            *(
-                (each.shape, each.dtype, each.requires_grad) if isinstance(each, Tensor) else each
-                for each in arguments
-            ),
-            *autocast_dtypes().items(),
-        )
-        part = self._parts.get(key)
-        if part is None:
-            part = self._parts[key] = _Part(graph, tensors, options)
-        part.plan_within(self.step.share_of(key, part.planner))
-        return part

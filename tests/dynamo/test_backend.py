@@ -100,7 +100,6 @@ def test_loss_alone_needs_less_and_refuses_gradients_of_others() -> None:
         ({"budget": "two"}, InvalidBudgetError, "'two' cannot be read"),
         ({"budget": 0.5, "budgets": 1}, UnknownOptionError, "no option 'budgets'.*mean budget"),
         ({"budget": 0.5, "machine": "h100"}, UnknownOptionError, "no option 'machine'"),
-        ({"budget": 0.5, "graph_breaks": "split"}, InvalidArgumentError, "'error' or 'share'"),
         ({"budget": 0.5, "strategy": "fast"}, InvalidArgumentError, "strategy is 'fast'"),
         ({"budget": 0.5, "on_infeasible": "no"}, InvalidArgumentError, "on_infeasible is 'no'"),
         ({"budget": 0.5, "time_limit_s": "9"}, InvalidArgumentError, "time_limit_s is '9'"),

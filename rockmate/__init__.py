@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from rockmate.curves.sweep_row import SweepRow
     from rockmate.curves.sweep_run import sweep
     from rockmate.dynamo.backend import planned_graphs
-    from rockmate.hf.buckets import PadToBuckets
     from rockmate.hf.trainer import wrap_trainer
     from rockmate.module import RockmateModule
     from rockmate.offload.weight_home import send_home
@@ -93,7 +92,6 @@ __all__ = [
     "NotRepeatableError",
     "NothingFitsError",
     "OffloadError",
-    "PadToBuckets",
     "Plan",
     "PlanFileError",
     "PlanMismatchError",
@@ -153,7 +151,6 @@ _LAZY_NAMES = {
     "FitRow": "rockmate.curves.fit_row",
     "NothingFitsError": "rockmate.curves.errors",
     "fit": "rockmate.curves.fit_run",
-    "PadToBuckets": "rockmate.hf.buckets",
     "Timeline": "rockmate._torch.allocator",
     "timeline": "rockmate._torch.allocator",
     "send_home": "rockmate.offload.weight_home",

@@ -56,7 +56,7 @@ _MOST_NUMBERS = 512  # that a forward reads and that are symbols
 _MANY_LENGTHS = 4  # beside the sample's, captured one by one: worth a warning
 # Why a capture for all sizes is not made.
 _NO_CAPTURE = (InvalidSampleError, UnsupportedModelError, SizesNotCoveredError, MarkError)
-_NUM_BUCKETS, _LEAST_BUCKET = 8, 8  # how many lengths it advises at most, and the smallest
+_NUM_LENGTHS, _LEAST_LENGTH = 8, 8  # how many lengths it advises at most, and the smallest
 
 
 class StepFamily:
@@ -215,13 +215,12 @@ class StepFamily:
             return
         self._captured_separately.append(call)
         if len(self._captured_separately) == _MANY_LENGTHS:
-            size = _bucket_size([self._planned.call, *self._captured_separately])
+            size = _multiple_for([self._planned.call, *self._captured_separately])
             logger.warning(
                 "the model has been captured for %d lengths one by one, since %s. Each capture "
                 "takes time. Pad batches so that few lengths occur, multiples of %d, say: "
-                "pad_to_multiple_of=%d in a Hugging Face data collator, or buckets=%d in "
-                "rockmate.wrap_trainer.",
-                _MANY_LENGTHS, " ".join(reason.split()), size, size, size,
+                "pad_to_multiple_of=%d in a Hugging Face data collator.",
+                _MANY_LENGTHS, " ".join(reason.split()), size, size,
             )  # fmt: skip
 
     def _sized(
@@ -400,15 +399,15 @@ def _advice_on_sizes(calls: Sequence[CallSignature]) -> str:
     """How fewer sizes would occur."""
     if all(_differs_in_batch(calls[0], call) for call in calls):
         return "Give batches of few sizes, as a data loader with drop_last=True does."
-    size = _bucket_size(calls)
+    size = _multiple_for(calls)
     return (
-        f"Pad batches to multiples of {size}, so that few sizes occur: buckets={size} in "
-        "rockmate.wrap_trainer."
+        f"Pad batches to multiples of {size}, so that few sizes occur: pad_to_multiple_of={size} "
+        "in a Hugging Face data collator."
     )
 
 
-def _bucket_size(calls: Sequence[CallSignature]) -> int:
-    """The size of buckets, a power of two, that gives at most `_NUM_BUCKETS` lengths.
+def _multiple_for(calls: Sequence[CallSignature]) -> int:
+    """A power of two of which at most `_NUM_LENGTHS` lengths are multiples.
 
     The largest size that differs between the calls counts, the batch aside.
     """
@@ -417,4 +416,4 @@ def _bucket_size(calls: Sequence[CallSignature]) -> int:
         strict=True,
     )
     largest = max(max(sizes) for sizes in places if len(set(sizes)) > 1)
-    return max(_LEAST_BUCKET, 1 << (-(-largest // _NUM_BUCKETS) - 1).bit_length())
+    return max(_LEAST_LENGTH, 1 << (-(-largest // _NUM_LENGTHS) - 1).bit_length())

@@ -1,1 +1,1 @@
-"""Hugging Face: Trainer, length buckets, models from a name and synthetic samples."""
+"""Hugging Face: Trainer, models from a name and synthetic samples."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,7 +18,6 @@ from rockmate.errors import (
     TrialError,
     UnsupportedModelError,
 )
-from rockmate.hf.buckets import PadToBuckets
 from rockmate.hf.longest_batch import largest_call
 from rockmate.hf.reference import PolicyCalls, names_in_loss
 from rockmate.memory_limit import MemoryLimit, Optimizer
@@ -39,7 +37,6 @@ def wrap_trainer(
     *,
     memory_limit: int | str | None = None,
     optimizer: Optimizer | None = None,
-    buckets: int | Sequence[int] | None = None,
     fit: Literal["batch"] | None = None,
     **options: Any,
 ) -> RockmateModule | PlannedStep:
@@ -62,8 +59,6 @@ def wrap_trainer(
         memory_limit: as for `RockmateModule`.
         optimizer: with `memory_limit`, what will step; None takes the trainer's, or the one that
             its arguments name.
-        buckets: lengths in tokens to which batches are padded, or the number whose multiples they
-            are; see `PadToBuckets`, which becomes the trainer's data collator.
         fit: "batch" sets micro-batch and accumulation steps to the fastest that fit
             `memory_limit`, at the same product, rows and loss; see `rockmate.hf.micro_batch`.
         **options: as for `RockmateModule`, as `outputs="all"`, `on_infeasible="error"`, `mode`.
@@ -72,8 +67,8 @@ def wrap_trainer(
         The module, which now is `trainer.model`; or the step, where the loss is planned.
 
     Raises:
-        InvalidArgumentError: the trainer has no model; or `buckets` are given for one that takes no
-            `attention_mask`, or are no lengths; or `fit` is unknown or has no `memory_limit`.
+        InvalidArgumentError: the trainer has no model; or `fit` is unknown, or has no
+            `memory_limit`.
         FitError: `fit` finds no micro-batch that fits, or cannot keep the effective batch.
         UnsupportedModelError: as for `RockmateModule`; also for several GPUs without a launcher.
         InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for
@@ -82,7 +77,7 @@ def wrap_trainer(
     bound = {"budget": budget, "memory_limit": memory_limit}
     if memory_limit is not None and optimizer is not None:
         options["optimizer"] = optimizer
-    module, options = wrap_model_of(trainer, bound, options, buckets=buckets, fit=fit)
+    module, options = wrap_model_of(trainer, bound, options, fit=fit)
     return _planned_loss(trainer, module, {**options, **bound})
 
 
@@ -91,7 +86,6 @@ def wrap_model_of(
     bound: Mapping[str, Any],
     options: Mapping[str, Any],
     *,
-    buckets: int | Sequence[int] | None = None,
     fit: str | None = None,
 ) -> tuple[RockmateModule, dict[str, Any]]:
     """The module that is the trainer's model from here on, and its options beside the bound.
@@ -105,8 +99,6 @@ def wrap_model_of(
         own = trainer.optimizer or str(getattr(named, "value", named))
         options = {"optimizer": own, **options}
     options = {**_options_for(trainer, options), **options}
-    if buckets is not None:
-        _pad_to(trainer, model, buckets)
     calls = PolicyCalls(trainer) if _has_log_probs(trainer) else None
     # Before the fit, which takes longer: it looks at the options.
     module = RockmateModule(model, **bound, **options)
@@ -226,22 +218,6 @@ def _options_for(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Any]:
             'training. wrap_trainer(..., outputs="all") keeps the other outputs.'
         )
     return {**options, "outputs": "loss"}
-
-
-def _pad_to(trainer: Trainer, model: nn.Module, lengths: int | Sequence[int]) -> None:
-    """Has the trainer's batches padded, each with a mask that says so."""
-    if "attention_mask" not in inspect.signature(model.forward).parameters:
-        raise InvalidArgumentError(
-            f"buckets are given, and {type(model).__name__} takes no attention_mask that would "
-            "have it pass over padding. If none of its tokens sees those after it, give the "
-            "trainer data_collator=rockmate.PadToBuckets(collator, lengths, adds_mask=False)."
-        )
-    known = (
-        getattr(trainer.processing_class, "pad_token_id", None),
-        getattr(getattr(model, "config", None), "pad_token_id", None),
-    )
-    pad_token_id = next((number for number in known if number is not None), 0)
-    trainer.data_collator = PadToBuckets(trainer.data_collator, lengths, pad_token_id=pad_token_id)
 
 
 def _reads_outputs(trainer: Trainer) -> bool:

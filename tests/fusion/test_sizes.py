@@ -58,14 +58,14 @@ def test_kernels_are_compiled_for_a_few_sizes_and_the_warning_says_what_to_do(
     assert "drop_last=True" in caplog.text
 
 
-def test_the_warning_of_many_lengths_names_buckets() -> None:
+def test_the_warning_of_many_lengths_names_a_multiple() -> None:
     def call(batch: int, length: int) -> CallSignature:
         return flatten_call((torch.zeros(batch, length),), {})[1]
 
     lengths = _advice_on_sizes([call(4, 500), call(4, 100), call(2, 300)])
     assert "multiples of 64" in lengths
-    assert "buckets=64" in lengths
-    assert "buckets" not in _advice_on_sizes([call(4, 500), call(2, 500), call(1, 500)])
+    assert "pad_to_multiple_of=64" in lengths
+    assert "multiple" not in _advice_on_sizes([call(4, 500), call(2, 500), call(1, 500)])
 
 
 def test_sizes_within_the_limit_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -19,33 +19,12 @@ from helpers import Step, assert_same, differing, one_step, relative_error
 from torch import Tensor, nn
 
 from bench import measure
-from rockmate import PadToBuckets, RockmateModule, request, wrap_trainer
+from rockmate import RockmateModule, request, wrap_trainer
 from rockmate.capture import sample, symbolic
 
 VOCABULARY = 40
-LENGTHS = [
-    3,
-    17,
-    20,
-    5,
-    9,
-    1,
-    14,
-    2,
-    19,
-    8,
-    15,
-    6,
-    11,
-    12,
-    4,
-    16,
-    13,
-    7,
-    18,
-    10,
-]  # of 20 batches, no two alike
-BUCKETS = [6, 13, 20]
+LENGTHS = [20, 3, 17, 5, 9, 1, 14, 2, 19, 8, 15, 6, 11, 12, 4, 16, 13, 7, 18, 10]  # no two alike
+MULTIPLE, PADDED_LENGTHS = 7, [7, 14, 21]
 
 
 class Reader(nn.Module):
@@ -81,12 +60,8 @@ class Looping(nn.Module):
         self.decay = nn.Parameter(torch.rand(16))
         self.head = nn.Linear(16, VOCABULARY)
 
-    def forward(
-        self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
         words = self.embedding(input_ids)
-        if attention_mask is not None:
-            words = words * attention_mask[..., None]
         states = [words[:, 0]]
         for place in range(1, int(words.shape[1])):
             states.append(torch.tanh(states[-1] * self.decay + words[:, place]))
@@ -123,8 +98,14 @@ def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     return done
 
 
-def padded(lengths: int | Sequence[int] = tuple(BUCKETS), **options: Any) -> PadToBuckets:
-    return PadToBuckets(lambda given: dict(given), lengths, adds_mask=False, **options)
+def padded(given: dict[str, Tensor], multiple: int = MULTIPLE) -> dict[str, Tensor]:
+    """A batch that is padded as by a collator with `pad_to_multiple_of`."""
+    missing = -given["labels"].shape[1] % multiple
+    fills = {"input_ids": 0, "labels": -100}
+    return {
+        name: nn.functional.pad(given[name], (0, missing), value=fill)
+        for name, fill in fills.items()
+    }
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -145,17 +126,16 @@ CAPTURES = {
 
 
 @pytest.mark.parametrize("build", [Reader, Looping])
-def test_twenty_lengths_take_one_capture_a_bucket_and_keep_the_budget(
+def test_twenty_lengths_take_one_capture_a_multiple_and_keep_the_budget(
     build: type[nn.Module], work: list[str]
 ) -> None:
     model = build().train()
     eager = copy.deepcopy(model)
     module = RockmateModule(model, budget=0.8)
-    collate = padded()
     budget_bytes = 0
     assert len(set(LENGTHS)) == 20
     for seed, length in enumerate(LENGTHS):
-        given = collate(batch(length, seed))
+        given = padded(batch(length, seed))
         ours, theirs = steps_of(module, model, given, seed), steps_of(eager, eager, given, seed)
         assert_same(ours, theirs)
         budget_bytes = budget_bytes or module.plan.budget_bytes
@@ -163,8 +143,8 @@ def test_twenty_lengths_take_one_capture_a_bucket_and_keep_the_budget(
         model.zero_grad()
         eager.zero_grad()
     assert work == CAPTURES[build]
-    for length in BUCKETS:  # memory depends on the shape alone
-        given = collate(batch(length))
+    for length in PADDED_LENGTHS:  # memory depends on the shape alone
+        given = padded(batch(length))
         module(**given)["loss"].backward()  # .grad is in place from here on
         assert (
             measure.allocator_peak(lambda given=given: module(**given)["loss"].backward())
@@ -177,8 +157,8 @@ def test_twenty_lengths_take_one_capture_a_bucket_and_keep_the_budget(
 def test_padding_does_not_change_the_loss(build: type[nn.Module]) -> None:
     model = build().eval()
     for length in (1, 5, 6, 11):
-        plain, longer = batch(length), padded()(batch(length))
-        assert longer["input_ids"].shape[1] > length or length == 6
+        plain, longer = batch(length), padded(batch(length))
+        assert longer["input_ids"].shape[1] > length
         assert relative_error(model(**longer)["loss"], model(**plain)["loss"]) <= 1e-6
 
 
@@ -190,7 +170,7 @@ def steps_of(module: nn.Module, owner: nn.Module, given: dict[str, Tensor], seed
     return one_step(module, owner, loss_of, seed)
 
 
-def test_many_lengths_without_buckets_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_many_lengths_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
     module = RockmateModule(Reader().train(), batch(9), 1.0)
     caplog.clear()
     warned = []
@@ -258,103 +238,18 @@ def trainer_of(
 
 
 @pytest.mark.filterwarnings("ignore")  # of the trainer
-def test_a_trainer_changes_one_line_and_captures_once_a_bucket(
+def test_a_trainer_whose_collator_pads_captures_once_a_multiple(
     tmp_path: Path, work: list[str]
 ) -> None:
-    plain, reference = trainer_of(Looping(), tmp_path, PadToBuckets(pad_to_longest, [5, 10]))
+    def pad_to_fives(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        return padded(pad_to_longest(rows), 5)
+
+    plain, reference = trainer_of(Looping(), tmp_path, pad_to_fives)
     plain.train()
-    trainer, record = trainer_of(Looping(), tmp_path, pad_to_longest)
-    module = wrap_trainer(trainer, 0.8, buckets=[10, 5])
+    trainer, record = trainer_of(Looping(), tmp_path, pad_to_fives)
+    module = wrap_trainer(trainer, 0.8)
     trainer.train()
     assert record.logs == reference.logs
     assert len(record.logs) == 5
     assert not differing(module.state_dict(), plain.model.state_dict())
     assert work.count("capture") == 2
-
-
-def test_a_model_that_cannot_pass_over_padding_is_refused(tmp_path: Path) -> None:
-    trainer, _ = trainer_of(Reader(), tmp_path, pad_to_longest)
-    with pytest.raises(ValueError, match=r"Reader takes no attention_mask.*adds_mask=False"):
-        wrap_trainer(trainer, 0.8, buckets=8)
-    assert trainer.data_collator is pad_to_longest
-
-
-def test_the_trainer_pads_with_the_models_token(tmp_path: Path) -> None:
-    model = Looping()
-    model.config = transformers.GPT2Config(pad_token_id=7)
-    trainer, _ = trainer_of(model, tmp_path, pad_to_longest)
-    wrap_trainer(trainer, 0.8, buckets=8)
-    assert trainer.data_collator([row(5, 0)])["input_ids"][0, 5:].tolist() == [7, 7, 7]
-
-
-# --- batches --------------------------------------------------------------------------------------
-
-
-def test_what_tensors_are_padded_with() -> None:
-    given = {
-        "input_ids": torch.tensor([[5, 6, 7]]),
-        "token_type_ids": torch.tensor([[0, 1, 1]]),
-        "labels": torch.tensor([[1, 2, 3]]),
-        "weights": torch.tensor([[0.5, 0.5, 0.5]]),
-        "decoder_input_ids": torch.tensor([[4, 4, 4, 4, 4]]),
-        "kinds": torch.tensor([1]),
-        "pixel_values": torch.zeros(1, 2, 2),
-        "text": ["abc"],
-    }
-    made = PadToBuckets(lambda rows: dict(rows), 4, pad_token_id=9, padding={"weights": -1.5})(
-        given
-    )
-    assert made["input_ids"].tolist() == [[5, 6, 7, 9]]
-    assert made["attention_mask"].tolist() == [[1, 1, 1, 0]]
-    assert made["token_type_ids"].tolist() == [[0, 1, 1, 0]]
-    assert made["labels"].tolist() == [[1, 2, 3, -100]]
-    assert made["weights"].tolist() == [[0.5, 0.5, 0.5, -1.5]]
-    assert made["decoder_input_ids"].tolist() == [[4, 4, 4, 4, 4, 9, 9, 9]]
-    assert all(made[name] is given[name] for name in ("kinds", "pixel_values", "text"))
-
-
-def test_the_mask_of_the_collator_and_other_dimensions_stay() -> None:
-    mask = torch.tensor([[1, 1, 0], [0, 1, 1]])
-    given = {
-        "input_ids": torch.ones(2, 3, dtype=torch.long),
-        "attention_mask": mask,
-        "labels": torch.ones(2, 5),
-    }
-    made = PadToBuckets(lambda rows: dict(rows), [5, 4])(given)  # the first batch takes the longest
-    assert made["attention_mask"].tolist() == [[1, 1, 0, 0, 0], [0, 1, 1, 0, 0]]
-    assert made["labels"] is given["labels"]  # numbers for classes, not for tokens
-    bias = PadToBuckets(lambda rows: dict(rows), 4, padding={"bias": 0})(
-        {"bias": torch.ones(1, 3, 6)}
-    )["bias"]
-    assert bias.shape == (1, 4, 6)
-    assert bias[:, 3].count_nonzero() == 0
-
-
-def test_the_first_batch_is_as_long_as_any_to_come() -> None:
-    collate = padded([4, 12])
-    assert [collate(batch(length))["input_ids"].shape[1] for length in (2, 2, 4, 5)] == [
-        12,
-        4,
-        4,
-        12,
-    ]
-    collate = padded(4)
-    assert [collate(batch(length))["input_ids"].shape[1] for length in (2, 4, 5)] == [4, 4, 8]
-
-
-def test_what_cannot_be_padded_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"input_ids has 25 tokens, more than the largest of the lengths \[8, 16\]"
-    ):
-        padded([16, 8])(batch(25))
-    given = {**batch(6), "depth": torch.zeros(3, 6)}
-    with pytest.raises(
-        ValueError, match=r"depth is as long as input_ids \(6 tokens\).*padding=\{'depth': 0\}"
-    ):
-        padded()(given)
-    assert padded(padding={"depth": None})(given)["depth"] is given["depth"]
-    with pytest.raises(TypeError, match="the data collator made a tuple"):
-        PadToBuckets(tuple, 8)([1])
-    for lengths in (0, [], [8, -1]):
-        with pytest.raises(ValueError, match="give the lengths in tokens"):
-            padded(lengths)

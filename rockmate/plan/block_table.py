@@ -8,11 +8,7 @@ from typing import NamedTuple
 
 from rockmate.budget import size_text
 from rockmate.plan.block_tree import BlockNode
-from rockmate.plan.explain import explain_storage
 from rockmate.plan.record import PlanRecord
-
-# Number of pass-through values that are named, largest first.
-_NUM_NAMED_VALUES = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,8 +64,7 @@ def _row_of(plan: PlanRecord, part: BlockNode) -> BlockRow:
 def table_text(plan: PlanRecord, *, is_tree: bool) -> str:
     """The rows of the whole model and of its blocks, or of all parts of its tree.
 
-    Values that cross blocks unused are listed below a tree. What moves has a column if anything
-    does.
+    What moves has a column if anything does.
     """
     whole = plan.block_tree
     parts = [*whole.walk()][1:] if is_tree else [("", part) for part in whole.blocks()]
@@ -100,31 +95,7 @@ def table_text(plan: PlanRecord, *, is_tree: bool) -> str:
         " ".join([name.ljust(width), *(cells[number].rjust(size) for size, cells in others)])
         for number, name in enumerate(names)
     ]
-    lines += _passing_lines(plan) if is_tree else []
     return "\n".join(line.rstrip() for line in lines)
-
-
-def passing_text(plan: PlanRecord) -> str:
-    """How many values cross blocks unused, their bytes, and how many of these are saved."""
-    passing = [value.storage for value in plan.pass_through_values]
-    return f"{len(passing)} values cross blocks unused, {_saved_text(plan, passing)}"
-
-
-def _passing_lines(plan: PlanRecord) -> Iterator[str]:
-    yield passing_text(plan)
-    values = plan.pass_through_values
-    for value in values[:_NUM_NAMED_VALUES]:
-        told = explain_storage(plan, value.storage)
-        begin, end = map(plan.block_text, (value.made_in, value.read_in))
-        yield f"  {told.name}, {size_text(told.num_bytes)}: {begin} to {end}, {told.fate}"
-    rest = [value.storage for value in values[_NUM_NAMED_VALUES:]]
-    if rest:
-        yield f"  {len(rest)} more, {_saved_text(plan, rest)}"
-
-
-def _saved_text(plan: PlanRecord, storages: list[int]) -> str:
-    saved = filter(plan.residency.is_saved, storages)
-    return f"{size_text(plan.bytes_of(saved))} of {size_text(plan.bytes_of(storages))} saved"
 
 
 class LiveBytes(NamedTuple):

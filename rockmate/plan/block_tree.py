@@ -1,4 +1,4 @@
-"""The blocks of a plan as a tree by module path, and the values that cross blocks unused.
+"""The blocks of a plan as a tree by module path.
 
 The planner chooses for every value of the whole graph at once, so the tree decides nothing. It
 names and counts blocks and their parts in reports. It is derived from the snapshot, so a loaded
@@ -50,21 +50,6 @@ class BlockNode:
     def blocks(self) -> list[BlockNode]:
         """The blocks below it, in order."""
         return [part for _, part in self.walk() if not part.parts]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassThrough:
-    """A value that crosses blocks unused: a skip, a mask, an encoder's output.
-
-    Attributes:
-        storage: index of the storage.
-        made_in: index of the block that makes it.
-        read_in: index of the last block whose forward reads it.
-    """
-
-    storage: int
-    made_in: int
-    read_in: int
 
 
 def block_tree(snapshot: StepSnapshot, chain: SnapshotChain) -> BlockNode:
@@ -129,33 +114,3 @@ def _named_by_ends(snapshot: StepSnapshot, block: BlockNode) -> BlockNode:
     if len({*modules[:1], *modules[-1:]}) < 2:
         return block
     return replace(block, name=f"{modules[0]} to {modules[-1]}")
-
-
-# --- pass-through values ----------------------------------------------------------------------
-
-
-def pass_through_values(snapshot: StepSnapshot, chain: SnapshotChain) -> list[PassThrough]:
-    """Values of the forward that cross at least one block unused, largest first.
-
-    A value that is no boundary crosses as soon as a later block reads it.
-    """
-    block_of = {op: number for number, block in enumerate(chain.blocks) for op in block.ops}
-    boundaries = {block.output for block in chain.blocks}
-    made_in: dict[int, int] = {}
-    read_in: dict[int, int] = {}
-    for index, op in enumerate(snapshot.ops):
-        if op.phase == "forward":
-            made_in.update(dict.fromkeys(op.writes, block_of[index]))
-            for storage in op.reads:
-                if storage in made_in:
-                    read_in[storage] = max(read_in.get(storage, 0), block_of[index])
-    found = [
-        PassThrough(storage=storage, made_in=made_in[storage], read_in=last)
-        for storage, last in read_in.items()
-        if last > made_in[storage] + (storage in boundaries)
-    ]
-
-    def order(value: PassThrough) -> tuple[int, int, int]:
-        return -snapshot.storages[value.storage].num_bytes, value.made_in, value.storage
-
-    return sorted(found, key=order)

@@ -268,12 +268,6 @@ def _rule(plan: PlanRecord, index: int, op: SnapshotOp | None, num_recomputation
         return "the backward does not need it"
     if plan.snapshot.storages[index].mark == "recompute":
         return "it is marked to be recomputed"
-    passing = _pass_through_text(plan, index)
-    if passing:
-        return (
-            f"{passing}, and is recomputed for the backward: at this budget its time costs less "
-            "than its memory"
-        )
     return "this plan does not save it, and the backward needs it or a value made from it"
 
 
@@ -282,9 +276,6 @@ def _rule_of_saved(plan: PlanRecord, index: int, op: SnapshotOp) -> str:
         return "it is marked to be saved"
     if not op.is_recomputable:
         return "its op must not run twice (it depends on values that the forward overwrites)"
-    passing = _pass_through_text(plan, index)
-    if passing:
-        return f"{passing}, and is saved until the backward has read it"
     if index in plan.chain.carried:
         return "many blocks read it, so it is live from its making to its last read"
     blocks = plan.chain.blocks
@@ -294,22 +285,13 @@ def _rule_of_saved(plan: PlanRecord, index: int, op: SnapshotOp) -> str:
     return f"it is the boundary from block {boundary} to block {boundary + 1}; this plan saves it"
 
 
-def _pass_through_text(plan: PlanRecord, index: int) -> str:
-    """The blocks between which a storage crosses others unused; empty if it crosses none."""
-    found = next((value for value in plan.pass_through_values if value.storage == index), None)
-    if found is None:
-        return ""
-    begin, end = map(plan.block_text, (found.made_in, found.read_in))
-    return f"it is carried from {begin} to {end}"
-
-
 def _option(plan: PlanRecord, producer: int) -> str:
     """What the plan saves of the block of an op, and where in the tree that is."""
     _, *around, block = [part for _, part in plan.block_tree.walk() if producer in part.ops]
     made = plan.made_by(block.ops)
     saved = [storage for storage in made if plan.residency.is_saved(storage)]
     within = "".join(f" in {part.name}" for part in reversed(around))
-    place = f"{plan.block_text(block.first_block)}{within}"
+    place = f"block {block.first_block} ({block.name}){within}"
     sizes = f"{size_text(plan.bytes_of(saved))} of {size_text(plan.bytes_of(made))}"
     return (
         f"strategy {plan.strategy!r}, {place}: saves {len(saved)} of {len(made)} storages, {sizes}"

@@ -60,10 +60,7 @@ class Plan(PlanRecord):
         return table_text(self, is_tree=False)
 
     def tree(self) -> str:
-        """The blocks as a tree by module path, each part with its row of that table.
-
-        Values that cross blocks unused, such as skips and encoder outputs, are listed below it.
-        """
+        """The blocks as a tree by module path, each part with its row of that table."""
         return table_text(self, is_tree=True)
 
     def live_at_peak(self) -> list[LiveBytes]:

@@ -20,7 +20,7 @@ from rockmate.graph.ir import Graph
 from rockmate.graph.snapshot import SnapshotChain, StepSnapshot, StorageKind
 from rockmate.graph.step_options import StepOptions
 from rockmate.offload.request import OffloadRequest
-from rockmate.plan.block_tree import BlockNode, PassThrough, block_tree, pass_through_values
+from rockmate.plan.block_tree import BlockNode, block_tree
 from rockmate.plan.residency import Residency
 from rockmate.schedule.flights import Flights, flights_of, overlapped_ms
 from rockmate.schedule.schedule import Schedule
@@ -252,11 +252,6 @@ class PlanRecord:
         return block_tree(self.snapshot, self.chain)
 
     @cached_property
-    def pass_through_values(self) -> list[PassThrough]:
-        """The values that cross blocks unused, largest first."""
-        return pass_through_values(self.snapshot, self.chain)
-
-    @cached_property
     def recompute_counts(self) -> Counter[int]:
         """Number of recomputations of each op, by index."""
         steps = self.schedule.steps
@@ -270,10 +265,6 @@ class PlanRecord:
     def bytes_of(self, storages: Iterable[int]) -> int:
         """Bytes of some storages."""
         return sum(self.snapshot.storages[storage].num_bytes for storage in storages)
-
-    def block_text(self, number: int) -> str:
-        """A block's number and name."""
-        return f"block {number} ({self.block_tree.blocks()[number].name})"
 
     @property
     def tier_name(self) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from math import inf
 
 from rockmate.budget import size_text
-from rockmate.plan.block_table import passing_text
 from rockmate.plan.record import PlanRecord
 
 # Number of calls named as those that are recomputed most often.
@@ -51,7 +50,7 @@ def _content_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
     if plan.schedule.fetches:
         yield "weights", _fetched_text(plan)
     yield "recomputed", f"{num_recomputed}, most often {named}" if named else num_recomputed
-    yield "blocks", f"{len(plan.chain.blocks)}; {passing_text(plan)}"
+    yield "blocks", str(len(plan.chain.blocks))
 
 
 def _moved_text(plan: PlanRecord) -> str:

@@ -30,21 +30,15 @@ from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.allocator import Timeline, timeline
 from rockmate._util import end_stages, is_terminal, progress_bar
 from rockmate.budget import size_text
-from rockmate.cli.arguments import planning_options
 from rockmate.errors import InvalidArgumentError
-from rockmate.frames.report import FramesReport
-from rockmate.hf.source_check import first_line
 
 Batch = Mapping[str, torch.Tensor]
 
 BACKWARD_MARK = "rockmate.demo::backward"
-_NUM_LAYERS, _WIDTH, _HEAD_WIDTH = 12, 384, 64  # of the GPT-2 that is built
-_NUM_BYTE_VALUES = 256
-_BYTES_PER_TOKEN = 16  # more than any tokenizer needs on source text
+_HEAD_WIDTH, _NUM_BYTE_VALUES = 64, 256  # of the GPT-2
+_STEP_LENGTHS = 16  # of a sequence, from its beginning in one step to that in the next
 _LEARNING_RATE = 1e-4
 _NUM_RECORDED_STEPS = 3
-_NUM_STEPS_OF_FRAMES = 4
-"""Frames are chosen, measured and decided on within so many steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +52,15 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoResult:
-    """Both runs, the plan and what it took to make it, or what frames did in their last step."""
+    """Both runs, the plan and what it took to make it."""
 
     title: str
     eager: Run
     planned: Run
-    plan: Plan | None
+    plan: Plan
     planning_s: float
     stage_s: Mapping[str, float]
     equal_weights: bool
-    frames: FramesReport | None = None
-
-    @property
-    def budget_bytes(self) -> int:
-        """Of the plan, or of the frames."""
-        promise = self.frames if self.plan is None else self.plan
-        assert promise is not None
-        return promise.budget_bytes
 
     @property
     def equal_losses(self) -> bool:
@@ -84,7 +70,7 @@ class DemoResult:
     @property
     def fits(self) -> bool:
         """Whether the measured peak is inside the budget."""
-        return self.planned.memory.peak_bytes <= self.budget_bytes
+        return self.planned.memory.peak_bytes <= self.plan.budget_bytes
 
     @property
     def succeeded(self) -> bool:
@@ -106,18 +92,13 @@ def run(arguments: Namespace) -> DemoResult:
 
     Raises `InvalidArgumentError` and the package's other errors.
     """
-    import transformers
 
     def say(line: str) -> None:
         if not arguments.quiet:
             end_stages()
             sys.stderr.write(f"{line}\n")
 
-    model, tokenize, kind = (_built if arguments.model is None else _loaded)(
-        transformers, arguments
-    )
-    batches = _batches(tokenize, arguments)
-    model.train()
+    model, batches = _built(arguments), _batches(arguments)
     ours = copy.deepcopy(model)
 
     say("measuring eager's activation peak")
@@ -126,20 +107,21 @@ def run(arguments: Namespace) -> DemoResult:
         f"eager's peak is {size_text(eager_memory.peak_bytes)}; planning for {arguments.budget} of "
         "the peak without recomputation"
     )
-    module, stage_s, planning_s = _wrap(ours, batches[0], arguments)
+    start = time.perf_counter()
+    module, stage_s = _wrap(ours, batches[0], arguments)
+    planning_s = time.perf_counter() - start
     planned_memory = _memory_of_step(module, ours, batches[0])
 
     eager_steps, planned_steps = _train_in_turn(
         model, (ours, module), batches, show=not arguments.quiet
     )
     return DemoResult(
-        title=_title(kind, model, arguments),
+        title=_title(model, arguments),
         eager=Run(losses=eager_steps[0], times_ms=eager_steps[1], memory=eager_memory),
         planned=Run(losses=planned_steps[0], times_ms=planned_steps[1], memory=planned_memory),
-        plan=module.plan if module.is_planned else None,
+        plan=module.plan,
         planning_s=planning_s,
         stage_s=stage_s,
-        frames=None if module.frames is None else module.frames.report(),
         equal_weights=all(map(torch.equal, model.parameters(), ours.parameters())),
     )
 
@@ -171,41 +153,19 @@ def _step(call: Callable[..., Any], batch: Batch, *, seed: int) -> float:
 
 def _wrap(
     model: nn.Module, batch: Batch, arguments: Namespace
-) -> tuple[RockmateModule, Mapping[str, float], float]:
-    """The module, seconds of stages of its planning, and of all."""
-    start, marks = time.perf_counter(), planning_options(arguments).changed
+) -> tuple[RockmateModule, Mapping[str, float]]:
+    """The module, and seconds of stages of its planning."""
     progress = not arguments.quiet and is_terminal()
-    stage_s: Mapping[str, float] = {}
     try:
-        if arguments.mode == "plan":
-            # The demo promises every bit.
-            planner = Planner(model, batch, progress=progress, numerics="bitwise", **marks)
-            module = planner.module(arguments.budget, trial="never")  # it compares by itself
-            stage_s = dict(planner.timings)
-        else:
-            module = _framed(model, batch, arguments, marks)
+        # The demo promises every bit.
+        planner = Planner(model, batch, progress=progress, numerics="bitwise")
+        module = planner.module(arguments.budget, trial="never")  # it compares by itself
     except InfeasibleBudgetError as error:
         # The fraction that was asked for tells what it is one of.
         share = arguments.budget * error.minimum_bytes / max(error.budget_bytes, 1)
         msg = f"{error} As a fraction: --budget {math.ceil(1000 * share) / 1000:.3f}."
         raise InvalidArgumentError(msg) from error
-    return module, stage_s, time.perf_counter() - start
-
-
-def _framed(
-    model: nn.Module, batch: Batch, arguments: Namespace, marks: Mapping[str, Any]
-) -> RockmateModule:
-    """Frames that have been measured; with mode "auto" a plan where the model can be captured."""
-    given = {**marks, "mode": arguments.mode, "trial": "never"}
-    if arguments.mode == "auto":
-        module = RockmateModule(model, batch, arguments.budget, numerics="bitwise", **given)
-    else:
-        module = RockmateModule(model, None, arguments.budget, **given)
-    if module.frames is not None:
-        for _ in range(_NUM_STEPS_OF_FRAMES):
-            _step(module, batch, seed=0)
-            module.frames.end_recording()
-    return module
+    return module, dict(planner.timings)
 
 
 _Steps = tuple[list[float], list[float]]
@@ -241,77 +201,40 @@ def _train_in_turn(
 
 # --- model and text -------------------------------------------------------------------------------
 
-_Tokenize = Callable[[bytes, int], list[int]]
 
-
-def _built(transformers: Any, arguments: Namespace) -> tuple[nn.Module, _Tokenize, str]:
+def _built(arguments: Namespace) -> nn.Module:
     """A GPT-2 over bytes, from its configuration: nothing is downloaded."""
-    num_layers, width = arguments.layers or _NUM_LAYERS, arguments.width or _WIDTH
-    config = transformers.GPT2Config(
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
         vocab_size=_NUM_BYTE_VALUES,
         n_positions=max(arguments.tokens, 2),
-        n_layer=num_layers,
-        n_head=max(1, width // _HEAD_WIDTH),
-        n_embd=width,
+        n_layer=arguments.layers,
+        n_head=max(1, arguments.width // _HEAD_WIDTH),
+        n_embd=arguments.width,
         bos_token_id=0,
         eos_token_id=0,
         use_cache=False,
     )
-    if width % config.n_head:
+    if arguments.width % config.n_head:
         raise InvalidArgumentError(
-            f"--width {width} does not divide into heads of {_HEAD_WIDTH}. Take a multiple "
-            f"of {_HEAD_WIDTH}."
+            f"--width {arguments.width} does not divide into heads of {_HEAD_WIDTH}. Take a "
+            f"multiple of {_HEAD_WIDTH}."
         )
     torch.manual_seed(0)
-    kind = f"GPT-2 architecture, {num_layers} layers, width {width}, bytes as tokens"
-    model = transformers.GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(config).train()
     model.loss_type = "ForCausalLM"  # it would be taken anyway, but with a warning
-    return model, lambda text, length: list(text[:length]), kind
+    return model
 
 
-def _loaded(transformers: Any, arguments: Namespace) -> tuple[nn.Module, _Tokenize, str]:
-    """The user's model and tokenizer, from a folder or from the local cache."""
-    if arguments.quiet:
-        transformers.utils.logging.disable_progress_bar()
-    try:
-        config, tokenizer = (
-            each.from_pretrained(arguments.model, local_files_only=True)
-            for each in (transformers.AutoConfig, transformers.AutoTokenizer)
-        )
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            arguments.model, config=config, dtype=torch.float32, local_files_only=True
-        )
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise InvalidArgumentError(
-            f"cannot load {arguments.model!r} as a causal language model from this machine: "
-            f"{first_line(error)} Give a folder "
-            "that holds a configuration, weights and a tokenizer, or the name of a model that has "
-            "been downloaded before."
-        ) from error
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and arguments.tokens > longest:
-        raise InvalidArgumentError(
-            f"--tokens {arguments.tokens} is more than the positions of {arguments.model!r}. "
-            f"Take {longest} or fewer."
-        )
-
-    def tokenize(text: bytes, length: int) -> list[int]:
-        return tokenizer(text.decode(errors="ignore"), truncation=True, max_length=length)[
-            "input_ids"
-        ]
-
-    return model, tokenize, f"{arguments.model} ({type(model).__name__})"
-
-
-def _batches(tokenize: _Tokenize, arguments: Namespace) -> list[Batch]:
+def _batches(arguments: Namespace) -> list[Batch]:
     """One batch a step.
 
     Each sequence of a batch advances through a part of the text of its own.
     """
     text, length = standard_library_text(), arguments.tokens
-    excerpt_bytes = length * _BYTES_PER_TOKEN
-    stretch_bytes = len(text) // arguments.batch
-    if stretch_bytes < arguments.steps * excerpt_bytes:
+    step_bytes, stretch_bytes = length * _STEP_LENGTHS, len(text) // arguments.batch
+    if stretch_bytes < arguments.steps * step_bytes:
         raise InvalidArgumentError(
             f"the sources of Python's standard library hold {len(text):,} bytes, too few for "
             f"{arguments.steps} steps of "
@@ -319,16 +242,8 @@ def _batches(tokenize: _Tokenize, arguments: Namespace) -> list[Batch]:
         )
     batches = []
     for step in range(arguments.steps):
-        starts = [
-            sequence * stretch_bytes + step * excerpt_bytes for sequence in range(arguments.batch)
-        ]
-        sequences = [tokenize(text[start : start + excerpt_bytes], length) for start in starts]
-        if any(len(sequence) != length for sequence in sequences):
-            raise InvalidArgumentError(
-                f"{arguments.model!r} makes fewer than {length} tokens of {excerpt_bytes:,} bytes. "
-                "Take fewer --tokens."
-            )
-        tokens = torch.tensor(sequences)
+        starts = [row * stretch_bytes + step * step_bytes for row in range(arguments.batch)]
+        tokens = torch.tensor([[*text[start : start + length]] for start in starts])
         batches.append({"input_ids": tokens, "labels": tokens})
     return batches
 
@@ -339,7 +254,9 @@ def standard_library_text() -> bytes:
     return b"".join(path.read_bytes() for path in sorted(folder.glob("[!_]*.py")))
 
 
-def _title(kind: str, model: nn.Module, arguments: Namespace) -> str:
+def _title(model: nn.Module, arguments: Namespace) -> str:
+    sizes = f"{arguments.layers} layers, width {arguments.width}"
+    kind = f"GPT-2 architecture, {sizes}, bytes as tokens"
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shape = f"{arguments.batch} x {arguments.tokens} tokens"
     machine = f"{torch.get_num_threads()} threads, PyTorch {torch.__version__}"

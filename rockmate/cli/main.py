@@ -25,7 +25,6 @@ from rockmate.budget import parse_budgets
 from rockmate.cli import check_command, fit_command, run_command
 from rockmate.cli.arguments import (
     add_budget_arguments,
-    add_mark_arguments,
     add_model_arguments,
     add_option,
     at_least_two,
@@ -79,8 +78,6 @@ def _check(arguments: argparse.Namespace) -> None:
     draws = is_demo or given.get("plot") or (command == "sweep" and given["out"])
     if command == "run":
         run_command.check(arguments)
-    if is_demo:
-        _check_demo(arguments)
     needed = [("transformers", "hf", is_demo or (model and ":" not in model))]
     needed += [("peft", "hf", given.get("lora")), ("matplotlib", "plot", draws)]
     require_all({name: extra for name, extra, is_so in needed if is_so}, f"rockmate {command}")
@@ -88,22 +85,10 @@ def _check(arguments: argparse.Namespace) -> None:
     for path in map(given.get, names):
         if isinstance(path, Path) and not path.absolute().parent.is_dir():
             raise InvalidArgumentError(f"there is no folder {path.parent} for {path}. Make it.")
-    if "model" in given and not is_demo and ":" not in model:
+    if "model" in given and ":" not in model:
         from rockmate.hf.source_check import check_source
 
         check_source(model)
-
-
-def _check_demo(arguments: argparse.Namespace) -> None:
-    """Raises `InvalidArgumentError` for options that exclude each other."""
-    if arguments.model is not None and (arguments.layers or arguments.width):
-        raise InvalidArgumentError(
-            "--layers and --width are for the GPT-2 that is built without --model. Leave them out."
-        )
-    if planning_options(arguments).changed and arguments.mode == "frames":
-        raise InvalidArgumentError(
-            "marks belong to plans, and --mode frames has none. Leave one of them out."
-        )
 
 
 def _with_stages(arguments: argparse.Namespace) -> int:
@@ -160,15 +145,11 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "demo",
         help="train a language model eager and inside a budget, and compare",
         description=(
-            "Train one language model twice on the sources of Python's standard library, eager and "
-            "inside an activation budget, "
-            "from the same weights on the same batches; print one table and plot the memory over a "
-            "step. Nothing is downloaded."
+            "Train a GPT-2 twice on the sources of Python's standard library, eager and inside an "
+            "activation budget, from the same weights on the same batches; print one table and "
+            "plot the memory over a step. Nothing is downloaded. Of a model of yours, sweep "
+            "--measure compares steps."
         ),
-    )
-    demo.add_argument(
-        "--model",
-        help="folder, or cached name, of a Hugging Face causal model (default: a built GPT-2)",
     )
     demo.add_argument(
         "--budget",
@@ -176,26 +157,16 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         default=0.4,
         help="fraction of the activation peak without recomputation (default: %(default)s)",
     )
-    demo.add_argument(
-        "--mode",
-        choices=("plan", "frames", "auto"),
-        default="plan",
-        help="capture and plan, or keep the budget without a graph; auto: frames where there is "
-        "no graph (default: %(default)s)",
-    )
-    add_mark_arguments(demo)
     for name, read, default, what in (
         ("steps", positive, 6, "training steps of each run"),
         ("batch", positive, 4, "sequences in a batch"),
         ("tokens", at_least_two, 256, "tokens in a sequence"),
+        ("layers", positive, 12, "of the GPT-2"),
+        ("width", positive, 384, "hidden size of the GPT-2"),
     ):
         demo.add_argument(
             f"--{name}", type=read, default=default, help=f"{what} (default: {default})"
         )
-    demo.add_argument("--layers", type=positive, help="layers of the built GPT-2 (default: 12)")
-    demo.add_argument(
-        "--width", type=positive, help="hidden size of the built GPT-2 (default: 384)"
-    )
     demo.add_argument(
         "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
     )

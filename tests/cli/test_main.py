@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from fine_tuning import llama
 
 from rockmate import Plan
 from rockmate._torch.allocator import Timeline
@@ -68,38 +67,10 @@ def test_progress_goes_to_standard_error(tmp_path: Path, capfd: pytest.CaptureFi
     assert "planning for" not in printed
 
 
-def test_model_of_the_user(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "model"
-    save_tiny_llama(folder)
-    shape = ["--batch", "2", "--tokens", "32", "--steps", "2", "--budget", "0.8"]
-    assert main(["demo", "--model", str(folder), *shape, "--quiet", "--out", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    assert "LlamaForCausalLM" in printed
-    assert "identical in all 2 steps" in printed
-
-
-def save_tiny_llama(folder: Path) -> None:
-    import tokenizers
-    import transformers
-
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(
-            vocab={letter: index for index, letter in enumerate(alphabet)}, merges=[]
-        )
-    )
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "eos_token_id": 0}
-    llama(num_hidden_layers=2, max_position_embeddings=64, **sizes).save_pretrained(folder)
-
-
 # --- refusals -------------------------------------------------------------------------------------
 
 
 def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
-    capsys.readouterr()  # what transformers has said of a model that was saved
     assert main(["demo", "--quiet", *arguments]) == 2
     printed, said = capsys.readouterr()
     assert printed == ""
@@ -111,8 +82,6 @@ def refusal(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> str:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("--model FOLDER/nothing-here --out FOLDER", "nothing-here.*folder"),
-        ("--model any --layers 2 --out FOLDER", "--layers"),
         ("--width 200 --out FOLDER", "--width 200"),
         ("--steps 1000000 --layers 1 --width 64 --out FOLDER", "too few"),
         ("--out FOLDER/file/folder", "cannot write .*another"),
@@ -124,15 +93,6 @@ def test_options_of_a_demo_that_are_refused(
     (tmp_path / "file").write_text("")
     said = refusal(capsys, arguments.replace("FOLDER", str(tmp_path)).split())
     assert re.search(told, said, re.DOTALL)
-
-
-def test_more_tokens_than_positions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_tiny_llama(tmp_path / "model")
-    said = refusal(
-        capsys, ["--model", str(tmp_path / "model"), "--tokens", "65", "--out", str(tmp_path)]
-    )
-    assert "--tokens 65" in said
-    assert "64 or fewer" in said
 
 
 @pytest.mark.parametrize(

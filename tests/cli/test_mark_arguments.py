@@ -131,15 +131,6 @@ def test_fit_counts_marks_and_forwards(module: str, tmp_path: Path) -> None:
     assert rows("--recompute", "hidden")[0]["num_recomputations"] == 2
 
 
-def test_demo_keeps_marks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tiny = ["--layers", "2", "--width", "64", "--batch", "2", "--tokens", "32", "--steps", "2"]
-    command = ["demo", *tiny, "--budget", "0.9", "--quiet", "--out", str(tmp_path)]
-    assert main([*command, "--recompute", "transformer.h.*.mlp", "--threads", "1"]) == 0
-    assert "bit by bit" in capsys.readouterr().out
-    assert main([*command, "--recompute", "transformer.h.*.mlp", "--mode", "frames"]) == 2
-    assert "--mode frames has none" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [

@@ -1,16 +1,13 @@
-"""What frames say of themselves: lines, table, and the demonstration."""
+"""What frames say of themselves: lines and a table."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-import pytest
 import torch
 
 from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
-from rockmate.cli.main import main
 from tests.frames.test_frames import Chain, batch, framed, loss_of
 
 
@@ -62,29 +59,3 @@ def test_the_predicted_peak_is_the_measured_one() -> None:
     assert report is not None
     # Each part that can run again takes 5 KB of random state, which is not counted.
     assert measured / 1.01 <= report.peak_bytes <= 1.05 * measured
-
-
-TINY = ["--layers", "4", "--width", "64", "--batch", "2", "--tokens", "64", "--steps", "2"]
-
-
-@pytest.mark.parametrize("mode", ["frames", "auto"])
-def test_the_demonstration_in_frames(
-    mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = ["--out", str(tmp_path), "--quiet", "--threads", "1"]
-    assert main(["demo", *TINY, "--budget", "0.7", "--mode", mode, *out]) == 0
-    printed = capsys.readouterr().out
-    assert "bit by bit" in printed
-    assert "inside the budget" in printed
-    assert ("Frames, in the last step:" in printed) == (mode == "frames")
-    assert (tmp_path / "memory.png").stat().st_size > 20_000
-
-
-def test_the_demonstration_names_the_smallest_budget_that_works(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["demo", *TINY, "--mode", "frames", "--quiet", "--out", str(tmp_path)]
-    assert main([*arguments, "--budget", "0.01"]) == 2
-    found = re.search(r"--budget (0\.\d+)", capsys.readouterr().err)
-    assert found is not None
-    assert main([*arguments, "--budget", found[1]]) == 0

@@ -11,8 +11,8 @@ model that it was made for.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,12 +37,13 @@ from rockmate.capture.traced_forward import ModuleReplacedError
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SignatureMismatchError
 from rockmate.planning.options import PlanOptions
 from rockmate.request import PlanRequest
+from rockmate.runtime.first_backward import OF_OUTPUTS, names_outputs
 from rockmate.runtime.model_checks import refuse_uninitialized
 from rockmate.runtime.new_plans import NewPlans
 from rockmate.runtime.program import PlannedCall
 from rockmate.step import CapturedStep
 from rockmate.step_family import StepFamily
-from rockmate.trial.runnable_call import RunnableCall
+from rockmate.trial.runnable_call import RunnableCall, kin_of
 from rockmate.trial.steps import TrialOption, TrialSteps
 
 logger = logging.getLogger(__name__)
@@ -51,10 +52,6 @@ Called = tuple[CallSignature, Sequence[Tensor]]
 # Plans of one module. A shape or a state that returns within this many finds its plan.
 MAX_PLANS = 64
 _MOST_FAMILIES = 4  # for what calls read; each may have a symbolic capture
-
-# Warnings of plans for other shapes are at least this far apart; plans between them are logged as
-# information.
-SECONDS_BETWEEN_WARNINGS = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +102,14 @@ class PlanCache:
         self.request = request
         self._model = model
         self.refuses_in_flight = request is None or request.on_infeasible == "error"
-        self._has_told_in_flight = False
+        self._has_told_in_flight = self._has_told_shapes = self._knows_outputs = False
         self._replans, self._refuses_larger = replans, refuses_larger
         self._optional = optional_keywords(model)
         self._samples: list[PlannedSample] = []  # one for each set of keywords
         self.largest: Callable[[CallSignature], CallSignature] | None = None
-        self._warned_of_shapes_s: float | None = None  # when, by the monotonic clock
         self.new_plans = NewPlans()
+        self._first: RunnableCall | None = None  # with gradients for outputs `_beside` a loss
+        self._beside, self._before = (), (self.request, self.runnables)
         self._trial: TrialOption = trial
         self._adapted_trials = TrialSteps(trial)  # of all sizes that take over a schedule
 
@@ -141,7 +139,8 @@ class PlanCache:
         self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False
     ) -> None:
         """Puts a planned call in use."""
-        family = family or self._new_family(call)
+        limit_s = (self.request.options if self.request else PlanOptions()).compile_limit_s
+        family = family or StepFamily(self._model, call, compile_limit_s=limit_s)
         trials = self._adapted_trials if is_adapted else TrialSteps(self._trial)
         runnable = RunnableCall(
             call, self._model, family, trials, is_adapted=is_adapted, is_first=not self.runnables
@@ -149,25 +148,42 @@ class PlanCache:
         self.runnables.insert(0, runnable)
         if len(self.runnables) > MAX_PLANS:
             # A call that was planned for, not adapted, serves other shapes too, so it goes last.
-            adapted = [
-                place for place, each in enumerate(self.runnables) if place and each.is_adapted
-            ]
+            adapted = [at for at, each in enumerate(self.runnables) if at and each.is_adapted]
             del self.runnables[adapted[-1] if adapted else MAX_PLANS]
-
-    def _new_family(self, call: PlannedCall) -> StepFamily:
-        options = self.request.options if self.request else PlanOptions()
-        return StepFamily(self._model, call, compile_limit_s=options.compile_limit_s)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output for a training call; errors as for `RockmateModule.forward`."""
         tensors, call = flatten_call(args, kwargs, self._optional)
         self.new_plans.num_calls += 1
         runnable = self.runnable_for(call, tensors)
+        if self.new_plans.hands_over and self._replans:
+            runnable = self._for_outputs(runnable, (call, tensors))
         if runnable.evidence is not None and (excess_bytes := runnable.evidence.take_excess()):
             runnable = self._with_less(runnable, excess_bytes, (call, tensors))
         if beyond := runnable.beyond_budget():
             runnable = self._for_in_flight(runnable, beyond, (call, tensors))
         return runnable.run_or_try(tensors, args, kwargs)
+
+    def _for_outputs(self, runnable: RunnableCall, called: Called) -> RunnableCall:
+        """The runnable call, with gradients for outputs beside the model's own loss if needed.
+
+        The first step of a script that names those outputs shows whether they get any.
+        """
+        beside, before = runnable.planned.non_differentiable_outputs, (self.request, self.runnables)
+        if self._first is not None and self._first.graded:
+            if self._first.graded.isdisjoint(self._beside):
+                self.request, self.runnables = self._before
+                runnable = self.runnable_for(*called)
+            self._first, self._before = None, (self.request, self.runnables)
+        elif beside and self.request and not self._knows_outputs:
+            self._knows_outputs = True
+            if names_outputs(runnable.planned.output_structure):
+                options = replace(self.request.options, differentiable="all")
+                request = replace(self.request, options=options)
+                with suppress(RockmateError):  # where there is none, a backward says so
+                    runnable = self._plan_anew(request, called, OF_OUTPUTS)
+                    self._first, self._beside, self._before = runnable, beside, before
+        return runnable
 
     def _for_in_flight(self, runnable: RunnableCall, beyond: str, called: Called) -> RunnableCall:
         """The runnable call, or one for more forwards in flight; raises if neither may be."""
@@ -294,7 +310,7 @@ class PlanCache:
         return self._plan(call, tensors, reason=reason)
 
     def _difference_in(self, call: CallSignature) -> tuple[str, bool]:
-        """The difference between a call and the samples, in words, and whether it is a number's.
+        """The difference between a call and the samples, in words, and whether it is a constant's.
 
         Raises:
             SignatureMismatchError: it is in the dtype, device or class of a tensor.
@@ -305,7 +321,7 @@ class PlanCache:
         alike = next((sample for sample in known if call.keywords == sample.keywords), known[0])
         ours, theirs = alike.part_in(call), call.part_in(alike)
         if ours.structure != theirs.structure:
-            return difference_in_constants(ours, theirs)
+            return difference_in_constants(ours, theirs), True
         if ours.kind != theirs.kind:
             check_call(alike, call)
         return "the call has other keywords than the sample", False
@@ -326,7 +342,7 @@ class PlanCache:
 
         A call with other dims of size 1 begins a family: one capture serves the calls like it.
         """
-        kin = _kin(alike, call)
+        kin = kin_of(alike, call)
         known = kin or alike[:1]
         families = dict.fromkeys(each.family for each in reversed(known))  # the first one first
         serving = (each for each in families if len(families) == 1 or each.serves(call, tensors))
@@ -376,9 +392,9 @@ class PlanCache:
             )
             raise error.advised(advice) from None
         self.adopt(planned, family)
-        self._log_plan(
-            "its tensors have other shapes than the sample's", level=self._level_for_shapes()
-        )
+        level = logging.INFO if self._has_told_shapes else logging.WARNING
+        self._log_plan("its tensors have other shapes than the sample's", level=level)
+        self._has_told_shapes = True
         return self.runnables[0]
 
     def _plan(self, call: CallSignature, tensors: Sequence[Tensor], *, reason: str) -> RunnableCall:
@@ -419,14 +435,6 @@ class PlanCache:
         current = [each for each in self.runnables if not each.difference(self._model)]
         return (current or self.runnables)[0].planned.plan.budget_bytes
 
-    def _level_for_shapes(self) -> int:
-        """The level of the line for a plan of other shapes: one warning a minute at most."""
-        now_s, warned_s = time.monotonic(), self._warned_of_shapes_s
-        if warned_s is not None and now_s - warned_s < SECONDS_BETWEEN_WARNINGS:
-            return logging.INFO
-        self._warned_of_shapes_s = now_s
-        return logging.WARNING
-
     def _log_plan(self, reason: str, *, level: int = logging.WARNING) -> None:
         plan = self.runnables[0].planned.plan
         logger.log(
@@ -438,11 +446,3 @@ class PlanCache:
             size_text(plan.budget_bytes),
             plan.predicted_ratio,
         )
-
-
-def _kin(runnables: Sequence[RunnableCall], call: CallSignature) -> list[RunnableCall]:
-    """Those with its dims of size 1: what was planned for, or a family began with, comes first."""
-    dims = call.broadcast_dims
-    kin = [each for each in runnables if each.planned.call.broadcast_dims == dims]
-    founders = [each for each in kin if not each.is_adapted or each.family.founder is each.planned]
-    return founders or kin[:1]

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from rockmate._torch.allocator import is_out_of_memory
+from rockmate._torch.fake import is_fake
+from rockmate.capture.attribute_access import Place
+from rockmate.capture.attribute_values import traced_in
+from rockmate.capture.provenance import THIS_PACKAGE, TORCH
 from rockmate.capture.read_values import UnknownValueError
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 
@@ -31,11 +34,15 @@ _REASONS = {
     "entirely functional graph|a non-functional tensor": "its forward changes a tensor in place "
     "that is neither parameter, buffer nor input{where}, typically an attribute. Register it with "
     "register_buffer(name, tensor, persistent=False).",
+    "Unexpected fake": "its forward keeps a tensor for later{where}, which a plan does not. Make "
+    "it in each call, or before the first one; or register it with register_buffer.",
     "set_ on a graph input": "its forward gives a tensor other memory by set_. Use copy_.",
 }
 
 
-def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
+def explain_failure(
+    error: Exception, model: nn.Module, path: str, outside: Sequence[Place] = ()
+) -> Exception:
     """The tracer's error as one that names the user's submodule and line, and the next step.
 
     Args:
@@ -43,8 +50,10 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             so the classes are told apart by name and, where one class has several causes, by text.
         model: the captured model.
         path: of the submodule that was running.
+        outside: places outside of the model, where a tensor of the trace may be.
     """
-    where = (f" in {path}" if path else "") + _user_line(error)
+    kept = [f" in {each}" for each in outside if any(map(is_fake, traced_in(each.value())))]
+    where = (f" in {path}" if path else "") + _user_line(error) or " and".join(kept)
     text = str(error).strip().split("\n")[0][:300]
     causes = _causes(error)
     if any(_makes_shape(cause) for cause in causes):
@@ -80,7 +89,7 @@ def explain_failure(error: Exception, model: nn.Module, path: str) -> Exception:
             f"{type(model).__name__} raised on the sample input{where}: {what}. Where the plain "
             f'model runs it,{advice_to_leave(model, path)}, or take mode="frames".'
         )
-    told = "" if _INTERNAL.search(text) else f": {text}"
+    told = "" if where and _INTERNAL.search(text) else f": {text}"
     return UnsupportedModelError(
         f"{type(model).__name__} cannot be captured{where}{told}. Change what it does there, "
         f"or{advice_to_leave(model, path)}."
@@ -190,13 +199,11 @@ def _reads_values(error: BaseException) -> bool:
 
 def _user_line(error: BaseException) -> str:
     """The deepest frame outside PyTorch and this package, with a leading blank; empty if none."""
-    ours, torch_root = Path(__file__).parents[1], Path(torch.__file__).parent
     frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if ours not in Path(frame.filename).parents
-        and torch_root not in Path(frame.filename).parents
-        and frame.line
+        each
+        for each in traceback.extract_tb(error.__traceback__)
+        if each.line
+        and not each.filename.startswith((TORCH, THIS_PACKAGE))
+        and Path(each.filename).stem not in {"contextlib", "functools"}
     ]
-    frames = [f for f in frames if Path(f.filename).stem not in {"contextlib", "functools"}]
     return f" at {frames[-1].filename}:{frames[-1].lineno} (`{frames[-1].line}`)" if frames else ""

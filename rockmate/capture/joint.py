@@ -273,7 +273,7 @@ def _traced(
         except (InvalidSampleError, UnsupportedModelError):
             raise
         except Exception as error:
-            explained = explain_failure(error, model, modules.innermost)
+            explained = explain_failure(error, model, modules.innermost, forward.outside)
             raise forward.held.explained(explained, modules.innermost) from error
         for node in joint.graph.find_nodes(op="get_attr"):
             constant = getattr(joint, str(node.target))

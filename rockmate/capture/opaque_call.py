@@ -264,16 +264,23 @@ class _Hookless(nn.Module):
         return self.module.forward(*args, **kwargs)
 
 
-class OpaqueForward:
-    """The forward of an untraced submodule as an op: `(tensors) -> [*outputs, handle]`."""
+class _OpaqueOp:
+    """A half of the call of an untraced submodule."""
+
+    __name__: str
 
     def __init__(self, call: OpaqueCall) -> None:
         """Of this call."""
-        self.call = call
-        self.__name__ = self.__qualname__ = "untraced_forward"
+        self.call, self.__qualname__ = call, self.__name__
 
     def __str__(self) -> str:
-        return f"rockmate.untraced_forward[{self.call.name}]"
+        return f"rockmate.{self.__name__}[{self.call.name}]"
+
+
+class OpaqueForward(_OpaqueOp):
+    """The forward of an untraced submodule as an op: `(tensors) -> [*outputs, handle]`."""
+
+    __name__ = "untraced_forward"
 
     @property
     def draws(self) -> bool:
@@ -303,7 +310,7 @@ class OpaqueForward:
             return self(tensors)
 
 
-class OpaqueBackward:
+class OpaqueBackward(_OpaqueOp):
     """The backward of an untraced submodule.
 
     `(gradients of the outputs, handle, values) -> gradients of the inputs that need one`.
@@ -313,13 +320,7 @@ class OpaqueBackward:
     The gradient of an output that the loss does not depend on is None.
     """
 
-    def __init__(self, call: OpaqueCall) -> None:
-        """Of this call."""
-        self.call = call
-        self.__name__ = self.__qualname__ = "untraced_backward"
-
-    def __str__(self) -> str:
-        return f"rockmate.untraced_backward[{self.call.name}]"
+    __name__ = "untraced_backward"
 
     @property
     def released_bytes(self) -> int:

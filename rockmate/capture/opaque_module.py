@@ -206,20 +206,16 @@ def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Modul
     chosen = {
         path: module
         for path, module in model.named_modules()
-        if module in named or isinstance(module, nn.RNNBase) or _is_never_traced(module)
+        if module in named
+        or isinstance(module, nn.RNNBase)
+        or is_registered(module)
+        or any((each.__module__, each.__name__) in _NEVER_TRACED for each in type(module).__mro__)
     }
     return {
         path: module
         for path, module in chosen.items()
         if not any(path.startswith(f"{other}.") for other in chosen)
     }
-
-
-def _is_never_traced(module: nn.Module) -> bool:
-    """Whether a module is of a known class that a trace cannot follow."""
-    return is_registered(module) or any(
-        (kind.__module__, kind.__name__) in _NEVER_TRACED for kind in type(module).__mro__
-    )
 
 
 def _recorded(

@@ -103,10 +103,10 @@ def record_module_stack(model: nn.Module) -> Iterator[ModuleStack]:
             handle.remove()
 
 
-_TORCH = str(Path(torch.__file__).parent) + os.sep
-_THIS_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+TORCH = str(Path(torch.__file__).parent) + os.sep
+THIS_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 # Frames that do not count: they stand in for PyTorch's own functions, called from the user's line.
-_PASSED_OVER = (_TORCH, __file__, fake_device.__file__, graphs.__file__, "<")
+_PASSED_OVER = (TORCH, __file__, fake_device.__file__, graphs.__file__, "<")
 
 
 def source_lines() -> AbstractContextManager[None]:
@@ -131,7 +131,7 @@ def _user_line() -> str:
         name = frame.f_code.co_filename
         if name.startswith(_PASSED_OVER):
             continue
-        if name.startswith(_THIS_PACKAGE):
+        if name.startswith(THIS_PACKAGE):
             return ""
         code = linecache.getline(name, frame.f_lineno).strip()
         return f'  File "{name}", line {frame.f_lineno}, in {frame.f_code.co_name}\n    {code}'

@@ -224,9 +224,8 @@ def _call_of_tensors(
 @lru_cache(maxsize=64)
 def _structure_of_tensors(num_positional: int, names: tuple[str, ...]) -> Structure:
     anything = torch.empty(0)
-    return flatten(((anything,) * num_positional, dict.fromkeys(names, anything)), what="the call")[
-        1
-    ]
+    call = (anything,) * num_positional, dict.fromkeys(names, anything)
+    return flatten(call, what="the call")[1]
 
 
 def check_call(planned: CallSignature, actual: CallSignature) -> None:
@@ -251,24 +250,23 @@ def _advice(planned: CallSignature, actual: CallSignature) -> str:
     return "Pass tensors of the planned dtypes and devices"
 
 
-def difference_in_constants(planned: CallSignature, actual: CallSignature) -> tuple[str, bool]:
-    """The first argument that differs in more than tensors, in words; whether a number differs.
+def difference_in_constants(planned: CallSignature, actual: CallSignature) -> str:
+    """The first argument that differs in more than tensors, in words.
 
     The calls have the same keywords.
     """
     (args, named), (others, others_named) = (
-        call.structure.shown([str(tensor) for tensor in call.tensors]) for call in (planned, actual)
+        call.structure.shown(["a tensor"] * len(call.tensors)) for call in (planned, actual)
     )
-    pairs = {
-        f"argument {index}": pair for index, pair in enumerate(zip(args, others, strict=False))
-    }
+    pairs = {f"argument {at}": pair for at, pair in enumerate(zip(args, others, strict=False))}
     pairs |= {f"the argument {name}": (named[name], others_named[name]) for name in named}
-    reason = "the call has another number of arguments"
     for name, (mine, theirs) in pairs.items():
         if repr(mine) != repr(theirs):
-            reason = f"{name} was {mine!r} and is {theirs!r}"
-            break
-    return reason, planned.structure.differs_in_number(actual.structure)
+            return (
+                f"{name} was {mine!r:.60} and is {theirs!r:.60} (pass a number as a tensor, and "
+                "leave out what the forward does not read)"
+            )
+    return "the call has another number of arguments"
 
 
 def differs_in_shapes(planned: CallSignature, actual: CallSignature) -> bool:

@@ -8,7 +8,6 @@ the plan. `loss_of` is the one definition of a loss, for planned and for eager s
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -121,16 +120,6 @@ class Structure:
             for leaf in self.leaves
             for inner in (leaf.inner._flat_leaves() if isinstance(leaf, _Opened) else [leaf])
         ]
-
-    def differs_in_number(self, other: Structure) -> bool:
-        """Whether another structure is the same but for numbers."""
-        pairs = zip(self._flat_leaves(), other._flat_leaves(), strict=False)
-        return self.without_constants() == other.without_constants() and any(
-            isinstance(mine.held, int | float | complex)
-            and not isinstance(mine.held, bool | enum.Enum)
-            for mine, theirs in pairs
-            if isinstance(mine, Constant) and mine != theirs
-        )
 
     def without_constants(self) -> Structure:
         """The same structure, all of its constants the same one."""

@@ -113,7 +113,8 @@ class TracedForward(nn.Module):
         held: tensors in attributes of the model's tensors, which are inputs of the trace.
         logs: places of containers that it only writes to.
         log: what it does with those.
-        changed_outside: places outside of the model with other contents behind the run.
+        outside: places outside of the model that it may read.
+        changed_outside: those of containers with other contents behind the run.
         notice: what the user should know of the outputs.
     """
 
@@ -152,7 +153,7 @@ class TracedForward(nn.Module):
         self.carried_outputs: dict[int, Place] = {}
         self.read_values = NO_VALUES
         self._sample, self._defers, self.logs = sample, defers, logs
-        self._outside = [place for place in outside if can_watch(place.value())]
+        self.outside = outside
         self.log, self.writes = WriteLog(), list[Write]()
         self.changed_outside: list[Place] = []
         self.reader, self.has_escaped = ValueReader(defers=defers), False
@@ -172,7 +173,8 @@ class TracedForward(nn.Module):
         for place in self.logs:
             if not isinstance(place.owner, types.ModuleType):
                 before.save(place.owner)  # as it is without what stands in its place
-        outside = [snapshot(place.value()) for place in self._outside]
+        watched = [place for place in self.outside if can_watch(place.value())]
+        outside = [snapshot(place.value()) for place in watched]
         self.reader = ValueReader(defers=self._defers, carriers=carriers)
         self.log = WriteLog()
         try:
@@ -186,7 +188,7 @@ class TracedForward(nn.Module):
                 gathered_by_ops(self.model),
             ):
                 output = self.model(*args, **kwargs)
-            pairs = zip(self._outside, outside, strict=True)
+            pairs = zip(watched, outside, strict=True)
             self.changed_outside = [each for each, one in pairs if snapshot(each.value()) != one]
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())

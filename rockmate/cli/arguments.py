@@ -61,6 +61,13 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
 
+def add_measure_arguments(command: argparse.ArgumentParser, where: str) -> None:
+    """Adds whether steps are measured, and how many."""
+    command.add_argument("--measure", action="store_true", help=f"train a few steps {where}")
+    text = "steps that --measure takes (default: 5)"
+    command.add_argument("--steps", dest="num_steps", type=positive, default=5, help=text)
+
+
 def add_option(command: argparse.ArgumentParser, name: str) -> None:
     """Adds an option of `PlanOptions`, with its values and its default there."""
     default = next(each.default for each in fields(PlanOptions) if each.name == name)

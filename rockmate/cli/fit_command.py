@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rockmate.cli.arguments import (
+    add_measure_arguments,
     add_model_arguments,
     add_option,
     fields_of,
@@ -102,18 +103,7 @@ def _add_search(fit: argparse.ArgumentParser) -> None:
         help="what the device itself takes, as 700MiB or 0 (default: measured where the model is, "
         "1 GiB for a GPU that is elsewhere; and a margin for the allocator)",
     )
-    fit.add_argument(
-        "--measure",
-        action="store_true",
-        help="train a few steps at each size of the table on this device",
-    )
-    fit.add_argument(
-        "--steps",
-        dest="num_steps",
-        type=positive,
-        default=5,
-        help="steps that --measure times (default: 5)",
-    )
+    add_measure_arguments(fit, "at each size of the table on this device")
 
 
 def run(arguments: argparse.Namespace) -> int:

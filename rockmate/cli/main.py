@@ -25,6 +25,7 @@ from rockmate.budget import parse_budgets
 from rockmate.cli import check_command, fit_command, run_command
 from rockmate.cli.arguments import (
     add_budget_arguments,
+    add_measure_arguments,
     add_model_arguments,
     add_option,
     at_least_two,
@@ -209,18 +210,7 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="to compare (default: rockmate; with --offload recompute too, which moves nothing, "
         "and bitwise where plans of rockmate are in chunks)",
     )
-    sweep.add_argument(
-        "--measure",
-        action="store_true",
-        help="train a few steps at each budget, and hold them against eager",
-    )
-    sweep.add_argument(
-        "--steps",
-        dest="num_steps",
-        type=positive,
-        default=5,
-        help="steps that --measure takes at each budget (default: 5)",
-    )
+    add_measure_arguments(sweep, "at each budget, and hold them against eager")
     sweep.add_argument("--out", type=Path, metavar="DIR", help="where rows, report and plans go")
 
 

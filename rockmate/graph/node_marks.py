@@ -288,7 +288,8 @@ def _decided_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     Detached aliases are passed over, as PyTorch's own selective checkpoints do.
     """
     for node in graph.nodes:
-        if node.op == "call_function" and _reads_tangent(node):
+        given = (each for each in node.all_input_nodes if each.op == "placeholder")
+        if node.op == "call_function" and any("tangents" in str(each.target) for each in given):
             return
         if (
             node.op == "call_function"
@@ -298,10 +299,3 @@ def _decided_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
             and call_name(node) != "aten.detach.default"
         ):
             yield node
-
-
-def _reads_tangent(node: fx.Node) -> bool:
-    return any(
-        operand.op == "placeholder" and "tangents" in str(operand.target)
-        for operand in node.all_input_nodes
-    )

@@ -88,9 +88,6 @@ def longest_rows(dataset: Any, named: Container[str] | None = None) -> list[Any]
 
 
 def _length(row: Mapping[str, Any], named: Container[str] | None) -> int:
-    values = (value for name, value in row.items() if named is None or name in named)
-    return max((len(value) for value in values if _has_length(value)), default=0)
-
-
-def _has_length(value: Any) -> bool:
-    return value.ndim > 0 if isinstance(value, torch.Tensor) else hasattr(value, "__len__")
+    values = [value for name, value in row.items() if named is None or name in named]
+    sized = (each for each in values if hasattr(each, "__len__") and getattr(each, "ndim", 1))
+    return max(map(len, sized), default=0)

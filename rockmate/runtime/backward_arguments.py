@@ -119,9 +119,8 @@ def refuse_unsupported(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Non
     if torch.is_grad_enabled():
         msg = (
             "create_graph=True asks for a second derivative, which a planned backward does not "
-            "have. Use the plain model for it"
-            f"""{ctx.runner.way_out or ', or mode="frames" with plan_frames=False'}, or plan the """
-            "step as a function that takes the derivative itself, of the plain model:\n"
+            'have. Use the plain model for it, or mode="frames" with plan_frames=False, or plan '
+            "the step as a function that takes the derivative itself, of the plain model:\n"
             "  def loss_fn(x): return grad(model(x).sum(), x, create_graph=True)[0].norm()\n"
             "  step = rockmate.plan_step(loss_fn, [model], budget=0.8)\n"
             "  step(x).backward()"

@@ -21,10 +21,14 @@ import torch
 from torch import nn
 
 from rockmate._torch.engine import returns_gradients_of
+from rockmate.capture.structure import Structure
 from rockmate.state.opened_object import tensors_within
 
 logger = logging.getLogger(__name__)
-_WISH = re.compile(r"create_graph|autograd(\.grad\b| import grad\b)")
+_WISH = r"create_graph|autograd(\.grad\b| import grad\b)"
+_NAME = re.compile(r"(?<!class )'(\w+)'")  # in the text of a structure
+_NO_NAMES = {"loss", "item", "attribute"}
+OF_OUTPUTS = "the script names outputs beside the loss, and the first step shows if it uses them"
 OTHERS = tuple(str(Path(code.__file__ or "").parent) for code in (torch, sys.modules["rockmate"]))
 
 
@@ -47,10 +51,7 @@ class FirstBackward:
 
     @cached_property
     def _is_written(self) -> bool:
-        """Whether a file of the script, among those whose code calls the model, says so."""
-        files = {frame.f_code.co_filename for frame, _ in walk_stack(None)}
-        own = [each for each in files if not each.startswith(OTHERS)]
-        return any(_WISH.search(line) for each in own for line in linecache.getlines(each))
+        return _is_in_script(_WISH)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of that call."""
@@ -73,3 +74,16 @@ class FirstBackward:
             text = "a plan has no second derivative and returns no gradient of a parameter"
             logger.warning("the budget is kept by frames: %s", text)
         return self.frames if self._is_wanted else None
+
+
+def names_outputs(structure: Structure) -> bool:
+    """Whether the script has names of an output's parts beside the loss; a tuple has none."""
+    names = set(_NAME.findall(repr(structure))) - _NO_NAMES
+    return not names or _is_in_script(rf"\b({'|'.join(names)}|to_tuple|values)\b")
+
+
+def _is_in_script(pattern: str) -> bool:
+    """Whether it is in a file of the script, among those whose code calls the model."""
+    files = {frame.f_code.co_filename for frame, _ in walk_stack(None)}
+    own = [each for each in files if not each.startswith(OTHERS)]
+    return any(re.search(pattern, line) for each in own for line in linecache.getlines(each))

@@ -9,9 +9,9 @@ from rockmate.errors import FRAMES_ADVICE, UnsupportedModelError
 logger = logging.getLogger(__name__)
 
 FEW_VALUES = 4
-"""Plans for values that may go on for ever: numbers, what the forward reads from tensors."""
+"""Plans for values that may go on for ever: constants of calls, what the forward reads."""
 FEW_FORMS = 16
-"""Plans for what has few values, as a rule: names, flags, keywords, sizes."""
+"""Plans for what has few values, as a rule: keywords, sizes."""
 
 
 class ManyPlansError(UnsupportedModelError):
@@ -59,7 +59,7 @@ class NewPlans:
             self._has_told = True
             logger.warning(
                 "%s each needed a plan of its own, at last because %s. Planning takes seconds. "
-                "Pass a number that changes as a tensor, let the forward read no values that are "
-                "new in each call, and pad batches to few sizes. %s",
+                "Let the forward read no values that are new in each call, and pad batches to few "
+                "sizes. %s",
                 how_many, reason, FRAMES_ADVICE,
             )  # fmt: skip

@@ -240,9 +240,7 @@ class NonDifferentiableOutput(torch.autograd.Function):
 def forbid_gradient(output: torch.Tensor) -> torch.Tensor:
     """The output in the same memory, as a tensor whose backward raises for a nonzero gradient.
 
-    With `differentiable="loss"` the plan has a gradient for the model's own loss alone. In eager
-    the other outputs have gradients, too. A loss term that is computed of them outside the model,
-    such as distillation or an auxiliary loss, trains in eager. A planned step would silently leave
-    it out.
+    With `differentiable="loss"` the plan has a gradient for the model's own loss alone. A term that
+    a script computes of another output, as for distillation, would silently be left out.
     """
     return NonDifferentiableOutput.apply(_LEAF, output)

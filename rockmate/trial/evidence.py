@@ -19,7 +19,6 @@ import torch
 from rockmate._torch.allocator import Recording
 from rockmate._torch.engine import is_profiling, profiler_label
 from rockmate._torch.fake import is_fake
-from rockmate._torch.storage import bytes_of
 from rockmate.budget import size_text
 from rockmate.offload.tiers import Pending
 from rockmate.runtime.autograd import Runner, may_be_needed_early
@@ -37,6 +36,7 @@ class Evidence:
 
     Attributes:
         peak_bytes: of a recorded step; 0 before.
+        tangent_bytes: of the gradients that the last backward was given.
     """
 
     def __init__(self, planned: PlannedCall, *, is_first: bool = False) -> None:
@@ -46,7 +46,7 @@ class Evidence:
         self._is_over = self._can_record = self._is_known = False
         self._seconds: list[float] = []  # of each step, from the first
         self._forward_s, self._forward_peak_bytes, self._saved_bytes = 0.0, 0, 0
-        self._tangent_bytes = self.peak_bytes = self._untold_bytes = 0
+        self.tangent_bytes = self.peak_bytes = self._untold_bytes = 0
         self._copies: list[tuple[int, Pending]] = []  # of the steps that are timed
 
     def begin(self, runner: Runner, inputs: Sequence[torch.Tensor]) -> None:
@@ -56,7 +56,6 @@ class Evidence:
         ):
             self._is_over = True
         runner.around = profiler_label if self._is_over else self._around
-        runner.check_tangents = self._note_tangents
         is_timed = len(self._seconds) >= _NUM_WARM and not self._is_over
         runner.copies = self._copies if is_timed else None
         # Hooks of parameters allocate for themselves, and free gradients.
@@ -73,9 +72,6 @@ class Evidence:
         peak_bytes, self._untold_bytes = self._untold_bytes, 0
         promised_bytes = self._planned.plan.predicted_peak_bytes
         return peak_bytes - promised_bytes if peak_bytes > _TOLERANCE * promised_bytes else 0
-
-    def _note_tangents(self, tangents: Sequence[torch.Tensor | None]) -> None:
-        self._tangent_bytes = sum(bytes_of(each) for each in tangents if each is not None)
 
     @contextmanager
     def _around(self, name: str) -> Iterator[None]:
@@ -99,7 +95,7 @@ class Evidence:
             return
         self._seconds.append(self._forward_s + seconds)
         if recording and stretches and (self._is_known or recording.is_known):
-            peak_bytes += self._saved_bytes + self._tangent_bytes
+            peak_bytes += self._saved_bytes + self.tangent_bytes
             self.peak_bytes = self._untold_bytes = max(self._forward_peak_bytes, peak_bytes)
         if len(self._seconds) == _NUM_STEPS:
             self._is_over = True

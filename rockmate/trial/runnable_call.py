@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from rockmate._torch.engine import has_saved_tensor_hooks
 from rockmate._torch.members import has_global_hooks
+from rockmate._torch.storage import bytes_of
 from rockmate.budget import size_text
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
+from rockmate.capture.signature import CallSignature
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.ddp import finds_unused_parameters
 from rockmate.runtime.program import PlannedCall
@@ -45,6 +47,7 @@ class RunnableCall:
         trials: which of its steps are held against eager.
         evidence: what its first steps have taken; None where the schedule was made for others.
         watch: tells whether the model has changed since this object was made.
+        graded: indices of outputs that the script's backwards have given gradients.
     """
 
     def __init__(
@@ -64,7 +67,8 @@ class RunnableCall:
         self.runner.send_weights_home()
         self.runner.saved_bytes = lambda: planned.plan.simulation.saved_bytes
         self.evidence = None if is_adapted else Evidence(planned, is_first=is_first)
-        self._model, self._told = model, set[str]()
+        self._model, self._told, self.graded = model, set[str](), set[int]()
+        self.runner.check_tangents = self._note_tangents
         self.watch = ModelWatch(model, self.planned.attributes)
 
     def difference(self, model: nn.Module, *, replans: bool = True) -> str:
@@ -103,6 +107,12 @@ class RunnableCall:
                 f"{size[largest]:,}",
                 len(hooked),
             )
+
+    def _note_tangents(self, tangents: Sequence[Tensor | None]) -> None:
+        given = {index: each for index, each in enumerate(tangents) if each is not None}
+        self.graded |= given.keys()
+        if self.evidence is not None:
+            self.evidence.tangent_bytes = sum(map(bytes_of, given.values()))
 
     @property
     def others(self) -> list[Runner]:
@@ -165,4 +175,15 @@ class RunnableCall:
         is_laid_out = all(layouts[at].is_of(tensors[at]) for at in layouts)
         known = self.planned.larger or self.planned  # its own plan takes a second to make
         conditions = conditions_of(known.plan, is_laid_out=is_laid_out)
-        return run_beside_eager(self._model, args, kwargs, step, conditions, self.trials)
+        try:
+            return run_beside_eager(self._model, args, kwargs, step, conditions, self.trials)
+        finally:
+            self.graded.clear()  # by the trial's own backward
+
+
+def kin_of(runnables: Sequence[RunnableCall], call: CallSignature) -> list[RunnableCall]:
+    """Those with its dims of size 1: what was planned for, or a family began with, comes first."""
+    dims = call.broadcast_dims
+    kin = [each for each in runnables if each.planned.call.broadcast_dims == dims]
+    founders = [each for each in kin if not each.is_adapted or each.family.founder is each.planned]
+    return founders or kin[:1]

@@ -58,6 +58,24 @@ def test_functions_that_check_nothing_are_planned(inverse: Callable[[Tensor], An
     assert _has_equal_gradients(eager, RockmateModule(model, MATRICES, 1.0))
 
 
+TABLE: dict[int, Tensor] = {}
+
+
+def test_a_table_of_tensors_is_named_and_may_be_filled_before() -> None:
+    def masked(x: Tensor) -> Tensor:
+        if len(x) not in TABLE:
+            TABLE[len(x)] = torch.tril(torch.ones(4, 4))
+        return x * TABLE[len(x)]
+
+    model = _around(masked)
+    with pytest.raises(UnsupportedModelError, match=r"later in TABLE of .* before the first one"):
+        RockmateModule(model, MATRICES, 1.0)
+    eager = copy.deepcopy(model)
+    assert not TABLE
+    eager(MATRICES)
+    assert _has_equal_gradients(eager, RockmateModule(model, MATRICES, 1.0))
+
+
 @made_of(lambda: {"layerdrop": 0.5, "layer": nn.Linear(4, 4)})
 class Drops(nn.Module):
     """Skips its layer by a random number."""

@@ -139,28 +139,25 @@ def test_constants_of_two_values_have_two_plans(call: Any, mode: Any) -> None:
     assert len(module._plans.runnables) == 2
 
 
-def test_a_number_new_in_each_call_is_planned_for_with_a_line(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda step: {"tau": 1.0 + step},
+        lambda step: {"options": {"files": [f"{step}.png", "a.png"]}},
+        lambda step: {"options": {"cuts": [8] * step + [64 - 8 * step]}},
+    ],
+)
+@pytest.mark.parametrize("mode", ["plan", "auto"])
+def test_constants_new_in_each_call_turn_auto_to_frames_with_a_line(
+    given: Callable[[int], Any], mode: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "rockmate")
-    compare(Blocks(), lambda m, step: m(X, tau=1.0 + step), 6)
-    lines = [each for each in caplog.messages if "each needed a plan of its own" in each]
-    assert len(lines) == 1
-    assert "the argument tau was 1.0 and is" in lines[0]
-    assert 'mode="frames"' in lines[0]
-
-
-def test_a_number_new_in_each_call_turns_auto_to_frames(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "rockmate")
-    plain = Blocks()
-    module = RockmateModule(copy.deepcopy(plain), budget=0.9, mode="auto", on_infeasible="least")
-    for step in range(8):
-        for each in (module, plain):
-            each(X, tau=1.0 + step).square().mean().backward()
-    assert module.frames is not None
-    assert any("tau was 1.0 and is" in each and "by frames" in each for each in caplog.messages)
-    for ours, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(ours.grad, theirs.grad)  # pyright: ignore
+    module = compare(Blocks(), lambda m, step: m(X, **given(step)), 6, mode=mode)
+    assert (module.frames is not None) == (mode == "auto")
+    (line,) = (each for each in caplog.messages if "each needed a plan of its own" in each)
+    for text in (line, caplog.messages[1]):  # of the second plan
+        assert "leave out what the forward does not read" in text
+    assert ("by frames" if mode == "auto" else 'mode="frames"') in line
 
 
 class Reading(Blocks):

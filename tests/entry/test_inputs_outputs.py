@@ -335,6 +335,27 @@ def test_every_output_differentiable(used: str) -> None:
     check_against_eager(case.eager(), sample, loss_of, num_steps=1, differentiable="all")
 
 
+@pytest.mark.parametrize("has_sample", [False, True])
+@pytest.mark.parametrize("used", USED)
+def test_auto_has_gradients_for_the_outputs_of_which_the_first_loss_is_made(
+    used: str, has_sample: bool
+) -> None:
+    case = planned("gpt2")
+    model, eager = case.eager(), case.eager()
+    module = RockmateModule(
+        model, case.workload.sample if has_sample else None, 0.9, mode="auto", numerics="bitwise"
+    )
+
+    def loss_of(callee: nn.Module, seed: int) -> tuple[None, Tensor]:
+        return None, USED[used](callee(**case.workload.make_batch(seed)))
+
+    pairs = zip(train(module, model, loss_of, 3), train(eager, eager, loss_of, 3), strict=True)
+    for ours, reference in pairs:
+        assert_same(ours, reference)
+    assert module.frames is None
+    assert (module.plan.options.differentiable == "loss") == (used == "loss")
+
+
 def test_no_loss_in_the_output_means_all_are_differentiable() -> None:
     model = models.WithOutput(lambda loss, logits, hidden, x: (logits, hidden))
 

@@ -6,7 +6,6 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
-import models
 import moves
 import pytest
 import torch
@@ -54,14 +53,7 @@ def test_plans_are_near_the_bound_and_never_below(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moves.use_fast_link(monkeypatch, replace(moves.FAST, out_gb_per_s=1.0, in_gb_per_s=1.0))
-    workload = models.medium(name)
-    planner = Planner(
-        workload.model,
-        workload.sample,
-        machine="cpu-avx2",
-        offload=f"disk:{tmp_path}",
-        numerics="bitwise",
-    )
+    planner = moves.medium_planner(name, tmp_path, numerics="bitwise")
     for share in (0.7, 0.4):
         try:
             plan = planner.plan(share)

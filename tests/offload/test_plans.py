@@ -68,13 +68,7 @@ def test_a_plan_with_moves_is_never_slower_and_fits(
 def test_moves_reach_budgets_below_the_least_peak_of_recomputation(tmp_path: Path) -> None:
     workload = models.medium("vit-base")
     plain = Planner(workload.model, workload.sample, machine="cpu-avx2", numerics="bitwise")
-    planner = Planner(
-        workload.model,
-        workload.sample,
-        machine="cpu-avx2",
-        offload=f"disk:{tmp_path}",
-        numerics="bitwise",
-    )
+    planner = moves.medium_planner("vit-base", tmp_path, numerics="bitwise")
     least = planner.minimum_peak_bytes
     assert least < 0.9 * plain.minimum_peak_bytes
     with pytest.raises(InfeasibleBudgetError):

@@ -150,16 +150,8 @@ def uniform_chain(num_stages: int) -> Chain:
 def test_tiny_storages_beside_a_huge_one_cost_nothing() -> None:
     # 60 stages save a byte each, then one saves a GiB. At a slot for each byte kept, 60 of 64 slots
     # would go.
-    tiny = Stage(
-        input_bytes=1,
-        output_gradient_bytes=0,
-        forward_ms=1.0,
-        forward_peak_bytes=1,
-        saved_bytes=1,
-        keep_peak_bytes=1,
-        backward_ms=2.0,
-        backward_peak_bytes=2,
-    )
+    bytes_of = {"forward_peak_bytes": 1, "saved_bytes": 1, "keep_peak_bytes": 1}
+    tiny = replace(uniform_chain(1)[0], **bytes_of, backward_ms=2.0, backward_peak_bytes=2)
     sizes = dict.fromkeys(("saved_bytes", "keep_peak_bytes", "backward_peak_bytes"), 2**30)
     chain = (*[tiny] * 60, replace(tiny, **sizes))
     table = Table(chain, 2**30 + 60, num_slots=64)

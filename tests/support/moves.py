@@ -9,13 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import models
 import pytest
 import torch
 from torch import Tensor, nn
 
 import rockmate.planning.checked_forms
 import rockmate.runtime.autograd
-from rockmate import Plan, RockmateModule
+from rockmate import Plan, Planner, RockmateModule
 from rockmate.costs.cost import Link
 from rockmate.graph.ir import Graph
 from rockmate.offload.request import OffloadRequest
@@ -53,6 +54,13 @@ def module_of(folder: Path, model: nn.Module | None = None, **options: Any) -> R
     module = RockmateModule(model or layers(), X, 0.5, offload=f"disk:{folder}", **options)
     assert module.plan.schedule.moves
     return module
+
+
+def medium_planner(name: str, folder: Path, **options: Any) -> Planner:
+    """Of a model whose values may move to files."""
+    workload = models.medium(name)
+    home = f"disk:{folder}"
+    return Planner(workload.model, workload.sample, machine="cpu-avx2", offload=home, **options)
 
 
 def step(module: Callable[..., Tensor], x: Tensor = X) -> None:

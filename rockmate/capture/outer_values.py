@@ -101,8 +101,7 @@ class _Reader:
         for name in names if owner is not None else ():
             member = getattr(owner, name, None)
             self.follow(member, owner)
-            is_method = isinstance(member, FunctionType) and name != "forward"
-            if is_method and is_users(member.__code__.co_filename):
+            if owner is not None and name != "forward" and isinstance(member, FunctionType):
                 self.methods[owner].add(name)
 
     def _take(self, place: Place, names: set[str]) -> None:

@@ -82,13 +82,12 @@ def acting_hooks(module: nn.Module) -> tuple[Hashable, ...]:
 
 def _forwards_of(modules: Iterable[nn.Module]) -> list[Any]:
     """What modules and their classes have for forwards, where a script may put another."""
-    modules = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
-    classes = dict.fromkeys(map(type, modules))
-    return [*map(_own_forward, map(vars, modules)), *map(_FORWARD, classes)]
+    plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+    return [*map(_own_forward, plain), *map(_FORWARD, dict.fromkeys(map(type, plain)))]
 
 
-def _own_forward(attributes: dict[str, Any]) -> Any:
-    forward = attributes.get("forward")
+def _own_forward(module: nn.Module) -> Any:
+    forward = vars(module).get("forward")
     while forward is not None and hasattr(forward, FORWARD_BEFORE):
         forward = getattr(forward, FORWARD_BEFORE)
     return forward
@@ -176,7 +175,6 @@ class ModelWatch:
         self._watched = tuple(model.modules())
         scripted = [each for each in self._watched if isinstance(each, torch.jit.ScriptModule)]
         self._attributes = [vars(each) for each in self._watched if each not in scripted]
-        self._classes = tuple({type(each): None for each in self._watched if each not in scripted})
         # TorchScript never replaces its members.
         self._fixed = [each for module in scripted for each in module.parameters(recurse=False)]
         members = self._members()
@@ -216,8 +214,7 @@ class ModelWatch:
             if any(chain.from_iterable(map(module_hooks_of, self._attributes)))
             else [],
             _autocast_state(),
-            list(map(_own_forward, self._attributes)),
-            list(map(_FORWARD, self._classes)),
+            _forwards_of(self._watched),
             [
                 id(at_path(members[place], path))
                 for place, paths in self._with_parts

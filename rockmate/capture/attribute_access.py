@@ -117,6 +117,12 @@ class Accesses:
             (self.reads if is_read else self.assigned)[place.key] = place
         return True
 
+    def add_reads(self, others: Accesses) -> None:
+        """Adds what others have read, unless it was assigned."""
+        for key, place in others.reads.items():
+            if key not in self.assigned:
+                self.reads.setdefault(key, place)
+
 
 class AttributeState:
     """The attributes and submodules of a model before its forward runs."""

@@ -33,7 +33,7 @@ from rockmate._torch.aot import (
     value_checks_as_ops,
 )
 from rockmate._torch.fake import errors_unlogged, forget_tensors, is_fake, results_corrected
-from rockmate.capture.attribute_access import Place
+from rockmate.capture.attribute_access import AttributeState, Place, accesses_recorded
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
 from rockmate.capture.checkpoint_regions import checkpoint_regions, num_checkpoints
@@ -268,6 +268,7 @@ def _traced(
         stack.enter_context(traced_as_ops(calls, model))
         modules = stack.enter_context(record_module_stack(model))
         checkpoints = stack.enter_context(checkpoint_regions())
+        accesses = stack.enter_context(accesses_recorded(model, AttributeState(model)))
         try:
             joint, wrapped = joint_graph(stack, forward, tensors)
         except (InvalidSampleError, UnsupportedModelError):
@@ -279,6 +280,7 @@ def _traced(
             constant = getattr(joint, str(node.target))
             node.meta["val"] = fakes.get(id(constant), node.meta.get("val"))
         install(joint.graph, calls)
+    forward.left.accesses.add_reads(accesses)  # of hooks and autograd functions in the backward
     forget_tensors(next(iter(joint.graph.nodes)).meta["val"])
     checkpoints.note_decisions()
     modules.name_backward(joint.graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -30,7 +30,9 @@ from rockmate.capture.tensor_parts import has_parts, inner_tensors
 
 _STATE = attrgetter("requires_grad", "dtype", "device", "shape")
 # A scripted module has it elsewhere than other attributes.
-_IS_TRAINING = attrgetter("training")
+_IS_TRAINING, _FORWARD = attrgetter("training"), attrgetter("forward")
+FORWARD_BEFORE = "forward_before_frames"
+"""Of a function that stands in an instance's place for the time of a step: what stood there."""
 # Modules of hooks: those of tensor parallelism, and those that a Hugging Face model adds to itself
 # when it is first called.
 _TENSOR_PARALLEL = "torch.distributed.tensor."
@@ -78,14 +80,27 @@ def acting_hooks(module: nn.Module) -> tuple[Hashable, ...]:
     return tuple(key for key in hook_keys(module) if key not in traced)
 
 
+def _forwards_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """What modules and their classes have for forwards, where a script may put another."""
+    plain = [each for each in modules if not isinstance(each, torch.jit.ScriptModule)]
+    return [*map(_own_forward, plain), *map(_FORWARD, dict.fromkeys(map(type, plain)))]
+
+
+def _own_forward(module: nn.Module) -> Any:
+    forward = vars(module).get("forward")
+    while forward is not None and hasattr(forward, FORWARD_BEFORE):
+        forward = getattr(forward, FORWARD_BEFORE)
+    return forward
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSignature:
     """State of the module that the graph depends on.
 
-    Submodules and their hooks, parameters and buffers and which names share one, who is in training
-    mode, autocast. Other attributes are those of `ForwardAttributes`. Which parameters have a
-    tensor hook, or are of a class of their own and trained (`hooked`), is no difference, since it
-    changes no number.
+    Submodules, their forwards and hooks, parameters and buffers and which names share one, who is
+    in training mode, autocast. Other attributes are those of `ForwardAttributes`. Which parameters
+    have a tensor hook, or are of a class of their own and trained (`hooked`), is no difference,
+    since it changes no number.
     """
 
     modules: tuple[nn.Module, ...]
@@ -93,6 +108,7 @@ class ModelSignature:
     training: tuple[bool, ...]
     hooks: tuple[tuple[Hashable, ...], ...]
     autocast: tuple[torch.dtype | None, torch.dtype | None]
+    forwards: tuple[Any, ...]
     sharing: tuple[int, ...] = ()
     hooked: frozenset[str] = frozenset()
 
@@ -110,6 +126,7 @@ class ModelSignature:
             tuple(module.training for module in model.modules()),
             tuple(hook_keys(module) for module in model.modules()),
             _autocast_state(),
+            tuple(_forwards_of(model.modules())),
             tuple(first.setdefault(id(each), place) for place, (_, each) in enumerate(named)),
             frozenset(
                 name
@@ -136,6 +153,8 @@ class ModelSignature:
             return "a submodule has changed between train and eval mode"
         if self.hooks != now.hooks:
             return "a hook of a submodule has been added or removed"
+        if self.forwards != now.forwards:
+            return "the forward of a submodule has been replaced"
         if self.autocast != now.autocast:
             return (
                 f"autocast was {self.autocast} and is {now.autocast} (dtype on CPU, on CUDA; None "
@@ -195,6 +214,7 @@ class ModelWatch:
             if any(chain.from_iterable(map(module_hooks_of, self._attributes)))
             else [],
             _autocast_state(),
+            _forwards_of(self._watched),
             [
                 id(at_path(members[place], path))
                 for place, paths in self._with_parts

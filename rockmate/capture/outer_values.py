@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import inspect
 import sys
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
 from types import CodeType, FunctionType, ModuleType
@@ -43,7 +44,8 @@ def values_read_by(model: nn.Module, functions: Iterable[type]) -> list[Place]:
             reader.follow(value)
     for hook in hooks_within(model.modules()):
         reader.follow(hook)
-    return reader.found()
+    methods = [Place(each, name) for each in model.modules() for name in reader.methods[type(each)]]
+    return [*reader.found(), *methods]
 
 
 def objects_of_hooks(modules: Iterable[nn.Module]) -> list[Any]:
@@ -56,13 +58,18 @@ def objects_of_hooks(modules: Iterable[nn.Module]) -> list[Any]:
 
 
 class _Reader:
-    """Follows the names that code mentions."""
+    """Follows the names that code mentions.
+
+    Attributes:
+        methods: of a class, those that it follows beside its forward, which a script may replace.
+    """
 
     def __init__(self) -> None:
         self._places: dict[tuple[int, str], Place] = {}
-        self._seen: set[int] = set()
+        self._seen: set[tuple[int, type | None]] = set()
         self._members: dict[int, set[str]] = {}
         self._names, self._objects = set[str](), dict[int, Any]()
+        self.methods = defaultdict[type, set[str]](set)
 
     def found(self) -> list[Place]:
         """The places, with those of attributes: an object may be handed on before it is read."""
@@ -79,9 +86,9 @@ class _Reader:
     def follow(self, function: Any, owner: type | None = None) -> None:
         """Takes what a function of the user's mentions, a method with others of its class."""
         function = getattr(function, "fget", None) or getattr(function, "__func__", function)
-        if not isinstance(function, FunctionType) or id(function) in self._seen:
+        if not isinstance(function, FunctionType) or (id(function), owner) in self._seen:
             return
-        self._seen.add(id(function))
+        self._seen.add((id(function), owner))
         if not is_users(function.__code__.co_filename):
             return
         names, global_names = _names_of(function.__code__)
@@ -92,7 +99,10 @@ class _Reader:
         for cell in function.__closure__ or ():
             self._take(Place(cell, "cell_contents"), names)
         for name in names if owner is not None else ():
-            self.follow(getattr(owner, name, None), owner)
+            member = getattr(owner, name, None)
+            self.follow(member, owner)
+            if owner is not None and name != "forward" and isinstance(member, FunctionType):
+                self.methods[owner].add(name)
 
     def _take(self, place: Place, names: set[str]) -> None:
         """Takes the value at a place, or what is read of it."""

@@ -49,6 +49,7 @@ from rockmate.capture.size_template import (
     are_equal,
 )
 from rockmate.ops.convolutions import MADE_BY_LAYOUT
+from rockmate.state.call_state import lengths_as_sizes
 
 _MAX_DISTANCE = 64  # of generic sizes from those of the sample
 
@@ -88,7 +89,7 @@ class SymbolicCapture:
         tensors = _symbolic_tensors(mode, traced, groups, sizes)
         fakes = fake_device_tensors(model, [], device, mode) if device else nullcontext()
         self._num_inputs = len(tensors) - (values.num_carriers if values else 0)
-        with fakes:
+        with fakes, lengths_as_sizes(model):
             self._capture = capture_joint(model, tensors, call.structure, values=values, **options)
         if device is not None:
             move_to(self._capture.joint, device)

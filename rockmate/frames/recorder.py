@@ -74,13 +74,16 @@ class StepRecorder:
         self.has_ended, self.peak_bytes = False, 0
         gc.collect()  # memory of before that is freed meanwhile would count as room
         self._recording = Recording(device)
-        self._without_gradient = [each for each in parameters if each.grad is None]
+        # A script may free gradients between forward and backward. On a CPU, where such a release
+        # is seen or not, they are held until the recording ends.
+        is_cpu = device.type == "cpu"
+        self._gradients = {each: each.grad for each in parameters if is_cpu or each.grad is None}
         self._labels: list[_Label] = []  # of each stretch after the first
         self._outputs: dict[FrameKey, list[StorageWeakRef]] = {}
         self._without_outputs: defaultdict[FrameKey, set[FrameKey]] = defaultdict(set)
         self.saved: dict[FrameKey, tuple[int, float]] = {}
         # Data that an inference call has assigned has no node; `mark` sees that gradient.
-        known = [each for each in self._without_gradient if not each.is_inference()]
+        known = [each for each in self._gradients if not each.is_inference()]
         self._nodes = [torch.autograd.graph.get_gradient_edge(each).node for each in known]
         # Nodes and their hooks live as long as the script's graph; a recording must not.
         recorder: weakref.ref[StepRecorder] = weakref.ref(self)
@@ -89,13 +92,21 @@ class StepRecorder:
             for node, each in zip(self._nodes, known, strict=True)
         ]
 
-    def note_gradient(self, num_bytes: int) -> None:
-        """A new gradient is in `.grad`: begins a new stretch of the same need."""
-        if self._labels:
+    def note_gradient(self, parameter: torch.Tensor) -> bool:
+        """Begins a new stretch of the same need if a new gradient is in `.grad`; whether it is."""
+        num_bytes = self._new_bytes(parameter)
+        if num_bytes and self._labels:
             last = self._labels[-1]
             self._recording.mark()
             gradient_bytes = last.gradient_bytes + num_bytes
             self._labels.append(_Label(last.key, last.what, gradient_bytes, is_first=False))
+        return num_bytes > 0
+
+    def _new_bytes(self, parameter: torch.Tensor) -> int:
+        gradient = parameter.grad
+        if gradient is None or gradient is self._gradients[parameter]:
+            return 0
+        return bytes_of(gradient)
 
     def note_seconds(self, key: FrameKey, seconds: float) -> None:
         """The recompute time of a frame, which is more than that of its forward."""
@@ -103,16 +114,14 @@ class StepRecorder:
             self.saved[key] = self.saved[key][0], seconds
 
     def release(self) -> None:
-        """Leaves no hook behind."""
+        """Leaves no hook behind, and holds no gradient."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._nodes = [], []
+        self._handles, self._nodes, self._gradients = [], [], {}
 
     def mark(self, key: FrameKey, what: str) -> None:
         """Begins the stretch of one of a frame's needs; of none if `what` is empty."""
-        gradient_bytes = sum(
-            bytes_of(each.grad) for each in self._without_gradient if each.grad is not None
-        )
+        gradient_bytes = sum(map(self._new_bytes, self._gradients))
         self._recording.mark()
         self._labels.append(_Label(key, what, gradient_bytes))
         if what:
@@ -203,10 +212,9 @@ def _noting_first(
 
     def note(*_: Any) -> None:
         nonlocal is_new
-        present, gradient = recorder(), parameter.grad
-        if is_new and present is not None and gradient is not None:
-            is_new = False
-            present.note_gradient(bytes_of(gradient))
+        present = recorder()
+        if is_new and present is not None:
+            is_new = not present.note_gradient(parameter)
 
     return note
 

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate.capture.model_signature import FORWARD_BEFORE
 from rockmate.frames.needs import StepNeeds
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 """Passed through; a sequence of layers alone is a frame."""
 _MIN_FRAMES = 4
 """Fewer frames than this are split by their parameters before anything is measured."""
-_BEFORE = "forward_before_frames"
 _LARGE_SHARE = 0.15
 """A frame that saves more than this share of all is split where it can be."""
 
@@ -87,17 +87,6 @@ def frames_to_split(model: nn.Module, needs: StepNeeds, budget_bytes: int) -> li
 # --- replaced forwards ----------------------------------------------------------------------------
 
 
-def forwards_of(module: nn.Module) -> list[Any]:
-    """The forwards of a module and of all within, as they are when none is replaced."""
-    return [_original(each.forward) for each in module.modules()]
-
-
-def _original(forward: Callable[..., Any]) -> Callable[..., Any]:
-    while (before := getattr(forward, _BEFORE, None)) is not None:
-        forward = before
-    return forward
-
-
 class ReplacedForwards:
     """Attributes of instances that stand in the way of their `forward`."""
 
@@ -107,7 +96,7 @@ class ReplacedForwards:
     def replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Replaces the forward of one."""
         table = vars(module)
-        vars(forward)[_BEFORE] = module.forward
+        vars(forward)[FORWARD_BEFORE] = table.get("forward")
         self._replaced.append((table, table.get("forward"), forward))
         table["forward"] = forward
 

@@ -12,7 +12,6 @@ from torch import nn
 from rockmate._torch.autocast import autocast_uncached
 from rockmate.frames.memory import Memory
 from rockmate.state.call_state import CallState
-from rockmate.state.iterators import IteratorError
 from rockmate.state.random_state import random_state_kept
 from rockmate.trial.conditions import Conditions
 from rockmate.trial.run import run_beside_eager
@@ -111,7 +110,7 @@ class FrameTrials:
                         found.setdefault(frame.key.path, f"{error}")
                     frame.drop()
                 del output
-        except IteratorError:  # of the forward: the step itself tells which frames take items
+        except Exception:  # noqa: BLE001 - of the forward: the step itself raises, or takes items
             return paths
         finally:
             memory.tried = None

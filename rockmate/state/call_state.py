@@ -176,6 +176,27 @@ def caches_passed_by(model: nn.Module) -> Iterator[None]:
             put(name, value)
 
 
+@contextmanager
+def lengths_as_sizes(model: nn.Module) -> Iterator[None]:
+    """Has a model's files take a tensor's first size, which may be a symbol, for its length.
+
+    Python makes a number of what `len` gives.
+    """
+    tables = [each for each in _globals_of(map(type, modules_within(model))) if "len" not in each]
+    try:
+        for each in tables:
+            each["len"] = _length
+        yield
+    finally:
+        for each in tables:
+            each.pop("len", None)
+
+
+def _length(value: Any) -> Any:
+    is_sized = isinstance(value, torch.Tensor) and value.dim() > 0
+    return value.shape[0] if is_sized else len(value)
+
+
 def undone(model: nn.Module, known: Writes | None = None) -> AbstractContextManager[Writes]:
     """Puts all back that a run of a model changes; see `CallState.undone`."""
     return CallState(model, (), {}).undone(known)

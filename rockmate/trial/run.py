@@ -192,9 +192,13 @@ class _Trial:
             return self._model(*args, **kwargs)
 
     def outcome_of_plain(self) -> Outcome | None:
-        """That of the plain forward, which is undone; None where it cannot run in the budget."""
+        """That of the plain forward, which is undone; None where it cannot run in the budget.
+
+        Where it raises an error of its own, what it has changed stays, as in eager.
+        """
         plain, undo, writes = self._plain, self._undo, self._writes
         reason, outcome, saving = "", None, Saving(plain, undo, self._before.storages)
+        has_failed = False
         try:
             unsaved = nothing_saved()(plain), lambda: False
             for run, evict in (unsaved, (saving.run, saving.evict), (plain, lambda: False)):
@@ -213,9 +217,13 @@ class _Trial:
             reason = "the plain forward would use an iterator up"
         except (OutOfBudget, torch.OutOfMemoryError):
             reason = f"the plain forward takes more than {size_text(self._conditions.most_bytes)}"
+        except Exception:
+            has_failed = True
+            raise
         finally:
             output = None
-            undo()
+            if not has_failed:
+                undo()
             writes.release()
         if outcome is not None and writes.num_bytes > self._conditions.most_copied_bytes:
             reason = f"copies of what the forward changes take {size_text(writes.num_bytes)}"

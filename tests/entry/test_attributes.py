@@ -90,8 +90,15 @@ class Reading(Net):
         self.config, self.space = Config(), types.SimpleNamespace(depth=1)
         self.configs, self.act = [Config()], torch.relu
         self.array = np.arange(4.0)
+        self.slope = 1.0
+
+    def bent(self, h: Tensor) -> Tensor:
+        return h * 0.5
 
     def between(self, h: Tensor) -> Tensor:
+        h = self.bent(h)
+        if h.requires_grad:
+            h.register_hook(lambda gradient: gradient * self.slope)
         h = -h if self.flag else h
         h = h * self.number * self.factor * self.kind.value * self.of_class
         h = h + len(self.text) + sum(self.items) + self.table["a"] + self.space.depth
@@ -120,6 +127,9 @@ CHANGES: dict[str, Change] = {
     "added": lambda m: setattr(m, "extra", 3),
     "array in place": lambda m: m.array.fill(2.0),
     "type": lambda m: setattr(m, "number", 2.0),
+    "read in the backward": lambda m: setattr(m, "slope", 3.0),
+    "over a method": lambda m: setattr(m, "bent", torch.sigmoid),
+    "over a forward": lambda m: setattr(m.first, "forward", lambda x: x * m.first.bias),
 }
 
 

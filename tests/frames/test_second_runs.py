@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import random
@@ -595,6 +596,23 @@ def test_a_backward_within_a_frame_names_what_works() -> None:
     model = Net(Differentiating)
     with pytest.raises(BackwardError, match=r"keep=\['blocks\.4'\]"):
         trained(framed(model, 0.05), model, None)
+
+
+@pytest.mark.parametrize("mode", ["auto", "frames"])
+def test_an_error_of_the_models_own_leaves_what_it_leaves_in_eager(mode: Any) -> None:
+    def refuse(*_: Any) -> None:
+        if step % 2 == 0:
+            raise KeyError
+
+    model = Net(Normed)
+    model.blocks[2].register_forward_pre_hook(refuse)
+    plain = copy.deepcopy(model)
+    module = RockmateModule(model, None, 0.9, mode=mode)
+    for step in range(6):  # trials are among them
+        for callee in (module, plain):
+            with contextlib.suppress(KeyError):
+                callee(batch(step)).square().mean().backward()
+        assert all(map(torch.equal, module.buffers(), plain.buffers()))
 
 
 def test_an_optimizer_may_step_after_a_measured_backward_failed() -> None:

@@ -17,7 +17,6 @@ from rockmate.frames.interiors.checks import has_hooks
 from rockmate.frames.interiors.schedules import PlannedSchedules
 from rockmate.frames.interiors.trial import Layouts
 from rockmate.frames.needs import ScheduleCost
-from rockmate.frames.selection import forwards_of
 from rockmate.graph.parameters import Binding, owner_names
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
@@ -61,7 +60,7 @@ class Interior:
         self._cast_names = frozenset(cast_names)
         self._runners: dict[int, Runner] = {}
         self._watch = ModelWatch(module, step.capture.attributes)
-        self._watched_modules, self._forwards = list(module.modules()), forwards_of(module)
+        self._watched_modules, self._forward = list(module.modules()), module.forward
         switches = switches_of(module)
         self._switches = [(owner, name, getattr(owner, name)) for owner, name in switches]
 
@@ -73,7 +72,7 @@ class Interior:
 
     def is_present(self, forward: Callable[..., Any]) -> bool:
         """Whether submodule, forwards, and the attributes that they read are as they were."""
-        if forward != self._forwards[0] or forwards_of(self._module) != self._forwards:
+        if forward != self._forward:
             return False
         if any(getattr(owner, name, None) != value for owner, name, value in self._switches):
             return False

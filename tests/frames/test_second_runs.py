@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import records_of
 from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -266,24 +267,17 @@ def batch(seed: int) -> Tensor:
 Between = Callable[[nn.Module, int], None]
 
 
-def trained(module: nn.Module, model: nn.Module, between: Between | None) -> list[Any]:
-    """Losses, gradients, members, random state and attributes of steps."""
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    found, parameters = list[Any](), list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.01)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss = module(batch(step)).square().mean()
+def trained(module: nn.Module, model: nn.Module, between: Between | None = None) -> list[Any]:
+    """What steps leave, and attributes of modules."""
+
+    def loss(callee: nn.Module, step: int) -> Tensor:
+        value = callee(batch(step)).square().mean()
         if between is not None:
             between(model, step)
-        loss.backward()
-        found += [loss.detach(), *(each.grad for each in parameters), torch.get_rng_state()]
-        optimizer.step()
-        found += [each.detach().clone() for each in (*parameters, *model.buffers())]
-    found += [getattr(each, "state", None) for each in model.modules()]
-    return found
+        return value
+
+    found = records_of(module, model, loss, 6)
+    return [*found, *(getattr(each, "state", None) for each in model.modules())]
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -449,8 +443,8 @@ class Variable:
 def test_counts_behind_functions_are_put_back(make: Any) -> None:
     model, plain = (Net(lambda: Counts(make)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
-    expected = trained(plain, plain, None)
-    assert all(map(is_same, trained(framed(model, 0.05), model, None), expected))
+    expected = trained(plain, plain)
+    assert all(map(is_same, trained(framed(model, 0.05), model), expected))
 
 
 class Drawn(Body):
@@ -466,9 +460,9 @@ class Drawn(Body):
 def test_other_values_of_the_same_shape_are_named() -> None:
     model = Net(Drawn)
     with pytest.raises(UnsupportedModelError, match=r"keep=\['blocks\.\d'\]"):
-        trained(framed(model, 0.05), model, None)
+        trained(framed(model, 0.05), model)
     keep = [f"blocks.{number}" for number in range(5)]
-    trained(framed(Net(Drawn), 0.9, keep=keep), model, None)
+    trained(framed(Net(Drawn), 0.9, keep=keep), model)
 
 
 class Clamped(Body):
@@ -495,7 +489,7 @@ class Perturbed(Body):
 def test_parameters_that_a_second_run_leaves_changed_are_named() -> None:
     model = Net(Perturbed)
     with pytest.raises(UnsupportedModelError, match=r"parameter for a while.*keep=\['blocks\.4"):
-        trained(framed(model, 0.05), model, None)
+        trained(framed(model, 0.05), model)
 
 
 @pytest.mark.parametrize("block", [Clamped, Perturbed])
@@ -505,9 +499,9 @@ def test_auto_leaves_whole_what_does_not_repeat_itself(
     blocks = iter([Body, block, Body, block, Body])
     model = Net(lambda: next(blocks)())
     plain = copy.deepcopy(model)
-    expected = trained(plain, plain, None)
+    expected = trained(plain, plain)
     module = RockmateModule(model, None, 0.9, mode="auto", on_infeasible="least")
-    assert all(map(is_same, trained(module, model, None), expected))
+    assert all(map(is_same, trained(module, model), expected))
     assert module.frames is not None
     assert module.frames.paths == ("blocks.0", "blocks.2", "blocks.4")
     assert "left whole, as by keep=['blocks.1', 'blocks.3'], since blocks.3" in caplog.text
@@ -561,8 +555,8 @@ def test_iterators_of_a_module_are_used_up_once(
     (model := Net()).blocks[1] = ReadsIterator(make)
     plain = copy.deepcopy(model)
     module = RockmateModule(model, None, 0.9, mode=mode, on_infeasible="least")
-    expected = trained(plain, plain, None)
-    assert all(map(is_same, trained(module, model, None), expected))
+    expected = trained(plain, plain)
+    assert all(map(is_same, trained(module, model), expected))
     assert module.frames is not None
     assert "blocks.0" in module.frames.paths
     assert "calls of blocks.1, and others like them, never run again" in caplog.text
@@ -582,7 +576,7 @@ class LatePythonRandom(PythonRandom):
 def test_random_numbers_of_python_that_come_late_are_named() -> None:
     model = Net(LatePythonRandom)
     with pytest.raises(UnsupportedModelError, match="which no call of the model did before"):
-        trained(framed(model, 0.05, plan_frames=False), model, None)
+        trained(framed(model, 0.05, plan_frames=False), model)
 
 
 class Differentiating(Body):
@@ -594,7 +588,7 @@ class Differentiating(Body):
 def test_a_backward_within_a_frame_names_what_works() -> None:
     model = Net(Differentiating)
     with pytest.raises(BackwardError, match=r"keep=\['blocks\.4'\]"):
-        trained(framed(model, 0.05), model, None)
+        trained(framed(model, 0.05), model)
 
 
 def test_an_optimizer_may_step_after_a_measured_backward_failed() -> None:

@@ -76,7 +76,8 @@ def make(name: str) -> nn.Module:
     call is over."""
     model = ARCHITECTURES[name].build()
     if name in ("llava", "segformer"):
-        with torch.no_grad():
+        with torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(0)
             model(**ARCHITECTURES[name].make_batch(0))
     return model
 

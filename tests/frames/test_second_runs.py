@@ -17,6 +17,7 @@ import pytest
 import torch
 from helpers import records_of
 from made_of import made_of
+from script_layers import LAYERS, WIDTH
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -24,8 +25,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rockmate import RockmateModule
 from rockmate.errors import BackwardError, RockmateError, UnsupportedModelError
 from tests.frames.test_frames import framed
-
-WIDTH = 32
 
 
 class Body(nn.Module):
@@ -144,16 +143,6 @@ class InTensor(Body):
         return self.state.clone()
 
 
-@made_of(lambda: {"state": {"mean": torch.ones(WIDTH)}})
-class InDict(Body):
-    """Replaces tensors in a dictionary, which have no truth value."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x * self.state["mean"])
-        self.state["mean"] = x.detach().mean(0)
-        return y
-
-
 @made_of(lambda: {"state": [random.Random(3), np.random.default_rng(3), np.random.RandomState(3)]})
 class Drawing(Body):
     """Draws from a generator of its own; each kind has its way to copy it."""
@@ -198,31 +187,6 @@ class Decaying(Body):
         with torch.no_grad():
             self.body[0].get_parameter("weight").mul_(0.9)
         return 1.0
-
-
-class Attending(nn.Module):
-    """Attention asks whether its arguments are one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.second = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.view(4, 16, WIDTH)
-        y = y + self.first(y, y, y)[0]
-        return (y + self.second(y, y, y, need_weights=False)[0]).reshape(64, WIDTH)
-
-
-class Recurrent(nn.Module):
-    """A kernel that leaves out a result where no gradient is to come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.LayerNorm(WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x.view(4, 16, WIDTH))[0].reshape(64, WIDTH)
 
 
 class Inferring(Body):
@@ -299,20 +263,24 @@ def check(model: nn.Module, budget: float, between: Between | None = None) -> No
     assert all(map(is_same, ours, expected))
 
 
+OF_SCRIPTS = ("dict of the last value", "attention", "recurrent")
+
+
 @pytest.mark.parametrize("budget", [0.05, 0.6])
 @pytest.mark.parametrize(
     "make",
     [
         Listed, Passed,
         *(lambda each=each: Net(each) for each in (
-            InDeque, InALongList, Nested, InObject, InTensor, InDict, Drawing, LateStatistics,
-            LateBuffer, Decaying, Attending, Recurrent, Inferring, PythonRandom, Marked,
+            InDeque, InALongList, Nested, InObject, InTensor, Drawing, LateStatistics, LateBuffer,
+            Decaying, Inferring, PythonRandom, Marked,
         )),
+        *(lambda name=name: Net(LAYERS[name]) for name in OF_SCRIPTS),
     ],
     ids=(
-        "list", "object", "deque", "long list", "nested", "attribute", "tensor", "dict",
-        "generators", "statistics", "buffer", "parameter", "attention", "recurrent", "inference",
-        "python", "attributes and hooks",
+        "list", "object", "deque", "long list", "nested", "attribute", "tensor", "generators",
+        "statistics", "buffer", "parameter", "inference", "python", "attributes and hooks",
+        *OF_SCRIPTS,
     ),
 )  # fmt: skip
 def test_equal_to_eager(make: Callable[[], nn.Module], budget: float) -> None:

@@ -148,13 +148,13 @@ def run(folder: Path, text: str, *options: str) -> list[str]:
     process = FORKED.Process(target=_enter, args=(folder, options))
     process.start()
     process.join()
-    out, error = ((folder / name).read_text() for name in ("out", "error"))
+    out, error = ((folder / name).read_text() for name in ("said", "error"))
     return [_without_times(out), error, str(process.exitcode)]
 
 
 def _enter(folder: Path, options: tuple[str, ...]) -> None:
     os.chdir(folder)
-    for number, name in enumerate(("out", "error"), 1):
+    for number, name in enumerate(("said", "error"), 1):
         os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
     sys.argv = ["train.py"]
     if options:

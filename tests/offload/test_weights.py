@@ -326,9 +326,9 @@ def test_a_fit_counts_the_weights_that_stay() -> None:
 
 def test_homes_of_a_gpu_are_planned_on_a_cpu() -> None:
     model = layers()
-    planner = Planner(model, rows(), machine="rtx4090", offload="host", weights="auto", **QUICK)
-    plan = planner.plan(frozen_bytes(model) // 2)
+    home: dict[str, Any] = {"offload": "host", "weights": "auto", **QUICK}
+    plan = Planner(model, rows(), machine="rtx4090", **home).plan(frozen_bytes(model) // 2)
     assert plan.schedule.fetches
     assert plan.predicted_ms >= plan.lower_bound_ms
     with pytest.raises(OffloadError, match=r"this model is on cpu"):
-        RockmateModule(model, rows(), frozen_bytes(model) // 2, offload="host", weights="auto")
+        RockmateModule(model, rows(), frozen_bytes(model) // 2, **home)

@@ -115,6 +115,7 @@ def differing(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> li
 
 def same_gradients(module: Any, eager: nn.Module, run: Callable[[Any], Any]) -> None:
     """Asserts that `run`, a step from zero gradients and one seed, leaves the same bits in both."""
+    assert not {*map(id, module.parameters())} & {*map(id, eager.parameters())}
     for callee in (module, eager):
         callee.zero_grad()
         torch.manual_seed(1)
@@ -180,6 +181,7 @@ def assert_trains_alike(
     module: Any, plain: nn.Module, loss_of: Callable[[Any, int], Any], num_steps: int = 4
 ) -> None:
     """All that `records_of` a planned module are those of an equal model, bit for bit."""
+    assert module.original is not plain
     ours = records_of(module, module.original, loss_of, num_steps)
     assert_alike(ours, records_of(plain, plain, loss_of, num_steps))
 

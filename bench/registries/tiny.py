@@ -49,13 +49,13 @@ def _classes(registry: str) -> dict[str, Any]:
     return getattr(modeling_auto, f"MODEL_FOR_{REGISTRIES[registry]}_MAPPING_NAMES")
 
 
-def builders(registry: str, name: str) -> Iterator[Callable[[], nn.Module]]:
-    """Ways to build a tiny model, the smallest first."""
+def builders(registry: str, name: str, **fields: Any) -> Iterator[Callable[[], nn.Module]]:
+    """Ways to build a tiny model, the smallest first, which has `fields` as they are given."""
     found = _classes(registry)[name]
     model_class = getattr(transformers, found if isinstance(found, str) else found[0])
     config_class = CONFIG_MAPPING[name]
     in_place = [partial(_changed_in_place, is_taken=each) for each in _TAKEN]
-    for make in (_made_from_fields, _changed_in_place, *in_place):
+    for make in (partial(_made_from_fields, **fields), _changed_in_place, *in_place):
 
         def build(make: Callable[..., PreTrainedConfig] = make) -> nn.Module:
             config = make(config_class)
@@ -90,9 +90,9 @@ def _set_special_tokens(config: Any, registry: str) -> None:
 # --- ways to shrink -------------------------------------------------------------------------
 
 
-def _made_from_fields(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
+def _made_from_fields(config_class: type[PreTrainedConfig], **fields: Any) -> PreTrainedConfig:
     """Made anew from shrunk fields: derived fields follow."""
-    return config_class(**_arguments(config_class()))
+    return config_class(**_arguments(config_class()) | fields)
 
 
 def _arguments(config: PreTrainedConfig) -> dict[str, Any]:

@@ -153,10 +153,7 @@ class Wrapper(nn.Module):
             return self._methods.replaced(getattr(self.original, name), name, self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets an attribute of the wrapped module there, where its code reads it.
-
-        A compiled module has all of its attributes in the module that was compiled.
-        """
+        """Sets an attribute in the wrapped module, whose code reads it, but for the own ones."""
         wrapped = self.__dict__.get("_wrapped")
         if wrapped is not None and name not in self.__dict__ and self._is_of(wrapped, name):
             setattr(wrapped, name, value)
@@ -165,9 +162,8 @@ class Wrapper(nn.Module):
 
     def _is_of(self, wrapped: nn.Module, name: str) -> bool:
         """Whether an attribute is the wrapped module's to set. Each has a `forward` of its own."""
-        if is_compiled(wrapped):
-            return not hasattr(type(self), name)
-        return name != "forward" and name in wrapped.__dict__
+        is_own = hasattr(type(self), name) or (name.startswith("_") and not is_compiled(wrapped))
+        return name != "forward" and (name in wrapped.__dict__ or not is_own)
 
     def __dir__(self) -> list[str]:
         """Names of both modules."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from ranks import FORKED
+
+from rockmate.cli.main import main
 
 NET = """
 import importlib.util
@@ -135,8 +139,35 @@ sys.exit(run())
 SCRIPTS = [NET + GAN, NET + COMPILED + LOOP, NET + ACCELERATE + LOOP, NET + LIGHTNING, TRAINER]
 
 
-def run(folder: Path, text: str, *options: str, target: str = "train.py") -> list[str]:
-    """Standard output, standard error and exit code; in eager without options."""
+def run(folder: Path, text: str, *options: str) -> list[str]:
+    """Standard output, standard error and exit code; in eager without options.
+
+    The process begins with PyTorch imported; `started` has one that does not.
+    """
+    (folder / "train.py").write_text(text)
+    process = FORKED.Process(target=_enter, args=(folder, options))
+    process.start()
+    process.join()
+    out, error = ((folder / name).read_text() for name in ("said", "error"))
+    return [_without_times(out), error, str(process.exitcode)]
+
+
+def _enter(folder: Path, options: tuple[str, ...]) -> None:
+    os.chdir(folder)
+    for number, name in enumerate(("said", "error"), 1):
+        os.dup2(os.open(name, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+    sys.argv = ["train.py"]
+    if options:
+        sys.exit(main(["run", *options, "train.py"]))
+    runpy.run_path(str(folder / "train.py"), run_name="__main__")
+
+
+def _without_times(text: str) -> str:
+    return "\n".join(line for line in text.splitlines() if "train_runtime" not in line)
+
+
+def started(folder: Path, text: str, *options: str, target: str = "train.py") -> list[str]:
+    """As `run`, by a command line."""
     (folder / "train.py").write_text(text)
     (folder / "rockmate").write_text(COMMAND)
     command = ["-m", "rockmate", "run", *options] if options else []
@@ -146,8 +177,7 @@ def run(folder: Path, text: str, *options: str, target: str = "train.py") -> lis
         [sys.executable, *command, *target.split()],
         cwd=folder, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    out = [line for line in done.stdout.splitlines() if "train_runtime" not in line]
-    return ["\n".join(out), done.stderr, str(done.returncode)]
+    return [_without_times(done.stdout), done.stderr, str(done.returncode)]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -180,8 +210,8 @@ def test_gradients_that_no_plan_gives_have_frames(tmp_path: Path, script: str) -
 
 @pytest.mark.parametrize("command", ["-m rockmate", "./rockmate"])
 def test_a_failing_script_fails_as_without(tmp_path: Path, command: str) -> None:
-    eager = run(tmp_path, PLAIN, target="train.py boom")
-    ours = run(tmp_path, PLAIN, target=f"{command} run --budget 0.6 train.py boom")
+    eager = started(tmp_path, PLAIN, target="train.py boom")
+    ours = started(tmp_path, PLAIN, target=f"{command} run --budget 0.6 train.py boom")
     assert ours[0] == eager[0]
     assert ours[2] == eager[2] == "1"
     assert eager[1].startswith("Traceback")
@@ -193,11 +223,11 @@ def test_a_failing_script_fails_as_without(tmp_path: Path, command: str) -> None
 def test_ranks_train_as_by_torchrun(tmp_path: Path) -> None:
     start = "-m torch.distributed.run --standalone --nproc-per-node 2"
     script, under = NET + RANKS + BEGIN + LOOP + "dist.destroy_process_group()", "--budget 0.6"
-    eager = run(tmp_path, script, target=f"{start} train.py")
+    eager = started(tmp_path, script, target=f"{start} train.py")
     assert (len(eager[0].split()), eager[2]) == (4, "0"), eager[1]
     for ours in (
-        run(tmp_path, script, *under.split(), "--nproc-per-node", "2"),
-        run(tmp_path, script, target=f"{start} ./rockmate run {under} train.py"),
+        started(tmp_path, script, *under.split(), "--nproc-per-node", "2"),
+        started(tmp_path, script, target=f"{start} ./rockmate run {under} train.py"),
     ):
         assert (ours[0], ours[2]) == (eager[0], "0"), ours[1]
         assert "Net, called at train.py:" in ours[1]
@@ -205,8 +235,8 @@ def test_ranks_train_as_by_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:
-    eager = run(tmp_path, PLAIN, target="-m train")
-    ours = run(tmp_path, PLAIN, "--budget", "0.6", "--report", "page.html", target="-m train")
+    eager = started(tmp_path, PLAIN, target="-m train")
+    ours = started(tmp_path, PLAIN, "--budget", "0.6", "--report", "page.html", target="-m train")
     assert ours[0] == eager[0]
     assert ours[2] == eager[2] == "0"
     assert "<svg" in (tmp_path / "page.html").read_text()

@@ -32,12 +32,6 @@ from rockmate.graph.passes import REWRITES, run_passes
 SAMPLE = (4, 24)
 
 
-def language_model(name: str) -> nn.Module:
-    model: Any = architectures.make(name)
-    model.config.use_cache = False
-    return model
-
-
 def batch(name: str, shape: tuple[int, int], seed: int = 0) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(seed)
     tokens, labels = (torch.randint(3, 96, shape, generator=draw) for _ in range(2))
@@ -76,7 +70,7 @@ def test_a_graph_at_other_sizes_is_the_one_that_is_captured_there(name: str) -> 
 
     Both the capture that is rewritten at its sizes and the generic one.
     """
-    model = language_model(name)
+    model = architectures.make(name)
     capture = symbolic_capture(model, batch(name, SAMPLE))
     generic = capture.generic(rewritten)
     for shape in [(3, 17), (2, 5)]:
@@ -151,7 +145,7 @@ def steps_of(model: nn.Module, module: nn.Module, given: dict[str, Tensor]) -> t
 
 def test_twenty_lengths_take_one_symbolic_capture_and_one_program(work: Work) -> None:
     name = "bert"  # with dropout, and another padding mask in each batch
-    model = language_model(name)
+    model = architectures.make(name)
     planner = Planner(model, batch(name, SAMPLE))
     module = RockmateModule(
         model, batch(name, SAMPLE), (planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_trains_alike
 from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -54,36 +55,34 @@ class Swapped(nn.Module):
         return self.last(functional.dropout(y.view(-1, 8), 0.5)).square().sum()
 
 
-def steps_of(run: nn.Module, model: nn.Module, *batches: Tensor) -> list[Tensor]:
-    """The loss and the gradients of a step for each batch."""
-    found = []
-    for batch in batches:
-        torch.manual_seed(1)
-        model.zero_grad()
-        loss = run(batch)
-        loss.backward()
-        found += [loss.detach(), *(copy.deepcopy(each.grad) for each in model.parameters())]
-    return found
-
-
-def assert_equal(mine: list[Tensor], eager: list[Tensor]) -> None:
-    assert all(torch.equal(*pair) for pair in zip(mine, eager, strict=True))
+def same_steps(module: RockmateModule, eager: nn.Module, *batches: Tensor) -> None:
+    """A step for each batch, whose output is the loss."""
+    assert_trains_alike(module, eager, lambda callee, step: callee(batches[step]), len(batches))
 
 
 def test_a_plan_that_is_given_to_another_process(swap: Any) -> None:
     model, x = Swapped(swap), torch.randn(4, 6, 8)
+    eager = copy.deepcopy(model)
     plan = Planner(model, x, numerics="bitwise").plan(1.0)
     kernel_layouts._observed.clear()
     kernel_layouts._corrected.clear()
-    module = RockmateModule(model, x, plan=plan)
-    assert_equal(steps_of(module, model, x), steps_of(model, model, x))
+    same_steps(RockmateModule(model, x, plan=plan), eager, x)
 
 
 def test_calls_of_other_sizes(swap: Any) -> None:
     model, x = Swapped(swap), torch.randn(4, 6, 8)
+    eager = copy.deepcopy(model)
     module = RockmateModule(model, x, 1 << 20, numerics="bitwise")
     batches = [torch.randn(*sizes, 8) for sizes in ((4, 6), (3, 6), (3, 5), (2, 4), (5, 7), (1, 6))]
-    assert_equal(steps_of(module, model, *batches), steps_of(model, model, *batches))
+    same_steps(module, eager, *batches)
+
+
+def test_one_that_a_second_capture_does_not_correct_is_refused(
+    swap: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel_layouts, "_in_observed_layout", lambda *_: None)
+    with pytest.raises(KernelLayoutError, match=r"swap.*register_fake.*untraced"):
+        RockmateModule(Swapped(swap), torch.randn(4, 6, 8), 1.0)
 
 
 class Pooled(nn.Module):
@@ -113,15 +112,46 @@ def test_a_pooled_branch_in_channels_last(is_viewed: bool) -> None:
     model: Any = Pooled(is_viewed=is_viewed)
     if is_viewed:
         model.head.requires_grad_(requires_grad=False)
-    model.to(memory_format=torch.channels_last)
-    x = torch.randn(2, 3, 8, 8).contiguous(memory_format=torch.channels_last)
-    other = copy.deepcopy(model)
-    module = RockmateModule(model, x, 1.0, numerics="bitwise")
-    mine, eager = (
-        [each for each in steps_of(run, owner, x) if each is not None]
-        for run, owner in ((module, model), (other, other))
-    )
-    assert_equal(mine, eager)
+    in_channels_last(model, torch.randn(2, 3, 8, 8))
+
+
+def in_channels_last(model: nn.Module, x: Tensor) -> None:
+    """Steps of a model and an image in that format are eager's."""
+    model.to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+    x, eager = x.to(memory_format=torch.channels_last), copy.deepcopy(model)
+    same_steps(RockmateModule(model, x, 1.0, numerics="bitwise"), eager, x)
+
+
+class Images(nn.Module):
+    """Norms of channels-last maps, also of one pixel, behind which memory orders count."""
+
+    def __init__(self, norm: nn.Module, *, pooled: bool) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, 8, 3, padding=1), norm
+        self.dropout, self.head = nn.Dropout(0.5), nn.Conv2d(8, 4, 1)
+        self.pooled = pooled
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        x = functional.adaptive_avg_pool2d(x, 1) if self.pooled else x
+        x = self.head(self.dropout(functional.relu(self.norm(x))))
+        return x.reshape(len(x), -1).square().mean()
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d(8), nn.GroupNorm(4, 8)])
+def test_norms_of_channels_last_maps(norm: nn.Module, pooled: bool) -> None:
+    in_channels_last(Images(norm, pooled=pooled), torch.randn(4, 3, 6, 6))
+
+
+def test_norms_and_pointwise_ops_of_channels_last_maps() -> None:
+    class Loss(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            scores = super().forward(x).transpose(1, 2)
+            return functional.log_softmax(scores, -1)[..., 0].mean()
+
+    layers = nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.Hardswish(), nn.Conv2d(8, 4, 1)
+    in_channels_last(Loss(*layers, nn.Flatten(2)), torch.randn(4, 3, 6, 6))
 
 
 def test_an_op_that_returns_its_argument_is_refused() -> None:
@@ -159,18 +189,17 @@ def test_a_call_that_a_pass_replaces_is_compared(
         return laid_out(target, args, kwargs, result)
 
     monkeypatch.setattr(joint, "in_kernel_layout", lying)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
 
-    @made_of(lambda: {"model": model})
-    class Loss(nn.Module):
+    class Loss(nn.Sequential):
         def forward(self, x: Tensor) -> Tensor:
-            return self.model(x).square().sum()
+            return super().forward(x).square().sum()
 
-    loss, x = Loss(), torch.randn(4, 8)
+    loss = Loss(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8))
+    eager, x = copy.deepcopy(loss), torch.randn(4, 8)
     with caplog.at_level("INFO", "rockmate.costs.layout_check"):
         module = RockmateModule(loss, x, 1.0, numerics="bitwise")
     assert "native_dropout" in caplog.text
-    assert_equal(steps_of(module, loss, x), steps_of(loss, loss, x))
+    same_steps(module, eager, x)
 
 
 def test_a_drawn_seed_is_what_its_op_returns() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import assert_trains_alike
 from made_of import made_of
 from torch import Tensor, nn
 
@@ -38,33 +39,22 @@ def pair(model: nn.Module, **options: Any) -> tuple[Any, Any]:
     return eager, RockmateModule(model, torch.randn(6, 8), budget=1.0, **options)
 
 
-def step(
-    callee: nn.Module, x: Tensor, loss_of: Callable[..., Tensor] | None = None
-) -> list[Tensor]:
-    """The loss and the gradients of one step."""
-    callee.zero_grad()
-    output = callee(x)
-    loss = loss_of(callee, output) if loss_of else output
-    loss.backward()
-    gradients = [p.grad.clone() for p in callee.parameters() if p.grad is not None]
-    return [output.detach(), loss.detach(), *gradients]
-
-
 def assert_equal_steps(
     eager: Any,
     module: Any,
     changes: Sequence[Change | None] = (None,) * 3,
-    loss_of: Callable[..., Tensor] | None = None,
+    loss_of: Callable[..., Tensor] = lambda _, output: output,
+    rows: Sequence[int] = (6,) * 6,
 ) -> None:
     """A step after each change, the same in both."""
-    for change in changes:
-        x = torch.randn(6, 8)
-        for callee in (eager, module):
-            if change:
-                change(callee)
-        expected, found = (step(callee, x, loss_of) for callee in (eager, module))
-        assert len(expected) == len(found)
-        assert all(map(torch.equal, expected, found))
+
+    def loss(callee: Any, step: int) -> list[Tensor]:
+        if change := changes[step]:
+            change(callee)
+        output = callee(torch.randn(rows[step], 8))
+        return [loss_of(callee, output), output]
+
+    assert_trains_alike(module, eager, loss, len(changes))
 
 
 class Kind(enum.Enum):
@@ -137,11 +127,7 @@ CHANGES: dict[str, Change] = {
 def test_an_attribute_that_the_forward_reads_is_planned_for(name: str) -> None:
     torch.manual_seed(0)
     eager, module = pair(Reading())
-    assert_equal_steps(eager, module, [None, lambda m: CHANGES[name](unwrapped(m)), None])
-
-
-def unwrapped(model: nn.Module) -> Any:
-    return getattr(model, "original", model)
+    assert_equal_steps(eager, module, [None, CHANGES[name], None])
 
 
 def test_a_value_that_returns_finds_its_plan(caplog: pytest.LogCaptureFixture) -> None:
@@ -166,12 +152,12 @@ def test_attributes_that_the_forward_does_not_read_need_no_plan(
 
 def test_a_changed_attribute_is_refused_where_nothing_may_be_planned() -> None:
     _, module = pair(Reading(), replan=False)
-    step(module, torch.randn(6, 8))
+    module(torch.randn(6, 8)).backward()
     module.flag = True
     with pytest.raises(SignatureMismatchError, match="flag of a Reading was False and is True"):
         module(torch.randn(6, 8))
     module.flag = False
-    step(module, torch.randn(6, 8))
+    module(torch.randn(6, 8)).backward()
 
 
 def test_a_copy_watches_its_own_attributes() -> None:
@@ -258,11 +244,15 @@ def test_an_attribute_may_be_the_input_or_the_output() -> None:
 
 def test_assigned_sizes_are_those_of_the_call() -> None:
     eager, module = pair(Assigning())
-    for batch in (6, 4, 3, 6, 5, 6):
-        x = torch.randn(batch, 8)
-        expected, found = (step(callee, x, auxiliary) for callee in (eager, module))
-        assert all(map(torch.equal, expected, found))
-        assert module.shape == eager.shape == (batch, 8)
+    shapes: dict[int, list[Any]] = {id(eager): [], id(module): []}
+
+    def noting(callee: Any, output: Tensor) -> Tensor:
+        shapes[id(callee)].append(callee.shape)
+        return auxiliary(callee, output)
+
+    rows = (6, 4, 3, 6, 5, 6)
+    assert_equal_steps(eager, module, [None] * 6, noting, rows)
+    assert shapes[id(module)] == shapes[id(eager)] == [(each, 8) for each in rows]
 
 
 def test_only_the_loss_and_what_is_assigned() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_alike, assert_same, one_step
+from helpers import assert_alike, assert_trains_alike
 from torch import Tensor, nn
 
 from rockmate import RockmateModule, SignatureMismatchError
@@ -41,14 +41,8 @@ def compare(
     """Steps of a module and of a copy of its model, bit for bit."""
     plain = copy.deepcopy(model)
     module = RockmateModule(model, budget=0.9, on_infeasible="least", numerics="bitwise", **options)
-    for step in range(num_steps):
-        pairs = [
-            one_step(
-                each, owner, lambda m, step: ((out := call(m, step)), out.square().mean()), step
-            )
-            for each, owner in ((module, model), (plain, plain))
-        ]
-        assert_same(*pairs)
+    loss: Callable[..., Tensor] = lambda m, step: call(m, step).square().mean()  # noqa: E731
+    assert_trains_alike(module, plain, loss, num_steps)
     return module
 
 

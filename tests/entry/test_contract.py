@@ -165,6 +165,7 @@ def test_it_is_the_original_to_the_outside() -> None:
     assert module.transformer is model.transformer
     assert module.device == model.device
     assert module.num_parameters() == model.num_parameters()
+    assert "generate" in dir(module)
     assert module.get_submodule("transformer.h.0") is model.transformer.h[0]
     with pytest.raises(AttributeError, match="no_such_thing"):
         module.no_such_thing  # noqa: B018

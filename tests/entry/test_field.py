@@ -220,19 +220,6 @@ def test_generate_and_saving_between_steps(tmp_path: Path) -> None:
     assert module.push_to_hub.__self__ is model
 
 
-def test_attributes_reach_the_model() -> None:
-    model, module = planned_gpt2()
-    assert isinstance(module, RockmateModule)
-    assert isinstance(module, type(model))
-    assert module.__class__ is type(model)
-    module.loss_type = "ForCausalLMLoss"
-    assert model.loss_type == "ForCausalLMLoss"
-    assert module.main_input_name == "input_ids"
-    assert "generate" in dir(module)
-    assert "RockmateModule" in repr(module)
-    assert "lm_head" in repr(module)
-
-
 # --- budgets --------------------------------------------------------------------------------------
 
 
@@ -274,9 +261,6 @@ def test_plans_that_are_held_are_limited(monkeypatch: pytest.MonkeyPatch) -> Non
         next(inner for inner in model.modules() if isinstance(inner, nn.Dropout)).p = 0.05 * index
         module(X)
     assert len(module._plans.runnables) == 3
-
-
-# --- recomputation --------------------------------------------------------------------------------
 
 
 # --- what the allocator makes of a plan -----------------------------------------------------------

@@ -32,24 +32,15 @@ def assert_equal_steps(eager: nn.Module, module: nn.Module, x: torch.Tensor) -> 
 
 
 def test_mode_set_by_attribute_reaches_the_model() -> None:
+    """As Lightning restores it after its validation."""
     eager, module, x = pair()
-    for each in (*eager.modules(), *module.modules()):
+    modes = {each: each.training for each in (*eager.modules(), *module.modules())}
+    for each in modes:
         each.training = False
     assert torch.equal(eager(x), module(x))
     assert not module.training
-    for each in (*eager.modules(), *module.modules()):
-        each.training = True
-    assert_equal_steps(eager, module, x)
-
-
-def test_saved_modes_are_restored() -> None:
-    """As Lightning does around its validation."""
-    eager, module, x = pair()
-    for callee in (eager, module):
-        modes = {each: each.training for each in callee.modules()}
-        callee.eval()
-        for each, mode in modes.items():
-            each.training = mode
+    for each, mode in modes.items():
+        each.training = mode
     assert module.training
     assert_equal_steps(eager, module, x)
 

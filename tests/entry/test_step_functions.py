@@ -254,7 +254,7 @@ def test_the_advice_for_a_second_derivative_by_the_script() -> None:
 
 
 def test_derivatives_by_functions() -> None:
-    model, x = mlp(8, 1, activation=nn.Tanh).eval(), torch.randn(16, 8)
+    model, x = mlp(8, 1, activation=nn.Tanh).eval(), torch.randn(4, 8)
     grad, hessian, jacrev, vmap = (
         getattr(torch.func, name) for name in ("grad", "hessian", "jacrev", "vmap")
     )

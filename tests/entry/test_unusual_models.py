@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, one_step, train
+from helpers import assert_same, assert_trains_alike, train
 from made_of import made_of
 from torch import Tensor, nn
 
@@ -65,14 +65,7 @@ class ScaledByScalar(Net):
 
 def same_steps(module: Any, plain: nn.Module, call: Callable[[Any, int], Tensor]) -> None:
     """Three steps of mean squares, bit for bit."""
-
-    def loss(each: Any, step: int) -> tuple[Tensor, Tensor]:
-        output = call(each, step)
-        return output, output.square().mean()
-
-    for step in range(3):
-        pairs = ((module, module.original), (plain, plain))
-        assert_same(*(one_step(each, owner, loss, step) for each, owner in pairs))
+    assert_trains_alike(module, plain, lambda m, step: call(m, step).square().mean(), 3)
 
 
 @pytest.mark.parametrize(

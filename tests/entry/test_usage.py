@@ -61,16 +61,6 @@ def test_two_forwards_before_the_backwards(name: str, regime: str, last_first: b
     assert torch.equal(state, our_state)
 
 
-def test_two_forwards_in_one_loss() -> None:
-    x, y = torch.randn(64, 16), torch.randn(64, 16)
-    model = models.Stack(dropout=0.3)
-
-    def loss_of(module: nn.Module, step: int) -> tuple[None, torch.Tensor]:
-        return None, (module(x * step) * module(y)).mean()
-
-    check_against_eager(model, x, loss_of, num_steps=1, in_flight=2)
-
-
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -257,7 +247,7 @@ def test_output_changed_in_place_by_the_caller() -> None:
 
 
 def test_retained_graph_gives_the_same_gradients_again() -> None:
-    for name in ("gpt2", "llama", "mlp", "hf-resnet", "encoder"):
+    for name in ("gpt2", "hf-resnet"):
         case = planned(name)
         eager = case.eager()
         for callee, owner in (

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_alike, zero_gradients
+from helpers import assert_alike, assert_trains_alike, records_of, zero_gradients
 from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
@@ -73,30 +73,6 @@ def loss_of(module: nn.Module, seed: int, rows: int = 128) -> Tensor:
     return module(batch(seed, rows)).square().mean()
 
 
-def trained(
-    module: nn.Module,
-    model: nn.Module,
-    loss: Callable[[nn.Module, int], Tensor],
-    num_steps: int = 4,
-) -> list[Tensor | None]:
-    """Losses, gradients, weights, buffers and the generator's state after each step."""
-    torch.manual_seed(1)
-    random.seed(1)
-    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9), list[Any]()
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        value = loss(module, step)
-        value.backward()
-        found += [
-            value.detach(),
-            *(each.grad for each in model.parameters()),
-            torch.get_rng_state(),
-        ]
-        optimizer.step()
-        found += [each.detach().clone() for each in (*model.parameters(), *model.buffers())]
-    return found
-
-
 def framed(model: nn.Module, budget: float | str = 0.5, **options: Any) -> RockmateModule:
     return RockmateModule(model, None, budget, mode="frames", on_infeasible="least", **options)
 
@@ -106,20 +82,11 @@ def check(
 ) -> RockmateModule:
     plain = copy.deepcopy(model)
     module = framed(model, budget)
-    assert_alike(trained(module, model, loss), trained(plain, plain, loss))
+    assert_trains_alike(module, plain, loss)
     for mine, theirs in zip(model.modules(), plain.modules(), strict=True):
         assert getattr(mine, "num_calls", 0) == getattr(theirs, "num_calls", 0)
         assert "forward" not in vars(mine)
     return module
-
-
-@pytest.mark.parametrize("kind", ["plain", "layerdrop", "halting", "shared"])
-@pytest.mark.parametrize("budget", [0.25, 0.6, 1.0])
-def test_equal_to_eager(kind: str, budget: float) -> None:
-    module = check(Chain(kind), budget=budget)
-    assert module.frames is not None
-    if kind != "layerdrop":  # the first step may have fewer layers than others
-        assert (module.frames.counts.num_recomputed > 0) == (budget < 1.0)
 
 
 def test_python_random_numbers_between_frames_are_drawn_once() -> None:
@@ -332,13 +299,13 @@ def test_a_frame_that_runs_out_of_memory_runs_again_after_others_are_dropped(
     model = Chain()
     model.blocks[4] = Short()
     plain = copy.deepcopy(model)
-    expected = trained(plain, plain, loss_of)
+    expected = records_of(plain, plain, loss_of)
     monkeypatch.setattr(Short, "fails_at", 3)  # nothing is held in the first, measured step
     # As on a device or in a process whose allocations can fail.
     monkeypatch.setattr("rockmate.frames.memory.free_bytes", lambda _: 1 << 40)
     monkeypatch.setattr("rockmate.frames.memory.Memory.bytes_if_kept", lambda *_: None)
     module = framed(model, 1.0, plan_frames=False)  # so each frame can be dropped
-    assert_alike(trained(module, model, loss_of), expected)
+    assert_alike(records_of(module, model, loss_of), expected)
     assert Short.fails_at == -1
 
 
@@ -361,7 +328,7 @@ def test_a_second_run_that_runs_out_of_memory_runs_again_after_others_are_droppe
     model = Chain()
     model.blocks[5] = nn.Sequential(ShortInBackward(), nn.Tanh())
     plain = copy.deepcopy(model)
-    expected = trained(plain, plain, loss_of)
+    expected = records_of(plain, plain, loss_of)
     module = framed(model, 0.8)
 
     def failing(each: nn.Module, seed: int) -> Tensor:
@@ -369,7 +336,7 @@ def test_a_second_run_that_runs_out_of_memory_runs_again_after_others_are_droppe
         ShortInBackward.is_to_fail = seed == 1  # the step after the measured one
         return value
 
-    assert_alike(trained(module, model, failing), expected)
+    assert_alike(records_of(module, model, failing), expected)
     assert not ShortInBackward.is_to_fail
 
 
@@ -428,10 +395,10 @@ def test_auto_takes_frames_where_there_is_no_graph(
     plain = copy.deepcopy(model)
     with caplog.at_level(logging.WARNING):
         module = RockmateModule(model, batch(0) if has_sample else None, 0.5, mode="auto")
-        ours = trained(module, model, loss_of)
+        ours = records_of(module, model, loss_of)
     assert "frames instead of a plan, since" in caplog.text
     assert module.frames is not None
-    assert_alike(ours, trained(plain, plain, loss_of))
+    assert_alike(ours, records_of(plain, plain, loss_of))
 
 
 def test_auto_takes_frames_where_the_trace_alone_fails() -> None:

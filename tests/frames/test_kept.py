@@ -44,7 +44,7 @@ def test_with_room_for_all_frames_are_kept() -> None:
     assert memory_of(module).held_bytes == 0
 
 
-@pytest.mark.parametrize("budget", [0.5, 0.8, 1.0])
+@pytest.mark.parametrize("budget", [0.25, 0.8, 1.0])
 @pytest.mark.parametrize("kind", ["plain", "layerdrop", "halting", "shared"])
 def test_equal_to_eager(kind: str, budget: float) -> None:
     def loss(module: nn.Module, seed: int) -> Tensor:
@@ -54,6 +54,8 @@ def test_equal_to_eager(kind: str, budget: float) -> None:
 
     module = check(Chain(kind), loss, budget)
     assert memory_of(module).calls.saved_bytes
+    if kind != "layerdrop":  # the first step may have fewer layers than others
+        assert (memory_of(module).counts.num_recomputed > 0) == (budget < 1.0)
 
 
 def test_two_backwards_hold_what_is_kept() -> None:

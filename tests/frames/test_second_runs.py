@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import records_of
 from made_of import made_of
+from script_layers import LAYERS, WIDTH
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -24,8 +26,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rockmate import RockmateModule
 from rockmate.errors import BackwardError, RockmateError, UnsupportedModelError
 from tests.frames.test_frames import framed
-
-WIDTH = 32
 
 
 class Body(nn.Module):
@@ -144,16 +144,6 @@ class InTensor(Body):
         return self.state.clone()
 
 
-@made_of(lambda: {"state": {"mean": torch.ones(WIDTH)}})
-class InDict(Body):
-    """Replaces tensors in a dictionary, which have no truth value."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x * self.state["mean"])
-        self.state["mean"] = x.detach().mean(0)
-        return y
-
-
 @made_of(lambda: {"state": [random.Random(3), np.random.default_rng(3), np.random.RandomState(3)]})
 class Drawing(Body):
     """Draws from a generator of its own; each kind has its way to copy it."""
@@ -200,31 +190,6 @@ class Decaying(Body):
         return 1.0
 
 
-class Attending(nn.Module):
-    """Attention asks whether its arguments are one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-        self.second = nn.MultiheadAttention(WIDTH, 4, dropout=0.1, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x.view(4, 16, WIDTH)
-        y = y + self.first(y, y, y)[0]
-        return (y + self.second(y, y, y, need_weights=False)[0]).reshape(64, WIDTH)
-
-
-class Recurrent(nn.Module):
-    """A kernel that leaves out a result where no gradient is to come."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.LayerNorm(WIDTH), nn.LSTM(WIDTH, WIDTH, batch_first=True))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x.view(4, 16, WIDTH))[0].reshape(64, WIDTH)
-
-
 class Inferring(Body):
     """Tensors of inference mode count no writes."""
 
@@ -267,24 +232,17 @@ def batch(seed: int) -> Tensor:
 Between = Callable[[nn.Module, int], None]
 
 
-def trained(module: nn.Module, model: nn.Module, between: Between | None) -> list[Any]:
-    """Losses, gradients, members, random state and attributes of steps."""
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    found, parameters = list[Any](), list(model.parameters())
-    optimizer = torch.optim.SGD(parameters, lr=0.01)
-    for step in range(6):
-        optimizer.zero_grad()
-        loss = module(batch(step)).square().mean()
+def trained(module: nn.Module, model: nn.Module, between: Between | None = None) -> list[Any]:
+    """What steps leave, and attributes of modules."""
+
+    def loss(callee: nn.Module, step: int) -> Tensor:
+        value = callee(batch(step)).square().mean()
         if between is not None:
             between(model, step)
-        loss.backward()
-        found += [loss.detach(), *(each.grad for each in parameters), torch.get_rng_state()]
-        optimizer.step()
-        found += [each.detach().clone() for each in (*parameters, *model.buffers())]
-    found += [getattr(each, "state", None) for each in model.modules()]
-    return found
+        return value
+
+    found = records_of(module, model, loss, 6)
+    return [*found, *(getattr(each, "state", None) for each in model.modules())]
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -306,20 +264,24 @@ def check(model: nn.Module, budget: float, between: Between | None = None) -> No
     assert all(map(is_same, ours, expected))
 
 
+OF_SCRIPTS = ("dict of the last value", "attention", "recurrent")
+
+
 @pytest.mark.parametrize("budget", [0.05, 0.6])
 @pytest.mark.parametrize(
     "make",
     [
         Listed, Passed,
         *(lambda each=each: Net(each) for each in (
-            InDeque, InALongList, Nested, InObject, InTensor, InDict, Drawing, LateStatistics,
-            LateBuffer, Decaying, Attending, Recurrent, Inferring, PythonRandom, Marked,
+            InDeque, InALongList, Nested, InObject, InTensor, Drawing, LateStatistics, LateBuffer,
+            Decaying, Inferring, PythonRandom, Marked,
         )),
+        *(lambda name=name: Net(LAYERS[name]) for name in OF_SCRIPTS),
     ],
     ids=(
-        "list", "object", "deque", "long list", "nested", "attribute", "tensor", "dict",
-        "generators", "statistics", "buffer", "parameter", "attention", "recurrent", "inference",
-        "python", "attributes and hooks",
+        "list", "object", "deque", "long list", "nested", "attribute", "tensor", "generators",
+        "statistics", "buffer", "parameter", "inference", "python", "attributes and hooks",
+        *OF_SCRIPTS,
     ),
 )  # fmt: skip
 def test_equal_to_eager(make: Callable[[], nn.Module], budget: float) -> None:
@@ -450,8 +412,8 @@ class Variable:
 def test_counts_behind_functions_are_put_back(make: Any) -> None:
     model, plain = (Net(lambda: Counts(make)) for _ in range(2))
     plain.load_state_dict(model.state_dict())
-    expected = trained(plain, plain, None)
-    assert all(map(is_same, trained(framed(model, 0.05), model, None), expected))
+    expected = trained(plain, plain)
+    assert all(map(is_same, trained(framed(model, 0.05), model), expected))
 
 
 class Drawn(Body):
@@ -467,9 +429,9 @@ class Drawn(Body):
 def test_other_values_of_the_same_shape_are_named() -> None:
     model = Net(Drawn)
     with pytest.raises(UnsupportedModelError, match=r"keep=\['blocks\.\d'\]"):
-        trained(framed(model, 0.05), model, None)
+        trained(framed(model, 0.05), model)
     keep = [f"blocks.{number}" for number in range(5)]
-    trained(framed(Net(Drawn), 0.9, keep=keep), model, None)
+    trained(framed(Net(Drawn), 0.9, keep=keep), model)
 
 
 class Clamped(Body):
@@ -496,7 +458,7 @@ class Perturbed(Body):
 def test_parameters_that_a_second_run_leaves_changed_are_named() -> None:
     model = Net(Perturbed)
     with pytest.raises(UnsupportedModelError, match=r"parameter for a while.*keep=\['blocks\.4"):
-        trained(framed(model, 0.05), model, None)
+        trained(framed(model, 0.05), model)
 
 
 @pytest.mark.parametrize("block", [Clamped, Perturbed])
@@ -506,9 +468,9 @@ def test_auto_leaves_whole_what_does_not_repeat_itself(
     blocks = iter([Body, block, Body, block, Body])
     model = Net(lambda: next(blocks)())
     plain = copy.deepcopy(model)
-    expected = trained(plain, plain, None)
+    expected = trained(plain, plain)
     module = RockmateModule(model, None, 0.9, mode="auto", on_infeasible="least")
-    assert all(map(is_same, trained(module, model, None), expected))
+    assert all(map(is_same, trained(module, model), expected))
     assert module.frames is not None
     assert module.frames.paths == ("blocks.0", "blocks.2", "blocks.4")
     assert "left whole, as by keep=['blocks.1', 'blocks.3'], since blocks.3" in caplog.text
@@ -562,8 +524,8 @@ def test_iterators_of_a_module_are_used_up_once(
     (model := Net()).blocks[1] = ReadsIterator(make)
     plain = copy.deepcopy(model)
     module = RockmateModule(model, None, 0.9, mode=mode, on_infeasible="least")
-    expected = trained(plain, plain, None)
-    assert all(map(is_same, trained(module, model, None), expected))
+    expected = trained(plain, plain)
+    assert all(map(is_same, trained(module, model), expected))
     assert module.frames is not None
     assert "blocks.0" in module.frames.paths
     assert "calls of blocks.1, and others like them, never run again" in caplog.text
@@ -583,7 +545,7 @@ class LatePythonRandom(PythonRandom):
 def test_random_numbers_of_python_that_come_late_are_named() -> None:
     model = Net(LatePythonRandom)
     with pytest.raises(UnsupportedModelError, match="which no call of the model did before"):
-        trained(framed(model, 0.05, plan_frames=False), model, None)
+        trained(framed(model, 0.05, plan_frames=False), model)
 
 
 class Differentiating(Body):
@@ -595,7 +557,7 @@ class Differentiating(Body):
 def test_a_backward_within_a_frame_names_what_works() -> None:
     model = Net(Differentiating)
     with pytest.raises(BackwardError, match=r"keep=\['blocks\.4'\]"):
-        trained(framed(model, 0.05), model, None)
+        trained(framed(model, 0.05), model)
 
 
 @pytest.mark.parametrize("mode", ["auto", "frames"])

@@ -11,7 +11,6 @@ from typing import Any
 import architectures
 import pytest
 import torch
-from architectures import ARCHITECTURES
 from layouts import other_layouts
 from torch import Tensor, nn
 from torch.nn import functional
@@ -126,8 +125,9 @@ def test_gradients_are_eagers_at_every_budget(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["convnext", "resnet", "segformer"])
 def test_layouts_of_models(name: str) -> None:
-    model, batch = channels_last(architectures.make(name)), ARCHITECTURES[name].make_batch(0)
-    assert not other_layouts(captured(model, {key: channels_last(batch[key]) for key in batch}))
+    model, batch = architectures.case(name)
+    batch = {key: channels_last(each) for key, each in batch.items()}
+    assert not other_layouts(captured(channels_last(model), batch))
 
 
 def changed_through(y: Tensor) -> Tensor:

@@ -112,8 +112,7 @@ def test_groups_are_convex_and_stand_in_place_of_their_ops(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(architectures.ARCHITECTURES))
 def test_groups_of_architectures(name: str) -> None:
     architectures.skip_if_refused(name)
-    architecture = architectures.ARCHITECTURES[name]
-    check(fused(architectures.make(name), architecture.make_batch(0)))
+    check(fused(*architectures.case(name)))
 
 
 # --- the rules ------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import architectures
 import layouts
 import pytest
 import torch
-from architectures import ARCHITECTURES
 from helpers import same_gradients
 from made_of import made_of
 from torch import nn
@@ -218,7 +217,7 @@ def test_a_kernel_that_fake_tensors_run_in_several_steps() -> None:
 
 @pytest.mark.parametrize("name", ["convnext", "longformer", "resnet", "t5"])
 def test_models(name: str) -> None:
-    assert not other_layouts(architectures.make(name), ARCHITECTURES[name].make_batch(0))
+    assert not other_layouts(*architectures.case(name))
 
 
 def test_a_view_of_another_layout_than_captured_is_refused() -> None:

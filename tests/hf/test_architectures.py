@@ -1,9 +1,9 @@
 """Each Hugging Face architecture wraps, trains three steps with its dropout inside a budget that
 forces recomputation, and equals eager.
 
-Equal is bit for bit: losses, gradients, buffers and the generator's state. Where eager's key/value
-cache makes it round otherwise (`CACHED`), it runs without the cache. Architectures that cannot be
-captured are refused with what stands in the way.
+Equal is bit for bit: losses, gradients, buffers and the generator's state; both run without a
+key/value cache, which makes eager round otherwise. Architectures that cannot be captured are
+refused with what stands in the way.
 """
 
 from __future__ import annotations
@@ -15,15 +15,11 @@ import architectures
 import pytest
 import torch
 from architectures import ARCHITECTURES, REFUSED, Architecture
-from helpers import Loss, Step, assert_close, assert_same, train
+from helpers import Loss, assert_close, assert_same, train
 from torch import nn
 
 from rockmate import Planner, RockmateModule
 from rockmate.errors import UnsupportedModelError
-
-CACHED = frozenset({"gpt2", "gpt-j", "t5", "mt5"})
-"""Their attention is a matrix product of its own here, whose rounding depends on the layout of the
-keys; eager's cache copies them."""
 
 
 def loss_of(architecture: Architecture) -> Loss:
@@ -33,20 +29,9 @@ def loss_of(architecture: Architecture) -> Loss:
     return loss
 
 
-def without_cache(model: nn.Module) -> nn.Module:
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False  # pyright: ignore
-    return model
-
-
 def tight_module(model: nn.Module, architecture: Architecture) -> RockmateModule:
     planner = Planner(model, architecture.make_batch(1), numerics="bitwise")
     return planner.module(planner.minimum_peak_bytes)
-
-
-def eager_steps(model: nn.Module, architecture: Architecture) -> list[Step]:
-    return train(model, model, loss_of(architecture))
 
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
@@ -57,8 +42,7 @@ def test_three_steps_within_a_tight_budget_are_eagers(name: str) -> None:
     module = tight_module(model, architecture)
     assert module.plan.schedule.num_recomputations() > 0
     ours = train(module, model, loss_of(architecture))
-    reference = eager_steps(without_cache(eager) if name in CACHED else eager, architecture)
-    for step, expected in zip(ours, reference, strict=True):
+    for step, expected in zip(ours, train(eager, eager, loss_of(architecture)), strict=True):
         assert_same(step, expected)
     assert len({step.loss.item() for step in ours}) == 3  # the weights did move
     assert all(gradient.isfinite().all() for gradient in ours[-1].gradients.values())
@@ -66,8 +50,9 @@ def test_three_steps_within_a_tight_budget_are_eagers(name: str) -> None:
 
 def test_eagers_cache_changes_rounding_only() -> None:
     architecture = ARCHITECTURES["gpt2"]
+    """Its attention is a matrix product here, whose rounding depends on the layout of the keys."""
     model, eager = architectures.make("gpt2"), architectures.make("gpt2")
-    assert model.config.use_cache
+    model.config.use_cache = eager.config.use_cache = True  # pyright: ignore
     ours = train(tight_module(model, architecture), model, loss_of(architecture), num_steps=1)
     assert_close(ours[0], train(eager, eager, loss_of(architecture), num_steps=1)[0])
 

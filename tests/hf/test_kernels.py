@@ -12,7 +12,7 @@ import pytest
 import torch
 from architectures import Batch, masked_tokens
 from helpers import Loss, assert_close, assert_same, one_step
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
@@ -38,16 +38,9 @@ def batch(*, masked: bool, seed: int = 1) -> Batch:
     return made if masked else {name: made[name] for name in ("input_ids", "labels")}
 
 
-def model_of(name: str) -> nn.Module:
-    """The architecture without its key/value cache, which copies keys and values in eager."""
-    model = architectures.make(name)
-    model.config.use_cache = False  # pyright: ignore
-    return model
-
-
 @functools.cache
 def masked_planner(name: str) -> Planner:
-    return Planner(model_of(name), batch(masked=True))
+    return Planner(architectures.make(name), batch(masked=True))
 
 
 @functools.cache
@@ -55,14 +48,14 @@ def graph_of(name: str, *, masked: bool) -> Graph:
     return (
         masked_planner(name).plan(1.0).graph
         if masked
-        else capture_step(model_of(name), batch(masked=False)).graph
+        else capture_step(architectures.make(name), batch(masked=False)).graph
     )
 
 
 @functools.cache
 def profiled(name: str, *, masked: bool) -> list[FunctionEvent]:
     """What one forward and backward of the model calls in eager."""
-    model, inputs = model_of(name), batch(masked=masked)
+    model, inputs = architectures.make(name), batch(masked=masked)
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         model(**inputs).loss.backward()
     return [event for event in profiler.events() or () if event.name.startswith("aten::")]
@@ -123,10 +116,10 @@ MASKS = {
 @pytest.mark.parametrize("name", NAMES)
 def test_each_batch_is_masked_by_its_own_padding(name: str, numerics: str) -> None:
     options: Any = {"numerics": numerics, "on_infeasible": "least"}
-    module = RockmateModule(model_of(name), batch(masked=True), 0.6, **options)
+    module = RockmateModule(architectures.make(name), batch(masked=True), 0.6, **options)
     losses = set()
     for kind, inputs in MASKS.items():
-        eager = model_of(name)
+        eager = architectures.make(name)
         module.original.zero_grad()
         expected = one_step(eager, eager, loss_of(inputs), 3)
         ours = one_step(module, module.original, loss_of(inputs), 3)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_trains_alike, records_of
 from made_of import made_of
 from torch import Tensor, nn
 
@@ -53,23 +54,6 @@ class Positions(nn.Sequential):
         return x
 
 
-def trained(module: nn.Module, model: nn.Module, losses: list[Loss]) -> list[Tensor]:
-    torch.manual_seed(0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    found: list[Tensor] = []
-    for loss in losses:
-        x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        loss(module(x)).backward()
-        assert x.grad is not None
-        found += [
-            x.grad,
-            *(each.grad.clone() for each in model.parameters() if each.grad is not None),
-        ]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
 @pytest.mark.parametrize("shape", [(48, WIDTH), (2, 24, WIDTH), (4, WIDTH, 16, 16)])
 def test_a_plan_takes_the_gradient_of_a_head_as_it_lies(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -83,11 +67,15 @@ def test_a_plan_takes_the_gradient_of_a_head_as_it_lies(shape: tuple[int, ...]) 
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
+def loss_by(loss: Loss, module: nn.Module, _: int) -> list[Tensor]:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    return [loss(module(x)), x]
+
+
 def check(model: nn.Module, loss: Loss, *, is_planned: bool) -> None:
     """A copy in frames has eager's gradients in all steps."""
-    other, losses = copy.deepcopy(model), [loss] * STEPS
-    module = framed(other)
-    assert all(map(torch.equal, trained(model, model, losses), trained(module, other, losses)))
+    module = framed(copy.deepcopy(model))
+    assert_trains_alike(module, model, partial(loss_by, loss), STEPS)
     assert module.frames is not None
     assert module.frames.counts.num_planned or not is_planned
 
@@ -114,16 +102,16 @@ class Ending(Block):
 def test_another_loss_is_refused_rather_than_rounded_otherwise() -> None:
     model = nn.Sequential(*(Block() for _ in range(4)), Ending())
     module = framed(model)
-    losses: list[Loss] = [lambda y: y.square().mean()] * STEPS
-    trained(module, model, losses[:3])
+    loss = partial(loss_by, lambda y: y.square().mean())
+    records_of(module, model, loss, 3)
     assert module.frames is not None
     assert module.frames.needs is not None
     for needs in module.frames.needs.by_key.values():
         needs.seconds = 1.0  # times of the machine are not to decide
-    trained(module, model, losses[3:])
+    records_of(module, model, loss, 5)
     assert module.frames.counts.num_planned
     with pytest.raises(BackwardError, match="an output of 3"):
-        trained(module, model, [LOSSES["sum"]])
+        loss_by(LOSSES["sum"], module, 8)[0].backward()
 
 
 class Masked(Block):

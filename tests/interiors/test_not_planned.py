@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import assert_alike
+from helpers import assert_trains_alike
 from made_of import made_of
 from torch import Tensor, nn
 
 from rockmate import RockmateModule
 
-WIDTH, ROWS, STEPS = 16, 64, 8
-Step = Callable[[nn.Module, "Chain", int], list[Any]]
+WIDTH, ROWS = 16, 64
 
 
 class Block(nn.Module):
@@ -41,39 +40,20 @@ class Chain(nn.Module):
         return x
 
 
-def plain_step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+def plain_loss(module: nn.Module, _: int) -> list[Any]:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
-    loss = module(x).square().mean()
-    loss.backward()
-    assert x.grad is not None
-    return [loss.detach(), x.grad, random.random(), float(np.random.rand())]
-
-
-def trained(module: nn.Module, chain: Chain, step: Step) -> list[Any]:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    optimizer = torch.optim.SGD(chain.parameters(), lr=1e-3)
-    found: list[Any] = []
-    for number in range(STEPS):
-        found += step(module, chain, number)
-        found += [each.grad.clone() for each in chain.parameters() if each.grad is not None]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
+    return [module(x).square().mean(), x]
 
 
 def check(
-    chain: Chain, step: Step = plain_step, *, is_planned: bool = False, **options: Any
+    chain: Chain, loss: Callable[..., Any] = plain_loss, *, is_planned: bool = False, **options: Any
 ) -> None:
     """All numbers are eager's, and frames are planned in the end or not."""
     other = copy.deepcopy(chain)
-    expected = trained(chain, chain, step)
     module = RockmateModule(other, None, 0.5, mode="frames", on_infeasible="least", **options)
-    found = trained(module, other, step)
+    assert_trains_alike(module, chain, loss, 8)
     assert module.frames is not None
     assert (module.frames.counts.num_planned > 0) == is_planned
-    assert_alike(found, expected)
 
 
 def test_blocks_are_planned() -> None:
@@ -119,11 +99,11 @@ def test_which_arguments_are_one_tensor() -> None:
                 x = block(x, one, one if self.number > 4 else two)
             return x
 
-    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
-        chain.number = number  # pyright: ignore
-        return plain_step(module, chain, number)
+    def loss(chain: Any, number: int) -> list[Any]:
+        chain.number = number
+        return plain_loss(chain, number)
 
-    check(Pairs(Asking), step)
+    check(Pairs(Asking), loss)
 
 
 def test_the_sign_of_a_zero() -> None:
@@ -139,11 +119,11 @@ def test_the_sign_of_a_zero() -> None:
                 x = block(x, self.factor)
             return x
 
-    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
-        chain.factor = -0.0 if number > 4 else 0.0  # pyright: ignore
-        return plain_step(module, chain, number)
+    def loss(chain: Any, number: int) -> list[Any]:
+        chain.factor = -0.0 if number > 4 else 0.0
+        return plain_loss(chain, number)
 
-    check(Signs(Scaled), step)
+    check(Signs(Scaled), loss)
 
 
 @pytest.mark.parametrize("kind", ["same", "view"])
@@ -172,12 +152,10 @@ def test_hooks_that_a_forward_adds_to_tensors() -> None:
             y.register_hook(lambda gradient: self.sums.append(gradient.sum()))
             return y
 
-    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
-        blocks: Any = chain.blocks
-        sums = [each.sums for each in blocks]
-        return [*plain_step(module, chain, number), *(each[-1] for each in sums), len(sums[0])]
+    def loss(chain: Any, number: int) -> list[Any]:
+        return [*plain_loss(chain, number), *(each.sums for each in chain.blocks)]
 
-    check(Chain(Noting), step)
+    check(Chain(Noting), loss)
 
 
 @pytest.mark.parametrize("kind", ["block", "forward", "class", "inner"])
@@ -188,7 +166,7 @@ def test_another_block_or_forward(kind: str) -> None:
     def doubled(block: Any, x: Tensor) -> Tensor:
         return x + 2 * block.body(block.norm(x))
 
-    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+    def loss(chain: Any, number: int) -> list[Any]:
         block: Any = chain.blocks[1]
         if number == 5 and kind == "block":
             torch.manual_seed(5)
@@ -200,9 +178,9 @@ def test_another_block_or_forward(kind: str) -> None:
         elif kind == "class":
             forward: Any = doubled if number >= 5 else Block.forward
             Other.forward = forward
-        return plain_step(module, chain, number)
+        return plain_loss(chain, number)
 
-    check(Chain(Other), step, is_planned=kind != "class")
+    check(Chain(Other), loss, is_planned=kind != "class")
 
 
 @pytest.mark.parametrize("name", ["use_cache", "gradient_checkpointing"])
@@ -213,12 +191,12 @@ def test_switches_that_a_capture_turns_off(name: str) -> None:
             is_on = self.config.use_cache or self.gradient_checkpointing
             return x + self.body(self.norm(x)) * (2.0 if is_on else 1.0)
 
-    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+    def loss(chain: Any, number: int) -> list[Any]:
         for each in chain.blocks:
             setattr(each.config if name == "use_cache" else each, name, number > 4)
-        return plain_step(module, chain, number)
+        return plain_loss(chain, number)
 
-    check(Chain(Switched), step)
+    check(Chain(Switched), loss)
 
 
 def test_what_a_function_in_an_attribute_reads() -> None:
@@ -229,11 +207,11 @@ def test_what_a_function_in_an_attribute_reads() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x + self.body(self.norm(x)) * self.factor()
 
-    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+    def loss(chain: Any, number: int) -> list[Any]:
         factors[0] = 2.0 if number > 4 else 1.0
-        return plain_step(module, chain, number)
+        return plain_loss(chain, number)
 
-    check(Chain(Scaled), step)
+    check(Chain(Scaled), loss)
 
 
 FACTOR = 1.0
@@ -246,12 +224,12 @@ def test_a_global_that_no_name_tells_is_found_by_a_trial(caplog: pytest.LogCaptu
         def forward(self, x: Tensor) -> Tensor:
             return x + self.body(self.norm(x)) * globals()["FACTOR"]
 
-    def step(module: nn.Module, chain: Chain, number: int) -> list[Any]:
+    def loss(chain: Any, number: int) -> list[Any]:
         # Step 5 is one whose peak is measured.
         globals()["FACTOR"] = 2.0 if number > 5 else 1.0
-        return plain_step(module, chain, number)
+        return plain_loss(chain, number)
 
-    check(Chain(Scaled), step, trial="always")
+    check(Chain(Scaled), loss, trial="always")
     assert "insides of frames are planned no longer, since the step in frames is not" in caplog.text
 
 

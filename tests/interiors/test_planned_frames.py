@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from helpers import assert_alike
+from helpers import assert_trains_alike
 from made_of import made_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -60,41 +60,17 @@ def num_planned(module: RockmateModule) -> int:
     return module.frames.counts.num_planned
 
 
-Step = Callable[[nn.Module, nn.Module, int], list[Tensor]]
-
-
-def step_of(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
-    """One step of training; what it gives."""
-    torch.manual_seed(seed)
-    x = torch.randn(ROWS, WIDTH)
-    loss = module(x).square().mean()
-    loss.backward()
-    return [loss.detach()]
-
-
-def trained(module: nn.Module, model: nn.Module, step: Step, num_steps: int = 9) -> list[Any]:
-    """What each step gives, weights, gradients, buffers and random state behind it."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    found: list[Any] = []
-    for seed in range(num_steps):
-        found += step(module, model, seed)
-        found += [None if each.grad is None else each.grad.clone() for each in model.parameters()]
-        if seed % 2:  # gradients of two steps add up
-            optimizer.step()
-            optimizer.zero_grad()
-        found += [each.detach().clone() for each in (*model.parameters(), *model.buffers())]
-        found.append(torch.get_rng_state())
-    return found
+def loss_of(module: nn.Module, seed: int) -> Tensor:
+    return module(torch.randn(ROWS, WIDTH)).square().mean()
 
 
 def check(
-    model: nn.Module, budget: float = 0.5, step: Step = step_of, num_steps: int = 9
+    model: nn.Module, budget: float = 0.5, loss: Callable[..., Any] = loss_of, num_steps: int = 9
 ) -> RockmateModule:
     """Trains a model and a copy of it, which has to give the same."""
     plain = copy.deepcopy(model)
     module = framed(model, budget)
-    ours = trained(module, model, step, num_steps)
-    assert_alike(ours, trained(plain, plain, step, num_steps))
+    assert_trains_alike(module, plain, loss, num_steps)
     return module
 
 
@@ -102,7 +78,7 @@ def check(
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 def test_equal_to_eager(norm: Callable[[int], nn.Module], budget: float) -> None:
     module = check(Net([Block(norm) for _ in range(6)]), budget)
-    step_of(module, module.original, 9)
+    loss_of(module, 9).backward()
     torch.manual_seed(3)  # a step with many blocks
     _ = module(torch.randn(ROWS, WIDTH))
     assert num_planned(module) > 0 or budget == 1.0
@@ -113,7 +89,7 @@ def test_the_peak_is_within_the_budget() -> None:
         model = Net(dropped=0.0)
         module = framed(model, budget)
         for seed in range(6):
-            step_of(module, model, seed)
+            loss_of(module, seed).backward()
         assert num_planned(module) > 0
         assert module.frames is not None
         assert module.frames.budget_bytes is not None
@@ -161,6 +137,11 @@ def test_gradients_of_what_many_read_are_added_up_in_the_order_of_eager() -> Non
     assert num_planned(module) > 0
 
 
+def loss_of_words(module: nn.Module, _: int) -> Tensor:
+    ids = torch.randint(4, 64, (8, 24))
+    return module(input_ids=ids, labels=ids).loss
+
+
 def test_a_decoder_of_transformers_with_layerdrop() -> None:
     config = transformers.M2M100Config(
         vocab_size=64, d_model=32, encoder_layers=3, decoder_layers=3, encoder_ffn_dim=128,
@@ -168,14 +149,7 @@ def test_a_decoder_of_transformers_with_layerdrop() -> None:
         max_position_embeddings=32, encoder_layerdrop=0.2, decoder_layerdrop=0.2, use_cache=False,
     )  # fmt: skip
 
-    def step(module: nn.Module, _: nn.Module, seed: int) -> list[Tensor]:
-        torch.manual_seed(seed)
-        ids = torch.randint(4, 64, (8, 24))
-        loss = module(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return [loss.detach()]
-
-    module = check(transformers.M2M100ForConditionalGeneration(config).train(), 0.4, step)
+    module = check(transformers.M2M100ForConditionalGeneration(config).train(), 0.4, loss_of_words)
     assert num_planned(module) > 0
 
 
@@ -183,7 +157,7 @@ def test_without_planned_frames_all_run_as_in_eager() -> None:
     model = Net()
     module = framed(model, plan_frames=False)
     for seed in range(6):
-        step_of(module, model, seed)
+        loss_of(module, seed).backward()
     assert num_planned(module) == 0
 
 
@@ -237,14 +211,14 @@ class ChangingGlobals(Block):
 
 
 def test_globals_that_a_forward_reads_are_those_of_the_call() -> None:
-    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+    def loss(module: nn.Module, seed: int) -> Tensor:
         FACTORS["scale"] = 1.0 + seed // 6
-        return step_of(module, model, seed)
+        return loss_of(module, seed)
 
     model = Net([ReadingGlobals() for _ in range(5)], dropped=0.0)
-    module = check(model, 0.3, step, num_steps=10)
+    module = check(model, 0.3, loss, num_steps=10)
     FACTORS["scale"] = 1.0
-    step_of(module, model, 0)
+    loss_of(module, 0).backward()
     assert num_planned(module) > 0
 
 
@@ -268,7 +242,7 @@ def _ready(budget: float = 0.3) -> tuple[RockmateModule, Net]:
     model = Net(dropped=0.0)
     module = framed(model, budget)
     for seed in range(5):
-        step_of(module, model, seed)
+        loss_of(module, seed).backward()
         if seed == 1:  # insides are captured; times of the machine are not to decide
             assert module.frames is not None
             assert module.frames.needs is not None
@@ -299,28 +273,25 @@ def test_a_parameter_that_is_changed_in_place_is_named() -> None:
 
 
 def test_modes_frozen_parameters_and_autocast_are_those_of_the_call() -> None:
-    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
-        blocks: Any = model.get_submodule("blocks")
+    def loss(module: nn.Module, seed: int) -> Tensor:
+        blocks: Any = module.get_submodule("blocks")
         blocks[1].drop.p = 0.5 if seed == 6 else 0.2
         blocks[2].requires_grad_(seed != 7)
         blocks[3].drop.train(seed != 8)
         with torch.autocast("cpu", torch.bfloat16, enabled=seed == 9):
-            return step_of(module, model, seed)
+            return loss_of(module, seed)
 
-    check(Net(dropped=0.0), step=step, num_steps=12)
+    check(Net(dropped=0.0), loss=loss, num_steps=12)
 
 
 def test_two_forwards_before_a_backward_and_two_backwards() -> None:
-    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
-        torch.manual_seed(seed)
+    def loss(module: nn.Module, _: int) -> list[Tensor]:
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
-        loss = module(x).sin().mean() + module(x.detach()).square().mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-        assert x.grad is not None
-        return [loss.detach(), x.grad]
+        value = module(x).sin().mean() + module(x.detach()).square().mean()
+        value.backward(retain_graph=True)
+        return [value, x]
 
-    check(Net(), step=step)
+    check(Net(), loss=loss)
 
 
 def test_a_checkpoint_around_a_block_keeps_it_as_it_is() -> None:
@@ -337,15 +308,13 @@ def test_a_checkpoint_around_a_block_keeps_it_as_it_is() -> None:
 def test_batches_of_sizes_that_come_again_are_planned() -> None:
     numbers: list[int] = []
 
-    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
-        torch.manual_seed(seed)
-        loss = module(torch.randn(ROWS - 7 * (seed % 3), WIDTH)).square().mean()
-        loss.backward()
+    def loss(module: nn.Module, seed: int) -> Tensor:
+        value = module(torch.randn(ROWS - 7 * (seed % 3), WIDTH)).square().mean()
         if isinstance(module, RockmateModule):
             numbers.append(num_planned(module))
-        return [loss.detach()]
+        return value
 
-    check(Net(dropped=0.0), 0.4, step, num_steps=12)
+    check(Net(dropped=0.0), 0.4, loss, num_steps=12)
     assert all(numbers[-3:]), numbers
 
 
@@ -388,42 +357,30 @@ def test_a_second_derivative_is_refused() -> None:
 
 
 def test_hooks_of_parameters_are_called_in_the_order_of_eager() -> None:
-    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
-        called: list[int] = []
-        places = {id(each): place for place, each in enumerate(model.parameters())}
-        handles = []
-        if seed > 5:
-            handles = [
-                each.register_post_accumulate_grad_hook(
-                    lambda parameter: called.append(places[id(parameter)])
-                )
-                for each in model.parameters()
-            ]
-        result = step_of(module, model, seed)
-        for handle in handles:
-            handle.remove()
-        return [*result, torch.tensor(called)]
+    def loss(module: nn.Module, seed: int) -> list[Any]:
+        called = lists.setdefault(id(module), [])
+        if seed == 6:
+            for place, each in enumerate(module.parameters()):
+                each.register_post_accumulate_grad_hook(lambda _, place=place: called.append(place))
+        return [loss_of(module, seed), called]
 
-    check(Net(dropped=0.0), 0.4, step)
+    lists: dict[int, list[int]] = {}
+    check(Net(dropped=0.0), 0.4, loss)
+    assert all(lists.values())
 
 
 def test_hooks_of_all_modules_are_called() -> None:
-    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+    def loss(module: nn.Module, seed: int) -> Tensor:
         called: list[int] = []
+        if seed <= 5:
+            return loss_of(module, seed)
+        handle = nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
+        value = loss_of(module, seed)
+        handle.remove()
+        assert len(called) > 6 * len(list(module.get_submodule("blocks.0").modules())) - 1
+        return value
 
-        def note(*_: Any) -> None:
-            called.append(1)
-
-        handle = None
-        if seed > 5:
-            handle = nn.modules.module.register_module_forward_hook(note)
-        result = step_of(module, model, seed)
-        if handle is not None:
-            handle.remove()
-            assert len(called) > 6 * len(list(model.get_submodule("blocks.0").modules())) - 1
-        return result
-
-    check(Net(dropped=0.0), 1.0, step)
+    check(Net(dropped=0.0), 1.0, loss)
 
 
 class Twice(Net):
@@ -443,19 +400,18 @@ def test_gradients_of_weights_that_autocast_has_cast_once(
 ) -> None:
     counts: list[int] = []
 
-    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+    def loss(module: nn.Module, seed: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=is_cached):
-            result = step_of(module, model, seed)
+            result = loss_of(module, seed)
         if isinstance(module, RockmateModule):
             counts.append(num_planned(module))
-            assert module.frames is not None
-            assert module.frames.needs is not None
-            for needs in module.frames.needs.by_key.values():
+            found = module.frames and module.frames.needs
+            for needs in found.by_key.values() if found else ():
                 needs.seconds = 1.0  # so that a frame that is dropped whole is not the faster one
         return result
 
     monkeypatch.setitem(globals(), "ROWS", 1024)  # beside which casts of weights are small
-    check(net([Block() for _ in range(3)], dropped=0.0), 0.5, step)
+    check(net([Block() for _ in range(3)], dropped=0.0), 0.5, loss)
     assert max(counts) > 0
 
 
@@ -484,12 +440,12 @@ class Product(nn.Module):
 def test_a_weight_with_readers_beside_the_cast_of_autocast(
     further: Callable[[Tensor], Tensor], is_planned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
+    def loss(module: nn.Module, seed: int) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return step_of(module, model, seed)
+            return loss_of(module, seed)
 
     caplog.set_level(logging.INFO, "rockmate.frames.interiors")
-    check(Net([Product(further) for _ in range(3)], dropped=0.0), 1.0, step)
+    check(Net([Product(further) for _ in range(3)], dropped=0.0), 1.0, loss)
     assert ("is not planned" in caplog.text) != is_planned
 
 
@@ -503,31 +459,21 @@ class CountingOutside(Block):
 
 
 def test_what_a_forward_leaves_in_a_list_comes_once() -> None:
-    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
-        counts: Any = model.get_submodule("blocks.0").counts
-        before = len(counts)
-        result = step_of(module, model, seed)
-        return [*result, torch.tensor(len(counts) - before)]
+    def loss(module: nn.Module, seed: int) -> list[Any]:
+        return [loss_of(module, seed), module.get_submodule("blocks.0").counts]
 
     counts: list[int] = []
-    check(Net([CountingOutside(counts) for _ in range(4)]), 1.0, step)
+    check(Net([CountingOutside(counts) for _ in range(4)]), 1.0, loss)
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_a_model_that_hands_its_cache_to_its_layers_is_told_once(
     use_cache: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def step(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
-        torch.manual_seed(seed)
-        ids = torch.randint(64, (8, 24))
-        loss = module(input_ids=ids, labels=ids).loss
-        loss.backward()
-        return [loss.detach()]
-
     config = transformers.GPT2Config(
         vocab_size=64, n_positions=32, n_embd=32, n_layer=4, n_head=2, use_cache=use_cache
     )
-    module = check(transformers.GPT2LMHeadModel(config).train(), 0.4, step)
+    module = check(transformers.GPT2LMHeadModel(config).train(), 0.4, loss_of_words)
     assert use_cache or num_planned(module) > 0
     told = [each for each in caplog.records if "use_cache = False" in each.getMessage()]
     assert len(told) == int(use_cache)

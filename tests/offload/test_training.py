@@ -9,7 +9,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
-from helpers import differing, gradients_of, net_allocated, same_gradients, zero_gradients
+from helpers import assert_trains_alike, net_allocated, same_gradients, zero_gradients
 from moves import X, layers, module_of, step
 from schedules import verify
 from torch import nn
@@ -42,23 +42,13 @@ def test_three_steps_have_the_bits_of_eager(name: str, tmp_path: Path) -> None:
     module = planner.module((planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2)
     assert module.plan.schedule.moves, "nothing moves"
     verify(module.plan.graph, module.plan.schedule)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3) for each in (module, eager)]
-    for seed in range(3):
+
+    def loss(callee: nn.Module, seed: int) -> torch.Tensor:
         batch = workload.make_batch(seed)
-        inputs = {key: value for key, value in batch.items() if key != models.TARGET}
-        losses = []
-        for callee, optimizer in zip((module, eager), optimizers, strict=True):
-            torch.manual_seed(seed)
-            optimizer.zero_grad()
-            output = callee(**inputs)
-            loss = output.loss if name in models.HAS_OWN_LOSS else output.square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        assert losses[0] == losses[1]
-        assert not differing(gradients_of(workload.model), gradients_of(eager))
-        for optimizer in optimizers:
-            optimizer.step()
-    assert not differing(dict(workload.model.state_dict()), dict(eager.state_dict()))
+        output = callee(**{key: value for key, value in batch.items() if key != models.TARGET})
+        return output.loss if name in models.HAS_OWN_LOSS else output.square().mean()
+
+    assert_trains_alike(module, eager, loss, 3)
     assert not list(tmp_path.iterdir())
 
 
@@ -93,13 +83,14 @@ def test_several_forwards_wait_for_their_backwards(tmp_path: Path) -> None:
     eager = copy.deepcopy(model)
     module = module_of(tmp_path, model, in_flight=3)
     batches = [torch.randn(128, 256) for _ in range(3)]
-    for callee in (module, eager):
+
+    def three(callee: nn.Module) -> None:
         outputs = [callee(x).square().mean() for x in batches]
         # The last is never differentiated.
         (outputs[1] + outputs[0]).backward()
-    assert not differing(gradients_of(model), gradients_of(eager))
+
+    same_gradients(module, eager, three)
     disk = disk_of(model, tmp_path)
-    del outputs
     gc.collect()
     assert disk.num_bytes == module.plan.simulation.host_bytes  # of the three
     module(batches[0]).sum().backward()
@@ -131,10 +122,9 @@ def test_the_input_gets_its_gradient(tmp_path: Path) -> None:
     x = torch.randn(128, 256, requires_grad=True)
     module = RockmateModule(model, x, 0.5, offload=f"disk:{tmp_path}")
     assert module.plan.schedule.moves
-    gradients = []
-    for callee in (module, eager):
-        callee(x).square().mean().backward()
-        assert x.grad is not None
-        gradients.append(x.grad)
-        x.grad = None
-    assert torch.equal(*gradients)
+
+    def loss(callee: nn.Module, _: int) -> list[torch.Tensor]:
+        given = torch.randn(128, 256, requires_grad=True)
+        return [callee(given).square().mean(), given]
+
+    assert_trains_alike(module, eager, loss, 2)

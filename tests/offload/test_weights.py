@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from fine_tuning import batch, llama
-from helpers import gradients_of, net_allocated
+from helpers import differing, net_allocated, same_gradients
 from moves import Net, rows
 from safetensors.torch import load_file, save_file
 from schedules import verify
@@ -82,17 +82,8 @@ def module_of(folder: Path, model: nn.Module, sample: Any = None, **options: Any
     return module
 
 
-def trained(module: Any, owner: nn.Module, x: Tensor) -> dict[str, Tensor]:
-    """Loss and gradients of one step."""
-    owner.zero_grad()
-    loss = module(x)
-    loss.backward()
-    return {"loss": loss.detach(), **gradients_of(owner)}
-
-
-def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert not [name for name in ours if not torch.equal(ours[name], theirs[name])]
+def same_step(module: Any, eager: nn.Module, x: Tensor) -> None:
+    same_gradients(module, eager, lambda callee: callee(x).backward())
 
 
 @pytest.mark.parametrize("share", [0.6, 0.3, 0.0])
@@ -111,10 +102,10 @@ def test_steps_have_the_bits_of_eager_and_the_predicted_bytes(share: float, tmp_
     module = planner.module_of(plan, trial="never")
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, eager)]
     for seed in range(3):
-        assert_equal(trained(module, model, rows(seed)), trained(eager, eager, rows(seed)))
+        same_step(module, eager, rows(seed))
         for optimizer in optimizers:
             optimizer.step()
-    assert_equal(dict(model.state_dict()), dict(eager.state_dict()))
+    assert not differing(dict(model.state_dict()), dict(eager.state_dict()))
     away = [p.nbytes for n, p in model.named_parameters() if p.data_ptr() != in_memory[n]]
     assert sum(away) == planner.weight_bytes - (budget - plan.budget_bytes) > 0
     x = rows(1)
@@ -157,7 +148,7 @@ def test_quantized_weights_go_home_as_they_are(
     module = planner.module(planner.minimum_peak_bytes + 4096)
     assert module.plan.schedule.fetches
     for seed in (1, 2):
-        assert_equal(trained(module, model, rows(seed)), trained(eager, eager, rows(seed)))
+        same_step(module, eager, rows(seed))
     assert {name for name, place in addresses(model).items() if place != where[name]}
     assert torch.equal(model.eval()(rows(3)), eager.eval()(rows(3)))
 
@@ -179,16 +170,13 @@ def test_scripts_find_the_weights_of_a_language_model_whole(is_tied: bool, tmp_p
     model = with_adapters(llama(**sizes, tie_word_embeddings=is_tied))
     eager = copy.deepcopy(model)
     module = module_of(tmp_path, model, batch(), outputs="loss")
-    assert_equal(dict(module.state_dict()), dict(eager.state_dict()))
+    assert not differing(dict(module.state_dict()), dict(eager.state_dict()))
     words = batch()["input_ids"]
     ours, theirs = (each.eval().generate(words, max_new_tokens=4) for each in (module, eager))
     assert torch.equal(ours, theirs)
     module.train()
     eager.train()
-    for each in (module, eager):
-        torch.manual_seed(1)
-        each(**batch(1)).loss.backward()
-    assert_equal(gradients_of(model), gradients_of(eager))
+    same_gradients(module, eager, lambda callee: callee(**batch(1)).loss.backward())
 
 
 def test_weights_that_are_mapped_from_a_file_go_home(tmp_path: Path) -> None:
@@ -199,24 +187,24 @@ def test_weights_that_are_mapped_from_a_file_go_home(tmp_path: Path) -> None:
         model = layers()
     model.load_state_dict(load_file(tmp_path / "weights.safetensors"), assign=True)
     module = module_of(tmp_path, model)
-    assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
+    same_step(module, eager, rows(1))
 
 
 def test_what_a_script_writes_into_a_weight_counts(tmp_path: Path) -> None:
     model = layers()
     eager = copy.deepcopy(model)
     module = module_of(tmp_path, model)
-    trained(module, model, rows(0))
+    module(rows(0)).backward()
     for each in (model, eager):
         weight: Any = each.get_parameter("2.layer.weight")
         weight.data.mul_(1.5)
         other: Any = each.get_parameter("20.layer.weight")
         other.data = other.data * 0.5
-    assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
+    same_step(module, eager, rows(1))
     state = {name: 1.1 * value for name, value in eager.state_dict().items()}
     for each in (model, eager):
         each.load_state_dict(state)
-    assert_equal(trained(module, model, rows(2)), trained(eager, eager, rows(2)))
+    same_step(module, eager, rows(2))
 
 
 def test_calls_of_other_sizes_have_the_bits_of_eager(tmp_path: Path) -> None:
@@ -225,7 +213,7 @@ def test_calls_of_other_sizes_have_the_bits_of_eager(tmp_path: Path) -> None:
     module = module_of(tmp_path, model)
     for number in (16, 32, 40, 16):
         x = rows(3, number)
-        assert_equal(trained(module, model, x), trained(eager, eager, x))
+        same_step(module, eager, x)
 
 
 def test_a_kept_graph_and_two_forwards_have_the_bits_of_eager(tmp_path: Path) -> None:
@@ -235,12 +223,14 @@ def test_a_kept_graph_and_two_forwards_have_the_bits_of_eager(tmp_path: Path) ->
     with pytest.raises(InfeasibleBudgetError) as caught:
         planner.plan(1)
     module = planner.module(caught.value.minimum_bytes)
-    for each in (module, eager):
-        losses = [each(rows(seed)) for seed in (1, 2)]
+
+    def both(callee: nn.Module) -> None:
+        losses = [callee(rows(seed)) for seed in (1, 2)]
         losses[0].backward(retain_graph=True)
         losses[0].backward()
         losses[1].backward()
-    assert_equal(gradients_of(model), gradients_of(eager))
+
+    same_gradients(module, eager, both)
 
 
 def test_a_full_home_is_an_error_before_anything_is_computed(
@@ -258,7 +248,7 @@ def test_a_full_home_is_an_error_before_anything_is_computed(
         RockmateModule(model, rows(), plan=plan)
     monkeypatch.undo()
     module = RockmateModule(model, rows(), plan=plan)
-    assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
+    same_step(module, eager, rows(1))
 
 
 def test_a_copy_that_fails_is_an_error_and_the_next_step_runs(
@@ -275,7 +265,7 @@ def test_a_copy_that_fails_is_an_error_and_the_next_step_runs(
     with pytest.raises(OffloadError, match="the disk is gone"):
         module(rows())
     monkeypatch.undo()
-    assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
+    same_step(module, eager, rows(1))
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -314,7 +304,7 @@ def test_a_memory_limit_bounds_weights_beside_all_else(
     assert "frozen weights may be at home in disk:" in caplog.text
     assert module.plan.schedule.fetches
     assert module.plan.budget_bytes <= room
-    assert_equal(trained(module, model, rows(1)), trained(eager, eager, rows(1)))
+    same_step(module, eager, rows(1))
 
 
 def test_a_fit_counts_the_weights_that_stay() -> None:
@@ -336,9 +326,9 @@ def test_a_fit_counts_the_weights_that_stay() -> None:
 
 def test_homes_of_a_gpu_are_planned_on_a_cpu() -> None:
     model = layers()
-    planner = Planner(model, rows(), machine="rtx4090", offload="host", weights="auto", **QUICK)
-    plan = planner.plan(frozen_bytes(model) // 2)
+    home: dict[str, Any] = {"offload": "host", "weights": "auto", **QUICK}
+    plan = Planner(model, rows(), machine="rtx4090", **home).plan(frozen_bytes(model) // 2)
     assert plan.schedule.fetches
     assert plan.predicted_ms >= plan.lower_bound_ms
     with pytest.raises(OffloadError, match=r"this model is on cpu"):
-        RockmateModule(model, rows(), frozen_bytes(model) // 2, offload="host", weights="auto")
+        RockmateModule(model, rows(), frozen_bytes(model) // 2, **home)

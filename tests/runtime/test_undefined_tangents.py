@@ -6,13 +6,14 @@ import copy
 import logging
 import random
 from collections.abc import Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from helpers import assert_alike, differing, gradients_of
+from helpers import assert_alike, same_gradients
 from made_of import made_of
 from torch import Tensor, nn
 
@@ -49,13 +50,6 @@ def backward(module: nn.Module, x: Tensor, used: Sequence[int]) -> None:
     sum((outputs[index].sum() for index in used), torch.zeros(())).backward()
 
 
-def assert_equal_gradients(model: nn.Module, reference: nn.Module) -> None:
-    ours, theirs = gradients_of(model), gradients_of(reference)
-    assert ours.keys() == theirs.keys()
-    for name in theirs:
-        torch.testing.assert_close(ours[name], theirs[name], rtol=0, atol=0, equal_nan=True)
-
-
 SUBSETS = [used for size in (1, 2, 3, 4) for used in combinations(range(4), size)]
 
 
@@ -64,12 +58,13 @@ def test_gradients_are_eagers_for_every_set_of_used_outputs(budget: str | float)
     model, reference = seeded(Heads), seeded(Heads)
     planner = Planner(model, batch(), machine="cpu-avx2")
     module = planner.module(planner.minimum_peak_bytes if budget == "minimum" else budget)
+
+    def both(callee: nn.Module, used: Sequence[int]) -> None:
+        backward(callee, batch(), used)
+        backward(callee, batch(seed=1), used)
+
     for used in SUBSETS:
-        for callee, owner in ((module, model), (reference, reference)):
-            owner.zero_grad()
-            backward(callee, batch(), used)
-            backward(callee, batch(seed=1), used)
-        assert_equal_gradients(model, reference)
+        same_gradients(module, reference, partial(both, used=used))
 
 
 def test_heads_trained_in_turn_stay_eagers() -> None:
@@ -103,9 +98,8 @@ def test_gradients_that_depend_on_no_tangent_are_delivered(strategy: str) -> Non
     model, reference = seeded(Signs), seeded(Signs)
     x = torch.randn(6, 8)
     planner = Planner(model, x, machine="cpu-avx2")
-    planner.module(1.0, strategy=strategy)(x).backward()
-    reference(x).backward()
-    assert_equal_gradients(model, reference)
+    module = planner.module(1.0, strategy=strategy)
+    same_gradients(module, reference, lambda callee: callee(x).backward())
     assert model.scale.grad is not None
 
 
@@ -141,10 +135,7 @@ def test_other_sizes_have_their_own_zeros(caplog: pytest.LogCaptureFixture) -> N
     module = RockmateModule(model, batch(48), 1.0, machine="cpu-avx2")
     caplog.set_level(logging.INFO, logger="rockmate.step_family")
     for rows in (48, 31, 17, 23, 1):
-        for callee, owner in ((module, model), (reference, reference)):
-            owner.zero_grad()
-            backward(callee, batch(rows), (2,))
-        assert_equal_gradients(model, reference)
+        same_gradients(module, reference, partial(backward, x=batch(rows), used=(2,)))
         assert model.both.weight.grad[8:].count_nonzero() == 0
     assert "symbolic sizes" in caplog.text
 
@@ -189,10 +180,7 @@ def test_a_head_inside_an_opaque_module_gets_no_gradient() -> None:
     model, reference, x = seeded(Model), seeded(Model), torch.randn(4, 8)
     module = RockmateModule(model, x, 1.0, untraced=["heads"])
     for used in ((0,), (1,), (0, 1)):
-        for callee, owner in ((module, model), (reference, reference)):
-            owner.zero_grad()
-            backward(callee, x, used)
-        assert_equal_gradients(model, reference)
+        same_gradients(module, reference, lambda callee, used=used: backward(callee, x, used))
 
 
 def test_logits_beside_a_loss_leave_the_bits_of_eager() -> None:
@@ -205,9 +193,7 @@ def test_logits_beside_a_loss_leave_the_bits_of_eager() -> None:
     ids = torch.randint(64, (2, 12))
     sample = {"input_ids": ids, "labels": ids}
     module = RockmateModule(model, sample, 1.0, machine="cpu-avx2")
-    module(**sample).loss.backward()
-    reference(**sample).loss.backward()
-    assert not differing(gradients_of(model), gradients_of(reference))
+    same_gradients(module, reference, lambda callee: callee(**sample).loss.backward())
 
 
 class RandomHeads(nn.Module):
@@ -250,10 +236,8 @@ def test_random_graphs_with_outputs_left_out(seed: int) -> None:
         module = planner.module(budget)
         for size in range(1, model.num_outputs):
             for used in combinations(range(model.num_outputs), size):
-                for callee, owner in ((module, model), (reference, reference)):
-                    owner.zero_grad()
-                    backward(callee, x, used)
-                assert_equal_gradients(model, reference)
+                run = partial(backward, x=x, used=used)
+                same_gradients(module, reference, run)
 
 
 @pytest.mark.parametrize("seed", range(6))

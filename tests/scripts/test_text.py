@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -152,34 +153,27 @@ def character_model(wrap: Wrap, tied: bool, accumulated: int) -> Numbers:
 
 
 class WordModel(nn.Module):
-    def __init__(self, kind: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.drop, self.encoder = nn.Dropout(0.2), nn.Embedding(VOCABULARY, 24)
-        self.rnn = getattr(nn, kind)(24, 24, 2, dropout=0.2)
+        self.rnn = nn.LSTM(24, 24, 2, dropout=0.2)
         self.decoder = nn.Linear(24, VOCABULARY)
         self.decoder.weight = self.encoder.weight
-        self.kind = kind
 
-    def forward(self, words: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, words: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
         output, hidden = self.rnn(self.drop(self.encoder(words)), hidden)
         decoded = self.decoder(self.drop(output)).view(-1, VOCABULARY)
         return F.log_softmax(decoded, dim=1), hidden
 
-    def init_hidden(self, batch_size: int) -> Tensor | tuple[Tensor, Tensor]:
+    def init_hidden(self, batch_size: int) -> tuple[Tensor, ...]:
         weight = next(self.parameters())
         zeros = weight.new_zeros(2, batch_size, 24)
-        return (zeros, zeros.clone()) if self.kind == "LSTM" else zeros
+        return zeros, zeros.clone()
 
 
-def _detached(hidden: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    if isinstance(hidden, Tensor):
-        return hidden.detach()
-    return tuple(each.detach() for each in hidden)
-
-
-def word_level(wrap: Wrap, kind: str) -> Numbers:
+def word_level(wrap: Wrap) -> Numbers:
     """The hidden state goes from batch to batch; weights are stepped by hand."""
-    model = wrap(WordModel(kind))
+    model = wrap(WordModel())
     words = TEXT.view(50, 8)
     losses = []
     for epoch in range(2):
@@ -188,7 +182,7 @@ def word_level(wrap: Wrap, kind: str) -> Numbers:
             length = min(14, 49 - start)
             data, targets = words[start : start + length], words[start + 1 : start + 1 + length]
             model.zero_grad()
-            hidden = _detached(hidden)
+            hidden = tuple(each.detach() for each in hidden)
             output, hidden = model(data, hidden)
             loss = F.nll_loss(output, targets.reshape(-1))
             loss.backward()
@@ -257,36 +251,6 @@ def bag_of_words(wrap: Wrap) -> Numbers:
     return [*stepped(optimizer, losses()), model]
 
 
-class Encoder(nn.Module):
-    """Two towers and a learned temperature."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.text = nn.Sequential(nn.Embedding(VOCABULARY, 16), nn.Linear(16, 16))
-        self.image = nn.Sequential(nn.Conv2d(3, 16, 4, 4), nn.ReLU(), nn.Flatten(2))
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
-
-    def forward(self, words: Tensor, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        text = F.normalize(self.text(words).mean(1), dim=-1)
-        image = F.normalize(self.image(images).mean(-1), dim=-1)
-        return text, image, self.logit_scale.exp()
-
-
-def contrastive(wrap: Wrap) -> Numbers:
-    model = wrap(Encoder())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def losses() -> Iterator[Tensor]:
-        for _ in range(3):
-            text, image, scale = model(torch.randint(VOCABULARY, (6, 5)), torch.randn(6, 3, 8, 8))
-            logits = scale * image @ text.t()
-            labels = torch.arange(6)
-            yield (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
-
-    clamp = lambda: model.logit_scale.data.clamp_(0, math.log(100))  # noqa: E731
-    return [*stepped(optimizer, losses(), clamp), model]
-
-
 def preferences(wrap: Wrap) -> Numbers:
     """Two calls of the policy and two of a frozen reference for one loss."""
     reference = CharacterModel(dropout=0.0).eval().requires_grad_(False)
@@ -316,9 +280,7 @@ def preferences(wrap: Wrap) -> Numbers:
         pytest.param(partial(character_model, tied=True, accumulated=1), id="character_model"),
         pytest.param(partial(character_model, tied=False, accumulated=3),
                      id="character_model_in_micro_batches"),
-        pytest.param(partial(word_level, kind="LSTM"), id="word_level_lstm"),
-        pytest.param(partial(word_level, kind="GRU"), id="word_level_gru"),
-        translation, bag_of_words, contrastive, preferences,
+        word_level, translation, bag_of_words, preferences,
     ],
 )  # fmt: skip
 def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader, TensorDataset
-from twice import Numbers, Script, Wrap, differences, stepped
+from twice import Numbers, Script, Wrap, differences
 
 
 def digits(num_samples: int = 40) -> TensorDataset:
@@ -128,30 +128,6 @@ def adversarial(wrap: Wrap) -> Numbers:
     return [*losses, net_g, net_d]
 
 
-class Upscaler(nn.Module):
-    def __init__(self, factor: int) -> None:
-        super().__init__()
-        self.relu = nn.ReLU(inplace=True)
-        self.conv1, self.conv2 = nn.Conv2d(1, 16, 5, 1, 2), nn.Conv2d(16, 8, 3, 1, 1)
-        self.conv3, self.shuffle = nn.Conv2d(8, factor**2, 3, 1, 1), nn.PixelShuffle(factor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.shuffle(self.conv3(self.relu(self.conv2(self.relu(self.conv1(x))))))
-
-
-def super_resolution(wrap: Wrap) -> Numbers:
-    model, criterion = wrap(Upscaler(2)), nn.MSELoss()
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    total = 0.0
-    for images, _ in DataLoader(digits(), batch_size=10):
-        optimizer.zero_grad()
-        loss = criterion(model(F.avg_pool2d(images, 2)), images)
-        total += loss.item()
-        loss.backward()
-        optimizer.step()
-    return [total, model]
-
-
 def neural_style(wrap: Wrap) -> Numbers:
     net = wrap(nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU()))
     net.requires_grad_(False)
@@ -179,17 +155,6 @@ def neural_style(wrap: Wrap) -> Numbers:
     return [torch.tensor(losses), holder]
 
 
-def siamese_triplet(wrap: Wrap) -> Numbers:
-    trunk = nn.Sequential(
-        nn.Conv2d(1, 8, 3, stride=2), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(392, 16)
-    )
-    model, criterion = wrap(trunk), nn.TripletMarginLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    batches = DataLoader(digits(36), batch_size=12)
-    losses = (criterion(*map(model, images.chunk(3))) for images, _ in batches)
-    return [*stepped(optimizer, losses), model]
-
-
 def small_net() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
@@ -215,56 +180,6 @@ def moving_averages(wrap: Wrap) -> Numbers:
     update_bn(loader, swa)
     ema.eval()
     return [ema(digits().tensors[0]), swa.module, ema.module, model]
-
-
-def mixup(wrap: Wrap) -> Numbers:
-    model = wrap(small_net())
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for images, labels in DataLoader(digits(), batch_size=20):
-        share = float(torch.distributions.Beta(0.4, 0.4).sample())
-        order = torch.randperm(len(images))
-        output = model(share * images + (1 - share) * images[order])
-        loss = share * F.cross_entropy(output, labels)
-        loss = loss + (1 - share) * F.cross_entropy(output, labels[order])
-        optimizer.zero_grad(set_to_none=False)
-        loss.backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.1)
-        optimizer.step()
-        losses.append(loss.item())
-    return [*losses, model]
-
-
-def distillation(wrap: Wrap) -> Numbers:
-    teacher, student = Digits().eval().requires_grad_(False), wrap(small_net())
-    optimizer = torch.optim.Adam(student.parameters())
-    for images, labels in DataLoader(digits(), batch_size=20):
-        with torch.no_grad():
-            wanted = teacher(images)
-        output = student(images)
-        soft = F.kl_div(F.log_softmax(output / 2, -1), wanted, None, None, "batchmean", True)
-        loss = F.cross_entropy(output, labels) + soft
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return [loss, student]
-
-
-def gradual_unfreezing(wrap: Wrap) -> Numbers:
-    """Trains the head, then one more layer each epoch, with fresh optimizers."""
-    model = wrap(small_net())
-    losses = []
-    layers = [model[5], model[1], model[0]]
-    model.requires_grad_(False)
-    for number in range(1, 4):
-        for layer in layers[:number]:
-            layer.requires_grad_(True)
-        groups = [{"params": each.parameters(), "lr": 0.1 / (i + 1)} for i, each in
-                  enumerate(layers[:number])]  # fmt: skip
-        optimizer = torch.optim.SGD(groups, lr=0.1)
-        batches = DataLoader(digits(20), batch_size=10)
-        losses += stepped(optimizer, (F.cross_entropy(model(x), labels) for x, labels in batches))
-    return [*losses, model]
 
 
 class Segmenter(nn.Module):
@@ -308,9 +223,8 @@ def segmentation_with_scaler(wrap: Wrap) -> Numbers:
 @pytest.mark.parametrize(
     "script",
     [
-        digits_with_test_epochs, variational_autoencoder, adversarial, super_resolution,
-        neural_style, siamese_triplet, moving_averages, mixup, distillation, gradual_unfreezing,
-        segmentation_with_scaler,
+        digits_with_test_epochs, variational_autoencoder, adversarial, neural_style,
+        moving_averages, segmentation_with_scaler,
     ],
 )  # fmt: skip
 def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:

@@ -182,7 +182,7 @@ def planned_step(place: str, form: str, name: str) -> dict[str, Any]:
     The plan is made "here", with the fake CUDA tensors, or "elsewhere", on a CPU for the GPU.
     """
     dtype = torch.bfloat16 if form == "bfloat16" else None
-    model, batch = _model(name), architectures.ARCHITECTURES[name].make_batch(0)
+    model, batch = architectures.case(name)
     fakes = FakeTensors(dtype)
     if place == "elsewhere":
         sample = tree_map(lambda each: _converted(each, dtype), batch)
@@ -226,14 +226,6 @@ def planned_step(place: str, form: str, name: str) -> dict[str, Any]:
     }
 
 
-def _model(name: str) -> nn.Module:
-    model = architectures.make(name)
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "use_cache", False):
-            module.config.use_cache = False
-    return model
-
-
 def _converted(value: Any, dtype: torch.dtype | None) -> Any:
     is_converted = isinstance(value, Tensor) and value.is_floating_point()
     return value.to(dtype) if is_converted else value
@@ -256,7 +248,7 @@ def _row(place: str, form: str, name: str) -> dict[str, Any]:
         return planned_step(place, form, name)
     except UnsupportedModelError as error:
         try:
-            step = capture_step(_model(name), architectures.ARCHITECTURES[name].make_batch(0))
+            step = capture_step(*architectures.case(name))
         except UnsupportedModelError:
             return {"refused": True}
         if isinstance(error, UnknownValueError) and step.capture.read_values is not NO_VALUES:

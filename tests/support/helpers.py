@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import gc
+import random
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import models
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -112,9 +114,11 @@ def differing(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> li
 
 
 def same_gradients(module: Any, eager: nn.Module, run: Callable[[Any], Any]) -> None:
-    """Asserts that `run`, a step from zero gradients, leaves the same bits in both."""
+    """Asserts that `run`, a step from zero gradients and one seed, leaves the same bits in both."""
+    assert not {*map(id, module.parameters())} & {*map(id, eager.parameters())}
     for callee in (module, eager):
         callee.zero_grad()
+        torch.manual_seed(1)
         run(callee)
     assert gradients_of(eager)
     assert not differing(gradients_of(module), gradients_of(eager))
@@ -137,16 +141,62 @@ def assert_gradients_alike(
             torch.testing.assert_close(mine.grad, other.grad, rtol=rtol, atol=atol)
 
 
+def records_of(
+    callee: Any, owner: nn.Module, loss_of: Callable[[Any, int], Any], num_steps: int = 4
+) -> list[Any]:
+    """What steps of training leave: losses, gradients, weights, buffers and random numbers.
+
+    Args:
+        callee: what a script calls: the model, or what plans it.
+        owner: the model.
+        loss_of: gives the loss of `callee` in a step, or a list of it and of further values. Those
+            that are leaves are recorded with their gradients.
+        num_steps: of an optimizer with momentum.
+    """
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(1)
+    optimizer = torch.optim.SGD(owner.parameters(), lr=0.01, momentum=0.9)
+    found: list[Any] = []
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        given = loss_of(callee, step)
+        loss, *others = given if isinstance(given, list) else [given]
+        loss.backward()
+        leaves = [each for each in others if isinstance(each, Tensor) and each.is_leaf]
+        found += [loss.detach(), *others, *(each.grad for each in leaves)]
+        found += [each.grad for each in owner.parameters()]
+        found += [torch.get_rng_state(), random.random(), float(np.random.rand())]
+        optimizer.step()
+        plain = (each for each in (*owner.parameters(), *owner.buffers()) if is_plain(each))
+        found += [each.detach().clone() for each in plain]
+    return found
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Not of a class of its own, as quantized weights are, which nothing trains."""
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def assert_trains_alike(
+    module: Any, plain: nn.Module, loss_of: Callable[[Any, int], Any], num_steps: int = 4
+) -> None:
+    """All that `records_of` a planned module are those of an equal model, bit for bit."""
+    assert module.original is not plain
+    ours = records_of(module, module.original, loss_of, num_steps)
+    assert_alike(ours, records_of(plain, plain, loss_of, num_steps))
+
+
 def dense(tensor: Tensor) -> Tensor:
     return tensor.to_dense() if tensor.is_sparse else tensor
 
 
 def same_bits(ours: Tensor, reference: Tensor) -> bool:
-    return (
-        ours.shape == reference.shape
-        and ours.dtype == reference.dtype
-        and torch.equal(dense(ours), dense(reference))
-    )
+    """The same shape, dtype and values, of which any NaN is one."""
+    if (ours.shape, ours.dtype) != (reference.shape, reference.dtype):
+        return False
+    mine, other = dense(ours), dense(reference)
+    nan = mine.isnan()
+    return torch.equal(nan, other.isnan()) and torch.equal(mine[~nan], other[~nan])
 
 
 def relative_error(ours: Tensor, reference: Tensor) -> float:

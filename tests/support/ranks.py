@@ -21,10 +21,14 @@ needs_gloo = pytest.mark.skipif(
     not distributed.is_available() or not distributed.is_gloo_available(), reason="needs gloo"
 )
 
-# What most checks import: seconds in each process, where it is not forked with them.
+# What most checks import, and their first plans: seconds in a process that is not forked with it.
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
-    ["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers", "rockmate"]
+    [
+        *("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "transformers"),
+        *("torch._functorch.partitioners", "rockmate.adoption.session"),
+        "rockmate.planning.strategies",
+    ]
 )
 
 

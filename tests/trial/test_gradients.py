@@ -115,8 +115,13 @@ PLANTED: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.6])
-@pytest.mark.parametrize("plant", PLANTED)
+@pytest.mark.parametrize(
+    ("plant", "budget"),
+    [
+        *((plant, 0.6) for plant in PLANTED),
+        *((plant, 1.0) for plant in ("dropped", "saved_value_changed", "global_of_a_backward")),
+    ],
+)
 def test_wrong_gradient_is_found_within_four_steps(
     plant: str, budget: float, monkeypatch: Patch
 ) -> None:

@@ -325,21 +325,23 @@ FRAMES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("plant", FRAMES, ids=lambda each: each.__name__)
-@pytest.mark.parametrize("mode", ["frames", "auto"])
-def test_difference_planted_in_frames(
-    plant: Callable[..., Any], mode: Any, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """With "auto", eager goes on, and says so."""
+def _framed(plant: Callable[..., Any], patch: Patch) -> RockmateModule:
     model = nn.Sequential(*(Counting() for _ in range(6)))
-    plant(monkeypatch)
-    module = RockmateModule(model, None, 0.7, mode="frames", plan_frames=False, trial="log")
-    module._ends_in_eager = mode == "auto"
+    plant(patch)
     torch.manual_seed(1)
-    if mode == "frames":
-        with pytest.raises(TrialError, match="the step in frames is not what the plain model does"):
-            _train_blocks(module)
-        return
+    return RockmateModule(model, None, 0.7, mode="frames", plan_frames=False, trial="log")
+
+
+@pytest.mark.parametrize("plant", FRAMES, ids=lambda each: each.__name__)
+def test_difference_planted_in_frames(plant: Callable[..., Any], monkeypatch: Patch) -> None:
+    module = _framed(plant, monkeypatch)
+    with pytest.raises(TrialError, match="the step in frames is not what the plain model does"):
+        _train_blocks(module)
+
+
+def test_in_auto_eager_goes_on(monkeypatch: Patch, caplog: pytest.LogCaptureFixture) -> None:
+    module = _framed(count_of_runs, monkeypatch)
+    module._ends_in_eager = True
     _train_blocks(module)
     assert "eager runs" in caplog.text
 

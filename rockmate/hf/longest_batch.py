@@ -56,38 +56,26 @@ def largest_call(trainer: Trainer, call: CallSignature) -> CallSignature:
 
 
 def _longest_batch(trainer: Trainer, named: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A batch of the longest rows, as the trainer's loader collates it; empty for a stream."""
+    """A batch of the longest rows, as the trainer's loader collates it.
+
+    It is empty for a stream, and where rows are no mappings. Columns in `named` alone count.
+    """
     loader: Any = trainer.callback_handler.train_dataloader
     dataset = getattr(loader, "dataset", None)
     if dataset is None or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return {}
+    step = -(-len(dataset) // _MOST_ROWS)
     with random_state_kept(all_gpus()):
-        rows = longest_rows(dataset, named)
-        if not rows:
+        rows = [dataset[index] for index in range(0, len(dataset), step)]
+        if not all(isinstance(row, Mapping) for row in rows):
             return {}
+        rows.sort(key=lambda row: _length(row, named), reverse=True)
         batch_size = loader.batch_size or trainer.args.train_batch_size
         batch = loader.collate_fn(rows[:batch_size])
         return batch if isinstance(batch, Mapping) else {}  # rows as they are, in GRPO's
 
 
-def longest_rows(dataset: Any, named: Container[str] | None = None) -> list[Any]:
-    """At most 1,024 rows of a data set, evenly spaced, the longest first.
-
-    Args:
-        dataset: with a length and rows by index.
-        named: columns whose lengths count; None counts all.
-
-    Returns:
-        The rows; none if they are not mappings.
-    """
-    step = -(-len(dataset) // _MOST_ROWS)
-    rows = [dataset[index] for index in range(0, len(dataset), step)]
-    if not all(isinstance(row, Mapping) for row in rows):
-        return []
-    return sorted(rows, key=lambda row: _length(row, named), reverse=True)
-
-
-def _length(row: Mapping[str, Any], named: Container[str] | None) -> int:
-    values = [value for name, value in row.items() if named is None or name in named]
+def _length(row: Mapping[str, Any], named: Container[str]) -> int:
+    values = [value for name, value in row.items() if name in named]
     sized = (each for each in values if hasattr(each, "__len__") and getattr(each, "ndim", 1))
     return max(map(len, sized), default=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from rockmate.errors import (
 )
 from rockmate.hf.longest_batch import largest_call
 from rockmate.hf.reference import PolicyCalls, names_in_loss
-from rockmate.memory_limit import MemoryLimit, Optimizer
+from rockmate.memory_limit import Optimizer
 from rockmate.module import RockmateModule
 from rockmate.runtime.ddp import REPLICATED
 from rockmate.step_function import PlannedStep
@@ -37,7 +37,6 @@ def wrap_trainer(
     *,
     memory_limit: int | str | None = None,
     optimizer: Optimizer | None = None,
-    fit: Literal["batch"] | None = None,
     **options: Any,
 ) -> RockmateModule | PlannedStep:
     """Plans the training step of a trainer that has not started.
@@ -59,17 +58,13 @@ def wrap_trainer(
         memory_limit: as for `RockmateModule`.
         optimizer: with `memory_limit`, what will step; None takes the trainer's, or the one that
             its arguments name.
-        fit: "batch" sets micro-batch and accumulation steps to the fastest that fit
-            `memory_limit`, at the same product, rows and loss; see `rockmate.hf.micro_batch`.
         **options: as for `RockmateModule`, as `outputs="all"`, `on_infeasible="error"`, `mode`.
 
     Returns:
         The module, which now is `trainer.model`; or the step, where the loss is planned.
 
     Raises:
-        InvalidArgumentError: the trainer has no model; or `fit` is unknown, or has no
-            `memory_limit`.
-        FitError: `fit` finds no micro-batch that fits, or cannot keep the effective batch.
+        InvalidArgumentError: the trainer has no model.
         UnsupportedModelError: as for `RockmateModule`; also for several GPUs without a launcher.
         InvalidBudgetError: as for `RockmateModule`; also if the trainer's optimizer has no rule for
             its state.
@@ -77,7 +72,7 @@ def wrap_trainer(
     bound = {"budget": budget, "memory_limit": memory_limit}
     if memory_limit is not None and optimizer is not None:
         options["optimizer"] = optimizer
-    module, options = wrap_model_of(trainer, bound, options, fit=fit)
+    module, options = wrap_model_of(trainer, bound, options)
     return _planned_loss(trainer, module, {**options, **bound})
 
 
@@ -85,8 +80,6 @@ def wrap_model_of(
     trainer: Trainer,
     bound: Mapping[str, Any],
     options: Mapping[str, Any],
-    *,
-    fit: str | None = None,
 ) -> tuple[RockmateModule, dict[str, Any]]:
     """The module that is the trainer's model from here on, and its options beside the bound.
 
@@ -100,12 +93,9 @@ def wrap_model_of(
         options = {"optimizer": own, **options}
     options = {**_options_for(trainer, options), **options}
     calls = PolicyCalls(trainer) if _has_log_probs(trainer) else None
-    # Before the fit, which takes longer: it looks at the options.
     module = RockmateModule(model, **bound, **options)
     if calls is not None:
         calls.take(module)
-    if fit is not None:
-        _fit(trainer, fit, bound["memory_limit"], options)
     module.plan_cache.largest = partial(largest_call, trainer)
     trainer.model = trainer.model_wrapped = module
     return module, options
@@ -181,28 +171,6 @@ def _model_of(trainer: Trainer) -> nn.Module:
     if trainer.model is None:
         raise InvalidArgumentError("the trainer has no model yet: give it one, not a model_init.")
     return trainer.model
-
-
-def _fit(
-    trainer: Trainer, fit: str, memory_limit: int | str | None, options: Mapping[str, Any]
-) -> None:
-    """Sets the micro-batch of a trainer; see `fit_micro_batch`."""
-    from rockmate.hf.micro_batch import fit_micro_batch  # loads the solvers
-
-    if fit != "batch":
-        raise InvalidArgumentError(f"fit is {fit!r}; choose 'batch', or leave it out.")
-    if memory_limit is None:
-        msg = 'fit="batch" finds the micro-batch for a memory_limit, and none is given.'
-        raise InvalidArgumentError(msg)
-    if options.get("mode") == "frames":
-        msg = 'fit="batch" plans, and mode="frames" does not. Leave one of them out.'
-        raise InvalidArgumentError(msg)
-    limit = MemoryLimit(
-        limit=memory_limit,
-        optimizer=options["optimizer"],
-        steps_in_backward=options.get("steps_in_backward", False),
-    )
-    fit_micro_batch(trainer, limit, options)
 
 
 def _options_for(trainer: Trainer, given: Mapping[str, Any]) -> dict[str, Any]:

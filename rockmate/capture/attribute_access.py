@@ -26,7 +26,9 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import RECURRENT_WEIGHTS, is_member, tensor_tables
+from rockmate._util import file_of, is_users
 from rockmate.capture.attribute_values import is_container, items_of, snapshot
+from rockmate.errors import UnsupportedModelError
 from rockmate.state.members import objects_and_members
 from rockmate.state.objects import ABSENT, OF_ATTRIBUTES, Handler, Objects
 
@@ -151,6 +153,20 @@ class AttributeState:
                 if name not in now or snapshot(now[name]) != before.get(name):
                     found.append((Place(owner, name), now.get(name, ABSENT)))
         return found
+
+    def refuse_changes(self) -> None:
+        """Raises if a backward has changed an attribute; what a forward changes is put back."""
+        for place, value in self.changes():
+            kind = type(place.owner)
+            if not (issubclass(kind, nn.Module) or is_users(file_of(kind))):
+                continue  # an op, say, which notes its name when it is asked for it
+            self.restore()
+            msg = (
+                f"the model's backward gives {place} another value ({type(value).__name__}), in a "
+                "hook or an autograd function, and a planned backward runs no Python. Change it "
+                'behind the backward, or keep the budget without a plan: mode="frames".'
+            )
+            raise UnsupportedModelError(msg)
 
     def replaced_module(self) -> str:
         """Path of a submodule that is not the one that it was; empty if there is none."""

@@ -268,7 +268,8 @@ def _traced(
         stack.enter_context(traced_as_ops(calls, model))
         modules = stack.enter_context(record_module_stack(model))
         checkpoints = stack.enter_context(checkpoint_regions())
-        accesses = stack.enter_context(accesses_recorded(model, AttributeState(model)))
+        before = AttributeState(model)
+        accesses = stack.enter_context(accesses_recorded(model, before))
         try:
             joint, wrapped = joint_graph(stack, forward, tensors)
         except (InvalidSampleError, UnsupportedModelError):
@@ -280,6 +281,7 @@ def _traced(
             constant = getattr(joint, str(node.target))
             node.meta["val"] = fakes.get(id(constant), node.meta.get("val"))
         install(joint.graph, calls)
+        before.refuse_changes()
     forward.left.accesses.add_reads(accesses)  # of hooks and autograd functions in the backward
     forget_tensors(next(iter(joint.graph.nodes)).meta["val"])
     checkpoints.note_decisions()

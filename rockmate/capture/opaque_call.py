@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.opaque_graph import Layout, RunGraph, attach_input
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, RockmateError, UnsupportedModelError
-from rockmate.state.call_state import CallState, undone
+from rockmate.state.call_state import CallState
 from rockmate.state.random_state import RandomState, random_state_kept
 from rockmate.state.tensors import with_attributes_of
 from rockmate.state.writes import Writes
@@ -90,7 +91,7 @@ class OpaqueCall:
 
         Leaves everything as it was.
         """
-        attributes, before = AttributeState(self.module), CallState(self.module, (), {})
+        attributes, before = AttributeState(self.module), self._state()
         with self.random_state_kept() as random, before.undone() as self.writes:
             with self._refused("forward"):
                 outputs, graph = self.run(self.copied_inputs())
@@ -104,6 +105,19 @@ class OpaqueCall:
         self.changes_state = has_changed or bool(self.writes.changed)
         with self.random_state_kept():
             self._measure_saved()
+
+    def measured(self, run: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        """A half of it that leaves all as it was: it runs often to be measured."""
+        return partial(self._without_effects, run) if self.changes_state else run
+
+    def _without_effects(self, run: Callable[..., list[Tensor]], *given: Any) -> list[Tensor]:
+        with self._state().undone(self.writes):
+            return run(*given)
+
+    def _state(self) -> CallState:
+        """All that a run can change: of the submodule, and objects among its arguments."""
+        arguments = self.arguments.rebuild(list(self.inputs[: self.num_arguments]))
+        return CallState(self.module, *arguments)
 
     def _take_layouts(self, found: Sequence[Tensor | None]) -> None:
         """Takes how gradients of arguments lie: kernels that read them round by their strides."""
@@ -129,7 +143,7 @@ class OpaqueCall:
 
         Ops are not observed: a run whose ops are may save other tensors.
         """
-        run, device = OpaqueForward(self).without_effects, self.outputs[0].device
+        run, device = self.measured(OpaqueForward(self)), self.outputs[0].device
         left_bytes, results = net_allocated(lambda: run(self.copied_inputs()), device)
         handle = results.pop()  # holds the graph
         outputs = [value.untyped_storage() for value in results]
@@ -301,13 +315,7 @@ class OpaqueForward(_OpaqueOp):
 
     def on_sample(self, _: Callable[[int], Any]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments: the sample's inputs instead of made-up ones."""
-        run = self.without_effects if self.call.changes_state else self
-        return run, (self.call.copied_inputs(),)
-
-    def without_effects(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Runs the submodule and leaves all of its own as it was."""
-        with undone(self.call.module, self.call.writes):
-            return self(tensors)
+        return self.call.measured(self), (self.call.copied_inputs(),)
 
 
 class OpaqueBackward(_OpaqueOp):
@@ -353,7 +361,8 @@ class OpaqueBackward(_OpaqueOp):
         """
         forward, given = OpaqueForward(self.call).on_sample(made_up)
         *outputs, handle = forward(*given)
-        return self, (made_up(0), handle, [outputs[at] for at in self.call.saved_outputs])
+        saved = [outputs[at] for at in self.call.saved_outputs]
+        return self.call.measured(self), (made_up(0), handle, saved)
 
 
 def by_place(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -173,3 +174,53 @@ def test_a_model_without_the_function_is_captured_as_ever() -> None:
     assert len(counts) == num_before
     with pytest.raises(InvalidSampleError, match="reduction dim"):
         RockmateModule(Counted(), torch.zeros(2, 5), 1.0)
+
+
+class Counting(torch.autograd.Function):
+    """A gradient reversal that grows with each backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, owner: Any) -> Tensor:
+        ctx.owner = owner
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.owner.count += 1
+        return -ctx.owner.count * gradient, None
+
+
+class Noting(nn.Module):
+    """Notes in its backward, by a hook of an activation or by an autograd function."""
+
+    def __init__(self, is_hook: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.is_hook, self.count, self.seen = is_hook, 0, None
+
+    def note(self, gradient: Tensor) -> None:
+        self.seen = gradient.detach().clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if not self.is_hook:
+            h = Counting.apply(h, self)
+        elif h.requires_grad:
+            h.register_hook(self.note)
+        return self.last(h).square().mean()
+
+
+@pytest.mark.parametrize("is_hook", [True, False])
+def test_what_a_backward_leaves_in_attributes(is_hook: bool) -> None:
+    eager, x = Noting(is_hook), torch.randn(4, 8)
+    model = copy.deepcopy(eager)
+    if is_hook:
+        with pytest.raises(UnsupportedModelError, match="backward gives seen of a Noting another"):
+            RockmateModule(model, x, budget=1.0)
+        assert model.seen is None
+    module = RockmateModule(model, x, budget=1.0, mode="auto" if is_hook else "plan")
+    for _ in range(3):
+        expected, found = gradients(eager, eager, x), gradients(module, model, x)
+        assert all(map(torch.equal, expected, found))
+        assert model.count == eager.count
+        assert (model.seen is None) == (eager.seen is None)

@@ -112,6 +112,8 @@ class _Reader:
         value = place.value()
         if isinstance(value, FunctionType):
             self.follow(value)
+            if is_users(value.__code__.co_filename):  # a script may put another one there
+                self._places.setdefault(place.key, place)
         elif isinstance(value, ModuleType | type):
             if is_users(file_of(value)):
                 known = self._members.setdefault(id(value), set())  # modules name one another

@@ -22,6 +22,7 @@ from torch import nn
 from rockmate._torch.members import hooks_within
 from rockmate._util import file_of, is_users
 from rockmate.capture.attribute_access import Place
+from rockmate.capture.attribute_values import is_mutable
 
 _METHODS = ("forward", "setup_context", "backward", "vjp")
 
@@ -101,6 +102,8 @@ class _Reader:
         for name in names if owner is not None else ():
             member = getattr(owner, name, None)
             self.follow(member, owner)
+            if _is_data_of(owner, name):  # type(self).name, which is read of no object
+                self._take(Place(owner, name), names)
             if owner is not None and name != "forward" and isinstance(member, FunctionType):
                 self.methods[owner].add(name)
 
@@ -109,6 +112,8 @@ class _Reader:
         value = place.value()
         if isinstance(value, FunctionType):
             self.follow(value)
+            if is_users(value.__code__.co_filename):  # a script may put another one there
+                self._places.setdefault(place.key, place)
         elif isinstance(value, ModuleType | type):
             if is_users(file_of(value)):
                 known = self._members.setdefault(id(value), set())  # modules name one another
@@ -120,6 +125,18 @@ class _Reader:
             self._places.setdefault(place.key, place)
             if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
                 self._objects[id(value)] = value
+
+
+def _is_data_of(owner: type | None, name: str) -> bool:
+    """Whether a name stands for a fixed value in a class of the user's, or in one beneath it.
+
+    Tables of a class are read, and filled, as attributes of its objects.
+    """
+    classes = [each for each in getattr(owner, "__mro__", ()) if name in vars(each)]
+    if not classes or name.startswith("__") or not is_users(file_of(classes[0])):
+        return False
+    value = vars(classes[0])[name]
+    return not (hasattr(value, "__get__") or is_mutable(value))
 
 
 @cache

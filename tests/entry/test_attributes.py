@@ -70,7 +70,7 @@ class Config:
 class Reading(Net):
     """Each kind of value that can decide."""
 
-    of_class = 1
+    of_class = of_type = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Reading(Net):
         h = h if self.nothing is None else h * 3
         h = self.act(h) + sum(self.config.sizes) * (2 if self.config.flag else 1)
         h = h * (2 if self.configs[0].flag else 1)
-        return h * getattr(self, "extra", 1) + float(self.array[1])
+        return h * getattr(self, "extra", type(self).of_type) + float(self.array[1])
 
 
 CHANGES: dict[str, Change] = {
@@ -114,6 +114,7 @@ CHANGES: dict[str, Change] = {
     "namespace": lambda m: setattr(m.space, "depth", 4),
     "function": lambda m: setattr(m, "act", torch.sigmoid),
     "over a class": lambda m: setattr(m, "of_class", 3),
+    "of a class by itself": lambda m: setattr(type(getattr(m, "original", m)), "of_type", 2),
     "added": lambda m: setattr(m, "extra", 3),
     "array in place": lambda m: m.array.fill(2.0),
     "type": lambda m: setattr(m, "number", 2.0),

@@ -33,6 +33,10 @@ class _Same:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
+WATCHED_KIND = "_rockmate_watched_kind"
+"""Of a class that stands for a container's while what is done with it is noted: that of its own."""
+
+
 def snapshot(value: Any, within: tuple[int, ...] = ()) -> Any:
     """A copy of `value` for comparison: plain values with their types, containers item by item.
 
@@ -43,7 +47,7 @@ def snapshot(value: Any, within: tuple[int, ...] = ()) -> Any:
         value: what is copied.
         within: addresses of the containers around it, since a container may contain itself.
     """
-    kind = type(value)
+    kind = getattr(type(value), WATCHED_KIND, type(value))
     if kind in _PLAIN:
         return kind, value
     if kind is float:

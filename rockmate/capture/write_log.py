@@ -16,6 +16,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from rockmate.capture.attribute_access import Place
+from rockmate.capture.attribute_values import WATCHED_KIND
 from rockmate.capture.deferred_values import Deferred, methods_of
 
 _OF_MANY = ("extend", "extendleft", "__iadd__")
@@ -196,6 +197,7 @@ def _class(base: type) -> Any:
         members["__iter__"] = _iterated
     if base is defaultdict:
         members["__missing__"] = _missing
+    members[WATCHED_KIND] = base
     return type(f"Watched{base.__name__}", (base,), members)
 
 

@@ -4,7 +4,7 @@
 |---|---|
 | `unit` | of algorithms and of the source tree: no torch model |
 | `model` | all others that are quick; the default |
-| `integration` | around the package: guides' code, processes, other libraries and their models |
+| `integration` | of commands, guides, scripts, other libraries and compilers, memory elsewhere |
 | `slow` | listed in `slow.txt`: further cases of properties that a quick case covers |
 | `bench` | of the benchmarks, and those that measure time |
 | `cuda` | that need a CUDA device |
@@ -39,20 +39,22 @@ UNIT = (
 )
 INTEGRATION = (
     "tests/adoption/",
-    "tests/cli/test_fit_command.py",
+    "tests/checks/",
+    "tests/cli/",
+    "tests/curves/",
     "tests/docs/",
     "tests/dynamo/",
+    "tests/fusion/",
     "tests/hf/",
+    "tests/offload/",
     "tests/scripts/",
     "tests/test_packaging.py",
     # Whole models of other libraries, and searches that are compared by their time.
-    "tests/curves/test_fit.py::test_a_fit_with_moves_is_measured",
     "tests/entry/test_quantized.py",
     "tests/entry/test_shapes.py::test_smaller_shapes_take_over_the_schedule_and_equal_eager[gpt2]",
     "tests/entry/test_step_functions.py::test_derivatives_by_functions",
     "tests/frames/test_quantized.py",
     "tests/interiors/test_planned_frames.py::test_a_decoder_of_transformers_with_layerdrop",
-    "tests/offload/test_weights.py::test_homes_of_a_gpu_are_planned_on_a_cpu",
     "tests/planning/test_plans_together.py::test_they_are_about_as_fast_as_plans_made_one_by_one",
     "tests/runtime/test_fake_cuda.py",
 )

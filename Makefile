@@ -24,14 +24,10 @@ VERSIONS ?=
 demo: $(INSTALLED)
 	$(BIN)/rockmate demo $(DEMO)
 
-test: $(INSTALLED)
+test-integration: TIERS := integration
+test-all: TIERS := not cuda
+test test-integration test-all: $(INSTALLED)
 	$(BIN)/python -m pytest -n logical --dist worksteal -m "$(TIERS)" $(TESTS)
-
-test-integration: $(INSTALLED)
-	$(BIN)/python -m pytest -n logical --dist worksteal -m integration $(TESTS)
-
-test-all: $(INSTALLED)
-	$(BIN)/python -m pytest -n logical --dist worksteal -m "not cuda" $(TESTS)
 
 test-versions: $(INSTALLED)
 	$(BIN)/python -m nox $(VERSIONS)

@@ -47,11 +47,12 @@ def snapshot(value: Any, within: tuple[int, ...] = ()) -> Any:
         value: what is copied.
         within: addresses of the containers around it, since a container may contain itself.
     """
-    kind = getattr(type(value), WATCHED_KIND, type(value))
+    kind = type(value)
     if kind in _PLAIN:
         return kind, value
     if kind is float:
         return kind, value.hex()  # NaN differs from itself, and 0.0 equals -0.0
+    kind = getattr(kind, WATCHED_KIND, kind)
     if id(value) in within:
         return kind, len(within)
     inner = (*within, id(value))

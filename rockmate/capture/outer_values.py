@@ -99,12 +99,14 @@ class _Reader:
             self._take(Place(module, name), names)
         for cell in function.__closure__ or ():
             self._take(Place(cell, "cell_contents"), names)
-        for name in names if owner is not None else ():
+        if owner is None:
+            return
+        for name in names:
             member = getattr(owner, name, None)
             self.follow(member, owner)
             if _is_data_of(owner, name):  # type(self).name, which is read of no object
                 self._take(Place(owner, name), names)
-            if owner is not None and name != "forward" and isinstance(member, FunctionType):
+            if name != "forward" and isinstance(member, FunctionType):
                 self.methods[owner].add(name)
 
     def _take(self, place: Place, names: set[str]) -> None:
@@ -127,12 +129,12 @@ class _Reader:
                 self._objects[id(value)] = value
 
 
-def _is_data_of(owner: type | None, name: str) -> bool:
+def _is_data_of(owner: type, name: str) -> bool:
     """Whether a name stands for a fixed value in a class of the user's, or in one beneath it.
 
     Tables of a class are read, and filled, as attributes of its objects.
     """
-    classes = [each for each in getattr(owner, "__mro__", ()) if name in vars(each)]
+    classes = [each for each in owner.__mro__ if name in vars(each)]
     if not classes or name.startswith("__") or not is_users(file_of(classes[0])):
         return False
     value = vars(classes[0])[name]

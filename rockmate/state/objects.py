@@ -201,12 +201,9 @@ def _own(kind: type) -> Any:
 def put_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
     """Gives a dict its items back, in their order."""
     own = _own(type(value))
-    if len(content) == own.__len__(value) and (
-        not content
-        or all(
-            (name is known or name == known) and each is before
-            for (name, each), (known, before) in zip(own.items(value), content.items(), strict=True)
-        )
+    if len(content) == own.__len__(value) and all(
+        (name is known or name == known) and each is before
+        for (name, each), (known, before) in zip(own.items(value), content.items(), strict=True)
     ):
         return
     own.clear(value)

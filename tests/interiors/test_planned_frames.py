@@ -18,10 +18,19 @@ from torch.utils.checkpoint import checkpoint
 from rockmate import RockmateModule
 from rockmate._torch.allocator import timeline
 from rockmate.errors import BackwardError
+from rockmate.frames.interiors.schedules import PlannedSchedules
 from tests.frames.test_frames import framed
 
 WIDTH = 32
 ROWS = 96
+
+
+@pytest.fixture(autouse=True)
+def _schedules_take_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a step runs by a schedule does not depend on what else the machine does."""
+    take = PlannedSchedules.take
+    free = lambda planned, **_: take(planned, eager_s=1.0, fastest_s=1.0)  # noqa: E731
+    monkeypatch.setattr(PlannedSchedules, "take", free)
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
@@ -86,12 +86,6 @@ class StepFamily:
         self._compile_limit_s = compile_limit_s
         self._fused_calls: list[CallSignature] = []  # of other sizes, in order of their coming
         self._is_warned_of_kernels = False
-        self._options = replace(planned.plan.options, loss_chunks=None)  # of the capture
-        self._first = planned.read_values.sized(planned.call) or planned.call
-        self._groups = SizeGroups.of(self._first)
-        # Places without a symbol. Where numbers are read, much hangs on dims that never change.
-        places = chain.from_iterable(SizeGroups.of(planned.call).places)
-        self._fixed = set() if planned.read_values.read is None else set(places)
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
         self._sized_programs: dict[PlannedCall, _SizedCall] = {}
@@ -100,6 +94,27 @@ class StepFamily:
         self._other_batch: CallSignature | None = None
         self.num_separate = 0  # captures of one call's sizes alone
         self._captured_separately: list[CallSignature] = []  # in order of their coming
+
+    @cached_property
+    def _options(self) -> StepOptions:
+        """Those of the capture."""
+        return replace(self._planned.plan.options, loss_chunks=None)
+
+    @cached_property
+    def _first(self) -> CallSignature:
+        """The known step's call, with its carriers."""
+        return self._planned.read_values.sized(self._planned.call) or self._planned.call
+
+    @cached_property
+    def _groups(self) -> SizeGroups:
+        """Its sizes that are alike."""
+        return SizeGroups.of(self._first)
+
+    @cached_property
+    def _fixed(self) -> set[tuple[int, int]]:
+        """Places without a symbol. Where numbers are read, much hangs on dims that never change."""
+        places = chain.from_iterable(SizeGroups.of(self._planned.call).places)
+        return set() if self._planned.read_values.read is None else set(places)
 
     @property
     def founder(self) -> PlannedCall:

@@ -95,7 +95,7 @@ class PlannedStep:
         try:
             self.module = RockmateModule(model, sample, **options)
         except (UnsupportedModelError, InvalidSampleError) as error:
-            from rockmate.capture.signature import sample_call  # late, as all of the capture
+            from rockmate.capture.sample import sample_call  # late, as all of the capture
 
             if sample is not None:
                 raise_as_eager(error, model, *sample_call(sample))

@@ -5,6 +5,7 @@ A model that is planned for a device that is not here is traced with fake tensor
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +21,9 @@ from rockmate.capture.read_values import SampleValues
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import (
     CallSignature,
-    check_devices,
+    SampleCall,
     flatten_call,
     optional_keywords,
-    sample_call,
 )
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
@@ -54,6 +54,32 @@ class Sample:
         )
 
 
+def sample_call(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A sample input as positional and keyword arguments.
+
+    Args:
+        sample_input: a tensor (the one positional argument), a tuple or list (positional), a
+            mapping (keyword), or a `SampleCall`.
+
+    Raises:
+        InvalidSampleError: it is none of these.
+    """
+    if isinstance(sample_input, torch.Tensor):
+        return (sample_input,), {}
+    if isinstance(sample_input, SampleCall):
+        return sample_input.args, dict(sample_input.kwargs)
+    if isinstance(sample_input, Mapping):
+        return (), {str(name): value for name, value in sample_input.items()}
+    if isinstance(sample_input, tuple | list):
+        return tuple(sample_input), {}
+    msg = (
+        f"the sample input is a {type(sample_input).__name__}. Pass a tensor, a tuple or list of "
+        "positional arguments, or a mapping of "
+        "keyword arguments."
+    )
+    raise InvalidSampleError(msg)
+
+
 def read_sample(model: nn.Module, sample_input: Any, device: torch.device | None) -> Sample:
     """Takes a sample apart and checks where it is.
 
@@ -78,7 +104,7 @@ def read_sample(model: nn.Module, sample_input: Any, device: torch.device | None
             "that is here."
         )
         raise InvalidSampleError(msg)
-    check_devices(model, tensors)
+    _check_devices(model, tensors)
     return Sample(tensors=tensors, call=call)
 
 
@@ -93,6 +119,24 @@ def _refuse_nested(model: nn.Module, tensors: list[torch.Tensor]) -> None:
             "one shape. Pad it (`torch.nested.to_padded_tensor`), with a mask."
         )
         raise UnsupportedModelError(msg)
+
+
+def _check_devices(model: nn.Module, tensors: list[torch.Tensor]) -> None:
+    """Raises `InvalidSampleError` if the sample and the model are not all on one device."""
+    of_model = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    of_sample = {tensor.device for tensor in tensors if tensor.ndim or tensor.device.type != "cpu"}
+    if len(of_model) > 1:
+        msg = (
+            f"the model is spread over {sorted(map(str, of_model))}; a plan is for one device. "
+            "Move it to one."
+        )
+        raise InvalidSampleError(msg)
+    if of_model and not of_sample <= of_model:
+        msg = (
+            f"the sample is on {sorted(map(str, of_sample))} and the model on {of_model.pop()}. "
+            "Move the sample there."
+        )
+        raise InvalidSampleError(msg)
 
 
 def trace_sample(model: nn.Module, sample: Sample, **options: Any) -> Capture:

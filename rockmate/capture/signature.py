@@ -14,7 +14,7 @@ from torch import nn
 
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.tensor_parts import description, has_parts, inner_tensors
-from rockmate.errors import InvalidSampleError, SignatureMismatchError
+from rockmate.errors import SignatureMismatchError
 
 _ONLY_TENSORS = {torch.Tensor}
 _METADATA = attrgetter("shape", "dtype", "device", "requires_grad")
@@ -131,50 +131,6 @@ class SampleCall:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-
-
-def sample_call(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A sample input as positional and keyword arguments.
-
-    Args:
-        sample_input: a tensor (the one positional argument), a tuple or list (positional), a
-            mapping (keyword), or a `SampleCall`.
-
-    Raises:
-        InvalidSampleError: it is none of these.
-    """
-    if isinstance(sample_input, torch.Tensor):
-        return (sample_input,), {}
-    if isinstance(sample_input, SampleCall):
-        return sample_input.args, dict(sample_input.kwargs)
-    if isinstance(sample_input, Mapping):
-        return (), {str(name): value for name, value in sample_input.items()}
-    if isinstance(sample_input, tuple | list):
-        return tuple(sample_input), {}
-    msg = (
-        f"the sample input is a {type(sample_input).__name__}. Pass a tensor, a tuple or list of "
-        "positional arguments, or a mapping of "
-        "keyword arguments."
-    )
-    raise InvalidSampleError(msg)
-
-
-def check_devices(model: nn.Module, tensors: list[torch.Tensor]) -> None:
-    """Raises `InvalidSampleError` if the sample and the model are not all on one device."""
-    of_model = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    of_sample = {tensor.device for tensor in tensors if tensor.ndim or tensor.device.type != "cpu"}
-    if len(of_model) > 1:
-        msg = (
-            f"the model is spread over {sorted(map(str, of_model))}; a plan is for one device. "
-            "Move it to one."
-        )
-        raise InvalidSampleError(msg)
-    if of_model and not of_sample <= of_model:
-        msg = (
-            f"the sample is on {sorted(map(str, of_sample))} and the model on {of_model.pop()}. "
-            "Move the sample there."
-        )
-        raise InvalidSampleError(msg)
 
 
 def optional_keywords(model: nn.Module) -> frozenset[str]:

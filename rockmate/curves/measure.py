@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rockmate._torch.allocator import timeline
 from rockmate._util import gc_paused
-from rockmate.capture.signature import sample_call
+from rockmate.capture.sample import sample_call
 from rockmate.capture.structure import flatten, loss_of
 from rockmate.errors import UnsupportedModelError
 from rockmate.module import RockmateModule

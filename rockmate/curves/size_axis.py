@@ -8,13 +8,13 @@ from typing import Any, Literal
 
 import torch
 
+from rockmate.capture.sample import sample_call
 from rockmate.capture.signature import (
     CallSignature,
     SampleCall,
     TensorSignature,
     flatten_call,
     resized_call,
-    sample_call,
 )
 from rockmate.capture.size_template import SizeGroups
 from rockmate.curves.errors import FitError

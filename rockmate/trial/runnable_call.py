@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,10 +43,7 @@ class RunnableCall:
         planned: the plan and its code.
         family: the captures of the same model at other sizes.
         is_adapted: whether the schedule was made for a larger call.
-        runner: runs the code under autograd.
         trials: which of its steps are held against eager.
-        evidence: what its first steps have taken; None where the schedule was made for others.
-        watch: tells whether the model has changed since this object was made.
         graded: indices of outputs that the script's backwards have given gradients.
     """
 
@@ -60,16 +57,25 @@ class RunnableCall:
         is_adapted: bool,
         is_first: bool,
     ) -> None:
-        self.planned, self.trials = planned, trials
-        self.family = family
-        self.is_adapted = is_adapted
-        self.runner = Runner(planned.program, model)
-        self.runner.send_weights_home()
-        self.runner.saved_bytes = lambda: planned.plan.simulation.saved_bytes
-        self.evidence = None if is_adapted else Evidence(planned, is_first=is_first)
+        self.planned, self.trials, self.family = planned, trials, family
+        self.is_adapted, self._is_first = is_adapted, is_first
         self._model, self._told, self.graded = model, set[str](), set[int]()
-        self.runner.check_tangents = self._note_tangents
-        self.watch = ModelWatch(model, self.planned.attributes)
+        self._watch: ModelWatch | None = None
+        if planned.program.has_homes:
+            self.runner.send_weights_home()
+
+    @cached_property
+    def runner(self) -> Runner:
+        """Runs the code under autograd."""
+        runner = Runner(self.planned.program, self._model)
+        runner.saved_bytes = lambda: self.planned.plan.simulation.saved_bytes
+        runner.check_tangents = self._note_tangents
+        return runner
+
+    @cached_property
+    def evidence(self) -> Evidence | None:
+        """What its first steps have taken; None where the schedule was made for others."""
+        return None if self.is_adapted else Evidence(self.planned, is_first=self._is_first)
 
     def difference(self, model: nn.Module, *, replans: bool = True) -> str:
         """What has changed in the model since planning, in words; empty if nothing has.
@@ -77,17 +83,18 @@ class RunnableCall:
         A tensor hook needs a plan that makes the parameter's whole gradient. With `replans` False
         it is only warned of, because it costs memory and changes no number.
         """
-        if not self.watch.has_changed():
+        if self._watch is not None and not self._watch.has_changed():
             return ""
         now = ModelSignature.of(model)
         found = self.planned.state.difference(now) or self.planned.attributes.difference()
         hooked = sorted(now.hooked - self.planned.state.hooked)
-        if found or not hooked:
+        if found:
             return found
-        if replans:
+        if hooked and replans:
             return f"{hooked[0]} has a tensor hook, which needs its whole gradient"
-        self.warn_of_hooks(model)
-        self.watch = ModelWatch(model, self.planned.attributes)
+        if hooked:
+            self.warn_of_hooks(model)
+        self._watch = ModelWatch(model, self.planned.attributes)
         return ""
 
     def warn_of_hooks(self, model: nn.Module) -> None:

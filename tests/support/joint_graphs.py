@@ -12,7 +12,8 @@ from torch import Tensor, fx, nn
 
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture
-from rockmate.capture.signature import flatten_call, optional_keywords, sample_call
+from rockmate.capture.sample import sample_call
+from rockmate.capture.signature import flatten_call, optional_keywords
 
 SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 3e38)
 

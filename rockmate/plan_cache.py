@@ -310,11 +310,7 @@ class PlanCache:
         return self._plan(call, tensors, reason=reason)
 
     def _difference_in(self, call: CallSignature) -> tuple[str, bool]:
-        """The difference between a call and the samples, in words, and whether it is a constant's.
-
-        Raises:
-            SignatureMismatchError: it is in the dtype, device or class of a tensor.
-        """
+        """The difference between a call and the samples, in words, and whether it is a constant's."""
         known = [sample.call for sample in self._samples]
         if any(call.kind == sample.kind for sample in known):
             return "requires_grad of an input has changed", False
@@ -323,7 +319,7 @@ class PlanCache:
         if ours.structure != theirs.structure:
             return difference_in_constants(ours, theirs), True
         if ours.kind != theirs.kind:
-            check_call(alike, call)
+            return "its tensors are of another dtype, device or class than the sample's", False
         return "the call has other keywords than the sample", False
 
     def _check_size(self, call: CallSignature) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from operator import attrgetter
 from types import FunctionType
@@ -135,13 +135,23 @@ class ModelSignature:
             ),
         )
 
-    def difference(self, now: ModelSignature) -> str:
-        """What has changed, in words; empty if nothing has."""
+    def difference(self, now: ModelSignature, opaque: Iterable[str] = ()) -> str:
+        """What has changed, in words; empty if nothing has.
+
+        Args:
+            now: the present state.
+            opaque: paths of submodules that run as they are. What a parameter of theirs holds in
+                its attributes is read by themselves, and may be set up in their first call.
+        """
         if len(self.modules) != len(now.modules) or any(
             a is not b for a, b in zip(self.modules, now.modules, strict=True)
         ):
             return "a submodule has been replaced, added or removed"
         planned, present = dict(self.tensors), dict(now.tensors)
+        for path in opaque:
+            for known in (planned, present):
+                inside = [name for name in known if name.startswith(f"{path}.")]
+                known |= {name: replace(known[name], kind="", parts=()) for name in inside}
         for name in planned.keys() | present.keys():
             if planned.get(name) != present.get(name):
                 return (

@@ -91,7 +91,7 @@ class OpaqueCall:
 
         Leaves everything as it was.
         """
-        attributes, before = AttributeState(self.module), self._state()
+        attributes, before = AttributeState(self.module), self.state()
         with self.random_state_kept() as random, before.undone() as self.writes:
             with self._refused("forward"):
                 outputs, graph = self.run(self.copied_inputs())
@@ -106,15 +106,26 @@ class OpaqueCall:
         with self.random_state_kept():
             self._measure_saved()
 
-    def measured(self, run: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-        """A half of it that leaves all as it was: it runs often to be measured."""
-        return partial(self._without_effects, run) if self.changes_state else run
+    def measured(
+        self, run: Callable[..., list[Tensor]], begin: CallState | None = None
+    ) -> Callable[..., list[Tensor]]:
+        """A half of it that leaves all as it was: it runs often to be measured.
 
-    def _without_effects(self, run: Callable[..., list[Tensor]], *given: Any) -> list[Tensor]:
-        with self._state().undone(self.writes):
+        Args:
+            run: the half.
+            begin: the state that it begins in; None for the present one.
+        """
+        return partial(self._without_effects, run, begin) if self.changes_state else run
+
+    def _without_effects(
+        self, run: Callable[..., list[Tensor]], begin: CallState | None, *given: Any
+    ) -> list[Tensor]:
+        with self.state().undone(self.writes):
+            if begin is not None:
+                begin.objects.restore()
             return run(*given)
 
-    def _state(self) -> CallState:
+    def state(self) -> CallState:
         """All that a run can change: of the submodule, and objects among its arguments."""
         arguments = self.arguments.rebuild(list(self.inputs[: self.num_arguments]))
         return CallState(self.module, *arguments)
@@ -359,10 +370,11 @@ class OpaqueBackward(_OpaqueOp):
         Which gradients there are and how they are laid out matters: a kernel copies what it cannot
         read as it is.
         """
-        forward, given = OpaqueForward(self.call).on_sample(made_up)
-        *outputs, handle = forward(*given)
+        with self.call.state().undone(self.call.writes):
+            *outputs, handle = OpaqueForward(self.call)(self.call.copied_inputs())
+            between = self.call.state()
         saved = [outputs[at] for at in self.call.saved_outputs]
-        return self.call.measured(self), (made_up(0), handle, saved)
+        return self.call.measured(self, between), (made_up(0), handle, saved)
 
 
 def by_place(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from rockmate._torch.members import has_global_hooks
 from rockmate._torch.storage import bytes_of
 from rockmate.budget import size_text
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
+from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.signature import CallSignature
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.ddp import finds_unused_parameters
@@ -86,7 +87,8 @@ class RunnableCall:
         if self._watch is not None and not self._watch.has_changed():
             return ""
         now = ModelSignature.of(model)
-        found = self.planned.state.difference(now) or self.planned.attributes.difference()
+        opaque = opaque_modules(model, self.planned.plan.options.untraced)
+        found = self.planned.state.difference(now, opaque) or self.planned.attributes.difference()
         hooked = sorted(now.hooked - self.planned.state.hooked)
         if found:
             return found

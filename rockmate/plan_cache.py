@@ -310,7 +310,7 @@ class PlanCache:
         return self._plan(call, tensors, reason=reason)
 
     def _difference_in(self, call: CallSignature) -> tuple[str, bool]:
-        """The difference between a call and the samples, in words, and whether it is a constant's."""
+        """How a call differs from the samples, in words, and whether in a constant."""
         known = [sample.call for sample in self._samples]
         if any(call.kind == sample.kind for sample in known):
             return "requires_grad of an input has changed", False

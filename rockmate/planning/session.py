@@ -402,7 +402,7 @@ class PlanningSession:
         if (budget_bytes, "rockmate") in self._plans:  # handed on from a smaller one, perhaps
             return self._plans[budget_bytes, "rockmate"].lower_bound_ms
         with gc_paused():
-            return self._forms.bounds_within(budget_bytes).tight_bound_ms(budget_bytes)
+            return self._forms.bounds_within(budget_bytes).bound_ms(budget_bytes)
 
     def _as_plan(self, budget_bytes: int, strategy: str, form: Form, candidate: Candidate) -> Plan:
         broken = broken_mark(form.snapshot, candidate.schedule)

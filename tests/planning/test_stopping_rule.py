@@ -65,7 +65,7 @@ def test_a_wide_tolerance_ends_the_search_early(monkeypatch: pytest.MonkeyPatch)
     one, other = exact.plan(budget), rough.plan(budget)
     assert other.predicted_peak_bytes <= budget
     assert other.status == "within_gap"
-    assert other.predicted_ms - other.quick_lower_bound_ms <= 0.5 * other.baseline_ms
+    assert other.predicted_ms - other.lower_bound_ms <= 0.5 * other.baseline_ms
     stages = [len(planner._forms.captured.local_search.traces[budget].steps)
               for planner in (exact, rough)]  # fmt: skip
     assert stages[1] < stages[0] / 3

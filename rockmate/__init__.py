@@ -64,7 +64,6 @@ if TYPE_CHECKING:
     from rockmate.planning.options import PlanOptions
     from rockmate.planning.session import FrontierPoint
     from rockmate.planning.strategies import STRATEGIES
-    from rockmate.sharding.fully_shard import fully_shard
     from rockmate.sharding.simulated import simulated_ranks
     from rockmate.step_function import PlannedStep, plan_step
 
@@ -111,7 +110,6 @@ __all__ = [
     "UnsupportedModelError",
     "UntestedVersionError",
     "fit",
-    "fully_shard",
     "name",
     "plan_in_place",
     "plan_step",
@@ -157,7 +155,6 @@ _LAZY_NAMES = {
     "plan_in_place": "rockmate.adoption.in_place",
     "release": "rockmate.adoption.in_place",
     "wrap_trainer": "rockmate.hf.trainer",
-    "fully_shard": "rockmate.sharding.fully_shard",
     "simulated_ranks": "rockmate.sharding.simulated",
     "PlannedStep": "rockmate.step_function",
     "plan_step": "rockmate.step_function",

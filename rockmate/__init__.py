@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from rockmate.ops.value_mark import name, recompute, save
     from rockmate.plan.plan import Plan
     from rockmate.planner import Planner
-    from rockmate.planning.mark_prices import MarkPrice
     from rockmate.planning.options import PlanOptions
     from rockmate.planning.session import FrontierPoint
     from rockmate.planning.strategies import STRATEGIES
@@ -85,7 +84,6 @@ __all__ = [
     "Machine",
     "MachineError",
     "MarkError",
-    "MarkPrice",
     "Measurement",
     "MissingCompilerError",
     "NotRepeatableError",
@@ -136,7 +134,6 @@ _LAZY_NAMES = {
     "save": "rockmate.ops.value_mark",
     "STRATEGIES": "rockmate.planning.strategies",
     "FrontierPoint": "rockmate.planning.session",
-    "MarkPrice": "rockmate.planning.mark_prices",
     "PlanOptions": "rockmate.planning.options",
     "Planner": "rockmate.planner",
     "Measurement": "rockmate.curves.measure",

@@ -45,12 +45,7 @@ from rockmate.planning.checked_forms import (
 from rockmate.planning.curve_choice import least_within, recommended
 from rockmate.planning.form import Form
 from rockmate.planning.forms import Forms
-from rockmate.planning.mark_prices import (
-    MarkPrice,
-    advice_on_marks,
-    forms_without_each,
-    price_within,
-)
+from rockmate.planning.mark_advice import advice_on_marks
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.search_trace import gap_bar
@@ -256,24 +251,6 @@ class PlanningSession:
             chosen.predicted_ratio,
         )
         return chosen
-
-    def mark_prices(self, budget: Budget, *, strategy: str = "rockmate") -> tuple[MarkPrice, ...]:
-        """What each mark costs within a budget: the step planned without it. Takes a plan for each.
-
-        Args:
-            budget: as for `plan`.
-            strategy: as for `plan`.
-
-        Returns:
-            Prices in the order of the marks; empty without marks. Chunks are not considered.
-        """
-        budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
-        with gc_paused():
-            captured = self._forms.captured
-            return tuple(
-                price_within(source, form, budget_bytes, strategy, marked=captured)
-                for source, form in forms_without_each(captured, self._rule.time_limit_s)
-            )
 
     def _advice_on_marks(self, strategy: str) -> str:
         """What the smallest peak would be without each of the marks; empty if there are none."""

@@ -6,9 +6,8 @@
 
 The comparison shows whether a change of code changes a plan. Op costs are estimated for one CPU.
 So equal code gives equal plans on every machine with the same versions of PyTorch, transformers and
-the solvers. Only the lower bound also depends on speed: its program stops after ten seconds, so a
-busy machine may prove less. Python's hashes have a fixed seed: a model may go through a set of
-names when it is built, as ModernBERT in transformers does, and its graph then depends on the seed.
+the solvers. Python's hashes have a fixed seed: a model may go through a set of names when it is
+built, as ModernBERT in transformers does, and its graph then depends on the seed.
 Nothing is run or timed. The models are those of `bench.plan_quality`, and those whose step is no
 chain of blocks.
 

@@ -26,9 +26,9 @@ from weakref import WeakKeyDictionary
 
 import pulp
 
-from checkmate import Knapsack
+from checkmate import Knapsack, Status
+from checkmate.backend import run
 from rockmate.bound.knapsack import knapsack_of
-from rockmate.bound.linear_program import LinearProgram
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.program_point import ProgramPoint
 from rockmate.bound.protocol import Bounds, MinBound
@@ -38,6 +38,14 @@ from rockmate.schedule.move import movable_storages
 
 # A share that a solver's tolerance may have made.
 _LEAST = 1e-6
+# Slack of the byte limits, and the share of the total time deducted from the optimum: above the
+# solvers' own tolerances.
+_TOLERANCE = 1e-6
+# The total time in a program. Solvers stop within an absolute 1e-6 of the optimum.
+_SCALED_TOTAL = 1e4
+# Seconds for one program. This is several times what one takes, so that a busy machine seldom
+# changes the answer.
+_TIME_LIMIT_S = 10.0
 
 
 def with_moves(bounds: Bounds, movable: str, host_bytes: int | None) -> Bounds:
@@ -139,7 +147,7 @@ class _PointProgram:
         """The least time with so many bytes of the forward's values in memory at the point."""
         if room_bytes < 0:
             return inf
-        problem, program = self._problem, LinearProgram(self._base_ms)
+        problem, program = self._problem, _LinearProgram(self._base_ms)
         rows, scale = program.rows, program.scale
         saved = [program.variable(f"s{i}") for i in range(len(problem.value_bytes))]
         moved = {i: program.variable(f"m{i}") for i in self._movable}
@@ -195,3 +203,42 @@ def _demand_reads(
     for index, op in enumerate(problem.ops):
         for value in op.inputs if index in runs else ():
             program += available(value) >= runs[index]
+
+
+class _LinearProgram:
+    """Variables between 0 and 1, rows, and the least time.
+
+    A solver's tolerances must not cut off a schedule. So byte limits are a little loose, and a
+    little is deducted from the optimum.
+
+    Args:
+        total_ms: the time that the tolerance refers to.
+
+    Attributes:
+        rows: the program in PuLP; times in it are multiplied by `scale`.
+        scale: of times.
+    """
+
+    def __init__(self, total_ms: float) -> None:
+        self.rows = pulp.LpProblem("bound", pulp.LpMinimize)
+        self.scale = _SCALED_TOTAL / max(total_ms, 1e-9)
+        self._tolerance_ms = _TOLERANCE * total_ms
+
+    def variable(self, name: str) -> pulp.LpVariable:
+        """A variable between 0 and 1."""
+        return self.rows.add_variable(name, 0, 1)
+
+    def limit_bytes(self, total: pulp.LpAffineExpression, room_bytes: int) -> None:
+        """Limits a sum of bytes, in shares of the room, with the tolerance as slack."""
+        scale = 1 / max(room_bytes, 1)
+        self.rows += total * scale <= max(room_bytes, 0) * scale + _TOLERANCE
+
+    def least_ms(self) -> float:
+        """The least time; infinite if nothing satisfies the rows.
+
+        If the limit ends the solve, what the solver has proved counts, or 0.
+        """
+        outcome = run(self.rows, _TIME_LIMIT_S)
+        if outcome.status is Status.INFEASIBLE:
+            return inf
+        return max(0.0, outcome.bound / self.scale - self._tolerance_ms)

@@ -3,19 +3,18 @@
     python -m bench.compare                        # all; writes bench/results/peers_cpu_<yyyymm>.*
     python -m bench.compare --model llama --method checkpoint --method "rockmate: 0.5" --output X
     python -m bench.compare --model gpt2 --method "rockmate: 0.2" --loss-only --output X
-    python -m bench.compare --branched             # models that are no chain, beside checkpoints
     python -m bench.compare --page --output bench/results/peers_cpu_202611
     python -m bench.compare --readme --output bench/results/peers_cpu_202611
 
 Writes STEM.jsonl, then the page STEM.md, all points as STEM/points.csv, and a picture
-STEM/<model>.png for each model; with `--branched` one picture, STEM.png. Each model runs in a
-process of its own, and its lines are written when it is finished: an interrupted command goes on
-with the next model when it is started again with the same output. A model whose process dies is
-named at the end, and the other models go on. `--readme` prints README's table.
+STEM/<model>.png for each model. Each model runs in a process of its own, and its lines are written
+when it is finished: an interrupted command goes on with the next model when it is started again
+with the same output. A model whose process dies is named at the end, and the other models go on.
+`--readme` prints README's table.
 
 `bench.comparison` says what is measured, `bench.peers` describes the peers,
 `bench.models.COMPARED` lists the models. The ILP solver of the min-cut partitioner needs scipy, the
-LoRA models peft, two branched models diffusers, pictures matplotlib.
+LoRA models peft, diffusion models diffusers, pictures matplotlib.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ from pathlib import Path
 
 from bench import command, measure, models, peers
 from bench.command import Record, say
-from bench.comparison import branched, plans
+from bench.comparison import plans
 from bench.comparison.page import page, readme_table
 from bench.comparison.plans import Task
 from bench.comparison.points import points_csv, save_picture
-from bench.comparison.result import OURS, ModelResult, by_model
+from bench.comparison.result import ModelResult, by_model
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,19 +64,14 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--method", action="append", default=[], help=name)
     add("--quick", action="store_true", help="fewer settings and budgets")
     add("--loss-only", action="store_true", help="plans for steps that return only their loss")
-    add("--branched", action="store_true", help="the models and budgets of the branched page")
     add("--readme", action="store_true", help="measure nothing: print README's table")
     parser.set_defaults(output=None)
     options = parser.parse_args(arguments)
     for problem in _problems(options):
         parser.error(problem)
     if options.output is None:
-        stem = "branched" if options.branched else "peers"
-        options.output = command.RESULTS / f"{stem}_cpu_{time.strftime('%Y%m')}"
-    if options.branched:
-        options.method = [*branched.PEERS, *(f"{OURS}: {share}" for share in branched.SHARES)]
-    every = (*models.BRANCHED, *branched.CHAINS) if options.branched else models.COMPARED
-    options.model = options.model or every
+        options.output = command.RESULTS / f"peers_cpu_{time.strftime('%Y%m')}"
+    options.model = options.model or models.COMPARED
     return options
 
 
@@ -119,11 +113,6 @@ def _write(records: Sequence[Record], options: argparse.Namespace) -> None:
     stem = options.output
     if options.readme:
         sys.stdout.write("\n".join(readme_table(results)) + "\n")
-        return
-    if options.branched:
-        results = [result for result in results if result.eager and result.of("planner")]
-        command.write(options, branched.page(results))
-        branched.save_picture(results, Path(f"{stem}.png"))
         return
     command.write(options, page(records, f"{stem.name}/points.csv"))
     stem.mkdir(exist_ok=True)

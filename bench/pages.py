@@ -281,35 +281,27 @@ class Line(NamedTuple):
 
 def picture(
     path: Path,
-    panels: Mapping[str, Iterable[Line]],
+    title: str,
+    lines: Iterable[Line],
     *,
     across: str,
     up: str,
     limits: tuple[float, float | None],
-    columns: int = 1,
-    size: tuple[float, float] = (8, 5),
 ) -> None:
-    """Draws panels by title, in rows; `size` is that of one in inches. Needs matplotlib."""
+    """Draws lines. Needs matplotlib."""
     from matplotlib.figure import Figure
 
-    columns = min(columns, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = Figure(
-        figsize=(size[0] * columns, size[1] * rows), layout="constrained", facecolor="white"
-    )
-    axes: list[Any] = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for panel in axes[len(panels) :]:
-        panel.set_visible(False)
-    for panel, (title, lines) in zip(axes, panels.items(), strict=False):
-        for line in lines:
-            _draw(panel, line)
-        panel.set_title(title, color=INK, fontsize=9)
-        panel.set_xlim(0, None)
-        panel.set_ylim(*limits)
-        panel.spines[["top", "right"]].set_visible(False)
-        panel.grid(color="#e4e6ea", linewidth=0.8)
-        panel.set_axisbelow(True)
-    axes[0].legend(frameon=False, labelcolor=INK, fontsize=8)
+    figure = Figure(figsize=(9, 6), layout="constrained", facecolor="white")
+    panel = figure.subplots()
+    for line in lines:
+        _draw(panel, line)
+    panel.set_title(title, color=INK, fontsize=9)
+    panel.set_xlim(0, None)
+    panel.set_ylim(*limits)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.grid(color="#e4e6ea", linewidth=0.8)
+    panel.set_axisbelow(True)
+    panel.legend(frameon=False, labelcolor=INK, fontsize=8)
     figure.supxlabel(across)
     figure.supylabel(up)
     figure.savefig(path, dpi=110)

@@ -60,11 +60,9 @@ if TYPE_CHECKING:
     from rockmate.ops.value_mark import name, recompute, save
     from rockmate.plan.plan import Plan
     from rockmate.planner import Planner
-    from rockmate.planning.mark_prices import MarkPrice
     from rockmate.planning.options import PlanOptions
     from rockmate.planning.session import FrontierPoint
     from rockmate.planning.strategies import STRATEGIES
-    from rockmate.sharding.fully_shard import fully_shard
     from rockmate.sharding.simulated import simulated_ranks
     from rockmate.step_function import PlannedStep, plan_step
 
@@ -86,7 +84,6 @@ __all__ = [
     "Machine",
     "MachineError",
     "MarkError",
-    "MarkPrice",
     "Measurement",
     "MissingCompilerError",
     "NotRepeatableError",
@@ -111,7 +108,6 @@ __all__ = [
     "UnsupportedModelError",
     "UntestedVersionError",
     "fit",
-    "fully_shard",
     "name",
     "plan_in_place",
     "plan_step",
@@ -138,7 +134,6 @@ _LAZY_NAMES = {
     "save": "rockmate.ops.value_mark",
     "STRATEGIES": "rockmate.planning.strategies",
     "FrontierPoint": "rockmate.planning.session",
-    "MarkPrice": "rockmate.planning.mark_prices",
     "PlanOptions": "rockmate.planning.options",
     "Planner": "rockmate.planner",
     "Measurement": "rockmate.curves.measure",
@@ -157,7 +152,6 @@ _LAZY_NAMES = {
     "plan_in_place": "rockmate.adoption.in_place",
     "release": "rockmate.adoption.in_place",
     "wrap_trainer": "rockmate.hf.trainer",
-    "fully_shard": "rockmate.sharding.fully_shard",
     "simulated_ranks": "rockmate.sharding.simulated",
     "PlannedStep": "rockmate.step_function",
     "plan_step": "rockmate.step_function",

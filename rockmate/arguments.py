@@ -82,10 +82,9 @@ def check_plan(plan: Any) -> None:
         raise InvalidArgumentError(msg)
 
 
-def check_choices(larger: str, on_infeasible: str, **flags: Any) -> None:
-    """Raises `InvalidArgumentError` unless they are values of these arguments, flags bools."""
+def check_choices(on_infeasible: str, **flags: Any) -> None:
+    """Raises `InvalidArgumentError` unless it is a value of that argument, and flags bools."""
     check_on_infeasible(on_infeasible)
-    check_choice("larger", larger, ("plan", "refuse"))
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise InvalidArgumentError(f"{name} is {value!r}; give True or False")

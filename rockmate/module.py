@@ -105,8 +105,6 @@ class RockmateModule(Wrapper):
             dtype, added rows, frozen parameters, autocast, modes) or a call differs in keywords,
             constants, shapes or inputs that require gradients. Shapes no larger than the sample's
             reuse its schedule. False, or a given `plan`, raises `SignatureMismatchError` instead.
-        larger: "plan" plans for a call with a tensor larger than the sample's, within the same
-            bytes. "refuse" raises `SignatureMismatchError`.
         mode: "plan" captures the model and plans. "frames" does not: what calls of submodules save
             is dropped and recomputed. "auto" takes frames, with a line in the log, where the model
             cannot be captured or a trial fails, and eager where one of frames fails, too.
@@ -151,7 +149,6 @@ class RockmateModule(Wrapper):
         plan: Plan | None = None,
         strategy: str | None = None,
         replan: bool = True,
-        larger: Literal["plan", "refuse"] = "plan",
         on_infeasible: OnInfeasible = "error",
         mode: Mode = "plan",
         keep: Collection[str] = (),
@@ -164,7 +161,7 @@ class RockmateModule(Wrapper):
         options = PlanOptions.of(options, keywords, known=RockmateModule.__init__.__annotations__)
         budget = checked_budget(model, sample_input, budget, max_slowdown, memory_limit, plan)
         check_mode(mode, keep, plan, strategy, {**options.changed, **keywords})
-        check_choices(larger, on_infeasible, replan=replan, plan_frames=plan_frames)
+        check_choices(on_infeasible, replan=replan, plan_frames=plan_frames)
         plain = plain_model(model)
         check_options(options, plain, strategy)
         self._wrap(model, trial)
@@ -189,8 +186,7 @@ class RockmateModule(Wrapper):
             return
         bound: Any = {"budget": budget, "memory_limit": limit, "on_infeasible": on_infeasible}
         request = PlanRequest(**bound, strategy=strategy or "rockmate", options=options)
-        refuses: Any = {"replans": replan, "refuses_larger": larger == "refuse"}
-        self._plans = PlanCache(plain, request, trial=trial, **refuses)
+        self._plans = PlanCache(plain, request, replans=replan, trial=trial)
         self._plans.new_plans.hands_over = mode == "auto"
         self._take_methods(names, self._plans)
         if sample_input is not None and not is_lazy(plain):
@@ -257,7 +253,7 @@ class RockmateModule(Wrapper):
 
     def _go_on_with_frames(self, error: RockmateError) -> None:
         """With mode "auto": leaves planning for frames; else raises."""
-        is_refused = isinstance(error, SignatureMismatchError) and self._plans.refuses_calls
+        is_refused = isinstance(error, SignatureMismatchError) and not self._plans.replans
         if self._make_frames is None or is_refused or not isinstance(error, _CALL_ERRORS):
             if isinstance(error, UnsupportedModelError):
                 advise_frames(error)
@@ -310,10 +306,9 @@ class RockmateModule(Wrapper):
         """The wrapped module's forward: planned in training, unchanged otherwise.
 
         Raises:
-            SignatureMismatchError: a training call differs from the sample in a dtype or device; a
-                tensor is larger than the sample's and `larger` is "refuse"; or the call or the
-                module's state differs in any way, and the module was made with a plan or with
-                `replan=False`.
+            SignatureMismatchError: a training call differs from the sample in a dtype or device; or
+                the call or the module's state differs in any way, and the module was made with a
+                plan or with `replan=False`.
             Exception: the model's own, where it raises in eager, too.
             InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: the call, or the
                 changed module, cannot be planned for.

@@ -74,6 +74,7 @@ class PlanCache:
     Attributes:
         runnables: at most `MAX_PLANS`, the one in use first.
         request: how to plan when no plan serves a call; None where only the given plan may run.
+        replans: whether a changed module, or a call of other shapes, is planned for.
         new_plans: counts the calls that needed a plan.
         refuses_in_flight: whether a forward that passes the budget together with those in flight,
             where none can be planned for, is an error. Otherwise one line tells of it.
@@ -86,7 +87,6 @@ class PlanCache:
         request: PlanRequest | None = None,
         *,
         replans: bool = False,
-        refuses_larger: bool = False,
         trial: TrialOption = "log",
     ) -> None:
         """A cache without a plan.
@@ -94,8 +94,7 @@ class PlanCache:
         Args:
             model: the module whose calls are planned.
             request: how to plan; None refuses every call that the adopted plan does not serve.
-            replans: whether a changed module, or a call of other shapes, is planned for.
-            refuses_larger: whether a call with a tensor larger than every sample's is refused.
+            replans: see the class.
             trial: which steps are held against eager; see `RockmateModule`.
         """
         self.runnables: list[RunnableCall] = []
@@ -103,7 +102,7 @@ class PlanCache:
         self._model = model
         self.refuses_in_flight = request is None or request.on_infeasible == "error"
         self._has_told_in_flight = self._has_told_shapes = self._knows_outputs = False
-        self._replans, self._refuses_larger = replans, refuses_larger
+        self.replans = replans
         self._optional = optional_keywords(model)
         self._samples: list[PlannedSample] = []  # one for each set of keywords
         self.largest: Callable[[CallSignature], CallSignature] | None = None
@@ -127,13 +126,8 @@ class PlanCache:
             logger.warning("nothing is planned yet, since the first call sets the model up")
             return
         self._samples.append(PlannedSample(self.runnables[0].planned.call))
-        if not self._replans:
+        if not self.replans:
             self.request = None
-
-    @property
-    def refuses_calls(self) -> bool:
-        """Whether some calls are refused that could be planned for."""
-        return not self._replans or self._refuses_larger
 
     def adopt(
         self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False
@@ -156,7 +150,7 @@ class PlanCache:
         tensors, call = flatten_call(args, kwargs, self._optional)
         self.new_plans.num_calls += 1
         runnable = self.runnable_for(call, tensors)
-        if self.new_plans.hands_over and self._replans:
+        if self.new_plans.hands_over and self.replans:
             runnable = self._for_outputs(runnable, (call, tensors))
         if runnable.evidence is not None and (excess_bytes := runnable.evidence.take_excess()):
             runnable = self._with_less(runnable, excess_bytes, (call, tensors))
@@ -188,7 +182,7 @@ class PlanCache:
     def _for_in_flight(self, runnable: RunnableCall, beyond: str, called: Called) -> RunnableCall:
         """The runnable call, or one for more forwards in flight; raises if neither may be."""
         number = 1 + len(runnable.others)
-        if self.request and self._replans:
+        if self.request and self.replans:
             options = replace(self.request.options, in_flight=number)
             runnable = self._plan_anew(replace(self.request, options=options), called, beyond)
             beyond = runnable.beyond_budget()
@@ -211,7 +205,7 @@ class PlanCache:
         if peak_bytes <= plan.budget_bytes + known_bytes:
             return runnable
         told = f"a step has taken {size_text(peak_bytes)}, {excess} more than predicted"
-        if request and self._replans and not request.is_choice and excess_bytes > known_bytes:
+        if request and self.replans and not request.is_choice and excess_bytes > known_bytes:
             request, reason = replace(request, excess_bytes=excess_bytes), "plans leave room for it"
             try:
                 return self._plan_anew(request, called, f"{told}: {reason}")
@@ -233,8 +227,7 @@ class PlanCache:
     def empty_for(self, model: nn.Module, *, num_methods: int = 1) -> PlanCache:
         """A cache without a plan, which plans alike."""
         request = self.request and replace(self.request, num_methods=num_methods)
-        options: Any = {"replans": self._replans, "refuses_larger": self._refuses_larger}
-        made = PlanCache(model, request, trial=self._trial, **options)
+        made = PlanCache(model, request, replans=self.replans, trial=self._trial)
         made.new_plans.hands_over = self.new_plans.hands_over
         return made
 
@@ -273,15 +266,15 @@ class PlanCache:
                 self.largest = None
             return self._plan(call, tensors, reason="this is the first training call")
         first = self.runnables[0]
-        changed = first.difference(self._model, replans=self._replans)
+        changed = first.difference(self._model, replans=self.replans)
         if changed and put_shards(self._model):
-            changed = first.difference(self._model, replans=self._replans)
+            changed = first.difference(self._model, replans=self.replans)
         values = ""  # of those that the forward reads, one that is another now
         if not changed and call == first.planned.call:
             values = first.planned.read_values.difference(self._model, tensors)
             if not values:
                 return first
-        if not self._replans:
+        if not self.replans:
             check_call(first.planned.call, call)
             what = f"the module has changed since it was planned: {changed}" if changed else values
             msg = f"{what}. Change it back, or make a new RockmateModule."
@@ -298,7 +291,6 @@ class PlanCache:
                 self.runnables.remove(runnable)
                 self.runnables.insert(0, runnable)
                 return runnable
-        self._check_size(call)
         alike = [each for each in current if differs_in_shapes(each.planned.call, call)]
         same = [each for each in current if call == each.planned.call]  # for other values
         if alike or len(same) > 1:  # two such plans: symbols for the values may be worth it
@@ -321,15 +313,6 @@ class PlanCache:
         if ours.kind != theirs.kind:
             return "its tensors are of another dtype, device or class than the sample's", False
         return "the call has other keywords than the sample", False
-
-    def _check_size(self, call: CallSignature) -> None:
-        """Raises for a call larger than every sample in a common argument, if such are refused."""
-        if not self._refuses_larger:
-            return
-        pairs = [(call.part_in(sample.call), sample.call.part_in(call)) for sample in self._samples]
-        sized = [pair for pair in pairs if has_same_form(*pair)]
-        if sized and not any(is_no_larger(*pair) for pair in sized):
-            check_call(self._samples[0].call, call)
 
     def _plan_for_shapes(
         self, alike: Sequence[RunnableCall], call: CallSignature, tensors: Sequence[Tensor]

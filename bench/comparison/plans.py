@@ -20,10 +20,7 @@ import torch
 from bench import models
 from bench.command import Record
 from bench.comparison.result import OURS
-from checkmate.reduction import reduce
 from rockmate import STRATEGIES, InfeasibleBudgetError, Plan, Planner, SolverLimitError
-from rockmate.bound.knapsack import knapsack_of
-from rockmate.graph.blocks import partition
 
 IN_TWICE = "in 2x"
 """In place of a share: the smallest budget whose predicted time is at most twice the baseline's."""
@@ -97,33 +94,9 @@ def main() -> int:
     planner = Planner(workload.model, workload.sample, outputs=outputs)
     sweep = _asked(planner, task.method) if task.method else _swept(planner, task.quick)
     wanted = [*sweep, *_at_peaks(planner, task.peaks)]
-    for record in (*_plan_all(planner, Path(task.plans), wanted), _planner_record(planner)):
+    for record in _plan_all(planner, Path(task.plans), wanted):
         sys.stdout.write(json.dumps(record) + "\n")
     return 0
-
-
-def _planner_record(planner: Planner) -> Record:
-    return {
-        "kind": "planner",
-        "timings_s": dict(planner.timings),
-        "baseline_peak_bytes": planner.baseline_peak_bytes,
-        "baseline_ms": planner.baseline_ms,
-        "minimum_peak_bytes": planner.minimum_peak_bytes,
-        **_extent(planner.plan(1.0)),
-    }
-
-
-def _extent(plan: Plan) -> Record:
-    """The size of the step, of its largest block and of its largest part of the knapsack."""
-    graph, chain = plan.graph, partition(plan.graph)
-    problem, _ = knapsack_of(graph.forward_ops, graph.backward_ops, plan.costs)
-    return {
-        "num_ops": len(graph.ops),
-        "num_forward_ops": len(graph.forward_ops),
-        "num_blocks": len(chain.blocks),
-        "largest_block_ops": max(len(block.forward) for block in chain.blocks),
-        "largest_part_ops": max((len(part.ops) for part in reduce(problem).parts), default=0),
-    }
 
 
 def is_ours(method: str) -> bool:

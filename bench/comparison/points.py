@@ -58,11 +58,11 @@ def save_picture(result: ModelResult, path: Path) -> None:
     size = f"{eager.peak_bytes / 1e6:.4g} MB and {eager.ms:.4g} ms a step in eager"
     picture(
         path,
-        {f"{result.name}: {size}": lines},
+        f"{result.name}: {size}",
+        lines,
         across="measured activation peak, as a share of eager's",
         up="time of a step over eager's",
         limits=(min(0.9, *(y for line in lines for _, y in line.points)), None),
-        size=(9, 6),
     )
 
 

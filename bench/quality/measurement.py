@@ -139,7 +139,7 @@ class _ModelPlans:
         low, high = 0, self.planner.minimum_peak_bytes
         while high - low > PAGE_BYTES:
             middle = (low + high) // 2
-            if math.isinf(self._bounds.tight_bound_ms(middle)):
+            if math.isinf(self._bounds.bound_ms(middle)):
                 low = middle
             else:
                 high = middle

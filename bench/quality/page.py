@@ -97,7 +97,8 @@ def save_picture(records: Sequence[Record], path: Path) -> None:
     title = f"{model['model']}: baseline {megabytes:.4g} MB and {model['baseline_ms']:.4g} ms"
     picture(
         path,
-        {title: lines},
+        title,
+        lines,
         across="peak, as a share of the baseline's",
         up="predicted time over the baseline's",
         limits=(0.98, 2.0),

@@ -25,14 +25,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from rockmate._torch.allocator import is_out_of_memory
 from rockmate._torch.engine import is_profiling
 from rockmate._torch.members import compiled_call, set_compiled_call
-from rockmate._util import write_whole
 from rockmate.adoption.after_import import after_import
 from rockmate.adoption.in_place import InPlace
 from rockmate.adoption.watch import Watch
 from rockmate.budget import is_share, size_text
 from rockmate.capture.compiled_model import innermost
 from rockmate.capture.signature import SampleCall
-from rockmate.curves.page import page
 from rockmate.curves.sweep_run import sweep
 from rockmate.errors import InfeasibleMemoryLimitError, RockmateError
 from rockmate.hf.trainer import wrap_model_of
@@ -95,18 +93,6 @@ class Adopted(InPlace):
         self.release()
         self.trouble = reason
         logger.warning(_AS_IN_EAGER, self.what, reason)
-
-    def page(self, path: Path) -> str:
-        """Writes what budgets cost at the sizes of the first plan; the line that says so."""
-        try:
-            self.release()
-            model = self.module.original.train()
-            call = self.module._plans.runnables[-1].planned.call
-            zeros = [torch.zeros(a.shape, dtype=a.dtype, device=a.device) for a in call.tensors]
-            write_whole(path, page(sweep(model, SampleCall(*call.structure.rebuild(zeros)))))
-        except Exception as error:  # noqa: BLE001 - the run is over, and was right
-            return f"there is no page, since {error}"
-        return f"page: {path}"
 
     def __str__(self) -> str:
         """How it has trained."""
@@ -244,8 +230,6 @@ class Session:
         if self._has_curve or not self._is_first:
             return
         lines = [*map(str, self.adopted), *self.refused] or [_NONE]
-        if self.settings.report and self.adopted:
-            lines.append(self.adopted[0].page(self.settings.report))
         resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident
         lines.append(f"peak of the process: {size_text(peak)}")

@@ -17,16 +17,14 @@ largest of these over all points.
 | all other program points | a value evicted for two points is paid for once |
 | the forward, and recomputations before the point | they are free |
 
-`tight_bound_ms` restores a second point with a linear program (`bound.pair_program`).
-
 **Complexity.** One knapsack for each of at most 15 points, relaxed to its lower convex hull, which
 `checkmate.Curve` finds for all budgets at once in polynomial time. A budget then takes
-microseconds. `tight_bound_ms` takes up to seconds for a budget.
+microseconds.
 
-**Not done.** More than two points together; memory while values are recomputed; the staged form's
-bound, which is tighter but holds only for staged schedules. A bound is for the schedules of one
-graph: a step that may run in chunks has one graph for each way, and its bound is the least of
-theirs (`bound.protocol.MinBound`).
+**Not done.** Several points together, in one linear program (decision 29); memory while values are
+recomputed; the staged form's bound, which is tighter but holds only for staged schedules. A bound
+is for the schedules of one graph: a step that may run in chunks has one graph for each way, and its
+bound is the least of theirs (`bound.protocol.MinBound`).
 
 The proofs are in docs/internals/algorithms.md.
 """
@@ -35,28 +33,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from math import isinf
 from typing import NamedTuple
 
 from checkmate import Curve
 from rockmate.bound.forward_point import forward_points
 from rockmate.bound.knapsack import in_flight_knapsack, knapsack_of
-from rockmate.bound.pair_program import min_recompute_ms
 from rockmate.bound.program_point import ProgramPoint, ProgramPoints
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.graph.marking import forced_recomputations
 from rockmate.schedule.schedule import baseline_schedule
-from rockmate.schedule.simulate import simulate
-
-# Largest number of forward ops for which two points are looked at together.
-_MAX_PAIR_OPS = 600
-# Number of further points that are tried with the first one.
-_NUM_SECOND = 4
-# A budget near the smallest peak, as a multiple of the bound on the peak.
-_TIGHT = 1.1
-# A pair is used if it lifts the bound by more than this share of the baseline's time.
-_MIN_LIFT = 1e-4
 
 
 class _PointCurve(NamedTuple):
@@ -113,7 +99,6 @@ class LowerBound:
         self.base_ms = baseline_ms + forced_ms
         self.program_points = ProgramPoints(graph, costs)
         self._binding_of: dict[int, _Binding] = {}
-        self._tight_bound_of: dict[int, float] = {}
 
     # --- bounds -------------------------------------------------------------------------------
 
@@ -121,15 +106,6 @@ class LowerBound:
         """A time that no schedule of at most `budget_bytes` beats; infinite if none can fit."""
         binding = self._binding_point(budget_bytes)
         return self.base_ms if binding is None else self.base_ms + binding.recompute_ms
-
-    def tight_bound_ms(self, budget_bytes: int) -> float:
-        """A bound of at least `bound_ms`, from two program points together.
-
-        That says more where branches meet. It takes up to seconds, so the search does without.
-        """
-        if budget_bytes not in self._tight_bound_of:
-            self._tight_bound_of[budget_bytes] = self._compute_tight_bound_ms(budget_bytes)
-        return self._tight_bound_of[budget_bytes]
 
     def saved_values_within(self, budget_bytes: int) -> frozenset[Storage] | None:
         """Values of the forward that are live at the binding point; None if no schedule can fit.
@@ -218,68 +194,12 @@ class LowerBound:
             yield _PointCurve(point, Curve(problem), values)
 
     def _binding_point(self, budget_bytes: int) -> _Binding | None:
-        """The point that gives the bound of a budget; None if the graph has no points."""
-        if not self._curves:
-            return None
-        if budget_bytes not in self._binding_of:
-            self._binding_of[budget_bytes] = self._find_binding_point(budget_bytes)
-        return self._binding_of[budget_bytes]
-
-    def _find_binding_point(self, budget_bytes: int, num_points: int | None = None) -> _Binding:
-        """The point that demands the most recompute time; of equal ones the first.
-
-        Args:
-            budget_bytes: the budget.
-            num_points: looks at so many of the first points; None for all.
-        """
-        bindings = (
-            _Binding(index, curve.bound_ms(budget_bytes - point.min_bytes))
-            for index, (point, curve, _) in enumerate(self._curves[:num_points])
-        )
-        return max(bindings, key=lambda binding: binding.recompute_ms)
-
-    # --- two points ---------------------------------------------------------------------------
-
-    def _compute_tight_bound_ms(self, budget_bytes: int) -> float:
-        bound_ms = self.bound_ms(budget_bytes)
-        if isinf(bound_ms):
-            return bound_ms
-        pairs = (self._pair_ms(*pair, budget_bytes) for pair in self._pairs)
-        return max(bound_ms, self.base_ms + max(pairs, default=0.0))
-
-    @cached_property
-    def _pairs(self) -> list[tuple[ProgramPoint, ProgramPoint]]:
-        """Pairs of points that lift the bound somewhere; none if there are too many ops.
-
-        The first point with each of the fullest after it is tried at half of the baseline's peak,
-        where branches meet. The point that binds near the smallest peak is tried there, with the
-        largest after it. The pairs are the same for every budget, so that the bound falls as the
-        budget grows.
-        """
-        if len(self.graph.forward_ops) > _MAX_PAIR_OPS or not self.points:
-            return []
-        baseline = simulate(self.graph, baseline_schedule(self.graph), self.costs)
-        half_bytes, tight_bytes = baseline.peak_bytes // 2, int(_TIGHT * self.peak_bound_bytes)
-        first, points = self.points[0], self.program_points
-        binding = self._find_binding_point(tight_bytes, len(self.points))
-        tight = self._curves[binding.index].point
-        tried = [(first, each, half_bytes) for each in points.fullest_after(first, _NUM_SECOND)]
-        tried += [(tight, each, tight_bytes) for each in points.largest_after(tight)]
-        return [(one, other) for one, other, at in tried if self._lifts(one, other, at)]
-
-    def _lifts(self, one: ProgramPoint, other: ProgramPoint, budget_bytes: int) -> bool:
-        """Whether two points together say more than each alone."""
-        lift_ms = self.base_ms + self._pair_ms(one, other, budget_bytes)
-        return lift_ms > self.bound_ms(budget_bytes) + _MIN_LIFT * self.base_ms
-
-    def _pair_ms(self, first: ProgramPoint, second: ProgramPoint, budget_bytes: int) -> float:
-        """Recompute time that two points demand together; the second runs after the first."""
-        return min_recompute_ms(
-            [op for op in self.graph.ops if op.phase is not Phase.BACKWARD],
-            self.costs,
-            first,
-            second,
-            budget_bytes=budget_bytes,
-            readers=self.graph.readers,
-            free=self.forced,
-        )
+        """The point that demands the most recompute time; None if the graph has no points."""
+        if budget_bytes not in self._binding_of and self._curves:
+            bindings = (
+                _Binding(index, curve.bound_ms(budget_bytes - point.min_bytes))
+                for index, (point, curve, _) in enumerate(self._curves)
+            )
+            most = max(bindings, key=lambda binding: binding.recompute_ms)
+            self._binding_of[budget_bytes] = most
+        return self._binding_of.get(budget_bytes)

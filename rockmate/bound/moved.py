@@ -13,7 +13,7 @@ and the least time is that of a linear program over what is live, recomputed and
 whole numbers. Latencies, memory behind b, and that a lane may have to wait are left out.
 
 **Complexity.** One linear program for a point and a budget: about a variable for each op and two
-for each value. The quick bound solves the point that binds without moves, the tight one a few more.
+for each value. It is solved for the first point; more points lifted no bound (decision 29).
 
 The proof is in docs/internals/algorithms.md.
 """
@@ -26,20 +26,26 @@ from weakref import WeakKeyDictionary
 
 import pulp
 
-from checkmate import Knapsack
+from checkmate import Knapsack, Status
+from checkmate.backend import run
 from rockmate.bound.knapsack import knapsack_of
-from rockmate.bound.linear_program import LinearProgram
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.program_point import ProgramPoint
 from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.costs.cost import Link
-from rockmate.graph.ir import Op, Phase
+from rockmate.graph.ir import Phase
 from rockmate.schedule.move import movable_storages
 
 # A share that a solver's tolerance may have made.
 _LEAST = 1e-6
-# Number of points of the tight bound.
-_NUM_POINTS = 4
+# Slack of the byte limits, and the share of the total time deducted from the optimum: above the
+# solvers' own tolerances.
+_TOLERANCE = 1e-6
+# The total time in a program. Solvers stop within an absolute 1e-6 of the optimum.
+_SCALED_TOTAL = 1e4
+# Seconds for one program. This is several times what one takes, so that a busy machine seldom
+# changes the answer.
+_TIME_LIMIT_S = 10.0
 
 
 def with_moves(bounds: Bounds, movable: str, host_bytes: int | None) -> Bounds:
@@ -72,20 +78,13 @@ class MovedBound:
     def __init__(self, unmoved: LowerBound, movable: str, host_bytes: int | None) -> None:
         self._unmoved = unmoved
         self._movable, self._host_bytes = movable, host_bytes
-        self._known: dict[tuple[int, Op], tuple[float, frozenset[int]]] = {}
+        self._known: dict[int, tuple[float, frozenset[int]]] = {}
 
     def bound_ms(self, budget_bytes: int) -> float:
         """See `Bounds.bound_ms`."""
         if budget_bytes < max((point.min_bytes for point in self._unmoved.points), default=0):
             return inf
-        return self._largest(self._unmoved.points[:1], budget_bytes)
-
-    def tight_bound_ms(self, budget_bytes: int) -> float:
-        """See `Bounds.tight_bound_ms`."""
-        quick_ms = self.bound_ms(budget_bytes)
-        points = self._unmoved.points
-        step = max(1, len(points) // _NUM_POINTS)
-        return max(quick_ms, self._largest(points[::step], budget_bytes))
+        return self._within(budget_bytes)[0]
 
     def moved_values(self, budget_bytes: int) -> frozenset[int]:
         """Indices of storages that take the bytes that the relaxation of the first point moves.
@@ -95,20 +94,18 @@ class MovedBound:
         Args:
             budget_bytes: the budget.
         """
-        points = self._unmoved.points
-        return self._at(points[0], budget_bytes)[1] if points else frozenset()
+        return self._within(budget_bytes)[1]
 
-    def _largest(self, points: Sequence[ProgramPoint], budget_bytes: int) -> float:
-        base_ms = self._unmoved.base_ms
-        return max((self._at(point, budget_bytes)[0] for point in points), default=base_ms)
-
-    def _at(self, point: ProgramPoint, budget_bytes: int) -> tuple[float, frozenset[int]]:
-        """The bound of a point, and what moves there."""
-        if (budget_bytes, point.op) not in self._known:
+    def _within(self, budget_bytes: int) -> tuple[float, frozenset[int]]:
+        """The bound of a budget, and what moves at the first point."""
+        if not self._unmoved.points:
+            return self._unmoved.base_ms, frozenset()
+        if budget_bytes not in self._known:
+            point = self._unmoved.points[0]
             program = _PointProgram(self._unmoved, point, self._movable)
             least_ms = program.least_ms(budget_bytes - point.min_bytes, self._host_bytes)
-            self._known[budget_bytes, point.op] = least_ms, program.moved
-        return self._known[budget_bytes, point.op]
+            self._known[budget_bytes] = least_ms, program.moved
+        return self._known[budget_bytes]
 
 
 _OF_BOUND: WeakKeyDictionary[LowerBound, dict[tuple[str, int | None], MovedBound]]
@@ -150,7 +147,7 @@ class _PointProgram:
         """The least time with so many bytes of the forward's values in memory at the point."""
         if room_bytes < 0:
             return inf
-        problem, program = self._problem, LinearProgram(self._base_ms)
+        problem, program = self._problem, _LinearProgram(self._base_ms)
         rows, scale = program.rows, program.scale
         saved = [program.variable(f"s{i}") for i in range(len(problem.value_bytes))]
         moved = {i: program.variable(f"m{i}") for i in self._movable}
@@ -206,3 +203,42 @@ def _demand_reads(
     for index, op in enumerate(problem.ops):
         for value in op.inputs if index in runs else ():
             program += available(value) >= runs[index]
+
+
+class _LinearProgram:
+    """Variables between 0 and 1, rows, and the least time.
+
+    A solver's tolerances must not cut off a schedule. So byte limits are a little loose, and a
+    little is deducted from the optimum.
+
+    Args:
+        total_ms: the time that the tolerance refers to.
+
+    Attributes:
+        rows: the program in PuLP; times in it are multiplied by `scale`.
+        scale: of times.
+    """
+
+    def __init__(self, total_ms: float) -> None:
+        self.rows = pulp.LpProblem("bound", pulp.LpMinimize)
+        self.scale = _SCALED_TOTAL / max(total_ms, 1e-9)
+        self._tolerance_ms = _TOLERANCE * total_ms
+
+    def variable(self, name: str) -> pulp.LpVariable:
+        """A variable between 0 and 1."""
+        return self.rows.add_variable(name, 0, 1)
+
+    def limit_bytes(self, total: pulp.LpAffineExpression, room_bytes: int) -> None:
+        """Limits a sum of bytes, in shares of the room, with the tolerance as slack."""
+        scale = 1 / max(room_bytes, 1)
+        self.rows += total * scale <= max(room_bytes, 0) * scale + _TOLERANCE
+
+    def least_ms(self) -> float:
+        """The least time; infinite if nothing satisfies the rows.
+
+        If the limit ends the solve, what the solver has proved counts, or 0.
+        """
+        outcome = run(self.rows, _TIME_LIMIT_S)
+        if outcome.status is Status.INFEASIBLE:
+            return inf
+        return max(0.0, outcome.bound / self.scale - self._tolerance_ms)

@@ -140,43 +140,9 @@ class ProgramPoints:
             chosen.append(profile.ops[int(np.argmax(profile.min_bytes))])
         return tuple(map(self.at, chosen))
 
-    def largest_after(self, point: ProgramPoint) -> list[ProgramPoint]:
-        """Of the points after one, that which needs most bytes; none if nothing is read there."""
-        after = set(point.after)
-        rows = [(size, op) for op, size, num_after in self._rows() if op in after and num_after]
-        return [self.at(max(rows, key=lambda row: row[0])[1])] if rows else []
-
-    def fullest_after(self, point: ProgramPoint, num_points: int) -> list[ProgramPoint]:
-        """Of the points after one, those with most bytes in memory if nothing is recomputed.
-
-        Counted are the bytes that the point needs, and those of the forward's values whose readers
-        need not have run. Among points of equal bytes, mostly those of equal layers, the last one
-        stands for all.
-        """
-        after = set(point.after)
-        fullest = {
-            min_bytes + self._unread_bytes(op): op
-            for op, min_bytes, num_after in self._rows()
-            if op in after and num_after
-        }
-        return [self.at(fullest[size]) for size in sorted(fullest, reverse=True)[:num_points]]
-
     def _rows(self) -> Iterable[tuple[Op, int, int]]:
         profile = self._profile
         return zip(profile.ops, profile.min_bytes, profile.num_after, strict=True)
-
-    def _unread_bytes(self, op: Op) -> int:
-        """Bytes of the forward's values whose readers may run after `op`, its inputs aside."""
-        before = {op, *_ancestors(op)}
-        readers = (other for other in self._profile.ops if other not in before)
-        values = {
-            storage for other in readers for storage in other.reads if storage not in op.reads
-        }
-        return sum(
-            s.num_bytes
-            for s in values
-            if s.producer is not None and s.producer.phase is not Phase.BACKWARD
-        )
 
     def own_bytes(self, op: Op) -> int:
         """Bytes of an op's inputs, result and workspace, less the result if it can be in place."""

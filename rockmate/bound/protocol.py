@@ -15,11 +15,7 @@ class Bounds(Protocol):
     """
 
     def bound_ms(self, budget_bytes: int) -> float:
-        """The quick bound: a few milliseconds for a budget, once the graphs exist."""
-        ...
-
-    def tight_bound_ms(self, budget_bytes: int) -> float:
-        """A bound that is at least the quick one, and may take seconds."""
+        """The bound of a budget: a few milliseconds, once the graphs exist."""
         ...
 
 
@@ -38,8 +34,6 @@ class StoredBound:
         del budget_bytes
         return self.ms
 
-    tight_bound_ms = bound_ms
-
 
 @dataclass(frozen=True, slots=True)
 class MinBound:
@@ -53,17 +47,5 @@ class MinBound:
     each: Callable[[], Iterable[Bounds]]
 
     def bound_ms(self, budget_bytes: int) -> float:
-        """The least of the quick bounds."""
+        """The least of the bounds."""
         return min((bounds.bound_ms(budget_bytes) for bounds in self.each()), default=inf)
-
-    def tight_bound_ms(self, budget_bytes: int) -> float:
-        """The least of the tight bounds.
-
-        A graph is skipped if its quick bound is no less than the least tight bound so far.
-        """
-        least_ms = inf
-        for bounds in sorted(self.each(), key=lambda bounds: bounds.bound_ms(budget_bytes)):
-            if bounds.bound_ms(budget_bytes) >= least_ms:
-                break
-            least_ms = min(least_ms, bounds.tight_bound_ms(budget_bytes))
-        return least_ms

@@ -35,8 +35,6 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     bound.add_argument("--budget", metavar="B", help=text)
     for name in ("offload", "host_budget", "weights"):
         add_option(command, name)
-    text = "write a page of what budgets cost at the end"
-    add("--report", type=Path, metavar="FILE", help=text)
     add("--dry-run", action="store_true", help="end after a step, and print what budgets cost")
     add("--strict", action="store_true", help="end in errors of planning")
     text = "run so many processes, as torchrun does with -m rockmate run"

@@ -75,9 +75,7 @@ def _verdict(sweep: Sweep) -> Iterator[str]:
         told = f"{gradients} budgets{others}" if compared else "eager did not fit"
         yield f"All {len(measured)} measured peaks are within their budgets; {told}."
     if not sweep.is_complete:
-        yield (
-            "The sweep was interrupted: rows may be missing. The same command takes it up again."
-        )
+        yield ("The sweep was interrupted: rows may be missing.")
 
 
 def _columns(sweep: Sweep) -> list[Column]:

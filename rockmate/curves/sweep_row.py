@@ -33,7 +33,6 @@ class SweepRow(CurveRow):
         predicted_ms: one forward and backward, the sum of op times.
         predicted_ratio: that over the time with nothing recomputed.
         lower_bound_ratio: no schedule within the budget takes less; 0 where nothing is proved.
-            `Plan.quick_lower_bound_ms`, so the plan's own may be closer.
         num_recomputed: runs that repeat an op.
         moved_bytes: bytes that moved values take in another memory tier.
         extra_ms_per_tenth: predicted time that a tenth less of the peak with nothing recomputed
@@ -105,7 +104,7 @@ def planned_row(plan: Plan, *, minimum_bytes: int) -> SweepRow:
         predicted_peak_bytes=plan.predicted_peak_bytes,
         predicted_ms=plan.predicted_ms,
         predicted_ratio=plan.predicted_ratio,
-        lower_bound_ratio=plan.quick_lower_bound_ms / plan.baseline_ms if plan.baseline_ms else 0.0,
+        lower_bound_ratio=plan.lower_bound_ms / plan.baseline_ms if plan.baseline_ms else 0.0,
         num_recomputed=plan.schedule.num_recomputations(),
         loss_chunks=str(plan.options.loss_chunks or ""),
         moved_bytes=plan.simulation.host_bytes or None,

@@ -14,7 +14,6 @@ from rockmate.planning.strategies import STRATEGIES
 
 # The values of an option.
 _CHOICES = {
-    "larger": ("plan", "refuse"),
     "strategy": STRATEGIES,
 }
 # Options that speak of a module or a device that Dynamo's graph has not. It returns a flat tuple,
@@ -30,14 +29,12 @@ class Options:
         budget: the activation budget of a step.
         strategy: see `Planner.plan`.
         on_infeasible: see `RockmateModule`.
-        larger: see `RockmateModule`.
         planner: options of planning.
     """
 
     budget: Budget
     strategy: str = "rockmate"
     on_infeasible: Literal["error", "least"] = "error"
-    larger: Literal["plan", "refuse"] = "plan"
     planner: PlanOptions
 
     @classmethod
@@ -90,7 +87,6 @@ class Options:
             budget=budget,
             strategy=self.strategy,
             on_infeasible=self.on_infeasible,
-            larger=self.larger,
             trial="never",  # Dynamo guards what a graph depends on
             options=self.planner,
         )

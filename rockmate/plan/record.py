@@ -173,17 +173,9 @@ class PlanRecord:
         """A time that no schedule within the budget beats; 0 if nothing is proved.
 
         It holds for the schedules of the step as captured and, where the planner may choose chunks
-        for this budget, for those of the step in any number and form of chunks that it knows. The
-        first read may take 20 s. A loaded plan has the bound that was stored.
-        """
-        return self.bounds.tight_bound_ms(self.budget_bytes)
-
-    @property
-    def quick_lower_bound_ms(self) -> float:
-        """A bound of at most `lower_bound_ms`, for many budgets.
-
-        It takes milliseconds. Where chunks may be chosen, a planner's first such plan takes
-        seconds, because the step is rewritten for each number of chunks.
+        for this budget, for those of the step in any number and form of chunks that it knows. A
+        planner's first read then takes seconds, because the step is rewritten for each number of
+        chunks. A loaded plan has the bound that was stored.
         """
         return self.bounds.bound_ms(self.budget_bytes)
 
@@ -195,7 +187,7 @@ class PlanRecord:
 
     @cached_property
     def status(self) -> PlanStatus:
-        """Why the search ended, by `quick_lower_bound_ms`.
+        """Why the search ended, by `lower_bound_ms`.
 
         | status | the plan |
         |---|---|
@@ -206,7 +198,7 @@ class PlanRecord:
 
         The last two may be optimal as well: the bound does not prove it.
         """
-        gap_ms = self.predicted_ms - self.quick_lower_bound_ms
+        gap_ms = self.predicted_ms - self.lower_bound_ms
         if gap_ms <= _ROUNDING * self.baseline_ms:
             return "optimal"
         if gap_ms <= self.gap_tolerance * self.baseline_ms:

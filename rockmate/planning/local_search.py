@@ -54,7 +54,7 @@ class LocalSearch:
     Attributes:
         problem: the graph with its baseline, starts and refiner.
         min_peak: the schedules of small peaks.
-        traces: what the search for each budget did, by budget.
+        traces: the log of the search for each budget, by budget.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
@@ -158,7 +158,7 @@ class LocalSearch:
         return self._from_rounds(best, budget_bytes, share)
 
     def _note(self, source: str, candidate: Candidate, budget_bytes: int) -> None:
-        """Adds a step to the trace of a budget."""
+        """Logs a stage of the search for a budget."""
         if budget_bytes not in self.traces:
             self.traces[budget_bytes] = SearchTrace(
                 budget_bytes=budget_bytes,

@@ -45,12 +45,7 @@ from rockmate.planning.checked_forms import (
 from rockmate.planning.curve_choice import least_within, recommended
 from rockmate.planning.form import Form
 from rockmate.planning.forms import Forms
-from rockmate.planning.mark_prices import (
-    MarkPrice,
-    advice_on_marks,
-    forms_without_each,
-    price_within,
-)
+from rockmate.planning.mark_advice import advice_on_marks
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.search_trace import gap_bar
@@ -257,24 +252,6 @@ class PlanningSession:
         )
         return chosen
 
-    def mark_prices(self, budget: Budget, *, strategy: str = "rockmate") -> tuple[MarkPrice, ...]:
-        """What each mark costs within a budget: the step planned without it. Takes a plan for each.
-
-        Args:
-            budget: as for `plan`.
-            strategy: as for `plan`.
-
-        Returns:
-            Prices in the order of the marks; empty without marks. Chunks are not considered.
-        """
-        budget_bytes = parse_budget(budget, self.baseline_peak_bytes)
-        with gc_paused():
-            captured = self._forms.captured
-            return tuple(
-                price_within(source, form, budget_bytes, strategy, marked=captured)
-                for source, form in forms_without_each(captured, self._rule.time_limit_s)
-            )
-
     def _advice_on_marks(self, strategy: str) -> str:
         """What the smallest peak would be without each of the marks; empty if there are none."""
         if strategy not in self._mark_advice:
@@ -402,7 +379,7 @@ class PlanningSession:
         if (budget_bytes, "rockmate") in self._plans:  # handed on from a smaller one, perhaps
             return self._plans[budget_bytes, "rockmate"].lower_bound_ms
         with gc_paused():
-            return self._forms.bounds_within(budget_bytes).tight_bound_ms(budget_bytes)
+            return self._forms.bounds_within(budget_bytes).bound_ms(budget_bytes)
 
     def _as_plan(self, budget_bytes: int, strategy: str, form: Form, candidate: Candidate) -> Plan:
         broken = broken_mark(form.snapshot, candidate.schedule)

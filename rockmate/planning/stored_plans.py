@@ -17,7 +17,7 @@ import logging
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ import torch
 
 from rockmate._torch.dispatch import is_op
 from rockmate._util import cache_folder
-from rockmate.bound.protocol import StoredBound
 from rockmate.capture.roles import TracedCall
 from rockmate.errors import PlanFileError, PlanMismatchError
 from rockmate.graph.snapshot import digest
@@ -105,7 +104,7 @@ class StoredPlan:
         """Stores the plan. A folder that cannot be written to is told in the log."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace(plan, bounds=StoredBound(plan.quick_lower_bound_ms)).save(self.path)
+            plan.save(self.path)
             _forget_oldest(self.path.parent)
         except OSError as error:
             logger.info("the plan is not stored for the next start: %s", error)

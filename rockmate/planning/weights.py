@@ -315,11 +315,6 @@ class _WeightBounds:
         del budget_bytes
         return max(self.activations.bound_ms(self.budget_bytes), self.copy_ms)
 
-    def tight_bound_ms(self, budget_bytes: int) -> float:
-        """See `Bounds.tight_bound_ms`."""
-        del budget_bytes
-        return max(self.activations.tight_bound_ms(self.budget_bytes), self.copy_ms)
-
 
 def _weights_of(form: Form, with_trained: bool) -> list[_Weight]:
     graph, link = form.graph, form.costs.link

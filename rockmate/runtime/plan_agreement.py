@@ -15,7 +15,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,7 +22,6 @@ from weakref import WeakKeyDictionary
 from torch import distributed, nn
 
 from rockmate._torch.distributed import default_store, first_offer, ranks_of
-from rockmate.bound.protocol import StoredBound
 from rockmate.errors import PlanMismatchError
 from rockmate.plan.plan import Plan
 
@@ -39,8 +37,7 @@ def broadcast_plan(plan: Plan, *, step: str, request: Any) -> Plan:
             the key.
     """
     description = f"{step} {request}"
-    # With the quick bound: the tight one may take seconds, on every rank.
-    own = replace(plan, bounds=StoredBound(plan.quick_lower_bound_ms)).to_text()
+    own = plan.to_text()
     text = first_offer(description, own)
     return plan if text == own else Plan.from_text(text)
 

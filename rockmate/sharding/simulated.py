@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from rockmate._torch.distributed import fake_group
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.errors import InvalidArgumentError, RockmateError, UnsupportedModelError
-from rockmate.sharding.fully_shard import sharded_by_layers
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,6 +23,7 @@ MeshSizes = int | Sequence[int] | Mapping[str, int]
 Shard = Callable[[nn.Module, "DeviceMesh"], Any]
 # Names of the dimensions of a mesh that is given by sizes alone.
 _NAMES = {1: ("shard",), 2: ("replicate", "shard")}
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 @contextlib.contextmanager
@@ -111,6 +111,29 @@ def sharded_copy(
         made = _without_memory(model)
         sharded = (shard or sharded_by_layers)(made, mesh)
         yield sharded if isinstance(sharded, nn.Module) else made
+
+
+def sharded_by_layers(module: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
+    """A model after PyTorch's `fully_shard` of each item of its outermost lists, then of itself.
+
+    Args:
+        module: the model. It is changed in place.
+        mesh: see PyTorch's function, as for `options`.
+        **options: of PyTorch's function.
+    """
+    from torch.distributed.fsdp import fully_shard  # takes seconds to load
+
+    for each in dict.fromkeys((*_layers(module), module)):
+        fully_shard(each, mesh=mesh, **options)
+    return module
+
+
+def _layers(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        if isinstance(module, _LISTS):
+            yield from [child] if next(child.parameters(), None) is not None else []
+        else:
+            yield from _layers(child)
 
 
 def _refuse_divided(model: nn.Module) -> None:

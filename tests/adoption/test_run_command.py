@@ -236,10 +236,9 @@ def test_ranks_train_as_by_torchrun(tmp_path: Path) -> None:
 
 def test_a_module_is_run_as_by_python(tmp_path: Path) -> None:
     eager = started(tmp_path, PLAIN, target="-m train")
-    ours = started(tmp_path, PLAIN, "--budget", "0.6", "--report", "page.html", target="-m train")
+    ours = started(tmp_path, PLAIN, "--budget", "0.6", target="-m train")
     assert ours[0] == eager[0]
     assert ours[2] == eager[2] == "0"
-    assert "<svg" in (tmp_path / "page.html").read_text()
 
 
 def test_models_share_bytes_by_what_they_take(tmp_path: Path) -> None:

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from bench import command as commands
-from bench import compare, models
+from bench import compare
 from bench.command import read
-from bench.comparison import branched
 from bench.comparison.page import page, readme_table
 from bench.comparison.plans import peaks_to_meet
 from bench.comparison.points import points_csv
@@ -292,48 +291,3 @@ def test_readme_has_the_rows_of_the_committed_lines() -> None:
 def _numbers(line: str) -> list[float]:
     cells = [cell.strip() for cell in line.strip("| ").split("|")][1:]
     return [float(number) for cell in cells for number in cell.split(", ")]
-
-
-# --- branched models ------------------------------------------------------------------------------
-
-
-def test_the_page_of_branched_models_tells_hits_from_misses() -> None:
-    planner: dict[str, Any] = {
-        "kind": "planner",
-        "model": "m",
-        "timings_s": {"capture": 9.0, "costs": 2.0, "solve": 3.0},
-        "baseline_peak_bytes": 1000,
-        "minimum_peak_bytes": 290,
-        **dict.fromkeys(("num_ops", "num_forward_ops", "num_blocks"), 9),
-        **dict.fromkeys(("largest_block_ops", "largest_part_ops"), 50),
-    }
-
-    def plan(budget: int, peak_bytes: int, ratio: float, gap: float) -> dict[str, Any]:
-        sizes = {"budget_bytes": budget, "predicted_peak_bytes": peak_bytes, "plan_s": 1.0}
-        return sizes | {"predicted_ratio": ratio, "optimality_gap": gap}
-
-    lines = records(
-        [planner],
-        point("eager", 1000, [1.0]),
-        point("checkpoint", 400, [1.3]),
-        point("checkpoint: stages", 380, [1.4]),
-        point("rockmate: 0.5", 501, [1.1], **plan(500, 480, 1.06, 0.031)),
-        point("rockmate: minimum", 290, [1.5], **plan(300, 290, 1.4, 0.3)),
-    )
-    text = "\n".join(branched.page([ModelResult("unet", lines)]))
-    for row in (
-        "measured peak within the budget | all | 1 of 2 |  | **miss**",
-        "predicted peak within 2 % of the measured one | all | 1 of 2 |  | **miss**",
-        "half of the peak is feasible | all | 1 of 1 |  | hit",
-        "measured time there, over eager's: largest | <= 1.10 | 1.100 | unet | hit",
-        "measured time there, over eager's: U-Net | <= 1.05 | 1.100 | unet | **miss**",
-        "over the baseline's: U-Net | <= 1.05 | 1.060 | unet, where no schedule is below 1.029 | "
-        "**miss**",
-        # The minimum is below.
-        "gap to the bound down to 0.35: largest | <= 0.03 | 0.031 | unet, 0.5 | **miss**",
-        f"of that of checkpoints: largest | <= 0.80 | {290 / 380:.3f} | unet | hit",
-        "planning without capture, in s: largest | <= 20.00 | 6.000 | unet | hit",
-        "unet | 0.35 | infeasible: the least peak is 0.00029 MB",
-    ):
-        assert f"{row} |" in text
-    assert set(models.BRANCHED) <= models.REGISTRY.keys()

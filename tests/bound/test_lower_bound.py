@@ -10,14 +10,11 @@ in the forward too, and the backward in any order.
 from __future__ import annotations
 
 import functools
-import random
 from dataclasses import replace
 from math import inf
-from typing import Any
 
 import models
 import pytest
-import torch
 from small_graphs import (
     HEURISTIC,
     NAMES,
@@ -31,19 +28,16 @@ from small_graphs import (
 
 import rockmate.bound.lower_bound
 import rockmate.planning.checked_forms
-from bench.models.branched_images import HRNet
 from checkmate import Curve
 from rockmate import Planner
 from rockmate.bound.knapsack import knapsack_of
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.program_point import ProgramPoint, ProgramPoints
-from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.blocks import partition
 from rockmate.graph.ir import Op, Phase
 from rockmate.planning.starts import KnapsackFamily
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
-from rockmate.step import capture_step
 
 ROUNDING = 1 - 1e-9  # of a sum of times: the order of addition, and ticks of 1e-12 of the total
 
@@ -80,9 +74,6 @@ def test_no_schedule_of_a_wide_search_beats_the_bound(name: str) -> None:
         assert time_ms >= bounds.bound_ms(peak_bytes) * ROUNDING, (
             f"{time_ms} ms within {peak_bytes:,} bytes"
         )
-        assert (
-            bounds.bound_ms(peak_bytes) <= bounds.tight_bound_ms(peak_bytes) <= time_ms / ROUNDING
-        )
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -102,77 +93,6 @@ def test_the_bound_is_the_largest_that_any_point_alone_gives(name: str) -> None:
     for budget_bytes in budgets_between(0, reached(name)[-1][0], 40):
         again_ms = max(curve.bound_ms(budget_bytes - num_bytes) for num_bytes, curve in curves)
         assert bounds.bound_ms(budget_bytes) == least_ms + again_ms
-
-
-def test_two_points_say_more_where_branches_meet() -> None:
-    images = {"images": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 10, (2,))}
-    graph = capture_step(HRNet((8, 16, 32), num_exchanges=2, depth=1, classes=10), images).graph
-    times_ms = [
-        1e-6 * (op.written_bytes + sum(storage.num_bytes for storage in op.reads))
-        for op in graph.ops
-    ]
-    by_bytes = tuple(Cost(time_ms=1e-6 + time_ms, overhead_bytes=0) for time_ms in times_ms)
-    costs = Costs(first=by_bytes, recompute=by_bytes, num_distinct=len(by_bytes))
-    baseline = simulate(graph, baseline_schedule(graph), costs)
-    bounds = LowerBound(graph, costs, baseline.time_ms)
-    budget_bytes = baseline.peak_bytes // 2
-    assert (
-        bounds.bound_ms(budget_bytes) + 1e-3 * baseline.time_ms
-        < bounds.tight_bound_ms(budget_bytes)
-        < inf
-    )
-
-
-@functools.cache
-def pairs(name: str) -> list[tuple[float, float, float]]:
-    """For each schedule its time, and the bounds of the first point alone and with another one."""
-    bounds, found = certificate(name), []
-    behind = [bounds.program_points.at(op) for op in bounds.points[0].after]
-    base_ms = bounds.base_ms
-    for second in random.Random(0).sample(behind, 6):
-        for peak_bytes, time_ms in reached(name):
-            point, curve, _ = bounds._curves[0]  # pyright: ignore[reportPrivateUsage]
-            one_ms = base_ms + curve.bound_ms(peak_bytes - point.min_bytes)
-            both_ms = base_ms + bounds._pair_ms(bounds.points[0], second, peak_bytes)  # pyright: ignore[reportPrivateUsage]
-            found.append((time_ms, one_ms, both_ms))
-    return found
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_any_two_points_hold(name: str) -> None:
-    assert all(both_ms <= time_ms / ROUNDING for time_ms, _, both_ms in pairs(name))
-
-
-def test_two_points_say_more_than_one() -> None:
-    assert any(
-        both_ms > one_ms + 1e-3 * time_ms
-        for name in SMALL
-        for time_ms, one_ms, both_ms in pairs(name)
-    )
-
-
-@pytest.mark.parametrize("fault", ["no room", "nothing live"])
-def test_two_points_that_count_too_much_are_found_out(
-    fault: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = rockmate.bound.lower_bound.min_recompute_ms
-
-    def wrong(ops: Any, costs: Any, *points: ProgramPoint, **named: Any) -> float:
-        changed: dict[str, Any] = {
-            "no room": {"min_bytes": named["budget_bytes"]},
-            "nothing live": {"live": frozenset()},
-        }[fault]
-        return right(ops, costs, *(replace(point, **changed) for point in points), **named)
-
-    monkeypatch.setattr(rockmate.bound.lower_bound, "min_recompute_ms", wrong)
-    pairs.cache_clear()
-    try:
-        beaten = [
-            time_ms < both_ms * ROUNDING for name in SMALL for time_ms, _, both_ms in pairs(name)
-        ]
-    finally:
-        pairs.cache_clear()
-    assert any(beaten)
 
 
 def test_what_pooling_keeps_to_run_again_is_paid_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,22 +284,3 @@ def test_below_every_schedule_the_bound_is_infinite_or_above_the_baseline() -> N
     plan = planner.plan(planner.minimum_peak_bytes)
     assert planner.baseline_ms < plan.lower_bound_ms < inf
     assert f"{plan.lower_bound_ms:.1f} ms within the budget" in plan.summary()
-
-
-def test_a_plan_asks_for_two_points_when_its_bound_is_read_and_not_before(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked: list[int] = []
-
-    def min_recompute_ms(*_: object, budget_bytes: int, **__: object) -> float:
-        asked.append(budget_bytes)
-        return 0.0
-
-    monkeypatch.setattr(rockmate.bound.lower_bound, "min_recompute_ms", min_recompute_ms)
-    workload = models.tiny("unet")
-    planner = Planner(workload.model, workload.sample)
-    plan = planner.plan(planner.minimum_peak_bytes)
-    assert planner.baseline_ms < plan.quick_lower_bound_ms < inf
-    assert not asked
-    assert plan.lower_bound_ms >= plan.quick_lower_bound_ms
-    assert asked

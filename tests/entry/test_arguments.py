@@ -55,7 +55,6 @@ def model() -> nn.Module:
         (lambda m: Planner(m, X, 0.7), "Planner(model, sample).plan(budget)"),  # pyright: ignore
         (lambda m: rockmate.wrap_trainer(m, 0.7), "RockmateModule(model, budget=0.7)"),
         (lambda m: RockmateModule(m, budget=0.7, strategy="rockmat"), "choose 'none'"),
-        (lambda m: RockmateModule(m, budget=0.7, larger="plam"), "choose 'plan' or 'refuse'"),  # pyright: ignore
         (lambda m: RockmateModule(m, budget=0.7, replan="no"), "give True or False"),  # pyright: ignore
         (lambda m: RockmateModule(m, budget=0.7, machine="h1000"), "Known are a100"),
         (lambda m: RockmateModule(m, budget=0.7, offload="hots"), '"host"'),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -400,31 +399,6 @@ def test_an_infeasible_budget_says_what_the_marks_cost() -> None:
         planner.plan(least // 2)
     text = str(raised.value)
     assert text.index("without 'aten.tanh'") < text.index("without 'block_1'")
-    prices = {price.mark: price for price in planner.mark_prices(least)}
-    assert prices["aten.tanh"].minimum_peak_bytes < least
-    assert f"{prices['aten.tanh'].minimum_peak_bytes:,}" in text
-
-
-def test_a_mark_costs_what_the_plans_differ_by() -> None:
-    workload = models.tiny("gpt2")
-    marks = {"transformer.h.*.mlp": "recompute"}
-    planner = Planner(workload.model, workload.sample, marks=marks)
-    (price,) = planner.mark_prices(1.0)
-    plan = planner.plan(1.0)
-    assert price.mark == "transformer.h.*.mlp"
-    assert price.ms_without == pytest.approx(planner.baseline_ms)
-    assert price.added_ms == pytest.approx(plan.predicted_ms - planner.baseline_ms)
-    assert price.added_ms == pytest.approx(plan.lower_bound_ms - planner.baseline_ms, rel=0.01)
-
-
-def test_a_schedule_with_a_mark_is_one_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    planner = Planner(Net("name", depth=6), sample(), marks={"aten.tanh": "recompute"})
-    high = planner.baseline_peak_bytes
-    (price,) = planner.mark_prices(high)
-    assert price.ms_without <= planner.plan(high).predicted_ms
-    (price,) = planner.mark_prices(1)
-    assert math.isnan(price.added_ms)
-    without = Planner(Net("name", depth=6), sample(), numerics="bitwise")
-    (price,) = planner.mark_prices(planner.minimum_peak_bytes)
-    assert price.minimum_peak_bytes <= min(planner.minimum_peak_bytes, without.minimum_peak_bytes)
-    assert price.added_ms >= 0
+    without = Planner(Net("name", depth=6), sample(), marks={"block_1": "save"})
+    assert without.minimum_peak_bytes < least
+    assert f"without 'aten.tanh' it is {without.minimum_peak_bytes:,} bytes" in text

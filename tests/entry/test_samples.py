@@ -195,21 +195,6 @@ def test_keywords_first_seen_on_a_small_batch_keep_their_bytes_in_another_state(
         assert module.plan.budget_bytes == budget_bytes
 
 
-def test_what_is_larger_than_every_sample_is_refused_whatever_has_changed() -> None:
-    model = reader()
-    module = RockmateModule(model, call(8, 24, "labels"), SHARE, larger="refuse")
-    module(**call(8, 5, "labels", "mask")).backward()
-    module(**call(8, 24, "labels", "mask")).backward()
-    for extra in (("labels",), ("labels", "mask")):
-        with pytest.raises(SignatureMismatchError, match=r"int64\[8, 24\][\s\S]*int64\[8, 25\]"):
-            module(**call(8, 25, *extra))
-    model.bfloat16()
-    module(**call(8, 5, "labels")).backward()
-    module(**call(8, 24, "labels")).backward()
-    with pytest.raises(SignatureMismatchError):
-        module(**call(8, 25, "labels"))
-
-
 def test_an_input_that_begins_to_require_a_gradient_is_planned_for() -> None:
     module = RockmateModule(reader(), call(8, 24, "labels", "shift"), SHARE)
     found = []

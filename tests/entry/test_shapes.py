@@ -105,15 +105,6 @@ def test_larger_inputs_are_planned_for_within_the_same_bytes() -> None:
     assert_same(step(module, model, (2, 40)), step(eager, eager, (2, 40)))
 
 
-def test_larger_inputs_are_refused_where_asked() -> None:
-    module = RockmateModule(language_model("gpt2"), words((2, 40)), budget=0.8, larger="refuse")
-    module(**words((2, 20))).loss.backward()
-    with pytest.raises(SignatureMismatchError, match=r"int64\[2, 40\][\s\S]*int64\[2, 41\]"):
-        module(**words((2, 41)))
-    with pytest.raises(ValueError, match="larger is 'maybe'"):
-        RockmateModule(language_model("gpt2"), words((2, 40)), budget=0.8, larger="maybe")  # pyright: ignore[reportArgumentType]
-
-
 def test_any_other_shape_is_refused_without_replanning() -> None:
     module = RockmateModule(language_model("gpt2"), words((2, 40)), budget=0.8, replan=False)
     with pytest.raises(SignatureMismatchError, match=r"int64\[2, 39\]"):

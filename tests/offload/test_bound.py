@@ -43,9 +43,8 @@ def test_no_random_schedule_with_moves_beats_the_bound(seed: int, link: Link) ->
             found = moves.random_moves(plan.graph, plan.schedule, draw, share)
             schedule = with_moves(plan.graph, plan.schedule, found)
             simulation = simulate(plan.graph, schedule, costs)
-            least_ms = bound.tight_bound_ms(simulation.peak_bytes)
+            least_ms = bound.bound_ms(simulation.peak_bytes)
             assert planner.baseline_ms <= least_ms <= simulation.time_ms * (1 + 1e-6)
-            assert bound.bound_ms(simulation.peak_bytes) <= least_ms
 
 
 @pytest.mark.parametrize("name", ["llama", "resnet50"])
@@ -60,7 +59,6 @@ def test_plans_are_near_the_bound_and_never_below(
         except InfeasibleBudgetError:
             continue
         assert plan.lower_bound_ms <= plan.predicted_ms * (1 + 1e-6)
-        assert plan.quick_lower_bound_ms <= plan.lower_bound_ms
     assert planner.lower_bound_ms(1) == float("inf")
 
 

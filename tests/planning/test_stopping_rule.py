@@ -15,7 +15,6 @@ from bench import models
 from rockmate import Plan, Planner
 from rockmate.cli.main import main
 from rockmate.planning.search_problem import StoppingRule
-from rockmate.planning.search_trace import SearchTrace
 
 
 def planner_of(name: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Planner:
@@ -65,7 +64,7 @@ def test_a_wide_tolerance_ends_the_search_early(monkeypatch: pytest.MonkeyPatch)
     one, other = exact.plan(budget), rough.plan(budget)
     assert other.predicted_peak_bytes <= budget
     assert other.status == "within_gap"
-    assert other.predicted_ms - other.quick_lower_bound_ms <= 0.5 * other.baseline_ms
+    assert other.predicted_ms - other.lower_bound_ms <= 0.5 * other.baseline_ms
     stages = [len(planner._forms.captured.local_search.traces[budget].steps)
               for planner in (exact, rough)]  # fmt: skip
     assert stages[1] < stages[0] / 3
@@ -104,18 +103,15 @@ def test_each_improving_schedule_is_a_line_in_the_log(
 ) -> None:
     planner = planner_of("gpt2-2layer", monkeypatch)
     budget = planner.minimum_peak_bytes * 11 // 10
-    with caplog.at_level(logging.INFO, logger="rockmate.planning.search_trace"):
+    with caplog.at_level(logging.DEBUG, logger="rockmate.planning.search_trace"):
         plan = planner.plan(budget)
     records = [record for record in caplog.records if record.name.endswith("search_trace")]
     lines = [record.getMessage() for record in records if record.levelno == logging.INFO]
-    trace = planner._forms.captured.local_search.traces[budget]
-    improving = [step for step in trace.steps if step.gain is None or step.gain > 0]
-    assert len(lines) == len(improving) >= 2
+    ratios = [float(line.partition(" s: ")[2].partition("x")[0]) for line in lines]
+    assert len(lines) >= 2
+    assert ratios == sorted(ratios, reverse=True)
     assert f"{plan.predicted_ratio:.4f}x" in lines[-1]
-    assert improving[-1].source in lines[-1]
-    times = [step.time_ms for step in trace.steps]
-    assert times == sorted(times, reverse=True)
-    assert times[-1] == plan.predicted_ms
+    assert len(records) > len(lines)  # stages that gain nothing are for DEBUG
 
 
 def test_a_long_search_shows_its_gap(
@@ -129,20 +125,6 @@ def test_a_long_search_shows_its_gap(
         shown = capsys.readouterr().err
         assert ("gap" in shown) == progress
     assert f"{plan.predicted_ratio:.4f}x" in shown
-
-
-def test_a_trace_adds_up() -> None:
-    trace = SearchTrace(budget_bytes=100, baseline_ms=10.0, bound_ms=11.0)
-
-    class Found:
-        def __init__(self, time_ms: float) -> None:
-            self.time_ms = time_ms
-
-    for source, time_ms in (("a", 14.0), ("b", 12.0), ("c", 13.0), ("d", 11.0)):
-        trace.note(source, Found(time_ms))  # pyright: ignore[reportArgumentType]
-    assert [step.gain for step in trace.steps] == [None, 0.2, 0.0, pytest.approx(0.1)]
-    assert [step.gap for step in trace.steps] == pytest.approx([0.3, 0.1, 0.1, 0.0])
-    assert sum(step.seconds for step in trace.steps) == pytest.approx(trace.steps[-1].elapsed_s)
 
 
 def test_the_clock_of_several_plans(monkeypatch: pytest.MonkeyPatch) -> None:

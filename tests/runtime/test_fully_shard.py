@@ -45,7 +45,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-import rockmate
 from rockmate import (
     BackwardError,
     Plan,
@@ -377,16 +376,6 @@ def check_wrapped_first(mesh: DeviceMesh) -> None:
     assert_equal(*found)
 
 
-def check_deprecated(mesh: DeviceMesh) -> None:
-    """`rockmate.fully_shard` does what it says to write."""
-    with pytest.warns(DeprecationWarning, match="from torch.distributed.fsdp import fully_shard"):
-        model = rockmate.fully_shard(net(2), mesh, ignored=["layers.0.up.bias"])
-    assert [isinstance(each, FSDPModule) for each in (*model.layers, model.head, model)] == [
-        *(True, True), False, True,
-    ]  # fmt: skip
-    assert not isinstance(model.layers[0].up.bias, DTensor)
-
-
 def check_plan_of_another_mesh(mesh: DeviceMesh) -> None:
     texts: list[Any] = [None]
     if mesh.get_local_rank() == 0:
@@ -532,7 +521,6 @@ CHECKS: dict[Callable[[DeviceMesh], None], int] = {
     check_ignored: 2,
     check_wrapped_first: 2,
     check_other_sizes: 2,
-    check_deprecated: 2,
     check_policies: 2,
     check_memory: 2,
     check_checkpoints: 2,

@@ -43,14 +43,17 @@ def test_a_wrapped_script_is_eagers_or_is_advised(seed: int) -> None:
 @pytest.mark.parametrize(
     ("kinds", "advice"),
     [
+        ("autocast, gradients scaled, gradients clipped", ""),
         ("backward in a thread", ""),
         ("batch norm, eval call between", ""),
         ("buffer replaced", ""),
         ("cache of a length", ""),
         ("cached function", ""),
         ("cached function, activation that is read", "reads the value of a tensor"),
+        ("carried state", "reads layers.0"),
         ("class attribute in a backward", ""),
         ("counter that is read", "reads layers.0.counter and leaves it with another value"),
+        ("embedding bag of offsets", ""),
         ("generator of its own", "uses a Generator object"),
         ("global that is read", ""),
         ("gradient of the input by the script", ""),
@@ -60,7 +63,10 @@ def test_a_wrapped_script_is_eagers_or_is_advised(seed: int) -> None:
         ("layer drop", 'mode="frames"'),
         ("recurrent, python random", "Python's"),
         ("retained gradient", "calls retain_grad on a tensor of shape"),
+        ("segments", ""),
+        ("torch random", ""),
         ("tuple of a class of its own", ""),
+        ("two calls in flight, judged by another", ""),
     ],
 )
 def test_a_kind_is_eagers_or_its_plan_is_refused(kinds: str, advice: str, mode: str) -> None:

@@ -6,11 +6,9 @@ import io
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from twice import Numbers, Script, Wrap, differences, stepped, wrapped
@@ -152,47 +150,6 @@ def character_model(wrap: Wrap, tied: bool, accumulated: int) -> Numbers:
     return [*losses, model.generate(x[:, :2], 8), model]
 
 
-class WordModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.drop, self.encoder = nn.Dropout(0.2), nn.Embedding(VOCABULARY, 24)
-        self.rnn = nn.LSTM(24, 24, 2, dropout=0.2)
-        self.decoder = nn.Linear(24, VOCABULARY)
-        self.decoder.weight = self.encoder.weight
-
-    def forward(self, words: Tensor, hidden: tuple[Tensor, ...]) -> tuple[Tensor, Any]:
-        output, hidden = self.rnn(self.drop(self.encoder(words)), hidden)
-        decoded = self.decoder(self.drop(output)).view(-1, VOCABULARY)
-        return F.log_softmax(decoded, dim=1), hidden
-
-    def init_hidden(self, batch_size: int) -> tuple[Tensor, ...]:
-        weight = next(self.parameters())
-        zeros = weight.new_zeros(2, batch_size, 24)
-        return zeros, zeros.clone()
-
-
-def word_level(wrap: Wrap) -> Numbers:
-    """The hidden state goes from batch to batch; weights are stepped by hand."""
-    model = wrap(WordModel())
-    words = TEXT.view(50, 8)
-    losses = []
-    for epoch in range(2):
-        hidden = model.init_hidden(8)
-        for start in range(0, 49, 14):
-            length = min(14, 49 - start)
-            data, targets = words[start : start + length], words[start + 1 : start + 1 + length]
-            model.zero_grad()
-            hidden = tuple(each.detach() for each in hidden)
-            output, hidden = model(data, hidden)
-            loss = F.nll_loss(output, targets.reshape(-1))
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 0.25)
-            for each in model.parameters():
-                each.data.add_(each.grad, alpha=-2.0 / (1 + epoch))
-            losses.append(loss.item())
-    return [*losses, model]
-
-
 class Translator(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -231,56 +188,13 @@ def translation(wrap: Wrap) -> Numbers:
     return [*stepped(optimizer, losses(), schedule.step), model]
 
 
-@made_of(lambda: {"bag": nn.EmbeddingBag(VOCABULARY, 16, mode="mean"), "out": nn.Linear(16, 4)})
-class BagOfWords(nn.Module):
-    def forward(self, words: Tensor, offsets: Tensor) -> Tensor:
-        return self.out(self.bag(words, offsets))
-
-
-def bag_of_words(wrap: Wrap) -> Numbers:
-    """Batches of flat words with offsets: the number of words differs from batch to batch."""
-    model = wrap(BagOfWords())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-
-    def losses() -> Iterator[Tensor]:
-        for lengths in ((3, 5, 2, 6), (4, 4, 1, 3), (3, 5, 2, 6)):
-            offsets = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-            scores = model(torch.randint(VOCABULARY, (sum(lengths),)), offsets)
-            yield F.cross_entropy(scores, torch.randint(4, (4,)))
-
-    return [*stepped(optimizer, losses()), model]
-
-
-def preferences(wrap: Wrap) -> Numbers:
-    """Two calls of the policy and two of a frozen reference for one loss."""
-    reference = CharacterModel(dropout=0.0).eval().requires_grad_(False)
-    policy = CharacterModel(dropout=0.0)
-    policy.load_state_dict(reference.state_dict())
-    model = wrap(policy)
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3)
-
-    def log_probability(which: nn.Module, words: Tensor) -> Tensor:
-        logits, _ = which(words[:, :-1], words[:, 1:])
-        return logits.log_softmax(-1).gather(2, words[:, 1:, None]).sum((1, 2))
-
-    def losses() -> Iterator[Tensor]:
-        for _ in range(3):
-            chosen, rejected = torch.randint(VOCABULARY, (2, 4, BLOCK))
-            ours = log_probability(model, chosen) - log_probability(model, rejected)
-            with torch.no_grad():
-                theirs = log_probability(reference, chosen) - log_probability(reference, rejected)
-            yield -F.logsigmoid(0.1 * (ours - theirs)).mean()
-
-    return [*stepped(optimizer, losses()), model]
-
-
 @pytest.mark.parametrize(
     "script",
     [
         pytest.param(partial(character_model, tied=True, accumulated=1), id="character_model"),
         pytest.param(partial(character_model, tied=False, accumulated=3),
                      id="character_model_in_micro_batches"),
-        word_level, translation, bag_of_words, preferences,
+        translation,
     ],
 )  # fmt: skip
 def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:

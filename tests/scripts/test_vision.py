@@ -53,37 +53,6 @@ def digits_with_test_epochs(wrap: Wrap) -> Numbers:
     return [*losses, model]
 
 
-class Autoencoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1 = nn.Linear(256, 64)
-        self.fc21, self.fc22 = nn.Linear(64, 8), nn.Linear(64, 8)
-        self.fc3, self.fc4 = nn.Linear(8, 64), nn.Linear(64, 256)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        hidden = F.relu(self.fc1(x.view(-1, 256)))
-        mean, log_variance = self.fc21(hidden), self.fc22(hidden)
-        std = torch.exp(0.5 * log_variance)
-        z = mean + torch.randn_like(std) * std
-        return torch.sigmoid(self.fc4(F.relu(self.fc3(z)))), mean, log_variance
-
-
-def variational_autoencoder(wrap: Wrap) -> Numbers:
-    model = wrap(Autoencoder())
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    losses = 0.0
-    for data, _ in DataLoader(digits(), batch_size=20, shuffle=True):
-        data = data.sigmoid()
-        optimizer.zero_grad()
-        image, mean, log_variance = model(data)
-        match = F.binary_cross_entropy(image, data.view(-1, 256), reduction="sum")
-        divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
-        (match + divergence).backward()
-        losses += (match + divergence).item()
-        optimizer.step()
-    return [losses, model]
-
-
 def generator_net() -> nn.Module:
     return nn.Sequential(
         nn.ConvTranspose2d(8, 16, 4, 1, 0, bias=False), nn.BatchNorm2d(16), nn.ReLU(True),
@@ -182,51 +151,10 @@ def moving_averages(wrap: Wrap) -> Numbers:
     return [ema(digits().tensors[0]), swa.module, ema.module, model]
 
 
-class Segmenter(nn.Module):
-    """A U-Net of two levels."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.down = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-        self.pool = nn.MaxPool2d(2)
-        self.inner = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.ReLU())
-        self.up = nn.ConvTranspose2d(16, 8, 2, stride=2)
-        self.out = nn.Sequential(nn.Conv2d(16, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 1, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = self.down(x)
-        x = self.up(self.inner(self.pool(skip)))
-        return self.out(torch.cat([skip, x], dim=1))
-
-
-def segmentation_with_scaler(wrap: Wrap) -> Numbers:
-    model = wrap(Segmenter().to(memory_format=torch.channels_last))
-    optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-3, momentum=0.9)
-    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-    losses = []
-    for images, _ in DataLoader(digits(), batch_size=10):
-        images = images.to(memory_format=torch.channels_last)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            mask = model(images)
-            loss = F.binary_cross_entropy_with_logits(mask, (images > 0).float())
-        loss = loss + 1 - (mask.sigmoid() * images).float().mean()
-        optimizer.zero_grad(set_to_none=True)
-        scaler.scale(loss).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.item())
-    return [*losses, model]
-
-
 @pytest.mark.parametrize(
     "script",
-    [
-        digits_with_test_epochs, variational_autoencoder, adversarial, neural_style,
-        moving_averages, segmentation_with_scaler,
-    ],
-)  # fmt: skip
+    [digits_with_test_epochs, adversarial, neural_style, moving_averages],
+)
 def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:
     assert differences(script) == []
 

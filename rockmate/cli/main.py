@@ -187,8 +187,10 @@ def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="what each of many budgets costs in time, from one capture of a model",
         description=(
             "Capture a model once, plan for many activation budgets, and with --measure train a "
-            "few steps at each beside eager. Prints a table, and with --out writes sweep.jsonl, "
-            "sweep.csv, a page sweep.html and plans to train with."
+            "few steps at each beside eager. Prints a "
+            "table, and with --out writes sweep.jsonl, sweep.csv, a page sweep.html and plans to "
+            "train with; the same command again "
+            "skips what is measured."
         ),
     )
     add_model_arguments(sweep)
@@ -289,7 +291,9 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         if arguments.out is not None and (arguments.out / "sweep.jsonl").exists():
-            sys.stderr.write(f"\nWhat was found is in {arguments.out}.\n")
+            sys.stderr.write(
+                f"\nWhat was found is in {arguments.out}; the same command goes on from there.\n"
+            )
         raise
     sys.stdout.write(found.text(shutil.get_terminal_size().columns) + "\n")
     if arguments.out is not None:

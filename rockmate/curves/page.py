@@ -75,7 +75,9 @@ def _verdict(sweep: Sweep) -> Iterator[str]:
         told = f"{gradients} budgets{others}" if compared else "eager did not fit"
         yield f"All {len(measured)} measured peaks are within their budgets; {told}."
     if not sweep.is_complete:
-        yield ("The sweep was interrupted: rows may be missing.")
+        yield (
+            "The sweep was interrupted: rows may be missing. The same command takes it up again."
+        )
 
 
 def _columns(sweep: Sweep) -> list[Column]:

@@ -1,6 +1,6 @@
 """The folder of a sweep.
 
-    sweep.json     the model and the settings
+    sweep.json     the model and the settings, by which a second run knows whether rows are its own
     sweep.jsonl    a row a line (see `SweepRow`)
     sweep.csv      the same
     sweep.html     the page
@@ -15,16 +15,20 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rockmate._util import write_whole
 from rockmate.curves.errors import SweepError
 from rockmate.curves.sweep import Key, Sweep
 from rockmate.curves.sweep_row import SweepRow
+from rockmate.errors import PlanFileError
 from rockmate.extras import require
+from rockmate.plan.plan import Plan
 
 _FORMAT = {"format": "rockmate sweep", "version": 2}
+_NOT_COMPARED = (*_FORMAT, "title", "budgets_bytes")
 
 
 class SweepFolder:
@@ -38,7 +42,7 @@ class SweepFolder:
         """Makes the folder.
 
         Raises:
-            SweepError: it cannot be made or written to, or holds a sweep.
+            SweepError: it cannot be made or written to.
             MissingExtraError: matplotlib, which draws the page, is not installed.
         """
         require("matplotlib.figure", extra="plot", purpose="the page of a sweep")
@@ -51,15 +55,53 @@ class SweepFolder:
         except OSError as error:
             msg = f"cannot write to the folder {path}: {error.strerror}. Give another --out."
             raise SweepError(msg) from error
-        if (path / "sweep.jsonl").exists():
-            msg = f"{path} holds a sweep. Give another --out, or move that folder away."
-            raise SweepError(msg)
+
+    def budgets_bytes(self, settings: Mapping[str, Any]) -> list[int]:
+        """The budgets of the last sweep with these settings, empty if there was none.
+
+        Raises:
+            SweepError: the folder holds a sweep of another model or setting.
+        """
+        before = self._settings()
+        names = dict.fromkeys([*before, *settings]) if before else ()
+        other = [
+            name
+            for name in names
+            if name not in _NOT_COMPARED and before.get(name) != settings.get(name)
+        ]
+        if not other:
+            return list(before.get("budgets_bytes", ()))
+        name = other[0]
+        why = f"its {name} was {before.get(name)!r} and is {settings.get(name)!r} now"
+        if {"graph", "call"} & set(other):
+            why = f"this is another model or sample: {settings['title']}"
+        raise SweepError(
+            f"{self.path} holds a sweep of {before.get('title')}, and {why}. Give another --out, "
+            "or move that folder away."
+        )
+
+    def measured(self) -> Iterator[tuple[SweepRow, Plan]]:
+        """The rows that were measured before, each with its plan.
+
+        Those whose plan is gone are left out: they are measured again.
+        """
+        path = self.path / "sweep.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        for line in lines:
+            try:
+                row = SweepRow(**json.loads(line))
+                if row.is_measured:
+                    yield row, Plan.load(self._plan_path(row.key))
+            except (PlanFileError, FileNotFoundError):
+                continue
+            except (ValueError, TypeError) as error:
+                raise _damaged(path, error) from error
 
     def write(self, sweep: Sweep, *, plans: Sequence[Key] = ()) -> None:
         """Writes settings, rows, and the plans of these and of the recommended row."""
         for key in {*plans, *(row.key for row in sweep if row.is_recommended)}:
             plan, path = sweep.plans[key], self._plan_path(key)
-            if not path.exists():
+            if plan.captured is not None or not path.exists():
                 self._replace(path.relative_to(self.path), plan.to_text())
         rows = [row.as_dict() for row in sweep]
         text = io.StringIO()
@@ -86,3 +128,22 @@ class SweepFolder:
         except OSError as error:
             msg = f"cannot write {path}: {error.strerror}. What was written before is kept."
             raise SweepError(msg) from error
+
+    def _settings(self) -> dict[str, Any]:
+        path = self.path / "sweep.json"
+        if not path.exists():
+            return {}
+        try:
+            settings = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise _damaged(path, error) from error
+        if not isinstance(settings, dict) or not settings.items() >= _FORMAT.items():
+            raise SweepError(
+                f"{path} is of no sweep of this release of rockmate. Give another --out, or move "
+                "that file away."
+            )
+        return settings
+
+
+def _damaged(path: Path, error: Exception) -> SweepError:
+    return SweepError(f"{path} is damaged ({error}). Give another --out, or move that file away.")

@@ -9,7 +9,7 @@ the command `rockmate sweep`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -62,19 +62,20 @@ def sweep(
             difference of the gradients. Takes memory for one copy of the weights and gradients on
             the host. The model is put back to what it was.
         num_steps: how many steps are timed and compared.
-        out: a folder for the rows, a page and the plans.
+        out: a folder for the rows, a page and the plans; measured rows that are there already are
+            kept and not measured again.
         progress: shows progress bars.
         options: of planning, all at once.
         **keywords: single options of planning; `rockmate.PlanOptions` documents them.
 
     Returns:
         The rows by strategy and ascending budget; one that is not feasible is among them and says
-        so.
+        so. With `out`, what was measured in earlier runs is too.
 
     Raises:
         InvalidBudgetError: a budget cannot be read.
         SweepError: a strategy is not known, or what is asked for cannot be measured.
-        SweepError: the folder cannot be written to, or holds a sweep.
+        SweepError: the folder cannot be written to, or holds a sweep of another model.
         MissingExtraError: `out` is given, and matplotlib is not installed.
         InvalidSampleError, UnsupportedModelError, MachineError: as for `Planner`.
     """
@@ -184,24 +185,34 @@ class _Run:
         found: Sweep,
         folder: SweepFolder | None,
     ) -> None:
-        """Finds nothing yet."""
+        """Takes up what the folder holds of this sweep."""
         self._planner = planner
         self._options = options
         self._folder = folder
         self.found = found
         self._strategies = strategies
-        budgets, peak_bytes = options.parsed, planner.baseline_peak_bytes
-        self._budgets_bytes = (
-            planner.curve_budgets(strategies)
-            if budgets is None
-            else budgets_in_bytes(budgets, peak_bytes)
-        )
+        before = []
+        if folder is not None:
+            before = folder.budgets_bytes(found.settings)
+            for row, plan in folder.measured():
+                found.put(row, plan)
+        self._budgets_bytes = self._asked(options.parsed, before)
         found.settings["budgets_bytes"] = self._budgets_bytes
+
+    def _asked(self, budgets: Iterable[Budget] | None, before: list[int]) -> list[int]:
+        peak_bytes = self._planner.baseline_peak_bytes
+        if budgets is not None:
+            return budgets_in_bytes(budgets, peak_bytes)
+        if before:
+            # The smallest peak may differ a little from run to run, and with it a row that has
+            # been measured.
+            return before
+        return self._planner.curve_budgets(self._strategies)
 
     # --- prediction ---
 
     def predict(self) -> None:
-        """Plans for every budget."""
+        """Plans for every budget that has no row."""
         begin = time.perf_counter()
         self._predict(self._strategies)
         is_chunked = any(plan.options.loss_chunks for plan in self.found.plans.values())
@@ -210,8 +221,9 @@ class _Run:
         self.found.timings["sweep"] = time.perf_counter() - begin
 
     def _predict(self, strategies: Sequence[str]) -> None:
-        shown = self._options.progress
-        wanted = [(strategy, budget) for strategy in strategies for budget in self._budgets_bytes]
+        known, shown = {row.key for row in self.found}, self._options.progress
+        keys = [(strategy, budget) for strategy in strategies for budget in self._budgets_bytes]
+        wanted = [key for key in keys if key not in known]
         together = self._planner.plans(
             [budget for strategy, budget in wanted if strategy == _DEFAULT], progress=shown
         )
@@ -249,19 +261,28 @@ class _Run:
     # --- measurement ---
 
     def measure(self, meter: SideBySide) -> None:
-        """Takes steps of every plan that was asked for."""
+        """Takes steps of every plan that was asked for and has not been measured so."""
         begin, found = time.perf_counter(), self.found
-        wanted = [row for row in found.feasible if row.strategy in self._strategies]
+        wanted = [
+            row
+            for row in found.feasible
+            if row.strategy in self._strategies
+            and row.budget_bytes in self._budgets_bytes
+            and row.num_steps != self._options.num_steps
+        ]
         for row in progress_bar(
             wanted, desc="measuring", unit="budget", disable=not self._options.progress
         ):
             plan = found.plans[row.key]
+            if row.is_measured:
+                plan = self._planner.plan(row.budget_bytes, strategy=row.strategy)
+            planned = planned_row(plan, minimum_bytes=row.minimum_bytes or 0)
             try:
                 measured = meter.measure(self._planner.module_of(plan, trial="never"))
-                found.put(row.with_measurement(measured), plan)
+                found.put(planned.with_measurement(measured), plan)
             except torch.OutOfMemoryError as error:
                 problem = f"out of memory: {str(error).partition(chr(10))[0]}"
-                found.put(replace(row, problem=problem), plan)
+                found.put(replace(planned, problem=problem), plan)
             if self._folder is not None:  # one by one: whatever stops the sweep, these are kept
                 self._folder.write(found, plans=[row.key])
         found.timings["measuring"] = time.perf_counter() - begin

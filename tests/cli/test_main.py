@@ -245,7 +245,7 @@ def test_interrupted_sweep(
     monkeypatch.setattr("rockmate.curves.measure.SideBySide.measure", interrupt)
     options = "--budgets 1.0 --measure --quiet --out out"
     assert main(["sweep", network, *options.split()]) == 130
-    assert "What was found is in out" in capsys.readouterr().err
+    assert "goes on from there" in capsys.readouterr().err
     assert len((tmp_path / "out" / "sweep.jsonl").read_text().splitlines()) == 1
 
 

@@ -1,4 +1,4 @@
-"""Sweeps: rows, their measurement against independent meters, folders, refusals."""
+"""Sweeps: rows, their measurement against independent meters, resuming, refusals."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def read(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "sweep.jsonl").read_text().splitlines()]
 
 
-def test_an_interrupt_keeps_what_was_measured_and_another_sweep_is_refused(
+def test_an_interrupt_keeps_what_was_measured_and_a_second_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
@@ -315,13 +315,37 @@ def test_an_interrupt_keeps_what_was_measured_and_another_sweep_is_refused(
     assert [row["measured_peak_bytes"] is not None for row in kept] == [True, True, False]
     assert [row["budget_bytes"] for row in kept[:2]] == before
     assert "was interrupted" in (tmp_path / "sweep.html").read_text()
-    with pytest.raises(SweepError, match="holds a sweep"):
-        run(tmp_path)
-    assert read(tmp_path) == kept
-    found = run(tmp_path / "other")
+
+    after = counted(monkeypatch)
+    found = run(tmp_path)
+    assert after == [kept[2]["budget_bytes"]]
+    assert [row.measured_ms for row in found.rows[:2]] == [row["measured_ms"] for row in kept[:2]]
     assert all(row.is_measured for row in found.rows)
-    assert found.rows == [SweepRow(**row) for row in read(tmp_path / "other")]
-    assert "was interrupted" not in (tmp_path / "other" / "sweep.html").read_text()
+    assert found.rows == [SweepRow(**row) for row in read(tmp_path)]
+    assert "was interrupted" not in (tmp_path / "sweep.html").read_text()
+
+
+def test_other_budgets_and_strategies_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = run(tmp_path, budgets=[1.0])
+    measured = counted(monkeypatch)
+    found = run(tmp_path, budgets=[0.8], strategies=("none", "rockmate"))
+    assert measured == [row.budget_bytes for row in found.rows if row.strategy == "rockmate"][:1]
+    assert (
+        by_budget(found.rows)[first.rows[0].budget_bytes].measured_ms == first.rows[0].measured_ms
+    )
+    assert [row.is_feasible for row in found.rows if row.strategy == "none"] == [False]
+
+
+def test_predictions_only_keep_what_was_measured_before(tmp_path: Path) -> None:
+    first = run(tmp_path, budgets=[0.8])
+    assert run(tmp_path, budgets=[0.8], measure=False).rows == first.rows
+
+
+def test_more_steps_are_measured_anew(tmp_path: Path) -> None:
+    run(tmp_path, budgets=[1.0])
+    assert run(tmp_path, budgets=[1.0], num_steps=2).rows[0].num_steps == 2
 
 
 def test_csv_holds_the_rows(tmp_path: Path) -> None:
@@ -335,6 +359,31 @@ def test_csv_holds_the_rows(tmp_path: Path) -> None:
     assert [int(row["budget_bytes"]) for row in rows] == [
         row["budget_bytes"] for row in read(tmp_path)
     ]
+
+
+def test_a_folder_of_another_model_is_refused_and_left_alone(tmp_path: Path) -> None:
+    run(tmp_path, measure=False)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("sweep.*")}
+    with pytest.raises(SweepError, match="another model or sample") as refused:
+        rockmate.sweep(models.Stack(1).train(), torch.randn(64, 16), out=tmp_path)
+    assert "a stack" in str(refused.value)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("sweep.*")} == before
+
+
+def test_a_folder_of_other_settings_is_refused(tmp_path: Path) -> None:
+    run(tmp_path, measure=False)
+    model, x = stack()
+    with pytest.raises(SweepError, match=r"its machine was None and is 'cpu-avx2' now"):
+        rockmate.sweep(model, x, out=tmp_path, machine=MACHINE)
+
+
+@pytest.mark.parametrize("name", ["sweep.json", "sweep.jsonl"])
+def test_a_damaged_folder_is_refused(name: str, tmp_path: Path) -> None:
+    run(tmp_path, measure=False)
+    (tmp_path / name).write_text((tmp_path / name).read_text()[:-9])
+    with pytest.raises(SweepError, match="damaged") as refused:
+        run(tmp_path, measure=False)
+    assert name in str(refused.value)
 
 
 def test_a_folder_that_cannot_be_written_is_told_before_the_work(tmp_path: Path) -> None:

@@ -182,6 +182,17 @@ def test_recommendations_say_what_less_memory_costs(found: Sweep) -> None:
     assert "the smallest within 1.05x, since the curve has no knee" in straight.remarks()
 
 
+def test_rows_of_a_faster_run_do_not_bend_the_curve() -> None:
+    rows = curve((1, 2.0), (2, 1.2), (5, 1.1), (10, 1.0))
+    slow = [
+        dataclasses.replace(row, predicted_ms=300 * (row.predicted_ratio or 0))
+        if row.budget_bytes == 2
+        else row
+        for row in rows
+    ]
+    assert [row.is_recommended for row in compared(slow)] == [row.is_recommended for row in rows]
+
+
 def test_the_knee_and_the_best_budget_for_a_slowdown(found: Sweep) -> None:
     rows = curve((100, 2.0), (200, 1.3), (300, 1.1), (600, 1.04), (1000, 1.0))
     sweep = dataclasses.replace(found, rows=rows)

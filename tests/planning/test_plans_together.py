@@ -150,6 +150,24 @@ def test_a_sweep_of_many_budgets_is_of_plans_made_together() -> None:
     ]
 
 
+def test_an_interrupt_while_planning_keeps_the_rows_of_an_earlier_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, sample = Stack(3).train(), torch.randn(64, 16)
+    budgets = f"0.6:1.0:{SWEPT}"
+    before = rockmate.sweep(model, sample, budgets=budgets, machine=MACHINE, out=tmp_path)
+    lines = (tmp_path / "sweep.jsonl").read_text()
+    assert len(before) == SWEPT == len(lines.splitlines())
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rockmate.planning.local_search.LocalSearch.best_within_each", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rockmate.sweep(model, sample, budgets=budgets, machine=MACHINE, out=tmp_path)
+    assert (tmp_path / "sweep.jsonl").read_text() == lines
+
+
 def test_an_interrupt_while_one_after_the_other_is_planned_keeps_the_rows_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

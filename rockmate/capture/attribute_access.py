@@ -20,6 +20,7 @@ import threading
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Place:
         return id(self.owner), self.name
 
     def __str__(self) -> str:
-        if isinstance(self.owner, type | types.ModuleType):
+        if hasattr(self.owner, "__name__"):  # a class, or a file
             return f"{self.name} of {self.owner.__name__}"
         return f"{self.name} of a {type(self.owner).__name__}"
 
@@ -154,17 +155,23 @@ class AttributeState:
                     found.append((Place(owner, name), now.get(name, ABSENT)))
         return found
 
-    def refuse_changes(self) -> None:
-        """Raises if a backward has changed an attribute; what a forward changes is put back."""
-        for place, value in self.changes():
-            kind = type(place.owner)
-            if not (issubclass(kind, nn.Module) or is_users(file_of(kind))):
-                continue  # an op, say, which notes its name when it is asked for it
+    def refuse_changes(self, outside: Objects) -> None:
+        """Raises if a backward has changed an attribute, or what is `outside` of the model.
+
+        What a forward changes in attributes is put back before.
+        """
+        kinds = {place: type(place.owner) for place, _ in self.changes()}
+        changed: list[Any] = [  # not an op, say, which notes its name when it is asked for it
+            place
+            for place, kind in kinds.items()
+            if issubclass(kind, nn.Module) or is_users(file_of(kind))
+        ]
+        for place in changed or starmap(Place, outside.changed()):
             self.restore()
             msg = (
-                f"the model's backward gives {place} another value ({type(value).__name__}), in a "
-                "hook or an autograd function, and a planned backward runs no Python. Change it "
-                'behind the backward, or keep the budget without a plan: mode="frames".'
+                f"the model's backward changes {place}, in a hook or an autograd function, and a "
+                "planned backward runs no Python. Change it behind the backward, or keep the "
+                'budget without a plan: mode="frames".'
             )
             raise UnsupportedModelError(msg)
 

@@ -84,6 +84,7 @@ class LeftBehind:
             value = getattr(place.owner, "__dict__", {}).get(place.name, ABSENT)
             if value is not ABSENT:  # an equal value may be another one in a call of other sizes
                 assigned[place.key] = place, value
+        accesses.add_listed({key for key, (_, value) in assigned.items() if traced_in(value)})
         carried = [assigned.pop(key) for key in accesses.reads if key in assigned]
         return cls(
             accesses, list(assigned.values()), [(place, copied(value)) for place, value in carried]

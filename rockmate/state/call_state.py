@@ -62,7 +62,9 @@ class CallState:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Takes the present state."""
         classes = dict.fromkeys(map(type, modules_within(model)))
-        held = [v for each in modules_within(model) for v in vars(each).values() if isinstance(v, type)]
+        held = [
+            v for each in modules_within(model) for v in vars(each).values() if isinstance(v, type)
+        ]
         tables = _globals_of([*classes, *held, *hooks_within(modules_within(model))])
         of_all = [each for each in hooks_within([]) if hasattr(each, "__qualname__")]
         self._model, self.arguments = model, [list(args), dict(kwargs)]

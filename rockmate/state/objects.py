@@ -129,7 +129,9 @@ class Objects:
             if not is_same_content(now, content):
                 name = "the content"
                 if isinstance(now, dict):
-                    names = (each for each in now | content if now.get(each) is not content.get(each))
+                    names = (
+                        each for each in now | content if now.get(each) is not content.get(each)
+                    )
                     name = str(next(names, name))
                 yield value, name
 

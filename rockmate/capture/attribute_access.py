@@ -207,6 +207,11 @@ def _objects_in_trace(kind: type) -> Handler | None:
     return None if issubclass(kind, torch.Generator) else objects_and_members(kind)
 
 
+def outside_in_trace(kind: type) -> Handler | None:
+    """The handler of a type outside of the model, whose members are others in a trace."""
+    return None if issubclass(kind, nn.Module) else _objects_in_trace(kind)
+
+
 @contextlib.contextmanager
 def accesses_recorded(model: nn.Module, state: AttributeState) -> Iterator[Accesses]:
     """Records what the forward of `model` reads and assigns in this thread.

@@ -17,7 +17,13 @@ from torch import nn
 
 from rockmate._torch.members import parametrizations_afresh
 from rockmate._torch.storage import storage_id
-from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
+from rockmate.capture.attribute_access import (
+    Accesses,
+    AttributeState,
+    Place,
+    accesses_recorded,
+    outside_in_trace,
+)
 from rockmate.capture.attribute_values import copied, snapshot, traced_in
 from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
 from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
@@ -211,7 +217,7 @@ class TracedForward(nn.Module):
             self.has_escaped = self.reader.has_escaped(also_delivered=False)
         finally:
             before.restore()
-        self.objects_behind = self._objects.again()
+        self.objects_behind = self._objects.again(outside_in_trace)
         self.differentiable_outputs = tuple(
             index for index, tensor in enumerate(flat) if tensor.requires_grad
         )

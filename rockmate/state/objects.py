@@ -87,7 +87,6 @@ class Objects:
         """
         self.found: dict[int, tuple[Any, Handler, Any]] = {}
         self.tensors: dict[int, torch.Tensor] = {}
-        self._follows = follows
         self._seen: dict[int, Any] = {}  # tuples, which need no content
         pending = [each for each in roots if type(each) not in ATOMS]
         while pending and len(self.found) < most:
@@ -118,9 +117,9 @@ class Objects:
         found = self.found.get(id(value))
         return None if found is None else found[2]
 
-    def again(self) -> Objects:
+    def again(self, follows: Callable[[type], Handler | None]) -> Objects:
         """The same ones, and what is reached from them now, with their present content."""
-        return Objects([value for value, *_ in self.found.values()], follows=self._follows)
+        return Objects([value for value, *_ in self.found.values()], follows=follows)
 
     def changed(self) -> Iterator[tuple[Any, str]]:
         """Those that have another content, each with the name of what differs in it."""

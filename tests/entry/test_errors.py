@@ -274,7 +274,7 @@ class Looking(nn.Module):
         self.middle, self.head = middle(8, 8), nn.Linear(8, 8)
 
     def forward(self, places: Tensor) -> Tensor:
-        x = self.table(places) + self.norm(torch.randn(len(places), 8))
+        x = self.norm(torch.randn(len(places), 8)) + self.table(places)
         found = self.middle(x)
         return self.head(found[0] if isinstance(found, tuple) else found)
 

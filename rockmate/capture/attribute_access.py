@@ -16,10 +16,12 @@ import contextlib
 import functools
 import inspect
 import logging
+import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -60,7 +62,7 @@ class Place:
         return id(self.owner), self.name
 
     def __str__(self) -> str:
-        if isinstance(self.owner, type | types.ModuleType):
+        if hasattr(self.owner, "__name__"):  # a class, or a file
             return f"{self.name} of {self.owner.__name__}"
         return f"{self.name} of a {type(self.owner).__name__}"
 
@@ -76,7 +78,8 @@ class Place:
         if isinstance(self.owner, nn.Module):  # whose `__getattr__` takes long to fail
             found = vars(self.owner).get(self.name, ABSENT)
             return getattr(type(self.owner), self.name, ABSENT) if found is ABSENT else found
-        return getattr(self.owner, self.name, ABSENT)
+        value = getattr(self.owner, self.name, ABSENT)
+        return value.__func__ if getattr(value, "__self__", None) is self.owner else value
 
     def put(self, value: Any) -> None:
         """Has `value` stand there."""
@@ -103,11 +106,13 @@ class Accesses:
     Attributes:
         reads: attributes that were read before they were assigned, if ever.
         assigned: attributes that were assigned before they were read, if ever.
+        listed: objects whose `__dict__` was read, by address: any of its values may have been.
         owners: the objects whose attributes are recorded, by address.
     """
 
     reads: dict[tuple[int, str], Place] = field(default_factory=dict)
     assigned: dict[tuple[int, str], Place] = field(default_factory=dict)
+    listed: dict[int, Any] = field(default_factory=dict)
     owners: dict[int, Any] = field(default_factory=dict)
 
     def note(self, owner: Any, name: str, *, is_read: bool) -> bool:
@@ -121,9 +126,20 @@ class Accesses:
 
     def add_reads(self, others: Accesses) -> None:
         """Adds what others have read, unless it was assigned."""
+        others.add_listed(())
         for key, place in others.reads.items():
             if key not in self.assigned:
                 self.reads.setdefault(key, place)
+
+    def add_listed(self, left: Container[tuple[int, str]]) -> None:
+        """Adds reads of what objects hold whose `__dict__` was read, but for what is `left` there.
+
+        Those are tensors of the run.
+        """
+        for owner in self.listed.values():
+            for place in (Place(owner, name) for name in _attributes_of(owner)):
+                if not (place.key in left or place.key in self.assigned):
+                    self.reads.setdefault(place.key, place)
 
 
 class AttributeState:
@@ -154,17 +170,23 @@ class AttributeState:
                     found.append((Place(owner, name), now.get(name, ABSENT)))
         return found
 
-    def refuse_changes(self) -> None:
-        """Raises if a backward has changed an attribute; what a forward changes is put back."""
-        for place, value in self.changes():
-            kind = type(place.owner)
-            if not (issubclass(kind, nn.Module) or is_users(file_of(kind))):
-                continue  # an op, say, which notes its name when it is asked for it
+    def refuse_changes(self, outside: Objects) -> None:
+        """Raises if a backward has changed an attribute, or what is `outside` of the model.
+
+        What a forward changes in attributes is put back before.
+        """
+        kinds = {place: type(place.owner) for place, _ in self.changes()}
+        changed: list[Any] = [  # not an op, say, which notes its name when it is asked for it
+            place
+            for place, kind in kinds.items()
+            if issubclass(kind, nn.Module) or is_users(file_of(kind))
+        ]
+        for place in changed or starmap(Place, outside.changed()):
             self.restore()
             msg = (
-                f"the model's backward gives {place} another value ({type(value).__name__}), in a "
-                "hook or an autograd function, and a planned backward runs no Python. Change it "
-                'behind the backward, or keep the budget without a plan: mode="frames".'
+                f"the model's backward changes {place}, in a hook or an autograd function, and a "
+                "planned backward runs no Python. Change it behind the backward, or keep the "
+                'budget without a plan: mode="frames".'
             )
             raise UnsupportedModelError(msg)
 
@@ -183,6 +205,11 @@ def _objects_in_trace(kind: type) -> Handler | None:
     if issubclass(kind, torch.Tensor):
         return OF_ATTRIBUTES
     return None if issubclass(kind, torch.Generator) else objects_and_members(kind)
+
+
+def outside_in_trace(kind: type) -> Handler | None:
+    """The handler of a type outside of the model, whose members are others in a trace."""
+    return None if issubclass(kind, nn.Module) else _objects_in_trace(kind)
 
 
 @contextlib.contextmanager
@@ -252,14 +279,21 @@ class _Recorder:
                     type.__delattr__(cls, name)
 
     def _note_read(self, owner: Any, name: str, value: Any) -> None:
-        if self._is_unrecorded(owner, name):
-            return
-        self._is_resting = True  # what is looked up here is no read of the forward
-        try:
-            if not _is_of_class(owner, name) and self._accesses.note(owner, name, is_read=True):
-                self._reach(value)
-        finally:
-            self._is_resting = False
+        is_all = name == "__dict__" and is_users(sys._getframe(2).f_code.co_filename)
+        for each, item in [*value.items()] if is_all else ((name, value),):
+            if self._is_unrecorded(owner, each):
+                continue
+            self._is_resting = True  # what is looked up here is no read of the forward
+            try:
+                if is_all:
+                    self._accesses.listed[id(owner)] = owner
+                    self._reach(item)
+                elif not _is_of_class(owner, each) and self._accesses.note(
+                    owner, each, is_read=True
+                ):
+                    self._reach(item)
+            finally:
+                self._is_resting = False
 
     def _note_assigned(self, owner: Any, name: str) -> None:
         if not self._is_unrecorded(owner, name):
@@ -304,7 +338,8 @@ def _attributes_of(owner: Any) -> dict[str, Any]:
 def _is_of_class(owner: Any, name: str) -> bool:
     """Whether a name stands for a member of a module, or a method or property of a class.
 
-    What a property reads is recorded by itself.
+    What a property reads is recorded by itself. Methods of the user's classes are values, since a
+    script may put others there; those of modules are found without a run (`outer_values`).
     """
     if isinstance(owner, nn.Module) and is_member(owner, name):
         return True
@@ -313,6 +348,8 @@ def _is_of_class(owner: Any, name: str) -> bool:
     if isinstance(owner, nn.Module) and name in vars(nn.Module):
         return True
     found = inspect.getattr_static(type(owner), name, ABSENT)
+    if isinstance(found, types.FunctionType) and not isinstance(owner, nn.Module):
+        return not is_users(found.__code__.co_filename)
     return hasattr(found, "__get__") and not isinstance(found, types.MemberDescriptorType)
 
 

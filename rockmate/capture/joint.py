@@ -33,6 +33,7 @@ from rockmate._torch.aot import (
     value_checks_as_ops,
 )
 from rockmate._torch.fake import errors_unlogged, forget_tensors, is_fake, results_corrected
+from rockmate._torch.members import hooks_within
 from rockmate.capture.attribute_access import AttributeState, Place, accesses_recorded
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
@@ -66,7 +67,7 @@ from rockmate.ops.collectives import wait_for_collectives
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
 from rockmate.sharding.gathering import padded_names, put_padded_parts
-from rockmate.state.call_state import CallState, caches_passed_by, undone
+from rockmate.state.call_state import CallState, caches_passed_by, outside_of, undone
 from rockmate.state.writes import Writes
 
 logger = logging.getLogger(__name__)
@@ -173,7 +174,8 @@ def _captured(
     is_elsewhere = any(map(is_fake, (*tensors, *model.parameters())))  # it cannot run
     functions = ForeignFunctions(are_recorded=is_elsewhere)
     outside = values_read_by(model, ())
-    make = partial(make, outside=outside)
+    objects = outside_of(model.modules(), hooks_within(model.modules()))
+    make = partial(make, outside=outside, objects=objects)
     failure: InvalidSampleError | None = None  # of a trace as a compiler's
 
     def trace(logs: Sequence[Place] = ()) -> tuple[fx.GraphModule, TracedForward]:
@@ -281,7 +283,7 @@ def _traced(
             constant = getattr(joint, str(node.target))
             node.meta["val"] = fakes.get(id(constant), node.meta.get("val"))
         install(joint.graph, calls)
-        before.refuse_changes()
+        before.refuse_changes(forward.objects_behind)
     forward.left.accesses.add_reads(accesses)  # of hooks and autograd functions in the backward
     forget_tensors(next(iter(joint.graph.nodes)).meta["val"])
     checkpoints.note_decisions()

@@ -152,6 +152,7 @@ class ForeignFunctions:
                 str(error).partition("\n")[0][:200],
             )
             register_opaque(function)
+        self.met.clear()  # what opaque ones read is read in each step
         return bool(found)
 
 

@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.storage import versions_of
+from rockmate.capture.diagnose import explain_failure
 from rockmate.capture.opaque_call import OpaqueCall, input_change_error
 from rockmate.capture.opaque_functions import (
     FunctionCaller,
@@ -47,7 +48,7 @@ from rockmate.capture.opaque_graph import Layout
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.tensor_parts import has_parts
 from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
-from rockmate.errors import InvalidSampleError, UnsupportedModelError
+from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 from rockmate.state.call_state import undone
 from rockmate.state.random_state import random_state_kept
 
@@ -136,6 +137,10 @@ def _calls_seen(
                 calls_seen(_note_functions(seen, running)),
             ):
                 model(*args, **kwargs)
+        except RockmateError:
+            raise
+        except Exception as error:
+            raise explain_failure(error, model, "") from error
         finally:
             for handle in handles:
                 handle.remove()

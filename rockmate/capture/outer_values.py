@@ -62,7 +62,7 @@ class _Reader:
     """Follows the names that code mentions.
 
     Attributes:
-        methods: of a class, those that it follows beside its forward, which a script may replace.
+        methods: of a class, those that it follows beside forwards, which a script may replace.
     """
 
     def __init__(self) -> None:
@@ -78,9 +78,12 @@ class _Reader:
         while num_known != (num_known := len(self._names) + len(self._objects)):
             for value in [*self._objects.values()]:
                 for name in self._names & {*dir(type(value))}:
-                    self.follow(inspect.getattr_static(type(value), name), type(value))
+                    member = inspect.getattr_static(type(value), name)
+                    self.follow(member, type(value))
+                    if isinstance(member, FunctionType) and is_users(file_of(type(value))):
+                        self.methods[type(value)].add(name)
         for value in self._objects.values():
-            for name in self._names & vars(value).keys():
+            for name in self._names & {*vars(value), *self.methods[type(value)]}:
                 self._places.setdefault((id(value), name), Place(value, name))
         return list(self._places.values())
 

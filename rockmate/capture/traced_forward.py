@@ -17,7 +17,13 @@ from torch import nn
 
 from rockmate._torch.members import parametrizations_afresh
 from rockmate._torch.storage import storage_id
-from rockmate.capture.attribute_access import Accesses, AttributeState, Place, accesses_recorded
+from rockmate.capture.attribute_access import (
+    Accesses,
+    AttributeState,
+    Place,
+    accesses_recorded,
+    outside_in_trace,
+)
 from rockmate.capture.attribute_values import copied, snapshot, traced_in
 from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
 from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
@@ -26,7 +32,7 @@ from rockmate.capture.trace_state import members_of_tensors_left, no_random_stat
 from rockmate.capture.write_log import Write, WriteLog, can_watch
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
 from rockmate.sharding.gathering import gathered_by_ops
-from rockmate.state.objects import ABSENT
+from rockmate.state.objects import ABSENT, NO_OBJECTS, Objects
 
 # Whether a model that puts another submodule in place of one runs once before it is captured.
 RUNS_FIRST = ContextVar("RUNS_FIRST", default=True)
@@ -84,6 +90,7 @@ class LeftBehind:
             value = getattr(place.owner, "__dict__", {}).get(place.name, ABSENT)
             if value is not ABSENT:  # an equal value may be another one in a call of other sizes
                 assigned[place.key] = place, value
+        accesses.add_listed({key for key, (_, value) in assigned.items() if traced_in(value)})
         carried = [assigned.pop(key) for key in accesses.reads if key in assigned]
         return cls(
             accesses, list(assigned.values()), [(place, copied(value)) for place, value in carried]
@@ -115,6 +122,7 @@ class TracedForward(nn.Module):
         log: what it does with those.
         outside: places outside of the model that it may read.
         changed_outside: those of containers with other contents behind the run.
+        objects_behind: those outside of the model's modules, behind the run.
         notice: what the user should know of the outputs.
     """
 
@@ -130,12 +138,14 @@ class TracedForward(nn.Module):
         sample: SampleValues | None = None,
         defers: bool = False,
         outside: Sequence[Place] = (),
+        objects: Objects = NO_OBJECTS,
         logs: Sequence[Place] = (),
     ) -> None:
         """Takes the model and how it is called.
 
         With a `sample`, reads of values that follow from its values are answered, or deferred.
-        Containers at the places of `logs` are only written to. What stands `outside` is looked at.
+        Containers at the places of `logs` are only written to. What stands `outside` is looked at,
+        and `objects` outside of the model's modules are looked at behind a run.
         """
         super().__init__()
         self.model = model
@@ -156,6 +166,7 @@ class TracedForward(nn.Module):
         self.outside = outside
         self.log, self.writes = WriteLog(), list[Write]()
         self.changed_outside: list[Place] = []
+        self._objects = self.objects_behind = objects
         self.reader, self.has_escaped = ValueReader(defers=defers), False
         self.notice = ""
         self.held = HeldTensors(model)
@@ -206,6 +217,7 @@ class TracedForward(nn.Module):
             self.has_escaped = self.reader.has_escaped(also_delivered=False)
         finally:
             before.restore()
+        self.objects_behind = self._objects.again(outside_in_trace)
         self.differentiable_outputs = tuple(
             index for index, tensor in enumerate(flat) if tensor.requires_grad
         )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.members import hooks_within, modules_within
 from rockmate.capture.huggingface import is_cache
 from rockmate.errors import RockmateError, UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
@@ -27,7 +28,7 @@ from rockmate.frames.interiors.checks import share_no_memory, signature_of
 from rockmate.frames.interiors.interior import Interior
 from rockmate.frames.interiors.trial import GradientLayouts
 from rockmate.frames.needs import MOST_PLANNED, FrameKey, StepNeeds
-from rockmate.state.call_state import CallState
+from rockmate.state.call_state import CallState, outside_of
 from rockmate.state.tensors import layout_of, tensors_in
 
 logger = logging.getLogger("rockmate.frames.interiors")
@@ -192,6 +193,8 @@ class InteriorCaptures:
         shape.paths.add(path)
         if self._before is not None:
             known[self._signature] = None
+            modules = modules_within(module)  # a trial runs a backward, whose hooks may write
+            outside = outside_of(modules, hooks_within(modules))
             try:
                 if any(map(vars, tensors_in(output))):
                     msg = "its output has attributes that Python sets"
@@ -204,6 +207,8 @@ class InteriorCaptures:
                 known[self._signature] = interior
             except Exception as error:  # noqa: BLE001 - whatever it is, the frame runs as in eager
                 logger.info(_NOT_PLANNED, path, error)
+            finally:
+                outside.restore()
         found = self.find(path, arguments)
         shape.found.pop(path, None)
         if found is not None:

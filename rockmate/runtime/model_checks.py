@@ -84,15 +84,15 @@ def check_model(model: nn.Module, untraced: Sequence[str], machine: Machine | No
 
 
 def raise_as_eager(
-    error: RockmateError, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    error: Exception, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raises what the plain model raises on a call whose capture has failed, if it does.
+    """Raises what the plain model raises on a call that has failed, and leaves what it leaves.
 
     A call that it runs is undone.
 
     Args:
-        error: that of the capture. The plain model runs only if its first cause may be the model's
-            own: no class of the tracer's.
+        error: of a capture or a planned forward. The plain model runs only if its first cause may
+            be the model's own: no class of the tracer's.
         model: the plain model, or a wrapper of it.
         args: of the call.
         kwargs: of the call.

@@ -34,10 +34,15 @@ from rockmate.state.writes import Writes
 _CachedFunction: Any = type(functools.lru_cache(len))
 
 
-def outside_of(modules: Iterable[nn.Module]) -> Objects:
-    """What forwards may write outside of their modules: classes, and data of the files of these."""
-    classes = dict.fromkeys(map(type, modules))
-    roots = [*classes, *contextvars.copy_context(), *map(Globals, _globals_of(classes))]
+def outside_of(modules: Iterable[nn.Module], hooks: Iterable[Any] = ()) -> Objects:
+    """What forwards may write outside of their modules: classes, and data of the files of these.
+
+    Args:
+        modules: whose forwards are meant.
+        hooks: that run with them, with closures and files of their own.
+    """
+    members = [*dict.fromkeys(map(type, modules)), *hooks]
+    roots = [*members, *contextvars.copy_context(), *map(Globals, _globals_of(members))]
     own = nn.Module  # of which a frame knows the state
     return Objects(
         roots, follows=lambda kind: None if issubclass(kind, own) else objects_and_members(kind)
@@ -57,7 +62,10 @@ class CallState:
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Takes the present state."""
         classes = dict.fromkeys(map(type, modules_within(model)))
-        tables = _globals_of([*classes, *hooks_within(modules_within(model))])
+        held = [
+            v for each in modules_within(model) for v in vars(each).values() if isinstance(v, type)
+        ]
+        tables = _globals_of([*classes, *held, *hooks_within(modules_within(model))])
         of_all = [each for each in hooks_within([]) if hasattr(each, "__qualname__")]
         self._model, self.arguments = model, [list(args), dict(kwargs)]
         outside = [*contextvars.copy_context(), *map(Globals, tables)]
@@ -138,7 +146,7 @@ class CallState:
             if id(value) in seen:
                 continue
             seen.add(id(value))
-            if isinstance(value, tuple) and not isinstance(value, Globals):
+            if isinstance(value, tuple):
                 named += [(f"{path}[{at}]", each) for at, each in enumerate(value)]
             found = self.objects.found.get(id(value))
             if found is not None:
@@ -228,7 +236,7 @@ def _is_table(path: str) -> bool:
 
 def _root_name(root: Any) -> str:
     if isinstance(root, Globals):
-        return str(root.table.get("__name__", "a file"))
+        return root.__name__
     if isinstance(root, contextvars.ContextVar):
         return f"context variable {root.name}"
     return f"class {root.__qualname__}" if isinstance(root, type) else root.__qualname__

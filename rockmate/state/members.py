@@ -8,8 +8,9 @@ import random
 import threading
 import types
 from collections import deque
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,8 @@ def objects_and_members(kind: type) -> Handler | None:
         return _OF_FUNCTION
     if kind is types.MethodType:
         return _OF_METHOD
+    if kind in _METHODS:
+        return _OF_STATIC_METHOD
     if kind is functools.partial:
         return _OF_PARTIAL
     if issubclass(kind, type):
@@ -124,13 +127,16 @@ def _put_function(function: types.FunctionType, content: Both) -> None:
 _OF_TENSOR = Handler(_tensor_state, _put_tensor)
 _OF_FUNCTION = Handler(_state_of, _put_function)
 _OF_METHOD = Handler(lambda method: [method.__self__], keep)
+_METHODS = (staticmethod, classmethod)  # an autograd function has no others
+_OF_STATIC_METHOD = Handler(lambda method: [method.__func__], keep)
 _OF_PARTIAL = Handler(lambda value: [value.func, *value.args, *value.keywords.values()], keep)
 
 
 # --- classes and globals --------------------------------------------------------------------------
 
 
-class Globals(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Globals:
     """The global names of a file of Python, as a root.
 
     Attributes:
@@ -139,10 +145,15 @@ class Globals(NamedTuple):
 
     table: dict[str, Any]
 
+    @property
+    def __name__(self) -> str:
+        """Name of the file's module."""
+        return str(self.table.get("__name__", "a file"))
+
 
 def _is_of(value: Any, file: str) -> bool:
     """Whether a function or class, or that of an object, stands in a file of the user's."""
-    found = value if isinstance(value, types.FunctionType | type) else type(value)
+    found = value if isinstance(value, (types.FunctionType, type, *_METHODS)) else type(value)
     return found.__module__ == file
 
 
@@ -173,7 +184,7 @@ _GLOBAL_KINDS = (
 
 
 def _data_of_globals(found: Globals) -> dict[str, Any]:
-    file = found.table.get("__name__", "")
+    file = found.__name__
     return {
         name: value
         for name, value in found.table.items()

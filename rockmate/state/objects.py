@@ -17,7 +17,7 @@ import re
 import threading
 import types
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -117,17 +117,34 @@ class Objects:
         found = self.found.get(id(value))
         return None if found is None else found[2]
 
+    def again(self, follows: Callable[[type], Handler | None]) -> Objects:
+        """The same ones, and what is reached from them now, with their present content."""
+        return Objects([value for value, *_ in self.found.values()], follows=follows)
+
+    def changed(self) -> Iterator[tuple[Any, str]]:
+        """Those that have another content, each with the name of what differs in it."""
+        for value, handler, content in self.found.values():
+            now = handler.take(value)
+            if not is_same_content(now, content):
+                name = "the content"
+                if isinstance(now, dict):
+                    names = (
+                        each for each in now | content if now.get(each) is not content.get(each)
+                    )
+                    name = str(next(names, name))
+                yield value, name
+
     def has_changed(self) -> bool:
         """Whether any of them has another content."""
-        return not all(
-            is_same_content(handler.take(value), content)
-            for value, handler, content in self.found.values()
-        )
+        return any(True for _ in self.changed())
 
     def restore(self) -> None:
         """Puts all of it back."""
         for value, handler, content in self.found.values():
             handler.put(value, content)
+
+
+NO_OBJECTS = Objects([], follows=lambda _: None)
 
 
 # --- handlers -------------------------------------------------------------------------------------

@@ -18,8 +18,10 @@ from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.signature import CallSignature
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.ddp import finds_unused_parameters
+from rockmate.runtime.model_checks import raise_as_eager
 from rockmate.runtime.program import PlannedCall
 from rockmate.runtime.undefined_tangents import forbid_gradient
+from rockmate.state.random_state import RandomState
 from rockmate.step_family import StepFamily
 from rockmate.trial.conditions import conditions_of
 from rockmate.trial.evidence import Evidence
@@ -175,7 +177,13 @@ class RunnableCall:
         for text in untold:
             logger.warning("%s", text)
         if not self.trials.is_next(can_run=not self.others, is_due=bool(untold)):
-            return step()
+            random = RandomState([each.device for each in tensors], of_pytorch_alone=True)
+            try:
+                return step()
+            except Exception as error:  # what eager leaves behind it, a plan writes at the end
+                random.restore()
+                raise_as_eager(error, self._model, args, kwargs)
+                raise
         if self.planned.program.collectives:
             logger.info("the planned step is not held against eager: its ranks communicate")
             return step()

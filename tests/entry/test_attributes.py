@@ -65,6 +65,10 @@ class Kind(enum.Enum):
 class Config:
     flag: bool = False
     sizes: tuple[int, ...] = (1, 2)
+    gain: float = 1.0
+
+    def bent(self, h: Tensor) -> Tensor:
+        return h * 0.5
 
 
 class Reading(Net):
@@ -94,7 +98,7 @@ class Reading(Net):
         h = h + len(self.text) + sum(self.items) + self.table["a"] + self.space.depth
         h = h if self.nothing is None else h * 3
         h = self.act(h) + sum(self.config.sizes) * (2 if self.config.flag else 1)
-        h = h * (2 if self.configs[0].flag else 1)
+        h = self.config.bent(h * (2 if self.configs[0].flag else 1)) * vars(self.config)["gain"]
         return h * getattr(self, "extra", type(self).of_type) + float(self.array[1])
 
 
@@ -108,6 +112,9 @@ CHANGES: dict[str, Change] = {
     "list in place": lambda m: m.items.append(7),
     "dict in place": lambda m: m.table.update(a=5),
     "dataclass": lambda m: setattr(m.config, "flag", True),
+    "dataclass by vars": lambda m: setattr(m.config, "gain", 3.0),
+    "method of a dataclass": lambda m: setattr(m.config, "bent", torch.sigmoid),
+    "method of its class": lambda _: setattr(Config, "bent", lambda _, h: h * 2.0),
     "tuple of a dataclass": lambda m: setattr(m.config, "sizes", (5,)),
     "another dataclass": lambda m: setattr(m, "config", Config(True, (3,))),
     "dataclass in a list": lambda m: setattr(m.configs[0], "flag", True),
@@ -128,8 +135,14 @@ CHANGES: dict[str, Change] = {
 def test_an_attribute_that_the_forward_reads_is_planned_for(name: str) -> None:
     torch.manual_seed(0)
     eager, module = pair(Reading())
-    of_first: Change = lambda _: setattr(Reading, "of_type", 1)  # noqa: E731 - both have that class
+    own = [(Reading, "of_type", Reading.of_type), (Config, "bent", Config.bent)]
+
+    def of_first(_: Any) -> None:  # both have these classes
+        for each in own:
+            setattr(*each)
+
     assert_equal_steps(eager, module, [of_first, CHANGES[name], None])
+    of_first(None)
 
 
 def test_a_value_that_returns_finds_its_plan(caplog: pytest.LogCaptureFixture) -> None:
@@ -433,7 +446,13 @@ class Used(Counting):
         return 1.0 if self.calls % 100 else 2.0
 
 
-@pytest.mark.parametrize("cls", [Counting, Used])
+class Listed(Counting):
+    def between(self, h: Tensor) -> Tensor:
+        vars(self)["calls"] += 1
+        return h
+
+
+@pytest.mark.parametrize("cls", [Counting, Used, Listed])
 def test_a_counter_is_refused(cls: type[Counting]) -> None:
     model = cls()
     before = dict(vars(model))

@@ -265,6 +265,38 @@ def test_unknown_option_value(option: str) -> None:
 # --- later calls ----------------------------------------------------------------------------------
 
 
+class Looking(nn.Module):
+    """Looks rows up, behind what draws and counts; its middle may be opaque."""
+
+    def __init__(self, middle: type[nn.Module]) -> None:
+        super().__init__()
+        self.norm, self.table = nn.BatchNorm1d(8), nn.Embedding(4, 8)
+        self.middle, self.head = middle(8, 8), nn.Linear(8, 8)
+
+    def forward(self, places: Tensor) -> Tensor:
+        x = self.norm(torch.randn(len(places), 8)) + self.table(places)
+        found = self.middle(x)
+        return self.head(found[0] if isinstance(found, tuple) else found)
+
+
+@pytest.mark.parametrize("middle", [nn.Linear, nn.LSTM])
+def test_an_error_of_a_planned_step_leaves_what_it_leaves_in_eager(middle: Any) -> None:
+    outcomes = []
+    for is_planned in (False, True):
+        torch.manual_seed(0)
+        model = Looking(middle)
+        module, left = RockmateModule(model, None, 1.0) if is_planned else model, []
+        for step in range(4):  # the first one plans, the third is no trial
+            try:
+                module(torch.tensor([0, 1, 2, 3 if step % 2 else 9]))
+                left.append("")
+            except IndexError as error:
+                left.append(str(error))
+            left += [torch.get_rng_state().tolist(), *(each.tolist() for each in model.buffers())]
+        outcomes.append(left)
+    assert outcomes[0] == outcomes[1]
+
+
 @pytest.mark.parametrize(
     "batch",
     [

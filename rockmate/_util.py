@@ -81,10 +81,10 @@ def begin_stage(name: str) -> None:
 def attributes_set(*places: tuple[Any, str, Any]) -> Iterator[None]:
     """Sets attributes within, each an owner, a name and a value, and then puts them back.
 
-    What was inherited is so again.
+    What was inherited, or absent, is so again.
     """
     before = [
-        (owner, name, vars(owner).get(name, getattr(owner, name)), name in vars(owner))
+        (owner, name, vars(owner).get(name, getattr(owner, name, None)), name in vars(owner))
         for owner, name, _ in places
     ]
     try:

@@ -31,6 +31,7 @@ from rockmate.capture.signature import (
     has_same_form,
     is_no_larger,
     optional_keywords,
+    refuse_attributes,
     resized_call,
 )
 from rockmate.capture.traced_forward import ModuleReplacedError
@@ -148,6 +149,7 @@ class PlanCache:
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output for a training call; errors as for `RockmateModule.forward`."""
         tensors, call = flatten_call(args, kwargs, self._optional)
+        refuse_attributes(tensors)
         self.new_plans.num_calls += 1
         runnable = self.runnable_for(call, tensors)
         if self.new_plans.hands_over and self.replans:

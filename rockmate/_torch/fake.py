@@ -52,6 +52,17 @@ def functional_part(traced: torch.Tensor) -> torch.Tensor | None:
     return traced.elem if isinstance(traced, FunctionalTensor) else None
 
 
+def attributes_answered(
+    value_of: Callable[[torch.Tensor, str], Any],
+) -> contextlib.AbstractContextManager[None]:
+    """Asks for attributes that AOTAutograd's wrapper does not have.
+
+    Args:
+        value_of: gets the wrapper and the name, and raises `AttributeError` if there is no value.
+    """
+    return attributes_set((FunctionalTensor, "__getattr__", value_of))
+
+
 def hint_of(size: Any) -> int:
     """The number that a symbolic size stands for in its trace. To read it sets no guard."""
     return size if isinstance(size, int) else size.node.hint

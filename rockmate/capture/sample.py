@@ -24,6 +24,7 @@ from rockmate.capture.signature import (
     SampleCall,
     flatten_call,
     optional_keywords,
+    refuse_attributes,
 )
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
@@ -94,6 +95,7 @@ def read_sample(model: nn.Module, sample_input: Any, device: torch.device | None
     """
     tensors, call = flatten_call(*sample_call(sample_input), optional_keywords(model))
     _refuse_nested(model, tensors)
+    refuse_attributes(tensors)
     if device is not None and needs_fake_device(model, tensors, device):
         return Sample(tensors=tensors, call=call.on(device), device=device)
     is_meta = any(each.device.type == "meta" for each in (*model.parameters(), *model.buffers()))

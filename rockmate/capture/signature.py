@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import nn
 
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.tensor_parts import description, has_parts, inner_tensors
-from rockmate.errors import SignatureMismatchError
+from rockmate.errors import SignatureMismatchError, UnsupportedModelError
 
 _ONLY_TENSORS = {torch.Tensor}
+_OF_TENSORS = ("persistent", "elem")  # what `nn.Buffer` sets, and a tensor of a trace has
 _METADATA = attrgetter("shape", "dtype", "device", "requires_grad")
 
 
@@ -131,6 +133,21 @@ class SampleCall:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+
+def refuse_attributes(tensors: Sequence[torch.Tensor], *, of: str = "call") -> None:
+    """Raises `UnsupportedModelError` for a tensor that has attributes which users have set.
+
+    A plan takes and gives tensors without them, so a reader would miss them or take a default.
+    Names with an underscore are those of libraries.
+    """
+    for name in chain.from_iterable(filter(None, map(vars, tensors))):
+        if not name.startswith("_") and name not in _OF_TENSORS:
+            msg = (
+                f"a tensor of the {of} has an attribute of its own, {name}, which a plan does not "
+                f"pass on. Have {name} be a part of the {of} by itself."
+            )
+            raise UnsupportedModelError(msg)
 
 
 def optional_keywords(model: nn.Module) -> frozenset[str]:

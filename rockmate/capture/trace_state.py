@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch import nn
 
 from rockmate._torch.aot import without_decompositions
 from rockmate._torch.engine import saving
-from rockmate._torch.fake import is_plain
+from rockmate._torch.fake import attributes_answered, is_plain
 from rockmate._torch.members import writable_tables
 from rockmate._util import attributes_set
+from rockmate.capture.attribute_access import Accesses
 from rockmate.errors import UnsupportedModelError
 from rockmate.state import random_state
 
@@ -134,6 +136,44 @@ def members_of_tensors_left() -> Iterator[None]:
     own = property(data.__get__, assign)
     with attributes_set((torch.Tensor, "retain_grad", refuse), (torch.Tensor, "data", own)):
         yield
+
+
+def attributes_of_members(
+    model: nn.Module, members: Mapping[str, torch.Tensor], accesses: Accesses
+) -> contextlib.AbstractContextManager[None]:
+    """Has what stands for a parameter or buffer in a trace give the attributes that users set.
+
+    Args:
+        model: the model, as it stands in the trace.
+        members: its parameters and buffers by name, as they stand outside.
+        accesses: gets the reads. An attribute that is asked for in vain may come later.
+    """
+    owners = {
+        id(stand_in): members[name]
+        for name, stand_in in named_members(model).items()
+        if name in members
+    }
+
+    def value_of(stand_in: torch.Tensor, name: str) -> Any:
+        owner = None if name.startswith("_") else owners.get(id(stand_in))
+        if owner is not None:
+            accesses.note(owner, name, is_read=True)
+        if owner is None or name not in vars(owner):
+            msg = f"'Tensor' object has no attribute {name!r}"
+            raise AttributeError(msg)
+        return vars(owner)[name]
+
+    return attributes_answered(value_of)
+
+
+def named_members(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, one with several names under each."""
+    return dict(
+        chain(
+            model.named_parameters(remove_duplicate=False),
+            model.named_buffers(remove_duplicate=False),
+        )
+    )
 
 
 @contextlib.contextmanager

@@ -26,9 +26,15 @@ from rockmate.capture.attribute_access import (
 )
 from rockmate.capture.attribute_values import copied, snapshot, traced_in
 from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
+from rockmate.capture.signature import refuse_attributes
 from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
 from rockmate.capture.tensor_parts import HeldTensors
-from rockmate.capture.trace_state import members_of_tensors_left, no_random_state_set
+from rockmate.capture.trace_state import (
+    attributes_of_members,
+    members_of_tensors_left,
+    named_members,
+    no_random_state_set,
+)
 from rockmate.capture.write_log import Write, WriteLog, can_watch
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
 from rockmate.sharding.gathering import gathered_by_ops
@@ -169,7 +175,7 @@ class TracedForward(nn.Module):
         self._objects = self.objects_behind = objects
         self.reader, self.has_escaped = ValueReader(defers=defers), False
         self.notice = ""
-        self.held = HeldTensors(model)
+        self._members, self.held = named_members(model), HeldTensors(model)
         for name, tensor in self.held.tensors.items():
             self.register_buffer(name, tensor, persistent=False)
 
@@ -192,6 +198,7 @@ class TracedForward(nn.Module):
             with (
                 self._reads_answered(tensors),
                 accesses_recorded(self.model, before) as accesses,
+                attributes_of_members(self.model, self._members, accesses),
                 no_random_state_set(),
                 members_of_tensors_left(),
                 parametrizations_afresh(),
@@ -239,6 +246,7 @@ class TracedForward(nn.Module):
     def _output_tensors(self, output: Any, *, has_labels: bool) -> list[torch.Tensor]:
         """The tensors of the model's output, detached where they get no gradient."""
         flat, structure = flatten(output, what="the model's output")
+        refuse_attributes(flat, of="output")
         loss_tensor = loss_of(output, has_labels=has_labels)
         loss = next((index for index, tensor in enumerate(flat) if tensor is loss_tensor), None)
         if self._outputs == "loss":

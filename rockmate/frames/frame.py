@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -193,8 +192,12 @@ def _saved_again(
 
     with call.again() as (forward, members):
         outside |= members.keys()
-        with suppress(_CompleteError), saving(collect, refuse_backward):
-            forward()
+        try:
+            with saving(collect, refuse_backward):
+                forward()
+        except Exception:  # TorchScript has an error of its own for `_CompleteError`
+            if len(made) <= last:
+                raise
     if len(made) <= last:
         raise call.not_repeated(f"saved {last + 1} tensors", f"{len(made)}")
     return made

@@ -108,7 +108,7 @@ class FrameRunner:
         self._num_calls, self._num_frames, self._num_forgotten = Counter[str](), 0, 0
         self._measured: dict[StepSize, StepNeeds | None] = {}  # None: no call was a frame
         self._recorded_size: StepSize | None = None
-        self._was_without_backward: StepSize | None = None  # the last step that was recorded
+        self._without_backward = set[StepSize]()  # of recorded calls
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
         self._is_running = self._draws_foreign = self._is_settled = False
         may_refuse = on_infeasible == "error" and not is_fallback
@@ -297,11 +297,11 @@ class FrameRunner:
         if not recorder.has_ended:  # the script has not called backward
             if not recorder.has_frames:
                 self._note_no_frames(size, recorder.peak_bytes)
-            elif self._was_without_backward == size:
+            elif size in self._without_backward:
                 self._measured[size] = None  # measured anew once a backward comes
-            self._was_without_backward = size
+            self._without_backward.add(size)
             return
-        self._was_without_backward = None
+        self._without_backward.discard(size)
         if self._agreement is not None:
             needs.agree(self._agreement)
         is_split, self._before_split = self._before_split, None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import forward_hooks
+from rockmate._util import attributes_set
 from rockmate.budget import Budget
 from rockmate.errors import (
     InvalidArgumentError,
@@ -128,7 +129,7 @@ def _planned_loss(
     attributes = {**vars(trainer), "model": model, "model_wrapped": None}
     modules = {name: each for name, each in attributes.items() if isinstance(each, nn.Module)}
     options = {**options, "mode": "plan", "differentiable": "loss"}
-    step = PlannedStep(partial(_loss, compute_loss, model), modules, None, options)
+    step = PlannedStep(partial(_loss, trainer, compute_loss, model), modules, None, options)
     step.plan_cache.largest = partial(largest_call, trainer)
     step.plan_cache.new_plans.hands_over = True  # it ends in an error, and the model is planned
     for name in modules.keys() & {"teacher_model", "ref_model"}:
@@ -157,9 +158,20 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, list) and any(isinstance(each, str) for each in value)
 
 
-def _loss(compute_loss: Any, model: nn.Module, inputs: Any, **keywords: Any) -> Any:
-    """The loss of a batch, of which a trainer may take keys out."""
-    return compute_loss(model, dict(inputs), **keywords)
+def _loss(
+    trainer: Trainer, compute_loss: Any, model: nn.Module, inputs: Any, **keywords: Any
+) -> Any:
+    """The loss of a batch, of which a trainer may take keys out.
+
+    Accelerate has the forward of the model that it is given, and no more, run in a lower precision.
+    """
+    forward = model.forward
+    if trainer.accelerator.native_amp:
+        from accelerate.utils import convert_outputs_to_fp32
+
+        forward = convert_outputs_to_fp32(trainer.accelerator.autocast()(forward))
+    with attributes_set((model, "forward", forward)):
+        return compute_loss(model, dict(inputs), **keywords)
 
 
 def _model_of(trainer: Trainer) -> nn.Module:

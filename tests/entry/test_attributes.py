@@ -99,6 +99,7 @@ class Reading(Net):
         h = h if self.nothing is None else h * 3
         h = self.act(h) + sum(self.config.sizes) * (2 if self.config.flag else 1)
         h = self.config.bent(h * (2 if self.configs[0].flag else 1)) * vars(self.config)["gain"]
+        h = h * getattr(self.first.weight, "gain", 1.0) * getattr(self.first.bias, "mask", 1.0)
         return h * getattr(self, "extra", type(self).of_type) + float(self.array[1])
 
 
@@ -125,6 +126,8 @@ CHANGES: dict[str, Change] = {
     "added": lambda m: setattr(m, "extra", 3),
     "array in place": lambda m: m.array.fill(2.0),
     "type": lambda m: setattr(m, "number", 2.0),
+    "of a parameter": lambda m: setattr(m.first.weight, "gain", 2.0),
+    "tensor of a parameter": lambda m: setattr(m.first.bias, "mask", torch.arange(8.0)),
     "read in the backward": lambda m: setattr(m, "slope", 3.0),
     "over a method": lambda m: setattr(m, "bent", torch.sigmoid),
     "over a forward": lambda m: setattr(m.first, "forward", lambda x: x * m.first.bias),

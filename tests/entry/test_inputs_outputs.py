@@ -164,6 +164,35 @@ def test_forms_of_a_sample(sample: Any) -> None:
     assert same_bits(output, model(X))
 
 
+def test_an_attribute_of_an_input_is_refused_whenever_it_comes() -> None:
+    class Scaling(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * getattr(x, "scale", 1.0)
+
+    plain, x = Scaling(4, 4), torch.randn(3, 4)
+    module, auto = (
+        RockmateModule(copy.deepcopy(plain), x, 1.0, mode=mode) for mode in ("plan", "auto")
+    )
+    for _ in range(2):
+        assert torch.equal(module(x), plain(x))
+        auto(x).sum().backward()
+    x.scale = 3.0  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(UnsupportedModelError, match="attribute of its own, scale"):
+        module(x)
+    assert torch.equal(auto(x), plain(x))
+
+
+def test_an_attribute_of_an_output_is_refused() -> None:
+    class Tagging(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Any = super().forward(x)
+            y.size_of = y.square().mean()
+            return y
+
+    with pytest.raises(UnsupportedModelError, match="attribute of its own, size_of"):
+        RockmateModule(Tagging(4, 4), torch.randn(3, 4), 1.0)
+
+
 def test_none_and_absent_are_alike_where_none_is_the_default() -> None:
     words = torch.randint(0, 23, (4, 12))
     model = models.TiedLanguageModel()

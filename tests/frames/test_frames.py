@@ -101,6 +101,26 @@ def test_accumulation_and_two_calls_before_a_backward() -> None:
     check(Chain(), loss)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_a_function_in_torchscript_in_which_a_second_run_ends() -> None:
+    class Scripted(Block):
+        bend = staticmethod(torch.jit.script(_bent))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bend(super().forward(x))
+
+    model = Chain()
+    model.blocks = nn.ModuleList(Scripted() for _ in range(4))
+    for _ in range(3):  # TorchScript optimizes, and rounds otherwise from then on
+        loss_of(model, 0).backward()
+    zero_gradients(model)
+    check(model, budget=0.6)
+
+
+def _bent(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.5 * x)
+
+
 def test_two_backwards_of_one_graph() -> None:
     def loss(module: nn.Module, seed: int) -> Tensor:
         value = loss_of(module, seed)

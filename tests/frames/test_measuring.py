@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +166,30 @@ def test_a_backward_that_the_measured_step_lacked_has_it_measured_again() -> Non
     assert whole is not None
     assert not whole.without_backward
     assert whole.minimum_bytes > partial.minimum_bytes
+
+
+def test_forwards_of_ever_smaller_sizes_before_one_backward_are_measured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[int] = []
+
+    class Counted(StepRecorder):
+        def __init__(self, *args: Any) -> None:
+            begun.append(1)
+            super().__init__(*args)
+
+    monkeypatch.setattr("rockmate.frames.runner.StepRecorder", Counted)
+    module = framed(Chain(num_blocks=2), 0.9, plan_frames=False)
+
+    def step() -> None:
+        sum(module(batch(0, rows)).square().mean() for rows in (64, 32, 16)).backward()
+
+    for _ in range(5):
+        step()
+    begun.clear()
+    for _ in range(6):  # some of these look at the peak
+        step()
+    assert len(begun) <= 4
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "both"])

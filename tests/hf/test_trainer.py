@@ -297,11 +297,14 @@ def test_wrap_trainer_goes_on_where_no_schedule_fits(tmp_path: Path) -> None:
         strict.train()
 
 
-def test_wrap_trainer_of_a_trainer_that_computes_its_loss_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("bf16", [False, True])
+def test_wrap_trainer_of_a_trainer_that_computes_its_loss_itself(
+    tmp_path: Path, *, bf16: bool
+) -> None:
     found = []
     for wrap in (lambda worker: None, lambda worker: wrap_trainer(worker, 0.7)):
         model = llama()
-        plain_worker, record = trainer(model, tmp_path)
+        plain_worker, record = trainer(model, tmp_path, bf16=bf16)
         worker = OwnLoss(
             model, plain_worker.args, train_dataset=plain_worker.train_dataset, callbacks=[record]
         )

@@ -19,7 +19,7 @@ from rockmate._torch.members import (
 from rockmate.capture.huggingface import is_recording
 from rockmate.capture.model_signature import acting_hooks
 from rockmate.capture.roles import Capture
-from rockmate.capture.signature import flatten_call
+from rockmate.capture.signature import flatten_call, refuse_attributes
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
 from rockmate.runtime.model_checks import check_model
@@ -40,9 +40,10 @@ def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
     as attention asks, and settings of PyTorch that are read when a forward runs.
 
     Raises:
-        UnsupportedModelError: an argument is neither a tensor nor a constant.
+        UnsupportedModelError: an argument is neither a tensor nor a constant, or has attributes.
     """
     tensors, call = flatten_call(arguments.args, arguments.kwargs)
+    refuse_attributes(tensors)
     places = {id(each): place for place, each in reversed(list(enumerate(tensors)))}
     same = tuple([places[id(each)] for each in tensors])
     settings = (

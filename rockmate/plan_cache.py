@@ -141,6 +141,8 @@ class PlanCache:
             call, self._model, family, trials, is_adapted=is_adapted, is_first=not self.runnables
         )
         self.runnables.insert(0, runnable)
+        if not is_adapted:
+            self.new_plans.note_plan(call.plan.baseline_ms)
         if len(self.runnables) > MAX_PLANS:
             # A call that was planned for, not adapted, serves other shapes too, so it goes last.
             adapted = [at for at, each in enumerate(self.runnables) if at and each.is_adapted]
@@ -150,7 +152,7 @@ class PlanCache:
         """The model's output for a training call; errors as for `RockmateModule.forward`."""
         tensors, call = flatten_call(args, kwargs, self._optional)
         refuse_attributes(tensors)
-        self.new_plans.num_calls += 1
+        self.new_plans.begin_call()
         runnable = self.runnable_for(call, tensors)
         if self.new_plans.hands_over and self.replans:
             runnable = self._for_outputs(runnable, (call, tensors))

@@ -186,7 +186,7 @@ class _Flattening:
 
     def structure(self, value: Any) -> Structure:
         """The structure of an object or of what is in one."""
-        leaves, spec = pytree.tree_flatten(value)
+        leaves, spec = pytree.tree_flatten(value, _is_size)
         return Structure(spec, tuple(map(self._open, leaves)))
 
     def _open(self, leaf: Any) -> Any:
@@ -235,6 +235,11 @@ class _Flattening:
                     return Constant(_SAME, index - self._first, None)
         self._tensors.append(tensor)
         return _TensorSlot(len(self._tensors) - 1)
+
+
+def _is_size(value: Any) -> bool:
+    """Whether it is one of numbers: a pytree makes a tuple of it."""
+    return type(value) is torch.Size and all(type(each) is int for each in value)
 
 
 def _restore(leaf: Any, tensors: list[Any]) -> Any:

@@ -134,7 +134,8 @@ def refuse_flat_parameters(model: nn.Module) -> None:
 def too_small(budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError:
     """The error for a budget below the smallest peak."""
     largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
-    return InfeasibleBudgetError(budget_bytes, needs.minimum_bytes, where=str(largest))
+    where = f"{largest} in batches as large as those so far"
+    return InfeasibleBudgetError(budget_bytes, needs.minimum_bytes, where=where)
 
 
 def told_no_frames(budget: Budget, peak_bytes: int) -> InfeasibleBudgetError | None:

@@ -11,7 +11,7 @@ import linecache
 import logging
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from traceback import walk_stack
@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.engine import returns_gradients_of
+from rockmate._util import is_users
 from rockmate.capture.structure import Structure
 from rockmate.state.opened_object import tensors_within
 
@@ -79,11 +80,13 @@ class FirstBackward:
 def names_outputs(structure: Structure) -> bool:
     """Whether the script has names of an output's parts beside the loss; a tuple has none."""
     names = set(_NAME.findall(repr(structure))) - _NO_NAMES
-    return not names or _is_in_script(rf"\b({'|'.join(names)}|to_tuple|values)\b")
+    modules = [getattr(each, "__dict__", {}) for each in sys.modules.values()]  # some are lazy
+    files = filter(is_users, (str(each.get("__file__")) for each in modules))  # one has the loss
+    return not names or _is_in_script(rf"\b({'|'.join(names)}|to_tuple|values)\b", files)
 
 
-def _is_in_script(pattern: str) -> bool:
-    """Whether it is in a file of the script, among those whose code calls the model."""
-    files = {frame.f_code.co_filename for frame, _ in walk_stack(None)}
+def _is_in_script(pattern: str, others: Iterable[str] = ()) -> bool:
+    """Whether it is in a file of the script, among those whose code calls the model, or others."""
+    files = {frame.f_code.co_filename for frame, _ in walk_stack(None)}.union(others)
     own = [each for each in files if not each.startswith(OTHERS)]
     return any(re.search(pattern, line) for each in own for line in linecache.getlines(each))

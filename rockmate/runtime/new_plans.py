@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 from rockmate.errors import FRAMES_ADVICE, UnsupportedModelError
 
@@ -12,6 +13,12 @@ FEW_VALUES = 4
 """Plans for values that may go on for ever: constants of calls, what the forward reads."""
 FEW_FORMS = 16
 """Plans for what has few values, as a rule: keywords, sizes."""
+_FEW_SLOW = 1
+"""Of the former, where no plan has served a second call, and they have taken long."""
+_LONG_S, _LONG_STEPS = 20.0, 300
+"""Seconds, and times of a step without recomputation."""
+_FEW_TOLD = 2
+"""Of the former, where there is no other way than to tell of them."""
 
 
 class ManyPlansError(UnsupportedModelError):
@@ -29,8 +36,18 @@ class NewPlans:
     def __init__(self) -> None:
         self.num_calls = 0
         self.hands_over = False
+        self._begin_s = self._spent_s = self._step_s = 0.0
         self._planned_at: list[tuple[int, bool]] = []  # number of the call, whether for a value
         self._has_told = False
+
+    def begin_call(self) -> None:
+        """Counts a training call, which begins."""
+        self.num_calls, self._begin_s = self.num_calls + 1, time.perf_counter()
+
+    def note_plan(self, step_ms: float) -> None:
+        """A plan is there, of a step that takes so long without recomputation."""
+        self._spent_s += time.perf_counter() - self._begin_s if self.num_calls else 0.0
+        self._step_s = step_ms / 1e3
 
     def add(self, reason: str, *, is_value: bool) -> None:
         """Counts a call that needs a plan.
@@ -43,8 +60,13 @@ class NewPlans:
             ManyPlansError: there were many, and there is another way.
         """
         self._planned_at.append((self.num_calls, is_value))
+        of_values = [at for at, is_one in self._planned_at if is_one]
+        spent_s = self._spent_s + time.perf_counter() - self._begin_s
+        few_values = FEW_VALUES if self.hands_over else _FEW_TOLD
+        if spent_s > max(_LONG_S, _LONG_STEPS * self._step_s):
+            few_values = _FEW_SLOW if len(of_values) >= self.num_calls - 1 else few_values
         for few, counted in (
-            (FEW_VALUES, [at for at, is_one in self._planned_at if is_one]),
+            (few_values, of_values),
             (FEW_FORMS, [at for at, _ in self._planned_at]),
         ):
             num_calls = self.num_calls - counted[-few - 1] + 1 if len(counted) > few else None

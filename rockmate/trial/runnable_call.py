@@ -7,9 +7,11 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rockmate._torch.engine import has_saved_tensor_hooks
+from rockmate._torch.fake import is_fake
 from rockmate._torch.members import has_global_hooks
 from rockmate._torch.storage import bytes_of
 from rockmate.budget import size_text
@@ -177,6 +179,8 @@ class RunnableCall:
         for text in untold:
             logger.warning("%s", text)
         if not self.trials.is_next(can_run=not self.others, is_due=bool(untold)):
+            if torch.cuda.is_current_stream_capturing() or any(map(is_fake, tensors)):
+                return step()  # where generators have no state
             random = RandomState([each.device for each in tensors], of_pytorch_alone=True)
             try:
                 return step()

@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import collections
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import models
@@ -310,7 +314,7 @@ def test_forms_of_an_output(kind: str) -> None:
     if isinstance(theirs, dict):
         assert list(ours) == list(theirs)
         others = {key: value for key, value in theirs.items() if not tensors_of(value)}
-        assert {key: ours[key] for key in others} == others
+        assert repr({key: ours[key] for key in others}) == repr(others)  # a Size is no tuple
     if kind == "dataclass":
         assert ours.note == "a note"
     if kind in ("model output", "named tuple", "dataclass"):
@@ -383,6 +387,29 @@ def test_auto_has_gradients_for_the_outputs_of_which_the_first_loss_is_made(
         assert_same(ours, reference)
     assert module.frames is None
     assert (module.plan.options.differentiable == "loss") == (used == "loss")
+
+
+SCRIPT = """
+import models, torch
+from rockmate import RockmateModule
+from their_losses import loss_in
+
+made = models.WithOutput(lambda loss, y, h, x: dict(zip(("loss", "ro" + "ws"), (loss, y))))
+module = RockmateModule(made, None, 1.0, mode="auto")
+loss_in(module(torch.randn(64, 16))).backward()
+"""
+
+
+@pytest.mark.integration
+def test_auto_has_gradients_for_outputs_that_another_file_of_the_script_names(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    loss = "def loss_in(output):\n    return output['loss'] + output['rows'].mean()\n"
+    (tmp_path / "their_losses.py").write_text(loss)
+    paths = os.pathsep.join([str(Path(models.__file__).parent), *sys.path])
+    script = [sys.executable, str(tmp_path / "script.py")]
+    subprocess.run(script, check=True, env=os.environ | {"PYTHONPATH": paths})
 
 
 def test_no_loss_in_the_output_means_all_are_differentiable() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.subclasses import is_wrapper
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.tensor_parts import description, has_parts, inner_tensors
 from rockmate.errors import InvalidSampleError, SignatureMismatchError, UnsupportedModelError
@@ -185,7 +186,8 @@ def refuse_attributes(tensors: Sequence[torch.Tensor], *, of: str = "call") -> N
     A plan takes and gives tensors without them, so a reader would miss them or take a default.
     Names with an underscore are those of libraries.
     """
-    for name in chain.from_iterable(filter(None, map(vars, tensors))):
+    tables = (vars(each) for each in tensors if vars(each) and not is_wrapper(each))
+    for name in chain.from_iterable(tables):
         if not name.startswith("_") and name not in _OF_TENSORS:
             msg = (
                 f"a tensor of the {of} has an attribute of its own, {name}, which a plan does not "

@@ -52,14 +52,14 @@ def test_a_forward_that_takes_a_gradient_within_is_tried_below_eagers_peak() -> 
             leaf = h.detach().requires_grad_()
             energy = self.layers[0](leaf).square().sum()
             (force,) = torch.autograd.grad(energy, leaf, create_graph=True)
-            return (h + force).square().mean() * getattr(x, "scale", 1.0)
+            return (h + force).square().mean() * getattr(x, "_scale", 1.0)
 
     x: Any = torch.randn(512, 64)
     module = RockmateModule(Forced(), x, 0.5, numerics="bitwise", trial="log")
-    x.scale = 2.0
+    x._scale = 2.0
     with pytest.raises(TrialError, match="output is"):
         module(x)
-    del x.scale
+    del x._scale
     module(x).backward()
 
 

@@ -124,7 +124,7 @@ def _with_logs(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
     In a planned step its Python does not run, and what it logs are results of the step.
     """
 
-    def run(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    def run(_: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         calls: list[Any] = []
 
         def log(name: str, *given: Any, **keywords: Any) -> None:
@@ -140,7 +140,7 @@ def _with_logs(function: Callable[..., Any], owner: Any) -> Callable[..., Any]:
         output = dict(output) if is_mapping else {"loss": output}
         return {**output, "calls": calls, "is_mapping": is_mapping}
 
-    return run
+    return types.MethodType(run, owner)  # so that what it reads of its owner is watched
 
 
 class PlannedMethod:

@@ -81,6 +81,12 @@ def tensor_tables(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._buffers  # pyright: ignore[reportReturnType]
 
 
+def named_members(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers of a model's modules, one with several names under each."""
+    named = model.named_parameters, model.named_buffers
+    return dict(chain.from_iterable(each(remove_duplicate=False) for each in named))
+
+
 def writable_tables(model: nn.Module) -> list[dict[str, Any]]:
     """The parameters and buffers of a model's modules by name; those of TorchScript are fixed."""
     tables = (table for module in model.modules() for table in tensor_tables(module))

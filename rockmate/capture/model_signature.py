@@ -20,6 +20,7 @@ from rockmate._torch.members import (
     has_tensor_hooks,
     member_tables_of,
     module_hooks_of,
+    named_members,
     other_hooks,
     tensor_hooks_of,
 )
@@ -115,10 +116,7 @@ class ModelSignature:
     @classmethod
     def of(cls, model: nn.Module) -> ModelSignature:
         """The present state of `model`."""
-        named = [
-            *model.named_parameters(remove_duplicate=False),
-            *model.named_buffers(remove_duplicate=False),
-        ]
+        named = named_members(model).items()
         first: dict[int, int] = {}
         return cls(
             tuple(model.modules()),

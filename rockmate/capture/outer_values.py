@@ -12,8 +12,8 @@ import inspect
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import cache
-from types import CodeType, FunctionType, ModuleType
+from functools import cache, partial
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -77,6 +77,7 @@ class _Reader:
         num_known = -1
         while num_known != (num_known := len(self._names) + len(self._objects)):
             for value in [*self._objects.values()]:
+                self._objects |= self._within(value)
                 for name in self._names & {*dir(type(value))}:
                     member = inspect.getattr_static(type(value), name)
                     self.follow(member, type(value))
@@ -87,8 +88,27 @@ class _Reader:
                 self._places.setdefault((id(value), name), Place(value, name))
         return list(self._places.values())
 
+    def _within(self, owner: Any) -> dict[int, Any]:
+        """Objects of the user's classes in attributes of one, as a config in a config."""
+        held = [vars(owner)[name] for name in self._names & vars(owner).keys()]
+        kinds = nn.Module, torch.Tensor, type, ModuleType, FunctionType
+        return {
+            id(each): each
+            for each in held
+            if hasattr(each, "__dict__")
+            and not isinstance(each, kinds)
+            and (isinstance(each, SimpleNamespace) or is_users(file_of(type(each))))
+        }
+
     def follow(self, function: Any, owner: type | None = None) -> None:
-        """Takes what a function of the user's mentions, a method with others of its class."""
+        """Takes what a function of the user's mentions, a method with others of its class.
+
+        So it does of an object that is called like one, and of what a partial function calls.
+        """
+        if isinstance(function, partial):
+            function = function.func
+        if callable(function) and is_users(file_of(type(function))):
+            function, owner = type(function).__call__, type(function)
         function = getattr(function, "fget", None) or getattr(function, "__func__", function)
         if not isinstance(function, FunctionType) or (id(function), owner) in self._seen:
             return

@@ -11,7 +11,6 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch import nn
 from rockmate._torch.aot import without_decompositions
 from rockmate._torch.engine import saving
 from rockmate._torch.fake import attributes_answered, is_plain
-from rockmate._torch.members import writable_tables
+from rockmate._torch.members import named_members, writable_tables
 from rockmate._util import attributes_set
 from rockmate.capture.attribute_access import Accesses
 from rockmate.errors import UnsupportedModelError
@@ -164,16 +163,6 @@ def attributes_of_members(
         return vars(owner)[name]
 
     return attributes_answered(value_of)
-
-
-def named_members(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, one with several names under each."""
-    return dict(
-        chain(
-            model.named_parameters(remove_duplicate=False),
-            model.named_buffers(remove_duplicate=False),
-        )
-    )
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.members import parametrizations_afresh
+from rockmate._torch.members import named_members, parametrizations_afresh
 from rockmate._torch.storage import storage_id
 from rockmate.capture.attribute_access import (
     Accesses,
@@ -32,7 +32,6 @@ from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import (
     attributes_of_members,
     members_of_tensors_left,
-    named_members,
     no_random_state_set,
 )
 from rockmate.capture.write_log import Write, WriteLog, can_watch

@@ -74,6 +74,8 @@ class CallState:
         tensors = self.objects.tensors.values()
         self.storages = {key: each for each in tensors for key in storages_of(each)}
         self._devices = {each.device for each in tensors}
+        # Of a cache that holds something no single result can be taken out.
+        self._empty = [each for *_, each in _caches_of(model) if not each.cache_info().currsize]
 
     def has_iterators(self) -> bool:
         """Whether iterators are reached from the arguments: a run uses them up."""
@@ -106,6 +108,8 @@ class CallState:
         """
         put_shards(self._model)  # while hooks of fully_shard know what they have gathered
         self.objects.restore()
+        for each in self._empty:
+            each.cache_clear()
         with torch.no_grad():
             writes.restore()
         if random is not None:
@@ -157,24 +161,29 @@ class CallState:
         return "a value that the forward reaches"
 
 
-@contextmanager
-def caches_passed_by(model: nn.Module) -> Iterator[None]:
-    """Has a model's classes and their files call what `functools.lru_cache` wraps, uncached.
-
-    A cache would keep tensors of a trace for the calls that follow, and give the trace others.
-    """
+def _caches_of(model: nn.Module) -> list[tuple[Any, str, Any]]:
+    """What `functools.lru_cache` wraps in a model's classes and files: how to put it, name, it."""
     classes = dict.fromkeys(map(type, modules_within(model)))
     owners = {
         base: functools.partial(type.__setattr__, base) for cls in classes for base in cls.__mro__
     }
     tables = [(functools.partial(setitem, each), each) for each in _globals_of(classes)]
     tables += [(put, vars(base)) for base, put in owners.items()]
-    cached = [
+    return [
         (put, name, value)
         for put, table in tables
         for name, value in table.items()
         if isinstance(value, _CachedFunction)
     ]
+
+
+@contextmanager
+def caches_passed_by(model: nn.Module) -> Iterator[None]:
+    """Has a model's classes and their files call what `functools.lru_cache` wraps, uncached.
+
+    A cache would keep tensors of a trace for the calls that follow, and give the trace others.
+    """
+    cached = _caches_of(model)
     try:
         for put, name, value in cached:
             put(name, value.__wrapped__)

@@ -71,3 +71,46 @@ class Net(nn.Module):
     network = importlib.import_module("ours_alone").Net()
     found = sorted(place.name for place in values_read_by(network, ()))
     assert found == ["act", "scale"]  # a script may put another function there
+
+
+def test_objects_that_are_called_and_configs_within_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "ours_called", raising=False)
+    source = """
+from functools import partial
+from types import SimpleNamespace
+
+from torch import nn
+
+
+class Config:
+    def __init__(self):
+        self.depth, self.within = 2.0, SimpleNamespace(width=3.0)
+
+
+config = Config()
+
+
+class Loss:
+    def __call__(self, x):
+        return x * config.within.width
+
+
+def loss(rate, x):
+    return x * config.depth * rate
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Loss(), partial(loss, 2.0)
+
+    def forward(self, x):
+        return self.first(x) + self.second(x)
+"""
+    (tmp_path / "ours_called.py").write_text(source)
+    network = importlib.import_module("ours_called").Net()
+    found = {place.name for place in values_read_by(network, ())}
+    assert {"config", "depth", "within", "width"} <= found

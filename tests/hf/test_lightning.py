@@ -122,14 +122,17 @@ def test_a_training_step_that_logs(tmp_path: Path) -> None:
     """The line above `training_step`: what is logged in each step is the plain run's."""
 
     class Plain(language()):
+        scale = 1.0
+
         def training_step(self, rows: Any) -> Tensor:
-            loss = self.model(**rows).loss
+            loss = self.scale * self.model(**rows).loss
             self.log("train", loss, on_epoch=True, batch_size=4)
             self.log_dict({"twice": 2 * loss.detach(), "size": loss.item()})
             return loss
 
         def on_train_batch_end(self, *_: Any) -> None:
             self.seen["train"] += self.trainer.callback_metrics.values()
+            self.scale = 2.0 if self.global_step == 2 else self.scale  # no trial is in the next
 
     class Planned(Plain):
         training_step = plan_step(Plain.training_step, ["model"], budget=0.6)

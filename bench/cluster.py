@@ -40,7 +40,7 @@ from rockmate import Machine, Planner
 from rockmate.costs.machine import load_machine
 from rockmate.ops.shards import GATHER
 from rockmate.plan.plan import Plan
-from rockmate.sharding.simulated import sharded_by_layers
+from rockmate.planning.simulated_ranks import sharded_by_layers
 
 STATE_BYTES = 16
 UPDATED_BYTES = 28

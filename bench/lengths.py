@@ -34,7 +34,7 @@ from bench.models import batches, built, makers
 from bench.pages import about, filled
 from bench.registries import tiny
 from rockmate import RockmateModule
-from rockmate.plan_cache import PlanCache
+from rockmate.entry.plan_cache import PlanCache
 
 BATCH, LENGTH, WORDS = 4, 96, 8192
 _GRID_MODELS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "glm_ocr")

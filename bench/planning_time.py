@@ -33,10 +33,11 @@ from bench import command, models
 from bench.command import Record
 from bench.models import Workload, built, makers
 from bench.pages import about, filled
-from rockmate import Planner, RockmateModule, request
+from rockmate import Planner, RockmateModule
 from rockmate.costs.machine import load_machine
+from rockmate.entry import request
 from rockmate.planning.candidate import linspace_int
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 _Made = TypeVar("_Made")
 _RECURRENT = makers("recurrent")

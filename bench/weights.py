@@ -43,11 +43,11 @@ from rockmate import InfeasibleBudgetError, Planner
 from rockmate.costs.machine import load_machine
 from rockmate.hf.adapt import with_lora
 from rockmate.offload.link import machine_link
-from rockmate.offload.request import OffloadRequest
 from rockmate.plan.faults import fault_of
 from rockmate.plan.plan import Plan
 from rockmate.planning.moving import MoveFinder
 from rockmate.schedule.fetch import Fetch
+from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.simulate import simulate
 
 LENGTH, RANK, RESERVE_BYTES, HOST_BYTES = 2048, 16, 512 << 20, 512 << 30

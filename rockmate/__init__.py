@@ -14,7 +14,7 @@ Names are loaded at their first use, and PyTorch with them. A saved plan runs wi
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rockmate._torch.version import is_check_skipped, is_tested, refuse_older
+from rockmate._torch.version import PACKAGE_VERSION, is_check_skipped, is_tested, refuse_older
 from rockmate.errors import (
     BackwardError,
     InfeasibleBudgetError,
@@ -54,19 +54,19 @@ if TYPE_CHECKING:
     from rockmate.curves.sweep_row import SweepRow
     from rockmate.curves.sweep_run import sweep
     from rockmate.dynamo.backend import planned_graphs
+    from rockmate.entry.module import RockmateModule
+    from rockmate.entry.planner import Planner
+    from rockmate.entry.step_function import PlannedStep, plan_step
     from rockmate.hf.trainer import wrap_trainer
-    from rockmate.module import RockmateModule
     from rockmate.offload.weight_home import send_home
     from rockmate.ops.value_mark import name, recompute, save
     from rockmate.plan.plan import Plan
-    from rockmate.planner import Planner
     from rockmate.planning.options import PlanOptions
     from rockmate.planning.session import FrontierPoint
+    from rockmate.planning.simulated_ranks import simulated_ranks
     from rockmate.planning.strategies import STRATEGIES
-    from rockmate.sharding.simulated import simulated_ranks
-    from rockmate.step_function import PlannedStep, plan_step
 
-__version__ = "0.1.0"
+__version__ = PACKAGE_VERSION
 
 __all__ = [
     "STRATEGIES",
@@ -127,7 +127,7 @@ __all__ = [
 _LAZY_NAMES = {
     "Machine": "rockmate.costs.machine",
     "Plan": "rockmate.plan.plan",
-    "RockmateModule": "rockmate.module",
+    "RockmateModule": "rockmate.entry.module",
     "name": "rockmate.ops.value_mark",
     "recompute": "rockmate.ops.value_mark",
     "register_opaque": "rockmate.capture.opaque_functions",
@@ -135,7 +135,7 @@ _LAZY_NAMES = {
     "STRATEGIES": "rockmate.planning.strategies",
     "FrontierPoint": "rockmate.planning.session",
     "PlanOptions": "rockmate.planning.options",
-    "Planner": "rockmate.planner",
+    "Planner": "rockmate.entry.planner",
     "Measurement": "rockmate.curves.measure",
     "Sweep": "rockmate.curves.sweep",
     "SweepRow": "rockmate.curves.sweep_row",
@@ -152,9 +152,9 @@ _LAZY_NAMES = {
     "plan_in_place": "rockmate.adoption.in_place",
     "release": "rockmate.adoption.in_place",
     "wrap_trainer": "rockmate.hf.trainer",
-    "simulated_ranks": "rockmate.sharding.simulated",
-    "PlannedStep": "rockmate.step_function",
-    "plan_step": "rockmate.step_function",
+    "simulated_ranks": "rockmate.planning.simulated_ranks",
+    "PlannedStep": "rockmate.entry.step_function",
+    "plan_step": "rockmate.entry.step_function",
     "sweep": "rockmate.curves.sweep_run",
 }
 

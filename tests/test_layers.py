@@ -17,7 +17,6 @@ ORDER = (
     "_torch",
     "state",
     "ops",
-    "sharding",
     "capture",
     "graph",
     "costs",
@@ -27,18 +26,11 @@ ORDER = (
     "bound",
     "plan",
     "runtime",
-    "step",
     "memory_limit",
     "planning",
-    "step_family",
     "trial",
-    "arguments",
-    "request",
-    "plan_cache",
     "frames",
-    "module",
-    "step_function",
-    "planner",
+    "entry",
     "dynamo",
     "curves",
     "checks",
@@ -97,13 +89,9 @@ INNER = [name for name in MODULES if name not in ("rockmate", "rockmate.__main__
 
 
 def above(module: str) -> list[str]:
-    """What a module imports that stands above it; the package itself stands above the planner."""
-    top = ORDER.index("planner")
-    return [
-        name
-        for name in internal(module)
-        if (top if name == "rockmate" else stage(name)) > stage(module)
-    ]
+    """What a module imports that stands above it; the package itself stands above all."""
+    names = internal(module)
+    return [name for name in names if name == "rockmate" or stage(name) > stage(module)]
 
 
 def test_a_module_imports_only_what_stands_below_it() -> None:

@@ -23,7 +23,7 @@ from rockmate.costs.machine import load_machine
 from rockmate.costs.measure import measure_costs
 from rockmate.curves.measure import tensor_difference
 from rockmate.fusion.report import FusionReport
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 Figures = Mapping[str, Any]
 Build = Callable[[], Workload]

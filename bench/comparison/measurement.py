@@ -31,10 +31,10 @@ from bench.command import Record, say
 from bench.comparison.plans import Task
 from bench.machine import machine_record
 from rockmate.curves.measure import tensor_difference
+from rockmate.entry.module import RockmateModule
 from rockmate.graph.step_options import StepOptions
-from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 _BETWEEN_EAGER = 4
 """Number of methods that are timed between two eager steps."""

@@ -40,8 +40,8 @@ from rockmate import Plan, Planner
 from rockmate.costs.cost import Cost, Link
 from rockmate.offload.disk_tier import DiskTier
 from rockmate.offload.link import measure_disk_link
-from rockmate.offload.request import OffloadRequest
 from rockmate.offload.tiers import forget_tiers, tier_of
+from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.simulate import simulate
 
 SHARES = (0.8, 0.6, 0.4, 0.2, 0.05)

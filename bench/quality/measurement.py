@@ -12,8 +12,8 @@ from bench import models
 from bench.command import Record
 from bench.quality.targets import SERIES
 from rockmate import InfeasibleBudgetError, Plan, Planner
-from rockmate.bound.protocol import Bounds
 from rockmate.plan.faults import fault_of
+from rockmate.schedule.bounds import Bounds
 from rockmate.schedule.simulate import simulate
 
 DEFAULT = "rockmate"

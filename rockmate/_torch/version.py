@@ -1,4 +1,4 @@
-"""Versions of PyTorch that this package was tested with, in full or by their behaviour."""
+"""The version of this package; those of PyTorch that it was tested with, or by behaviour."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import sys
 from importlib import metadata
 
+PACKAGE_VERSION = "0.1.0"
 _OLDEST, _NEWEST = (2, 11), (2, 15)
 SKIP_CHECK = "ROCKMATE_SKIP_CHECK"
 

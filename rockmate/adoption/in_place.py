@@ -19,8 +19,8 @@ from torch import nn
 
 from rockmate._torch.members import call_after_compile, compiled_call, set_compiled_call
 from rockmate.budget import Budget
+from rockmate.entry.module import RockmateModule
 from rockmate.errors import InvalidArgumentError
-from rockmate.module import RockmateModule
 
 logger = logging.getLogger(__name__)
 

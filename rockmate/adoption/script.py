@@ -1,11 +1,14 @@
-"""Runs a script, or a module of a package, as Python does when it is named on its command line."""
+"""Runs a script, or a module, as Python does from its command line; waits for what it imports."""
 
 from __future__ import annotations
 
 import io
 import runpy
 import sys
+from collections.abc import Callable
+from importlib.abc import MetaPathFinder
 from importlib.machinery import SourceFileLoader
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -66,3 +69,34 @@ def _without_own(entry: TracebackType | None) -> TracebackType | None:
 def _is_own(entry: TracebackType) -> bool:
     name = entry.tb_frame.f_code.co_filename
     return name.startswith(_OWN) or name in (_START, "<frozen runpy>")
+
+
+def after_import(name: str, then: Callable[[Any], None]) -> None:
+    """Calls `then` with a module, now or when it is imported."""
+    if name in sys.modules:
+        then(sys.modules[name])
+    else:
+        sys.meta_path.insert(0, _Finder(name, then))
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, name: str, then: Callable[[Any], None]) -> None:
+        self._name, self._then = name, then
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """The spec that the other finders have, whose module is followed by the function."""
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = find_spec(fullname)
+        sys.meta_path.insert(0, self)  # who asks may only want to know whether there is one
+        execute = spec and spec.loader.exec_module
+
+        def run(module: Any) -> None:
+            sys.meta_path.remove(self)
+            execute(module)
+            self._then(module)
+
+        if spec:
+            spec.loader.exec_module = run
+        return spec

@@ -25,17 +25,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from rockmate._torch.allocator import is_out_of_memory
 from rockmate._torch.engine import is_profiling
 from rockmate._torch.members import compiled_call, set_compiled_call
-from rockmate.adoption.after_import import after_import
 from rockmate.adoption.in_place import InPlace
+from rockmate.adoption.script import after_import
 from rockmate.adoption.watch import Watch
 from rockmate.budget import is_share, size_text
 from rockmate.capture.compiled_model import innermost
 from rockmate.capture.signature import SampleCall
 from rockmate.curves.sweep_run import sweep
+from rockmate.entry.module import RockmateModule
 from rockmate.errors import InfeasibleMemoryLimitError, RockmateError
 from rockmate.hf.trainer import wrap_model_of
 from rockmate.memory_limit import device_of
-from rockmate.module import RockmateModule
 from rockmate.runtime.first_backward import OTHERS
 
 if TYPE_CHECKING:

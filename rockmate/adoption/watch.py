@@ -25,7 +25,7 @@ from rockmate._torch.members import (
     modules_within,
     set_compiled_call,
 )
-from rockmate.module import RockmateModule
+from rockmate.entry.module import RockmateModule
 from rockmate.runtime.ddp import REPLICATED
 
 logger = logging.getLogger(__name__)

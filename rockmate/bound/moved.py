@@ -31,9 +31,9 @@ from checkmate.backend import run
 from rockmate.bound.knapsack import knapsack_of
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.program_point import ProgramPoint
-from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.costs.cost import Link
 from rockmate.graph.ir import Phase
+from rockmate.schedule.bounds import Bounds, MinBound
 from rockmate.schedule.move import movable_storages
 
 # A share that a solver's tolerance may have made.

@@ -64,9 +64,9 @@ from rockmate.capture.traced_forward import RUNS_FIRST, ModuleReplacedError, Tra
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InPlaceCollectiveError, InvalidSampleError, UnsupportedModelError
 from rockmate.ops.collectives import wait_for_collectives
+from rockmate.ops.gathering import padded_names, put_padded_parts
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
-from rockmate.sharding.gathering import padded_names, put_padded_parts
 from rockmate.state.call_state import CallState, caches_passed_by, outside_of, undone
 from rockmate.state.writes import Writes
 

@@ -36,7 +36,7 @@ from rockmate.capture.trace_state import (
 )
 from rockmate.capture.write_log import Write, WriteLog, can_watch
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
-from rockmate.sharding.gathering import gathered_by_ops
+from rockmate.ops.gathering import gathered_by_ops
 from rockmate.state.objects import ABSENT, NO_OBJECTS, Objects
 
 # Whether a model that puts another submodule in place of one runs once before it is captured.

@@ -35,9 +35,9 @@ from rockmate.curves.measure import (
     state_kept,
     tensor_difference,
 )
+from rockmate.entry.module import RockmateModule
 from rockmate.errors import RockmateError, UntestedVersionError
 from rockmate.extras import MissingExtraError
-from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
 
 logger = logging.getLogger(__name__)

@@ -26,11 +26,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.allocator import Timeline, timeline
 from rockmate._util import end_stages, is_terminal, progress_bar
 from rockmate.budget import size_text
-from rockmate.errors import InvalidArgumentError
+from rockmate.entry.module import RockmateModule
+from rockmate.entry.planner import Planner
+from rockmate.errors import InfeasibleBudgetError, InvalidArgumentError
+from rockmate.plan.plan import Plan
 
 Batch = Mapping[str, torch.Tensor]
 

@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import rockmate
-from rockmate._torch.version import installed_version
+from rockmate._torch.version import PACKAGE_VERSION, installed_version
 from rockmate.budget import parse_budgets
 from rockmate.cli import check_command, fit_command, run_command
 from rockmate.cli.arguments import (
@@ -129,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rockmate", description="Train a PyTorch model inside an activation budget."
     )
-    version = f"rockmate {rockmate.__version__}, torch {installed_version()}"
+    version = f"rockmate {PACKAGE_VERSION}, torch {installed_version()}"
     parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(dest="command", required=True)
     _add_demo(commands)
@@ -306,7 +305,7 @@ def _run_plan(arguments: argparse.Namespace) -> int:
     from rockmate.budget import parse_budgets, slowdown_of
     from rockmate.curves.errors import SweepError
     from rockmate.curves.sweep_run import SweepOptions
-    from rockmate.planner import Planner
+    from rockmate.entry.planner import Planner
 
     is_choice = slowdown_of(arguments.budget) is not None
     SweepOptions([1.0] if is_choice else arguments.budget, (arguments.strategy,)).check()

@@ -8,8 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rockmate.adoption.after_import import after_import
-from rockmate.adoption.script import hide_own_frames, run_module, run_script
+from rockmate.adoption.script import after_import, hide_own_frames, run_module, run_script
 from rockmate.budget import parse_budget, parse_budgets
 from rockmate.cli.arguments import add_option
 from rockmate.errors import InvalidArgumentError

@@ -27,14 +27,14 @@ from rockmate.curves.least_memory import SizedPlanners, largest_within
 from rockmate.curves.measure import SideBySide
 from rockmate.curves.size_axis import Kind, SizeAxis, input_bytes
 from rockmate.curves.sized_steps import SizedSteps
+from rockmate.entry.planner import Planner
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.plan.plan import Plan
-from rockmate.planner import Planner
 from rockmate.planning.options import AT_HOME
+from rockmate.planning.step import CapturedStep, capture_step
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
-from rockmate.step import CapturedStep, capture_step
 
 _MOST_POWERS = 5  # of two, among the sizes of the rows
 _LEAST_TOKENS = 128

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from rockmate.entry.planner import Planner
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
-from rockmate.planner import Planner
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
-from rockmate.step import CapturedStep
+from rockmate.planning.step import CapturedStep
 
 _MAX_INTERPOLATIONS = 8  # then the interval is halved
 _MAX_GROWTH = 8  # from the largest known number to the next

@@ -27,8 +27,8 @@ from rockmate._torch.allocator import timeline
 from rockmate._util import gc_paused
 from rockmate.capture.sample import sample_call
 from rockmate.capture.structure import flatten, loss_of
+from rockmate.entry.module import RockmateModule
 from rockmate.errors import UnsupportedModelError
-from rockmate.module import RockmateModule
 from rockmate.state.random_state import random_state_kept
 
 _LEARNING_RATE = 1e-3

@@ -26,7 +26,7 @@ from rockmate.graph.parameters import owner_names
 from rockmate.graph.pass_options import PassOptions
 from rockmate.graph.passes import JOINT_PASSES, REWRITES, run_passes
 from rockmate.graph.step_options import StepOptions
-from rockmate.step import CapturedStep, capture_step, hooked_of, step_of
+from rockmate.planning.step import CapturedStep, capture_step, hooked_of, step_of
 
 logger = logging.getLogger(__name__)
 

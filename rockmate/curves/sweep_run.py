@@ -24,9 +24,9 @@ from rockmate.curves.measure import SideBySide
 from rockmate.curves.sweep import Key, Sweep
 from rockmate.curves.sweep_folder import SweepFolder
 from rockmate.curves.sweep_row import SweepRow, planned_row
+from rockmate.entry.planner import Planner
 from rockmate.errors import InfeasibleBudgetError, SolverLimitError
 from rockmate.plan.plan import Plan
-from rockmate.planner import Planner
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.strategies import BITWISE, STRATEGIES, UNMOVED
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from rockmate.budget import Budget, check_on_infeasible, parse_budget
+from rockmate.entry.module import RockmateModule
 from rockmate.errors import InvalidArgumentError, InvalidBudgetError, check_choice
-from rockmate.module import RockmateModule
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.strategies import STRATEGIES
 

@@ -13,8 +13,8 @@ from rockmate._torch.dynamo import output_examples
 from rockmate.budget import is_share
 from rockmate.dynamo.compiled_step import CompiledStep
 from rockmate.dynamo.graph_module import GraphModule, Outputs
+from rockmate.entry.module import RockmateModule
 from rockmate.errors import RockmateError
-from rockmate.module import RockmateModule
 from rockmate.plan.plan import Plan
 from rockmate.runtime.pending_steps import share_pending_steps
 

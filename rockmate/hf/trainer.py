@@ -13,6 +13,8 @@ from torch import nn
 from rockmate._torch.members import forward_hooks
 from rockmate._util import attributes_set
 from rockmate.budget import Budget
+from rockmate.entry.module import RockmateModule
+from rockmate.entry.step_function import PlannedStep
 from rockmate.errors import (
     InvalidArgumentError,
     InvalidSampleError,
@@ -22,9 +24,7 @@ from rockmate.errors import (
 from rockmate.hf.longest_batch import largest_call
 from rockmate.hf.reference import PolicyCalls, names_in_loss
 from rockmate.memory_limit import Optimizer
-from rockmate.module import RockmateModule
 from rockmate.runtime.ddp import REPLICATED
-from rockmate.step_function import PlannedStep
 
 logger = logging.getLogger(__name__)
 

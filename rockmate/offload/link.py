@@ -15,8 +15,8 @@ from rockmate.costs.machine import Machine
 from rockmate.costs.measure import cpu_seconds
 from rockmate.errors import MachineError
 from rockmate.offload.disk_tier import DiskTier, FileCopy
-from rockmate.offload.request import OffloadRequest
 from rockmate.schedule.move import SLOT_ALIGNMENT
+from rockmate.schedule.offload_request import OffloadRequest
 
 # Bytes of each of the copies that are timed, how many there are, and how often.
 _COPY_BYTES, _NUM_COPIES, _NUM_ROUNDS = 4 << 20, 8, 3

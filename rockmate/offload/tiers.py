@@ -10,7 +10,7 @@ from torch import nn
 
 from rockmate.offload.disk_tier import DiskTier
 from rockmate.offload.pinned_tier import PinnedTier
-from rockmate.offload.request import OffloadRequest
+from rockmate.schedule.offload_request import OffloadRequest
 
 
 class Pending(Protocol):

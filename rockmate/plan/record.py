@@ -12,17 +12,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from rockmate.bound.protocol import Bounds, StoredBound
 from rockmate.costs.cost import Costs
 from rockmate.errors import PlanMismatchError
 from rockmate.fusion.report import FusionReport
 from rockmate.graph.ir import Graph
 from rockmate.graph.snapshot import SnapshotChain, StepSnapshot, StorageKind
 from rockmate.graph.step_options import StepOptions
-from rockmate.offload.request import OffloadRequest
 from rockmate.plan.block_tree import BlockNode, block_tree
 from rockmate.plan.residency import Residency
+from rockmate.schedule.bounds import Bounds, StoredBound
 from rockmate.schedule.flights import Flights, flights_of, overlapped_ms
+from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation
 

@@ -23,7 +23,6 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from rockmate.bound.protocol import StoredBound
 from rockmate.costs.cost import Cost, Costs, Link
 from rockmate.errors import PlanFileError
 from rockmate.graph.snapshot import (
@@ -36,12 +35,13 @@ from rockmate.graph.snapshot import (
     digest,
 )
 from rockmate.graph.step_options import StepOptions
-from rockmate.offload.request import OffloadRequest
 from rockmate.plan.faults import fault_of
 from rockmate.plan.record import ChunkingNote, ChunkingNotes, PlanRecord
 from rockmate.plan.residency import Residency
+from rockmate.schedule.bounds import StoredBound
 from rockmate.schedule.fetch import Fetch
 from rockmate.schedule.move import Move
+from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.schedule import Schedule
 
 _FORMAT = "rockmate plan"

@@ -27,10 +27,10 @@ from rockmate.costs.measure import measure_costs
 from rockmate.errors import MissingCompilerError
 from rockmate.graph.ir import Graph
 from rockmate.offload.link import link_to
-from rockmate.offload.request import OffloadRequest
 from rockmate.planning.form import Form
 from rockmate.planning.options import PlanOptions
-from rockmate.step import CapturedStep
+from rockmate.planning.step import CapturedStep
+from rockmate.schedule.offload_request import OffloadRequest
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.plan.record import ChunkingNote, ChunkingNotes
 from rockmate.planning.candidate import Candidate
-from rockmate.step import CapturedStep
+from rockmate.planning.step import CapturedStep
 
 # Numbers of chunks of the loss block to plan.
 _NUM_CHUNKS = (2, 4, 8, 16)

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.protocol import Bounds, StoredBound
 from rockmate.capture.options import Numerics
 from rockmate.costs.cost import scaled_times
 from rockmate.costs.layout_check import captured_in_kernel_layouts
@@ -29,7 +28,8 @@ from rockmate.planning.candidate import Candidate
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.search_problem import StoppingRule
-from rockmate.step import CapturedStep
+from rockmate.planning.step import CapturedStep
+from rockmate.schedule.bounds import Bounds, StoredBound
 
 # Share by which equal sums of times may differ.
 _ROUNDING = 1e-9

@@ -7,12 +7,16 @@ from math import inf
 from typing import NamedTuple
 
 from rockmate.costs.cost import Costs
+from rockmate.graph.ir import Graph
 from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
 from rockmate.graph.snapshot_capture import snapshot_chain
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.search_problem import StoppingRule
+from rockmate.planning.step import CapturedStep
 from rockmate.planning.strategies import Searches
-from rockmate.step import CapturedStep
+
+# Number of marks for which an infeasible budget is explained, the first ones.
+_MAX_EXPLAINED = 8
 
 
 class Form(Searches):
@@ -64,3 +68,26 @@ class Found(NamedTuple):
 def time_of(found: Found | Candidate | None) -> float:
     """The time of a schedule; infinite if there is none."""
     return inf if found is None else found.time_ms
+
+
+def advice_on_marks(captured: Form, strategy: str, time_limit_s: float) -> str:
+    """The smallest peak of the step planned without each mark; empty if there are none.
+
+    Measured costs are reused.
+    """
+    peaks = []
+    for source in _mark_sources(captured.graph)[:_MAX_EXPLAINED]:
+        step = captured.step.without_marks(source)
+        assert [op.name for op in step.graph.ops] == [op.name for op in captured.graph.ops]
+        form = Form(step, captured.costs, StoppingRule(time_limit_s=time_limit_s))
+        peaks.append((form.search(strategy).minimum().peak_bytes, source))
+    if not peaks:
+        return ""
+    texts = [f"without {source!r} it is {peak:,} bytes" for peak, source in sorted(peaks)]
+    return f"Marks take part in that peak: {'; '.join(texts)}."
+
+
+def _mark_sources(graph: Graph) -> list[str]:
+    """What asked for the marks of a graph's values, each once."""
+    sources = (source for storage in graph.storages for source in storage.mark_sources)
+    return list(dict.fromkeys(sources))

@@ -13,12 +13,10 @@ from functools import cache, partial
 from math import inf
 
 from rockmate.bound.moved import with_moves
-from rockmate.bound.protocol import Bounds, MinBound
 from rockmate.budget import Budget, is_share, slowdown_of
 from rockmate.capture.options import Numerics
 from rockmate.errors import InvalidBudgetError
 from rockmate.graph.step_options import StepOptions
-from rockmate.offload.request import OffloadRequest
 from rockmate.plan.record import ChunkingNotes
 from rockmate.planning.candidate import Candidate, by_time, fastest, frontier_at, linspace_int
 from rockmate.planning.chunkable_blocks import find_notes
@@ -27,9 +25,11 @@ from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.moved_search import MovedSearch
 from rockmate.planning.options import AT_HOME, Weights
 from rockmate.planning.search_problem import StoppingRule
+from rockmate.planning.step import CapturedStep
 from rockmate.planning.strategies import BITWISE, DEFAULT, UNMOVED
 from rockmate.planning.weights import WeightSearch
-from rockmate.step import CapturedStep
+from rockmate.schedule.bounds import Bounds, MinBound
+from rockmate.schedule.offload_request import OffloadRequest
 
 # Share of an initial schedule's gap to the lower bound that the rest of the search may close.
 _GAP_REDUCTION = 0.35

@@ -17,7 +17,6 @@ from math import inf, sqrt
 from rockmate.bound.moved import MovedBound, with_moves
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Storage
-from rockmate.offload.request import OffloadRequest
 from rockmate.planning.candidate import (
     Candidate,
     around_best,
@@ -27,6 +26,7 @@ from rockmate.planning.candidate import (
 )
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.moving import MoveFinder
+from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.schedule import baseline_schedule, finish
 
 # Budgets whose schedules moves begin with: shares of the baseline's peak, each the last one divided

@@ -23,9 +23,9 @@ import numpy as np
 from rockmate._util import Floats, Ints
 from rockmate.costs.cost import Costs, Link
 from rockmate.graph.ir import Graph
-from rockmate.offload.request import OffloadRequest
 from rockmate.schedule.liveness import DefUse, op_def_use
 from rockmate.schedule.move import Move, movable_storages
+from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.schedule import Schedule, with_moves
 from rockmate.schedule.simulate import Simulation, simulate
 

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from rockmate.costs.machine import Machine
     from rockmate.graph.mark_request import Policy
     from rockmate.graph.step_options import StepOptions
-    from rockmate.offload.request import OffloadRequest
-    from rockmate.sharding.simulated import MeshSizes, Shard
+    from rockmate.planning.simulated_ranks import MeshSizes, Shard
+    from rockmate.schedule.offload_request import OffloadRequest
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class PlanOptions(CaptureOptions):
         Raises:
             ValueError, InvalidBudgetError, OffloadError: as for `OffloadRequest.parse`.
         """
-        from rockmate.offload.request import OffloadRequest
+        from rockmate.schedule.offload_request import OffloadRequest
 
         request = OffloadRequest.parse(self.offload, self.host_budget)
         return request and replace(request, with_trained=self.weights == "all")

@@ -15,7 +15,6 @@ from typing import Any, Self
 from torch import nn
 
 from rockmate._util import gc_paused
-from rockmate.bound.protocol import MinBound
 from rockmate.budget import (
     Budget,
     OnInfeasible,
@@ -43,16 +42,16 @@ from rockmate.planning.checked_forms import (
     timed,
 )
 from rockmate.planning.curve_choice import least_within, recommended
-from rockmate.planning.form import Form
+from rockmate.planning.form import Form, advice_on_marks
 from rockmate.planning.forms import Forms
-from rockmate.planning.mark_advice import advice_on_marks
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.search_trace import gap_bar
 from rockmate.planning.simulated_capture import captured_step, machine_of
+from rockmate.planning.step import CapturedStep
 from rockmate.planning.strategies import DEFAULT, UNMOVED
 from rockmate.runtime.program import PlannedCall
-from rockmate.step import CapturedStep
+from rockmate.schedule.bounds import MinBound
 
 logger = logging.getLogger(__name__)
 

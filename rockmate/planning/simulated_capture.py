@@ -13,8 +13,8 @@ from rockmate.costs.machine import Machine, load_machine
 from rockmate.errors import InvalidArgumentError, MachineError, frames_advised
 from rockmate.graph.marking import log_uncovered
 from rockmate.planning.options import PlanOptions
-from rockmate.sharding.simulated import mesh_sizes, mesh_text, sharded_copy
-from rockmate.step import CapturedStep, capture_step
+from rockmate.planning.simulated_ranks import mesh_sizes, mesh_text, sharded_copy
+from rockmate.planning.step import CapturedStep, capture_step
 
 
 def machine_of(options: PlanOptions) -> Machine | None:

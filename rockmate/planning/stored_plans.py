@@ -33,8 +33,8 @@ from rockmate.ops.kernel_layouts import Layout
 from rockmate.plan.plan import Plan
 from rockmate.planning.options import AT_HOME, PlanOptions
 from rockmate.planning.simulated_capture import machine_of
+from rockmate.planning.step import CapturedStep
 from rockmate.runtime.program import PlannedCall
-from rockmate.step import CapturedStep
 
 logger = logging.getLogger(__name__)
 

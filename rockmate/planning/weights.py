@@ -26,13 +26,13 @@ import numpy as np
 import torch
 
 from rockmate._util import Floats, Ints
-from rockmate.bound.protocol import Bounds
 from rockmate.graph.in_place import may_be_saved_opaquely
 from rockmate.graph.ir import Phase
 from rockmate.offload.weight_home import named_weights
 from rockmate.planning.candidate import Candidate, around_best, by_time
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.strategies import DEFAULT, UNMOVED
+from rockmate.schedule.bounds import Bounds
 from rockmate.schedule.fetch import Fetch
 from rockmate.schedule.simulate import simulate
 

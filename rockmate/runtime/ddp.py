@@ -11,7 +11,7 @@ Gradients are in `.grad` as early as otherwise, but nothing is reduced before th
 
 FSDP's first generation is refused: its parameters are views of a flat one. What
 `torch.distributed.fsdp.fully_shard` has sharded is gathered by ops of the forward
-(`rockmate.sharding`). `nn.DataParallel` is refused: it copies the module in every step.
+(`ops.gathering`). `nn.DataParallel` is refused: it copies the module in every step.
 """
 
 from __future__ import annotations

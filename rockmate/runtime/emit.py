@@ -24,7 +24,6 @@ from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.build import FUNCTIONAL_BATCH_NORM
 from rockmate.graph.ir import FORWARD_ENDS, Graph, Storage
 from rockmate.graph.snapshot_capture import call_text
-from rockmate.offload.request import OffloadRequest
 from rockmate.ops.collectives import groups_of, is_communication
 from rockmate.ops.convolutions import input_gradient
 from rockmate.ops.fused import FusedOp
@@ -34,6 +33,7 @@ from rockmate.runtime.program import Argument, ArgumentKind, Program
 from rockmate.runtime.undefined_tangents import BackwardVariants
 from rockmate.schedule.flights import Flights
 from rockmate.schedule.move import MoveEvent, PlacedEvent, SlotPlan, placed_events, plan_slots
+from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.schedule import Schedule, last_reads
 
 # Namespaces of PyTorch's own ops.

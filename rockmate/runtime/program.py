@@ -21,9 +21,9 @@ from rockmate.capture.structure import Structure
 from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.ir import Op, Storage
 from rockmate.graph.parameters import Binding
-from rockmate.offload.request import OffloadRequest
 from rockmate.plan.plan import Plan
 from rockmate.schedule.move import SlotPlan
+from rockmate.schedule.offload_request import OffloadRequest
 
 
 class ArgumentKind(enum.Enum):

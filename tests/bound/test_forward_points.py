@@ -22,9 +22,9 @@ from rockmate.costs.cost import Costs
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.ir import Graph
 from rockmate.graph.step_options import StepOptions
+from rockmate.planning.step import CapturedStep, capture_step
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
-from rockmate.step import CapturedStep, capture_step
 
 AT_ONCE = "llama in chunks at once"
 NAMES = (*SMALL, AT_ONCE)

@@ -20,14 +20,16 @@ from made_of import made_of
 from torch import Tensor, nn
 
 from bench import measure
-from rockmate import Planner, RockmateModule, plan_cache, step, step_family
+from rockmate import Planner, RockmateModule
 from rockmate.capture import sample, symbolic
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, flatten_call, optional_keywords
 from rockmate.capture.size_template import SizeGroups
 from rockmate.capture.symbolic import SymbolicCapture
+from rockmate.entry import plan_cache, step_family
 from rockmate.graph.passes import REWRITES, run_passes
+from rockmate.planning import step
 
 SAMPLE = (4, 24)
 

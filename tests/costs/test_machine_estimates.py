@@ -29,7 +29,7 @@ from rockmate.costs.machine import Machine, MachineError, known_machines, load_m
 from rockmate.costs.measure import measure_costs
 from rockmate.errors import PlanMismatchError
 from rockmate.graph.ir import Op
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 EXACT = """
 device = "{device}"

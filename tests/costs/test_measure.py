@@ -18,7 +18,7 @@ from rockmate import InvalidSampleError, RockmateError, RockmateModule, Unsuppor
 from rockmate.costs.cost import Costs
 from rockmate.costs.measure import measure_costs
 from rockmate.graph.ir import Graph
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 
 def failing(error: Exception, *, num_good: int = 0) -> Callable[..., Any]:

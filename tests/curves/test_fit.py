@@ -27,7 +27,7 @@ from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.graph.step_options import StepOptions
 from rockmate.planning.options import PlanOptions
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 MIB = 1 << 20
 

@@ -254,7 +254,7 @@ def test_evaluation_before_the_first_training_call_plans_nothing() -> None:
 
 
 def test_plans_that_are_held_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rockmate.plan_cache.MAX_PLANS", 3)
+    monkeypatch.setattr("rockmate.entry.plan_cache.MAX_PLANS", 3)
     model = models.Stack(num_layers=1)
     module = RockmateModule(model, X, 1.0)
     for index in range(1, 5):

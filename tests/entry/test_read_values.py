@@ -15,7 +15,7 @@ from torch import nn
 from rockmate import Planner, RockmateModule
 from rockmate.costs.machine import load_machine
 from rockmate.errors import SignatureMismatchError, UnsupportedModelError
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 
 @made_of(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8), "drop": nn.Dropout(0.3)})

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rockmate
 from bench.measure import allocator_peak
 from rockmate import BackwardError, InvalidArgumentError, PlannedStep, UnsupportedModelError
-from rockmate.step_function import step_module
+from rockmate.entry.step_function import step_module
 
 
 def mlp(num_in: int, num_out: int, *, width: int = 64, activation: type = nn.GELU) -> nn.Module:

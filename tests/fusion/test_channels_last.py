@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from rockmate import Planner, RockmateModule
 from rockmate.planning.session import PlanningSession
-from rockmate.step import CapturedStep, capture_step, checked_step
+from rockmate.planning.step import CapturedStep, capture_step, checked_step
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 

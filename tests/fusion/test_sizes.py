@@ -13,7 +13,7 @@ from fused_blocks import assert_trains_alike
 import rockmate.fusion.rewrite
 from rockmate import RockmateModule
 from rockmate.capture.signature import CallSignature, flatten_call
-from rockmate.step_family import MAX_FUSED_SIZES, _advice_on_sizes
+from rockmate.entry.step_family import MAX_FUSED_SIZES, _advice_on_sizes
 
 WARNING = "kernels have been compiled for"
 
@@ -35,7 +35,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_kernels_are_compiled_for_a_few_sizes_and_the_warning_says_what_to_do(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, compilations: list[int]
 ) -> None:
-    monkeypatch.setattr("rockmate.step_family.MAX_FUSED_SIZES", 2)
+    monkeypatch.setattr("rockmate.entry.step_family.MAX_FUSED_SIZES", 2)
     monkeypatch.setattr("rockmate.fusion.kernels.time_ms", lambda *_: 1.0)
     torch.manual_seed(0)
     model = models.Stack(num_layers=2, width=64).train()

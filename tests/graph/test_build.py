@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rockmate.costs.machine import load_machine
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 
 @pytest.mark.parametrize(("machine", "granularity"), [("cpu-avx2", 1), ("h200", 512)])

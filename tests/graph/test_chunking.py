@@ -37,7 +37,7 @@ from torch.nn import functional
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.step_options import StepOptions
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 
 def rows_of(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

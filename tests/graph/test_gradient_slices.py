@@ -12,7 +12,7 @@ from rockmate.costs.estimate import estimate_costs
 from rockmate.costs.machine import load_machine
 from rockmate.graph.ir import SlicedMatmul
 from rockmate.ops.kernels import CHUNK_BYTES, CUDA_CHUNK_BYTES, chunk_rows
-from rockmate.step import CapturedStep, capture_step
+from rockmate.planning.step import CapturedStep, capture_step
 
 MIB = 1 << 20
 

@@ -20,7 +20,7 @@ from torch.nn import functional
 from rockmate import Planner, RockmateModule
 from rockmate.errors import UnsupportedModelError
 from rockmate.ops.kernels import as_strided
-from rockmate.step import capture_step, checked_step
+from rockmate.planning.step import capture_step, checked_step
 
 
 @made_of(lambda *, channels_last: {"layer": nn.Linear(8, 16), "channels_last": channels_last})

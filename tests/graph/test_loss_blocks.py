@@ -28,10 +28,10 @@ from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.parameters import owner_names
 from rockmate.planning.chunkable_blocks import ChunkableBlocks
+from rockmate.planning.step import capture_step
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import baseline_schedule
-from rockmate.step import capture_step
 
 
 def of_sequences(values: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.graph.ir import Op, Phase
 from rockmate.graph.step_options import StepOptions
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 
 @pytest.mark.parametrize(

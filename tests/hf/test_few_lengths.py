@@ -19,8 +19,9 @@ from helpers import Step, assert_same, differing, one_step, relative_error
 from torch import Tensor, nn
 
 from bench import measure
-from rockmate import RockmateModule, request, wrap_trainer
+from rockmate import RockmateModule, wrap_trainer
 from rockmate.capture import sample, symbolic
+from rockmate.entry import request
 
 VOCABULARY = 40
 LENGTHS = [20, 3, 17, 5, 9, 1, 14, 2, 19, 8, 15, 6, 11, 12, 4, 16, 13, 7, 18, 10]  # no two alike

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rockmate import Planner, RockmateModule
 from rockmate.graph.ir import Graph
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 NAMES = ("gpt2", "llama", "qwen3", "gemma", "mistral", "bert")
 COLUMNS = 12  # no other dimension of these models is 12

@@ -14,7 +14,7 @@ SCRIPT = """
 import torch
 from torch import nn
 from rockmate import send_home
-from rockmate.offload.request import OffloadRequest
+from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.offload.trained_home import gradient_at_home
 from rockmate.offload.weight_home import homes_of
 

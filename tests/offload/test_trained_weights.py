@@ -22,8 +22,8 @@ from bench.measure import allocator_peak
 from rockmate import BackwardError, Plan, RockmateModule
 from rockmate.errors import InfeasibleMemoryLimitError, InvalidArgumentError, OffloadError
 from rockmate.memory_limit import MemoryLimit
-from rockmate.offload.request import OffloadRequest
 from rockmate.offload.weight_home import homes_of
+from rockmate.schedule.offload_request import OffloadRequest
 
 QUICK: dict[str, Any] = {"time_limit_s": 0.5, "numerics": "bitwise", "weights": "all"}
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {

@@ -17,8 +17,8 @@ from torch import nn
 from bench.measure import allocator_peak
 from rockmate import Planner, RockmateModule
 from rockmate.offload.disk_tier import DiskTier
-from rockmate.offload.request import OffloadRequest
 from rockmate.offload.tiers import tier_of
+from rockmate.schedule.offload_request import OffloadRequest
 
 NAMES = ("gpt2", "llama", "hf-resnet")
 NOISE = 0.01

@@ -38,11 +38,11 @@ from rockmate import (
     RockmateModule,
     SignatureMismatchError,
 )
-from rockmate.bound.protocol import StoredBound
 from rockmate.graph.snapshot_capture import snapshot_of
+from rockmate.planning.step import capture_step
+from rockmate.schedule.bounds import StoredBound
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
-from rockmate.step import capture_step
 
 ROOT = Path(__file__).resolve().parents[2]
 FEW = ("gpt2", "hf-resnet", "mlp")
@@ -61,7 +61,7 @@ import torch
 import models
 import rockmate.costs.measure
 from rockmate import Plan, RockmateModule
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 
 def never(*args, **kwargs):

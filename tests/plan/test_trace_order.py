@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from rockmate import Plan, PlanMismatchError, Planner, RockmateModule
 from rockmate.graph.snapshot import StepSnapshot
 from rockmate.graph.snapshot_capture import snapshot_of
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("a", "b", "c")

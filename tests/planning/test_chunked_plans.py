@@ -26,7 +26,7 @@ from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-import rockmate.step
+import rockmate.planning.step
 from bench import models
 from rockmate import InfeasibleBudgetError, Plan, PlanMismatchError, Planner, RockmateModule
 from rockmate._torch.allocator import timeline
@@ -38,11 +38,11 @@ from rockmate.graph.parameters import owner_names
 from rockmate.planning.candidate import linspace_int
 from rockmate.planning.form import Form
 from rockmate.planning.local_search import LocalSearch
+from rockmate.planning.step import CapturedStep, capture_step
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
-from rockmate.step import CapturedStep, capture_step
 
 # --- plans ----------------------------------------------------------------------------------------
 
@@ -373,13 +373,13 @@ def test_where_blocks_could_run_in_chunks_is_found_when_a_note_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    right = rockmate.step.separable_blocks
+    right = rockmate.planning.step.separable_blocks
 
     def separable_blocks(*args: Any, **named: Any) -> object:
         asked.append(args)
         return right(*args, **named)
 
-    monkeypatch.setattr(rockmate.step, "separable_blocks", separable_blocks)
+    monkeypatch.setattr(rockmate.planning.step, "separable_blocks", separable_blocks)
     workload = models.build("gpt2", tiny=True)
     planner = Planner(workload.model, workload.sample, numerics="bitwise")
     plan = planner.plan(0.7)

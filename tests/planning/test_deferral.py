@@ -27,9 +27,9 @@ from rockmate.planning.deferral import (
     insertion_points,
     result_and_workspace_bytes,
 )
+from rockmate.planning.step import capture_step
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
-from rockmate.step import capture_step
 
 
 class Shared(nn.Module):

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockmate import Planner, simulated_ranks
+from rockmate.ops import gathering
 from rockmate.schedule.flights import Flights, flights_of, overlapped_ms
-from rockmate.sharding import gathering
 
 pytestmark = needs_gloo
 

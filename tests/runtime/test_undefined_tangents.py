@@ -133,7 +133,7 @@ def test_other_sizes_have_their_own_zeros(caplog: pytest.LogCaptureFixture) -> N
     """The batches in between run the code of the symbolic capture."""
     model, reference = seeded(Heads), seeded(Heads)
     module = RockmateModule(model, batch(48), 1.0, machine="cpu-avx2")
-    caplog.set_level(logging.INFO, logger="rockmate.step_family")
+    caplog.set_level(logging.INFO, logger="rockmate.entry.step_family")
     for rows in (48, 31, 17, 23, 1):
         same_gradients(module, reference, partial(backward, x=batch(rows), used=(2,)))
         assert model.both.weight.grad[8:].count_nonzero() == 0

@@ -8,8 +8,8 @@ from schedules import verify
 from torch import Tensor, nn
 
 from rockmate.graph.ir import Op
+from rockmate.planning.step import capture_step
 from rockmate.schedule.schedule import baseline_schedule, finish
-from rockmate.step import capture_step
 
 
 @made_of(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8), "dropout": nn.Dropout(0.5)})

@@ -11,10 +11,10 @@ from torch.nn import functional
 from rockmate.graph.chunking.chunks import Chunks
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.parameters import owner_names
+from rockmate.planning.step import CapturedStep
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import baseline_schedule
-from rockmate.step import CapturedStep
 
 FORMS = ("5 recompute", "3 at_once")
 _WIDTH, CLASSES, _BATCH, _TOKENS = 16, 61, 2, 11

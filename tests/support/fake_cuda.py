@@ -39,7 +39,7 @@ from rockmate.capture.read_values import NO_VALUES, UnknownValueError
 from rockmate.errors import UnsupportedModelError
 from rockmate.graph.ir import Op
 from rockmate.ops.kernel_layouts import in_kernel_layout
-from rockmate.step import capture_step
+from rockmate.planning.step import capture_step
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMS = ("float32", "bfloat16", "autocast")

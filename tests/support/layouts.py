@@ -9,7 +9,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from rockmate.ops.rng import is_random
-from rockmate.step import CapturedStep
+from rockmate.planning.step import CapturedStep
 
 
 def as_captured(node: fx.Node) -> Any:

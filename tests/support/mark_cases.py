@@ -19,10 +19,10 @@ from rockmate.graph.ir import Graph, Phase
 from rockmate.graph.mark_request import Mark
 from rockmate.graph.node_marks import MARKS
 from rockmate.planning.search_problem import StoppingRule
+from rockmate.planning.step import CapturedStep, capture_step, step_of
 from rockmate.planning.strategies import Searcher, Searches
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
-from rockmate.step import CapturedStep, capture_step, step_of
 
 
 @functools.cache

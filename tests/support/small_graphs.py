@@ -19,8 +19,8 @@ import rockmate.planning.checked_forms
 from rockmate import Planner
 from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.ir import Graph, Op, Phase, Storage
+from rockmate.planning.step import capture_step
 from rockmate.schedule.schedule import Schedule, finish
-from rockmate.step import capture_step
 
 HEURISTIC = ("none", "chen", "rotor", "rockmate")
 NAMES = ("gpt2", "llama", "bert-base", "vit-base", "hf-resnet", "resnet50", "mlp", "encoder")

@@ -14,7 +14,7 @@ from trial_net import BATCHES, Net
 
 from rockmate import RockmateModule, TrialError
 from rockmate._torch.allocator import timeline
-from rockmate.trial import runnable_call
+from rockmate.entry import runnable_call
 
 
 def test_a_forward_larger_than_the_budget_is_stopped_and_said(

@@ -154,7 +154,7 @@ def stale_constant(patch: Patch, _: Any) -> None:
             graph.constants[name] = value + 0.25
         return compiled(graph, *args)
 
-    patch.setattr("rockmate.step.emit", stale)
+    patch.setattr("rockmate.planning.step.emit", stale)
 
 
 def op_dropped(patch: Patch, _: Any) -> None:

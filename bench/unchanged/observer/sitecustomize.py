@@ -15,7 +15,7 @@ import time
 from importlib import import_module
 from typing import Any
 
-from rockmate.adoption.after_import import after_import
+from rockmate.adoption.script import after_import
 
 _BEGIN = time.perf_counter()
 _OUT = os.environ.get("OBSERVED")

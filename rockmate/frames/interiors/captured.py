@@ -36,8 +36,8 @@ from rockmate.graph.parameters import owner_names
 from rockmate.graph.pass_options import PassOptions
 from rockmate.graph.passes import REWRITES, run_passes
 from rockmate.graph.step_options import StepOptions
+from rockmate.planning.step import CapturedStep, step_of
 from rockmate.state.call_state import CallState
-from rockmate.step import CapturedStep, step_of
 
 _NUM_TIMED = 3
 """Runs of one inside of a structure, beside its trial, since the first runs of code are slow."""

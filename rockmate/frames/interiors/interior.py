@@ -18,11 +18,11 @@ from rockmate.frames.interiors.schedules import PlannedSchedules
 from rockmate.frames.interiors.trial import Layouts
 from rockmate.frames.needs import ScheduleCost
 from rockmate.graph.parameters import Binding, owner_names
+from rockmate.planning.step import CapturedStep
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.emit import emit
 from rockmate.schedule.schedule import Schedule
 from rockmate.state.tensors import layout_of
-from rockmate.step import CapturedStep
 
 
 class Interior:

@@ -22,9 +22,9 @@ from rockmate.graph.ir import Graph
 from rockmate.planning.form import Form
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.starts import KnapsackFamily
+from rockmate.planning.step import CapturedStep
 from rockmate.schedule.schedule import Schedule, baseline_schedule
 from rockmate.schedule.simulate import simulate
-from rockmate.step import CapturedStep
 
 _MOST_SCHEDULES = 32
 _MOST_SAVED_SETS = 24

@@ -35,16 +35,16 @@ from rockmate.capture.signature import (
     resized_call,
 )
 from rockmate.capture.traced_forward import ModuleReplacedError
+from rockmate.entry.request import PlanRequest
+from rockmate.entry.runnable_call import RunnableCall, kin_of
+from rockmate.entry.step_family import StepFamily
 from rockmate.errors import InfeasibleBudgetError, RockmateError, SignatureMismatchError
 from rockmate.planning.options import PlanOptions
-from rockmate.request import PlanRequest
+from rockmate.planning.step import CapturedStep
 from rockmate.runtime.first_backward import OF_OUTPUTS, names_outputs
 from rockmate.runtime.model_checks import refuse_uninitialized
 from rockmate.runtime.new_plans import NewPlans
 from rockmate.runtime.program import PlannedCall
-from rockmate.step import CapturedStep
-from rockmate.step_family import StepFamily
-from rockmate.trial.runnable_call import RunnableCall, kin_of
 from rockmate.trial.steps import TrialOption, TrialSteps
 
 logger = logging.getLogger(__name__)

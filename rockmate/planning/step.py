@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from rockmate.bound.protocol import StoredBound
 from rockmate.capture.compiled_model import innermost
 from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.roles import Capture
@@ -44,6 +43,7 @@ from rockmate.plan.renumbering import renumbered
 from rockmate.runtime.emit import emit
 from rockmate.runtime.model_checks import check_model
 from rockmate.runtime.program import PlannedCall
+from rockmate.schedule.bounds import StoredBound
 from rockmate.schedule.move import movable_storages
 from rockmate.schedule.schedule import baseline_schedule, find_in_place, moved_like
 from rockmate.schedule.simulate import simulate

@@ -17,7 +17,9 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import share_members
-from rockmate.arguments import (
+from rockmate.budget import Budget, OnInfeasible
+from rockmate.capture.compiled_model import innermost, plain_model
+from rockmate.entry.arguments import (
     check_choices,
     check_mode,
     check_options,
@@ -25,8 +27,6 @@ from rockmate.arguments import (
     checked_plan,
     memory_limit_of,
 )
-from rockmate.budget import Budget, OnInfeasible
-from rockmate.capture.compiled_model import innermost, plain_model
 from rockmate.errors import (
     InvalidSampleError,
     NothingToTrainError,
@@ -50,9 +50,9 @@ from rockmate.runtime.wrapper import (
 from rockmate.trial.steps import TrialOption
 
 if TYPE_CHECKING:
+    from rockmate.entry.plan_cache import PlanCache
     from rockmate.frames.runner import FrameRunner
     from rockmate.plan.plan import Plan
-    from rockmate.plan_cache import PlanCache
     from rockmate.runtime.program import PlannedCall
 
 logger = logging.getLogger(__name__)
@@ -176,8 +176,8 @@ class RockmateModule(Wrapper):
             self._frames = self._make_frames()
             self._take_methods(names, self._plans)
             return
-        from rockmate.plan_cache import PlanCache  # late: mistakes in arguments are told at once
-        from rockmate.request import PlanRequest, planned_call_of
+        from rockmate.entry.plan_cache import PlanCache  # late: faults are told at once
+        from rockmate.entry.request import PlanRequest, planned_call_of
 
         if plan is not None:
             plan = checked_plan(plan, sample_input, strategy, {**options.changed, **keywords})
@@ -204,7 +204,7 @@ class RockmateModule(Wrapper):
         return module
 
     def _wrap(self, model: nn.Module, trial: TrialOption = "log") -> None:
-        from rockmate.plan_cache import PlanCache
+        from rockmate.entry.plan_cache import PlanCache
         from rockmate.runtime.ungraded import UngradedCalls
 
         super().__init__()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rockmate.arguments import check_plan
 from rockmate.budget import Budget, OnInfeasible
-from rockmate.module import RockmateModule
+from rockmate.entry.arguments import check_plan
+from rockmate.entry.module import RockmateModule
 from rockmate.plan.plan import Plan
 from rockmate.planning.session import PlanningSession
 from rockmate.trial.steps import TrialOption

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from rockmate._torch.pytree import tree_map_only
 from rockmate.capture.compiled_model import require_module
+from rockmate.entry.module import RockmateModule
 from rockmate.errors import InvalidArgumentError, InvalidSampleError, UnsupportedModelError
-from rockmate.module import RockmateModule
 from rockmate.runtime.model_checks import raise_as_eager
 
 if TYPE_CHECKING:

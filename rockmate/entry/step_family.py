@@ -38,11 +38,11 @@ from rockmate.graph.passes import JOINT_PASSES, REWRITES, PassOptions, run_passe
 from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.graph.step_options import StepOptions
 from rockmate.plan.plan import Plan
+from rockmate.planning.step import CapturedStep, capture_step, checked_step, step_of
 from rockmate.runtime.emit import emit
 from rockmate.runtime.program import PlannedCall, Program
 from rockmate.runtime.sized_program import difference, specialize
 from rockmate.schedule.schedule import find_in_place
-from rockmate.step import CapturedStep, capture_step, checked_step, step_of
 
 if TYPE_CHECKING:
     from rockmate.capture.symbolic import GenericCapture, SymbolicCapture

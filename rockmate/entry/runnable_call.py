@@ -18,13 +18,13 @@ from rockmate.budget import size_text
 from rockmate.capture.model_signature import ModelSignature, ModelWatch
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.signature import CallSignature
+from rockmate.entry.step_family import StepFamily
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.ddp import finds_unused_parameters
 from rockmate.runtime.model_checks import raise_as_eager
 from rockmate.runtime.program import PlannedCall
 from rockmate.runtime.undefined_tangents import forbid_gradient
 from rockmate.state.random_state import RandomState
-from rockmate.step_family import StepFamily
 from rockmate.trial.conditions import conditions_of
 from rockmate.trial.evidence import Evidence
 from rockmate.trial.run import run_beside_eager

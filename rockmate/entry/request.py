@@ -29,11 +29,11 @@ from rockmate.offload.weight_home import homes_of
 from rockmate.plan.plan import Plan
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.simulated_capture import captured_step, machine_of
+from rockmate.planning.step import CapturedStep, capture_step, checked_step
 from rockmate.planning.stored_plans import StoredPlan, may_store
 from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.plan_agreement import broadcast_plan
 from rockmate.runtime.program import PlannedCall
-from rockmate.step import CapturedStep, capture_step, checked_step
 
 if TYPE_CHECKING:
     from rockmate.planning.session import PlanningSession

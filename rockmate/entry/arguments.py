@@ -13,8 +13,8 @@ from rockmate.budget import Budget, check_on_infeasible, parse_budget, slowdown_
 from rockmate.capture.compiled_model import require_module
 from rockmate.errors import InvalidArgumentError, InvalidBudgetError, check_choice
 from rockmate.memory_limit import MemoryLimit, Optimizer
-from rockmate.offload.request import OffloadRequest
 from rockmate.planning.options import PlanOptions
+from rockmate.schedule.offload_request import OffloadRequest
 
 if TYPE_CHECKING:
     from rockmate.plan.plan import Plan

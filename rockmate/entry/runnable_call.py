@@ -179,8 +179,9 @@ class RunnableCall:
         for text in untold:
             logger.warning("%s", text)
         if not self.trials.is_next(can_run=not self.others, is_due=bool(untold)):
-            if torch.cuda.is_current_stream_capturing() or any(map(is_fake, tensors)):
-                return step()  # where generators have no state
+            is_graph = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if is_graph or any(map(is_fake, tensors)):  # generators have no state
+                return step()
             random = RandomState([each.device for each in tensors], of_pytorch_alone=True)
             try:
                 return step()

@@ -22,9 +22,8 @@ from rockmate.capture.roles import Capture
 from rockmate.capture.signature import (
     CallSignature,
     SampleCall,
-    flatten_call,
+    flatten_bare_call,
     optional_keywords,
-    refuse_attributes,
 )
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 
@@ -93,9 +92,8 @@ def read_sample(model: nn.Module, sample_input: Any, device: torch.device | None
         InvalidSampleError: it is none of these; or it and the model are on different devices, or on
             the meta device without a device to plan for.
     """
-    tensors, call = flatten_call(*sample_call(sample_input), optional_keywords(model))
+    tensors, call = flatten_bare_call(*sample_call(sample_input), optional_keywords(model))
     _refuse_nested(model, tensors)
-    refuse_attributes(tensors)
     if device is not None and needs_fake_device(model, tensors, device):
         return Sample(tensors=tensors, call=call.on(device), device=device)
     is_meta = any(each.device.type == "meta" for each in (*model.parameters(), *model.buffers()))

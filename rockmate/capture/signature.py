@@ -184,6 +184,15 @@ def flatten_call(
     return tensors, CallSignature(tuple(map(TensorSignature.of, tensors)), structure)
 
 
+def flatten_bare_call(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], optional: frozenset[str] = frozenset()
+) -> tuple[list[torch.Tensor], CallSignature]:
+    """As `flatten_call`; raises as `refuse_attributes` does."""
+    tensors, call = flatten_call(args, kwargs, optional)
+    refuse_attributes(tensors)
+    return tensors, call
+
+
 @lru_cache(maxsize=1024)
 def _call_of_tensors(
     num_positional: int, names: tuple[str, ...], metadata: tuple[Any, ...]

@@ -158,8 +158,7 @@ def attributes_of_members(
         if owner is not None:
             accesses.note(owner, name, is_read=True)
         if owner is None or name not in vars(owner):
-            msg = f"'Tensor' object has no attribute {name!r}"
-            raise AttributeError(msg)
+            return object.__getattribute__(stand_in, name)  # raises Python's own error
         return vars(owner)[name]
 
     return attributes_answered(value_of)

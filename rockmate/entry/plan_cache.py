@@ -27,11 +27,10 @@ from rockmate.capture.signature import (
     check_call,
     difference_in_constants,
     differs_in_shapes,
-    flatten_call,
+    flatten_bare_call,
     has_same_form,
     is_no_larger,
     optional_keywords,
-    refuse_attributes,
     resized_call,
 )
 from rockmate.capture.traced_forward import ModuleReplacedError
@@ -150,8 +149,7 @@ class PlanCache:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The model's output for a training call; errors as for `RockmateModule.forward`."""
-        tensors, call = flatten_call(args, kwargs, self._optional)
-        refuse_attributes(tensors)
+        tensors, call = flatten_bare_call(args, kwargs, self._optional)
         self.new_plans.begin_call()
         runnable = self.runnable_for(call, tensors)
         if self.new_plans.hands_over and self.replans:

@@ -521,6 +521,10 @@ class TestDispatch:
                 found.append(
                     (fake.is_plain(x), fake.is_plain(part), part is fake.functional_part(x))
                 )
+                with fake.attributes_answered(lambda wrapper, name: (wrapper is x, name)):
+                    asked = x.mask  # pyright: ignore[reportAttributeAccessIssue]
+                assert asked == (True, "mask")
+                assert not hasattr(x, "mask")
                 return (x.sin(),)
 
         with contextlib.ExitStack() as stack:
@@ -1030,6 +1034,7 @@ class TestMembers:
         parameters, buffers = members.tensor_tables(module[0])
         assert [*members.writable_tables(module[0])] == [parameters, buffers]
         assert list(parameters) == ["weight", "bias"]
+        assert [*members.named_members(module[0])] == [*parameters, *buffers]
         assert list(buffers) == ["running_mean", "running_var", "num_batches_tracked"]
         assert list(members.submodule_table(module)) == ["0"]
         submodules, *own = members.member_tables_of(vars(module[0]))

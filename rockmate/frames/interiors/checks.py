@@ -19,7 +19,7 @@ from rockmate._torch.members import (
 from rockmate.capture.huggingface import is_recording
 from rockmate.capture.model_signature import acting_hooks
 from rockmate.capture.roles import Capture
-from rockmate.capture.signature import flatten_call, refuse_attributes
+from rockmate.capture.signature import flatten_bare_call
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
 from rockmate.runtime.model_checks import check_model
@@ -42,8 +42,7 @@ def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
     Raises:
         UnsupportedModelError: an argument is neither a tensor nor a constant, or has attributes.
     """
-    tensors, call = flatten_call(arguments.args, arguments.kwargs)
-    refuse_attributes(tensors)
+    tensors, call = flatten_bare_call(arguments.args, arguments.kwargs)
     places = {id(each): place for place, each in reversed(list(enumerate(tensors)))}
     same = tuple([places[id(each)] for each in tensors])
     settings = (

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.fake import is_fake
 from rockmate._torch.subclasses import is_wrapper
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.tensor_parts import description, has_parts, inner_tensors
@@ -140,10 +141,10 @@ def refuse_attributes(tensors: Sequence[torch.Tensor], *, of: str = "call") -> N
     """Raises `UnsupportedModelError` for a tensor that has attributes which users have set.
 
     A plan takes and gives tensors without them, so a reader would miss them or take a default.
-    Names with an underscore are those of libraries; a wrapper has its parts there.
+    Names with an underscore are those of libraries; a wrapper or fake tensor has its parts there.
     """
-    tables = (vars(each) for each in tensors if vars(each) and not is_wrapper(each))
-    for name in chain.from_iterable(tables):
+    own = (each for each in tensors if vars(each) and not (is_wrapper(each) or is_fake(each)))
+    for name in chain.from_iterable(map(vars, own)):
         if not name.startswith("_") and name not in _OF_TENSORS:
             msg = (
                 f"a tensor of the {of} has an attribute of its own, {name}, which a plan does not "

@@ -35,6 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from rockmate import InfeasibleBudgetError, Plan, Planner, RockmateModule
 from rockmate._torch.fake import results_corrected
 from rockmate.capture.fake_device import _GpuAttention
+from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.read_values import NO_VALUES, UnknownValueError
 from rockmate.errors import UnsupportedModelError
 from rockmate.graph.ir import Op
@@ -196,8 +197,9 @@ def planned_step(place: str, form: str, name: str) -> dict[str, Any]:
             plan = _tight_plan(planner)
         with fakes.mode:
             step = replace(planner._step.with_chunks_of(plan.options), absence="")
-            # Fake tensors have no values to compare with the sample's.
-            planned = replace(step.planned_call(plan), read_values=NO_VALUES)
+            # Fake tensors have no values to compare with the sample's, whose model is elsewhere.
+            state = ModelSignature.of(model)
+            planned = replace(step.planned_call(plan), read_values=NO_VALUES, state=state)
             module = RockmateModule.of(model, planned, trial="never")
 
     def call(callee: Callable[..., Any]) -> Callable[..., Any]:

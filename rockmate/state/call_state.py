@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.dispatch import is_op, ops_observed
 from rockmate._torch.fsdp import put_shards
 from rockmate._torch.members import (
     MEMBER_TABLES,
@@ -23,6 +24,7 @@ from rockmate._torch.members import (
 )
 from rockmate._torch.storage import versions_of
 from rockmate._util import file_of, is_users
+from rockmate.errors import UnsupportedModelError
 from rockmate.state.contents import Both, TensorState
 from rockmate.state.iterators import iterators_guarded, reach_iterators
 from rockmate.state.members import Globals, objects_and_members
@@ -177,16 +179,37 @@ def _caches_of(model: nn.Module) -> list[tuple[Any, str, Any]]:
     ]
 
 
+def _without_draws(function: Any) -> Any:
+    def observe(op: Any, args: Any, kwargs: Any) -> Any:
+        if is_op(op) and torch.Tag.nondeterministic_seeded in op.tags:
+            msg = (
+                f"{function.__qualname__} draws random numbers that functools.lru_cache keeps, "
+                "and a plan would draw them in each step. Draw them before the forward."
+            )
+            raise UnsupportedModelError(msg)
+        return op(*args, **kwargs)
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with ops_observed(observe):
+            return function(*args, **kwargs)
+
+    return run
+
+
 @contextmanager
 def caches_passed_by(model: nn.Module) -> Iterator[None]:
     """Has a model's classes and their files call what `functools.lru_cache` wraps, uncached.
 
     A cache would keep tensors of a trace for the calls that follow, and give the trace others.
+
+    Raises:
+        UnsupportedModelError: within, for one that draws: a plan would draw in each step.
     """
     cached = _caches_of(model)
     try:
         for put, name, value in cached:
-            put(name, value.__wrapped__)
+            put(name, _without_draws(value.__wrapped__))
         yield
     finally:
         for put, name, value in cached:

@@ -92,13 +92,13 @@ def drawn_once(rows: int) -> Tensor:
     return torch.rand(rows, 1)
 
 
+class Scaled(Net):
+    def forward(self, x: Any) -> Any:
+        return super().forward(x * drawn_once(len(x)))
+
+
 def test_auto_ends_in_eagers_numbers(caplog: pytest.LogCaptureFixture) -> None:
-    """A plan draws in each step what a cache keeps, and frames do not; trials leave no results."""
-
-    class Scaled(Net):
-        def forward(self, x: Any) -> Any:
-            return super().forward(x * drawn_once(len(x)))
-
+    """No plan draws what a cache keeps, but frames do; trials leave no results."""
     found = []
     for wrap in (False, True):
         drawn_once.cache_clear()
@@ -112,4 +112,4 @@ def test_auto_ends_in_eagers_numbers(caplog: pytest.LogCaptureFixture) -> None:
             losses[-1].backward()
         found.append([*losses, torch.get_rng_state()])
     assert all(map(torch.equal, *found))
-    assert "the budget is kept by frames instead of a plan" in caplog.text
+    assert "kept by frames instead of a plan, since drawn_once draws random" in caplog.text

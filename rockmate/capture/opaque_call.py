@@ -47,8 +47,8 @@ class OpaqueCall:
         saved_bytes: what its autograd graph holds beside parameters, buffers and the outputs.
         saved_outputs: positions of the outputs that its autograd graph holds.
         draws: whether it draws random numbers.
-        changes_state: whether a run changes an attribute, buffer or parameter of it, so that it
-            must not run again.
+        changes_state: whether a run changes an attribute, buffer or parameter of it.
+        repeats: whether it may run again: it changes none, or its first run alone, by setting up.
         writes: tensors of its own that a run changes in place.
         autocast: dtype for each kind of device on which autocast is on in the call.
     """
@@ -67,6 +67,7 @@ class OpaqueCall:
     saved_outputs: tuple[int, ...] = ()
     draws: bool = False
     changes_state: bool = False
+    repeats: bool = True
     writes: Writes = field(default_factory=Writes)
 
     @property
@@ -102,9 +103,22 @@ class OpaqueCall:
             self.draws = bool(random.differences(now))
             self._refuse_assigned_gradients(attributes.changes())
             has_changed = before.objects.has_changed()
+            with self._refused("forward"):
+                is_changed = has_changed or self.writes.changed
+                self.repeats = not is_changed or self._repeats(outputs)
         self.changes_state = has_changed or bool(self.writes.changed)
+        self.repeats |= not self.changes_state
         with self.random_state_kept():
             self._measure_saved()
+
+    def _repeats(self, outputs: Sequence[Tensor]) -> bool:
+        """Whether a run on what the run before it has left is alike: that one has set it up."""
+        left = self.state()
+        with left.undone() as writes:
+            again, _ = self.run(self.copied_inputs())
+            has_changed = left.objects.has_changed()
+        is_alike = all(map(torch.equal, outputs, again))
+        return is_alike and not (self.draws or has_changed or writes.changed)
 
     def measured(
         self, run: Callable[..., list[Tensor]], begin: CallState | None = None
@@ -315,7 +329,7 @@ class OpaqueForward(_OpaqueOp):
     @property
     def runs_once(self) -> bool:
         """Whether it must not be recomputed."""
-        return self.call.changes_state
+        return not self.call.repeats
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Runs the submodule."""

@@ -318,6 +318,35 @@ def test_a_recurrent_layer_is_recomputed_where_that_saves_memory() -> None:
     assert (most, least) == (1, 2)
 
 
+class SettingUp(nn.Linear):
+    """Finds its scale in its first call, and may count all."""
+
+    scale, num_calls, counts = 0.0, 0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += self.counts
+        self.scale = self.scale or float(x.detach().abs().max())
+        return super().forward(x / self.scale)
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_submodule_may_run_again_if_only_its_first_call_sets_it_up(counts: bool) -> None:
+    part = SettingUp(16, 16)
+    part.counts = counts
+    model = nn.Sequential(nn.Linear(16, 16), part, nn.Tanh(), nn.Linear(16, 4))
+    plain = copy.deepcopy(model)
+    planner = Planner(model, IMAGE, untraced=["1"])
+    assert (part.scale, part.num_calls) == (0.0, 0)
+    ops = planner.plan(1.0).snapshot.ops
+    forward = next(op for op in ops if op.short_call == "untraced_forward")
+    assert forward.is_recomputable != counts
+    module = planner.module(1.0)
+    for _ in range(2):
+        for each in (module, plain):
+            each(IMAGE).square().sum().backward()
+    assert_gradients_alike(model, plain)
+
+
 class Halts(nn.Module):
     """Several halting parts in a list within one submodule."""
 

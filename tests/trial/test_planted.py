@@ -73,10 +73,10 @@ def frozen_global(patch: Patch, model: Any) -> Any:
 def frozen_attribute_of_input(_: Patch, model: Any) -> Any:
     class Scaled(Net):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return super().forward(x * getattr(x, "weight", 1.0))
+            return super().forward(x * getattr(x, "_weight", 1.0))
 
     model.__class__ = Scaled
-    return lambda step: setattr(BATCHES[step], "weight", 1.0 + step)
+    return lambda step: setattr(BATCHES[step], "_weight", 1.0 + step)
 
 
 def attribute_of_parameter(_: Patch, model: Any) -> None:

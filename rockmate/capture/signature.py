@@ -141,10 +141,10 @@ def refuse_attributes(tensors: Sequence[torch.Tensor], *, of: str = "call") -> N
     """Raises `UnsupportedModelError` for a tensor that has attributes which users have set.
 
     A plan takes and gives tensors without them, so a reader would miss them or take a default.
-    Names with an underscore are those of libraries; a wrapper or fake tensor has its parts there.
+    Names with an underscore are those of libraries; a wrapper has its parts there.
     """
-    own = (each for each in tensors if vars(each) and not (is_wrapper(each) or is_fake(each)))
-    for name in chain.from_iterable(map(vars, own)):
+    own = (vars(each) for each in tensors if vars(each) and not is_wrapper(each))
+    for name in chain.from_iterable(own):
         if not name.startswith("_") and name not in _OF_TENSORS:
             msg = (
                 f"a tensor of the {of} has an attribute of its own, {name}, which a plan does not "
@@ -190,7 +190,7 @@ def flatten_bare_call(
 ) -> tuple[list[torch.Tensor], CallSignature]:
     """As `flatten_call`; raises as `refuse_attributes` does."""
     tensors, call = flatten_call(args, kwargs, optional)
-    refuse_attributes(tensors)
+    refuse_attributes([each for each in tensors if not is_fake(each)])
     return tensors, call
 
 

@@ -7,7 +7,6 @@ import sys
 from importlib import metadata
 
 PACKAGE_VERSION = "0.1.0"
-PACKAGE_VERSION = "0.1.0"
 _OLDEST, _NEWEST = (2, 11), (2, 15)
 SKIP_CHECK = "ROCKMATE_SKIP_CHECK"
 

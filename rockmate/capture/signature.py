@@ -143,8 +143,7 @@ def refuse_attributes(tensors: Sequence[torch.Tensor], *, of: str = "call") -> N
     A plan takes and gives tensors without them, so a reader would miss them or take a default.
     Names with an underscore are those of libraries; a wrapper has its parts there.
     """
-    own = (vars(each) for each in tensors if vars(each) and not is_wrapper(each))
-    for name in chain.from_iterable(own):
+    for name in chain.from_iterable(vars(each) for each in tensors if not is_wrapper(each)):
         if not name.startswith("_") and name not in _OF_TENSORS:
             msg = (
                 f"a tensor of the {of} has an attribute of its own, {name}, which a plan does not "
@@ -190,7 +189,7 @@ def flatten_bare_call(
 ) -> tuple[list[torch.Tensor], CallSignature]:
     """As `flatten_call`; raises as `refuse_attributes` does."""
     tensors, call = flatten_call(args, kwargs, optional)
-    refuse_attributes([each for each in tensors if not is_fake(each)])
+    refuse_attributes([each for each in tensors if vars(each) and not is_fake(each)])
     return tensors, call
 
 

@@ -306,9 +306,8 @@ class RockmateModule(Wrapper):
         """The wrapped module's forward: planned in training, unchanged otherwise.
 
         Raises:
-            SignatureMismatchError: a training call differs from the sample in a dtype or device; or
-                the call or the module's state differs in any way, and the module was made with a
-                plan or with `replan=False`.
+            SignatureMismatchError: a training call or the module's state differs from the sample's
+                in any way, and the module was made with a plan or with `replan=False`.
             Exception: the model's own, where it raises in eager, too.
             InfeasibleBudgetError, InvalidSampleError, UnsupportedModelError: the call, or the
                 changed module, cannot be planned for.

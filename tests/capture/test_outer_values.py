@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,14 +26,13 @@ class Net(nn.Module):
 NAMES = "ours_first", "ours_second"
 
 
-def scales_read_in(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """Those found for a network of two modules in a folder that import one another."""
+def network_of(sources: dict[str, str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The network of the first of some modules in a folder."""
     monkeypatch.syspath_prepend(folder)
-    for name, other in (NAMES, NAMES[::-1]):
+    for name, source in sources.items():
         monkeypatch.delitem(sys.modules, name, raising=False)
-        (folder / f"{name}.py").write_text(SOURCE.format(name=name, other=other))
-    network = importlib.import_module(NAMES[0]).Net()
-    return [place.value() for place in values_read_by(network, ()) if place.name == "scale"]
+        (folder / f"{name}.py").write_text(source)
+    return importlib.import_module(next(iter(sources))).Net()
 
 
 @pytest.mark.parametrize(("name", "found"), [("ours", [2.0, 2.0]), ("site-packages", [])])
@@ -41,14 +41,16 @@ def test_modules_that_import_one_another(
 ) -> None:
     """Those of packages are taken for constant, also of another prefix than the interpreter's."""
     (tmp_path / name).mkdir()
-    assert scales_read_in(tmp_path / name, monkeypatch) == found
+    pairs = (NAMES, NAMES[::-1])
+    sources = {each: SOURCE.format(name=each, other=other) for each, other in pairs}
+    network = network_of(sources, tmp_path / name, monkeypatch)
+    places = values_read_by(network, ())
+    assert [place.value() for place in places if place.name == "scale"] == found
 
 
 def test_globals_are_read_by_code_that_means_no_attribute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "ours_alone", raising=False)
     source = """
 from torch import nn
 
@@ -67,17 +69,14 @@ class Net(nn.Module):
     def forward(self, x):
         return act(self.layer(x)) * scale
 """
-    (tmp_path / "ours_alone.py").write_text(source)
-    network = importlib.import_module("ours_alone").Net()
-    found = sorted(place.name for place in values_read_by(network, ()))
-    assert found == ["act", "scale"]  # a script may put another function there
+    network = network_of({"ours_alone": source}, tmp_path, monkeypatch)
+    names = sorted(place.name for place in values_read_by(network, ()))
+    assert names == ["act", "scale"]  # a script may put another function there
 
 
 def test_objects_that_are_called_and_configs_within_configs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "ours_called", raising=False)
     source = """
 from functools import partial
 from types import SimpleNamespace
@@ -110,7 +109,6 @@ class Net(nn.Module):
     def forward(self, x):
         return self.first(x) + self.second(x)
 """
-    (tmp_path / "ours_called.py").write_text(source)
-    network = importlib.import_module("ours_called").Net()
-    found = {place.name for place in values_read_by(network, ())}
-    assert {"config", "depth", "within", "width"} <= found
+    network = network_of({"ours_called": source}, tmp_path, monkeypatch)
+    names = sorted(place.name for place in values_read_by(network, ()))
+    assert {"config", "depth", "within", "width"} <= {*names}

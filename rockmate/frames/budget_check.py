@@ -56,10 +56,12 @@ class PeakCheck:
             is_profiled: whether somebody's profiler is on, so that none can be.
         """
         memory = self._memory
-        if memory.budget_bytes is None or memory.is_capturing or memory.agreement is not None:
+        if memory.is_capturing or memory.agreement is not None:
+            return False
+        if memory.budget_bytes is None and memory.counts.num_frames:  # no backward came yet
             return False
         self._num_steps += 1
-        if memory.device.type == "cuda":
+        if memory.device.type == "cuda" and memory.budget_bytes is not None:
             begin_bytes = torch.cuda.memory_allocated(memory.device)
             known_bytes = torch.cuda.max_memory_allocated(memory.device)
             gradient_bytes = self._gradient_bytes()
@@ -114,6 +116,30 @@ class PeakCheck:
             )  # fmt: skip
         return None
 
+    def refusal_without_frames(
+        self, budget: Budget, peak_bytes: int
+    ) -> InfeasibleBudgetError | None:
+        """Takes a recorded step without frames; says so if it passes the budget.
+
+        Args:
+            budget: bytes, a size, or a fraction of the step's peak.
+            peak_bytes: of the step.
+        """
+        budget_bytes = parse_budget(budget, peak_bytes)
+        if peak_bytes <= max(budget_bytes, self._told_bytes):
+            return None
+        self._told_bytes = peak_bytes
+        logger.warning(
+            "no call of a submodule could be a frame, so nothing keeps the budget of %s: the step "
+            "takes %s. Frames are calls of submodules that have submodules, outside of checkpoints "
+            "and of keep.",
+            size_text(budget_bytes), size_text(peak_bytes),
+        )  # fmt: skip
+        if not self._may_refuse:
+            return None
+        where = "a step of which no call can be a frame"
+        return InfeasibleBudgetError(budget_bytes, peak_bytes, where=where)
+
 
 # --- errors and lines of the log ------------------------------------------------------------------
 
@@ -136,22 +162,6 @@ def too_small(budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError:
     largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
     where = f"{largest} in batches as large as those so far"
     return InfeasibleBudgetError(budget_bytes, needs.minimum_bytes, where=where)
-
-
-def told_no_frames(budget: Budget, peak_bytes: int) -> InfeasibleBudgetError | None:
-    """Says that nothing keeps the budget, and gives the error; None if the step is within it."""
-    budget_bytes = parse_budget(budget, peak_bytes)
-    if budget_bytes >= peak_bytes:
-        return None
-    logger.warning(
-        "no call of a submodule could be a frame, so nothing keeps the budget of %s: the step "
-        "takes %s. Frames are calls of submodules that have submodules, outside of checkpoints and "
-        "of keep.",
-        size_text(budget_bytes),
-        size_text(peak_bytes),
-    )
-    where = "a step of which no call can be a frame"
-    return InfeasibleBudgetError(budget_bytes, peak_bytes, where=where)
 
 
 def lowered(memory: Memory, key: FrameKey) -> int | None:

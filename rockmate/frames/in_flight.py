@@ -19,7 +19,7 @@ _REMEMBERED = 16
 
 
 class Step:
-    """One forward. Its frames hold it.
+    """One forward. Its frames hold it, or without any its graph.
 
     Attributes:
         outside_bytes: live when it has ended, beside what frames hold.
@@ -55,9 +55,16 @@ class StepsInFlight:
         self._num_before.append(len(self._steps))
         self._steps.append(weakref.ref(self.present))
 
-    def end(self) -> None:
-        """The forward has run. From now on frames alone hold the step."""
-        self.present = Step(0)
+    def end(self) -> Step:
+        """The forward has run. From now on frames alone, or the caller, hold the step."""
+        ended, self.present = self.present, Step(0)
+        return ended
+
+    @property
+    def has_any_without_frames(self) -> bool:
+        """Whether a forward without frames has run whose backward has not."""
+        steps = [each() for each in self._steps]
+        return any(each and each.first_order is None and not each.is_over for each in steps)
 
     def run(self, step: Step) -> None:
         """A frame of a step runs forward or backward."""

@@ -30,6 +30,7 @@ from rockmate.frames.budget_check import PeakCheck
 from rockmate.frames.call import Arguments, Call, items_noted, sizes_of
 from rockmate.frames.call_history import state_of
 from rockmate.frames.frame import Frame, unhooked
+from rockmate.frames.in_flight import Step
 from rockmate.frames.knapsack import decidable_bytes
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.needs import FrameKey, StepNeeds
@@ -157,10 +158,13 @@ class FrameRunner:
             TrialError: the step differs from eager, though no inside is planned. It is undone.
         """
         memory = self._memory
-        self.end_recording()
-        if memory.recorder is not None:
-            memory.leave_recording()
-            logger.info("a step was not measured: its forward ran in a thread of its own")
+        # Without frames, the peak is that of all forwards before a backward.
+        goes_on = memory.needs is None and memory.in_flight.has_any_without_frames
+        if not (goes_on and memory.recorder is not None and memory.recorder.can_stop):
+            self.end_recording()
+            if memory.recorder is not None:
+                memory.leave_recording()
+                logger.info("a step was not measured: its forward ran in a thread of its own")
         modules = modules_within(self._model)
         ids = list(map(id, modules))
         if ids != self._module_ids and self._num_forgotten < _MOST_FORGOTTEN:
@@ -188,8 +192,9 @@ class FrameRunner:
             paths = self._trials.repeated(self._paths, self._model, call, step, memory)
             self._keep |= set(self._paths).difference(paths)
             self._paths = paths
-        memory.is_measuring = not is_known and not size.is_profiled
-        if memory.is_measuring or self._check.is_due(is_profiled=size.is_profiled):
+        is_profiled = size.is_profiled
+        memory.is_measuring = not is_known and not is_profiled
+        if not goes_on and (memory.is_measuring or self._check.is_due(is_profiled=is_profiled)):
             self._begin_recording(size)
         if memory.is_measuring and self._captures is not None:
             self._captures.note_step(shapes)
@@ -218,12 +223,12 @@ class FrameRunner:
         finally:
             self._is_running = False
             self._draws_foreign = memory.draws_foreign = before != ForeignState.now()
-            memory.in_flight.end()
+            step = memory.in_flight.end()
             memory.has_collectives |= num_before != num_collectives()
-        if memory.recorder is not None and not memory.recorder.has_frames:
-            end = self._end_if_alive
+        if memory.needs is None and not memory.counts.num_frames:
+            end = partial(_end_step, step, self._end_if_alive)
             for node in (each.grad_fn for each in tensors_in(output) if each.grad_fn is not None):
-                node.register_prehook(lambda _: after_backward(end))
+                node.register_prehook(end)
         return output
 
     # --- measuring --------------------------------------------------------------------------------
@@ -290,14 +295,17 @@ class FrameRunner:
         needs = recorder.stop(size.num_elements)
         if self._agreement is None and self._leave_whole():
             return
+        assert self._budget is not None
+        if not recorder.has_frames and (is_measured or memory.needs is None):
+            self._measured[size] = None  # measured anew where a larger one comes
+            self._refusal = self._check.refusal_without_frames(self._budget, recorder.peak_bytes)
+            return
         if not is_measured:
             peaks = [each.peak_bytes for each in needs.by_key.values() if recorder.has_ended]
             self._check.note(max(peaks, default=0 if recorder.has_frames else recorder.peak_bytes))
             return
         if not recorder.has_ended:  # the script has not called backward
-            if not recorder.has_frames:
-                self._note_no_frames(size, recorder.peak_bytes)
-            elif size in self._without_backward:
+            if size in self._without_backward:
                 self._measured[size] = None  # measured anew once a backward comes
             self._without_backward.add(size)
             return
@@ -309,7 +317,6 @@ class FrameRunner:
             self._paths, needs, size = is_split
             self._is_settled = True
             memory.calls.forget()  # those of the frames that were tried
-        assert self._budget is not None
         measured = [needs, *filter(None, self._measured.values())]
         baseline_bytes = max(each.baseline_bytes for each in measured)
         budget_bytes = parse_budget(self._budget, baseline_bytes)
@@ -348,17 +355,6 @@ class FrameRunner:
             self._keep |= paths
             self._begin_with(reduce(partial(split, self._model), paths, self._paths))
         return bool(paths)
-
-    def _note_no_frames(self, size: StepSize, peak_bytes: int) -> None:
-        """A step without frames is not measured again, unless a larger one comes.
-
-        If it passes the budget, the next one is refused, but where that is allowed.
-        """
-        self._measured[size] = None
-        assert self._budget is not None
-        refusal = budget_check.told_no_frames(self._budget, peak_bytes)
-        if self._on_infeasible == "error" and not self._is_fallback:
-            self._refusal = refusal
 
     def _checked(self, budget_bytes: int, needs: StepNeeds) -> int:
         """The budget, or the least peak where that is allowed."""
@@ -446,3 +442,9 @@ class FrameRunner:
             with self._replaced.suspended(), memory.inside_frame(), alone:
                 capturing.take(call, module, arguments, output)
         return output
+
+
+def _end_step(step: Step, end_recording: Callable[[], object], _: Any) -> None:
+    """The backward of a step without frames begins."""
+    step.is_over = True
+    after_backward(end_recording)

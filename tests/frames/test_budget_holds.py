@@ -250,6 +250,28 @@ def test_where_no_call_can_be_a_frame(caplog: pytest.LogCaptureFixture) -> None:
         assert sum("nothing keeps the budget of" in each for each in caplog.messages) == 1
 
 
+@pytest.mark.parametrize("num_alone", [0, 1, 6])
+def test_several_forwards_of_which_no_call_can_be_a_frame(num_alone: int) -> None:
+    """Their peak is that of all, also where steps before had one forward each."""
+    plain, x = Layers(), torch.randn(256, WIDTH)
+    plain(x).backward()
+    budget = int(1.3 * peak_of(plain, x))
+    module = RockmateModule(plain, None, budget, mode="frames")
+    for _ in range(num_alone):
+        module(x).backward()
+    caught = None
+    for _ in range(5):
+        try:
+            (module(x) + module(x)).backward()
+        except InfeasibleBudgetError as error:
+            caught = error
+    assert "no call can be a frame" in str(caught)
+    evaluated = RockmateModule(Layers(), None, "1 GiB", mode="frames")
+    for _ in range(40):  # never a backward
+        evaluated(x)
+    assert not is_profiling()
+
+
 def test_a_call_without_gradients_before_the_backward() -> None:
     module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
     for _ in range(3):

@@ -272,8 +272,9 @@ class Memory:
         if self.tried is not None and frame.can_be_dropped:
             self.tried.append(frame)
         self.calls.note_saved(frame.key, sizes, frame.num_bytes)
-        if self.is_measuring and self.recorder is not None:
+        if self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
+        if self.is_measuring and self.recorder is not None:
             if frame.num_bytes and not frame.can_be_dropped:
                 self.undropped.add(frame.key.path)
         elif self.needs is not None:

@@ -163,8 +163,8 @@ class StepRecorder:
         return bool(self._labels)
 
     def is_whole(self) -> bool:
-        """Whether each frame has begun its backward."""
-        return not self._without_backward()
+        """Whether each frame has begun its backward that has saved something for it."""
+        return not any(self.saved.get(key, (1, 0.0))[0] for key in self._without_backward())
 
     def _without_backward(self) -> frozenset[FrameKey]:
         begun = {each.key for each in self._labels if each.what == "backward_bytes"}

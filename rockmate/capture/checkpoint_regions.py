@@ -17,6 +17,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from rockmate._torch.checkpoints import checkpoints_observed
 from rockmate._torch.graphs import on_node_created
 from rockmate.capture.huggingface import modules_with_checkpointing
+from rockmate.capture.roles import Capture, RoleKind
+from rockmate.errors import UnsupportedModelError
 from rockmate.ops.rng import is_random
 
 logger = logging.getLogger(__name__)
@@ -95,6 +97,26 @@ def log_redrawn(graph: fx.Graph) -> None:
             "other ones when it recomputes, and a plan keeps those of the forward",
             len(calls),
         )
+
+
+def refuse_updates(model: nn.Module, capture: Capture) -> None:
+    """Raises `UnsupportedModelError` for a buffer that a checkpointed call updates.
+
+    Eager updates it twice, since it runs the call twice: a batch norm counts each batch twice.
+    """
+    whole = {id(each) for module in modules_with_checkpointing(model) for each in module.buffers()}
+    updated = {
+        role.name: node for node, role in capture.outputs if role.kind is RoleKind.BUFFER_UPDATE
+    }
+    for name, buffer in model.named_buffers():
+        node = updated.get(name)
+        if node is not None and (id(buffer) in whole or node.meta.get(REGIONS)):
+            msg = (
+                f"{name} is updated in a checkpointed call, so eager updates it twice, and a plan "
+                "would once. Take the checkpoint off, as by "
+                "model.gradient_checkpointing_disable(): a plan recomputes instead."
+            )
+            raise UnsupportedModelError(msg)
 
 
 def log_lifted(model: nn.Module, num_checkpoints: int) -> None:

@@ -23,11 +23,11 @@ from rockmate.budget import size_text
 from rockmate.capture.structure import loss_of
 from rockmate.capture.trace_state import DifferentiatedError
 from rockmate.runtime.ddp import is_distributed
-from rockmate.state.call_state import CallState
 from rockmate.state.digest import Fingerprint
 from rockmate.state.tensors import storages_of, tensors_in
-from rockmate.state.writes import OutOfBudget, Writes
+from rockmate.state.writes import OutOfBudget
 from rockmate.trial.conditions import Conditions
+from rockmate.trial.outcome import Outcome, Reader
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,11 @@ _SMALL = 1 / 8
 
 
 class Saving:
-    """Runs a forward. Of what it saves, it holds the latest, until it is to evict some."""
+    """Runs a forward. Of what it saves, it holds the latest, until it is to evict some.
+
+    Attributes:
+        num_runs: how many times it has run.
+    """
 
     def __init__(
         self, forward: Callable[[], Any], undo: Callable[[], None], storages: Container[int]
@@ -47,12 +51,12 @@ class Saving:
         """Tensors of these storages are there anyway."""
         self._forward, self._undo, self._storages = forward, undo, storages
         self._held: dict[int, torch.Tensor] = {}
-        self._num_runs, self._last, self._number = 0, sys.maxsize, -1  # of saved tensors
+        self.num_runs, self._last, self._number = 0, sys.maxsize, -1  # of saved tensors
 
     def run(self) -> Any:
         """The output of one more run."""
         self._held.clear()
-        self._num_runs, self._next = self._num_runs + 1, 0
+        self.num_runs, self._next = self.num_runs + 1, 0
         with saving(self._pack, self._unpack):
             output = self._forward()
         if self._number not in (-1, self._next):
@@ -80,7 +84,7 @@ class Saving:
         """A saved tensor. The forward runs again for one that was evicted, if it has ended."""
         if isinstance(at, torch.Tensor):
             return at
-        if at not in self._held and self._number >= 0 and self._num_runs < _MOST_RUNS:
+        if at not in self._held and self._number >= 0 and self.num_runs < _MOST_RUNS:
             self._last = at
             self._undo()
             self.run()
@@ -94,29 +98,28 @@ class PlainGradients:
 
     Attributes:
         reason: why there are none, in words; else empty.
+        left: what the backward has left behind; None where its forward had to run several times.
     """
 
     def __init__(
         self,
         forward: Callable[[], Any],
         undo: Callable[[], None],
-        before: CallState,
-        writes: Writes,
+        reader: Reader,
         conditions: Conditions,
-        *,
-        has_labels: bool,
     ) -> None:
         """Runs forward and backward of the plain model, and undoes them.
 
         Args:
             forward: of the plain model.
             undo: puts the state before the call back.
-            before: that state.
-            writes: keeps the budget; new gradients do not count, as in the step itself.
+            reader: of outcomes. Its writes keep the budget; new gradients do not count, as in the
+                step itself.
             conditions: of the trial.
-            has_labels: whether labels are among the arguments.
         """
-        self._before, self._has_labels, self._conditions = before, has_labels, conditions
+        before, writes = reader.before, reader.writes
+        self._before, self._has_labels, self._conditions = before, reader.has_labels, conditions
+        self.left: Outcome | None = None
         tensors = before.objects.tensors.values()
         self._leaves = [each for each in tensors if each.requires_grad and each.is_leaf]
         self._found: list[Fingerprint | None] = []
@@ -126,6 +129,7 @@ class PlainGradients:
             if not self.reason:
                 with writes.noted(plain.evict, more_bytes=sum(map(bytes_of, self._leaves))):
                     self._found = self._numbers(plain.run(), is_plain=True)
+                self.left = reader.outcome(None) if plain.num_runs == 1 else None
         except (OutOfBudget, torch.OutOfMemoryError):
             most_bytes = conditions.most_bytes
             self.reason = f"eager's backward takes more than {size_text(most_bytes)}"
@@ -191,4 +195,7 @@ class PlainGradients:
                 inputs = None if is_captured else self._leaves
                 torch.autograd.backward(graded, ramps, inputs=inputs)
                 found = [each.grad for each in self._leaves]
-        return [each if each is None else Fingerprint.of(each, is_exact=False) for each in found]
+        numbers = [each if each is None else Fingerprint.of(each, is_exact=False) for each in found]
+        for leaf in self._leaves:
+            leaf.grad = None
+        return numbers

@@ -9,7 +9,7 @@
 3. What it has given and left behind is noted in a few bytes (`Outcome`), and all is put back.
 4. Where that takes little time, the plain backward runs, too, and is undone (`PlainGradients`).
 5. The step's own forward runs. Its outcome is held against the first. So are the gradients of its
-   backward, after which all is put back, and the forward runs again.
+   backward and what it leaves behind, after which all is put back, and the forward runs again.
 
 So a difference needs no guard that has thought of it. Where the two differ, the state is put back
 once more, so that nothing of the step remains, and the plain forward runs once more: where it
@@ -53,6 +53,8 @@ _ROUNDING_ULPS = 1024
 Values that belong to another step differ by a thousand times as much."""
 _COARSE_ULPS = 8  # of shorter formats, in which each op rounds that much
 _NUM_REPEATS = 3  # of the plain forward and the step: clocks may give the same twice
+_AFTER = "after the backward, "
+_FRAMES, _NEVER = 'mode="frames"', 'trial="never" looks away: the step is then as it was planned.'
 _PLAIN = "Train the plain model, module.original"
 _OF_NO_REPEAT = (
     "%s cannot be held against eager, since the plain model's forward does not repeat itself: in a "
@@ -100,11 +102,10 @@ class _Trial:
         self._conditions, self._steps = conditions, steps
         self._writes = Writes(conditions.most_bytes, conditions.largest_bytes)
         self._undo = partial(before.put_back, self._writes, before.random_now())
-        self._has_labels = before.arguments[1].get("labels") is not None
         self._autocast, self._rounding = autocast_dtypes(), _rounding(before)
         self._reader = Reader(
-            before, self._writes, is_exact=conditions.is_exact, has_labels=self._has_labels,
-            only_loss=conditions.only_loss,
+            before, self._writes, is_exact=conditions.is_exact, only_loss=conditions.only_loss,
+            has_labels=before.arguments[1].get("labels") is not None,
         )  # fmt: skip
 
     def run(self, ours: Callable[[], Any], eager: Outcome) -> Any:
@@ -115,10 +116,7 @@ class _Trial:
         """
         gradients = None
         if self._conditions.has_backward and self._steps.has_time:
-            gradients = PlainGradients(
-                self._plain, self._undo, self._before, self._writes, self._conditions,
-                has_labels=self._has_labels,
-            )  # fmt: skip
+            gradients = self._gradients()
         output = ours()
         plain, step = [eager], [self._reader.outcome(output)]
         found = self._compared(eager, step[0])
@@ -126,7 +124,7 @@ class _Trial:
             return output
         if not found and gradients is not None:
             wrong = gradients.difference(output, self._rounding)
-            found = [Difference(wrong)] if wrong else []
+            found = [Difference(wrong)] if wrong else self._left_behind(gradients)
         del output
         self._undo()
         if not found:  # a backward of the first run is over
@@ -153,6 +151,21 @@ class _Trial:
         sets_up = not tables.isdisjoint(eager.contents)
         text = _text(str(found[0]), self._model, self._conditions, sets_up=sets_up)
         raise TrialError(text, sets_up=sets_up)
+
+    def _gradients(self) -> PlainGradients:
+        return PlainGradients(self._plain, self._undo, self._reader, self._conditions)
+
+    def _left_behind(self, gradients: PlainGradients) -> list[Difference]:
+        """What the backward of a step has left behind otherwise than eager's does each time."""
+        eager, ours = gradients.left, self._reader.outcome(None)
+        found = [] if eager is None else self._compared(eager, ours)
+        if eager is None or not found:
+            return []
+        self._undo()
+        again = self._gradients().left
+        varied = {each.place for each in self._compared(eager, again)} if again else set[str]()
+        found = [each for each in found if each.place not in varied]
+        return [Difference(f"{_AFTER}{each}") for each in found]
 
     def _compared(self, one: Outcome, two: Outcome, tolerance: float = 0.0) -> list[Difference]:
         tolerance = max(tolerance, 0.0 if self._conditions.is_exact else self._rounding)
@@ -267,9 +280,14 @@ def _text(found: str, model: nn.Module, conditions: Conditions, *, sets_up: bool
         whole = [path for path, _ in model.named_modules() if found.startswith(f"{path}.")]
         leave = f"Leave the submodule that does it whole, keep={whole!r}" if whole else _PLAIN
         return f'{text}{leave}. trial="never" looks away: the step is then as frames run it.'
+    if found.startswith(_AFTER):
+        return (
+            f"{text}Backwards of a plan run no module again, as a checkpoint of the model's own "
+            f"does, and no Python. Take the checkpoint off, or plan nothing, {_FRAMES}. {_NEVER}"
+        )
     return (
         f"{text}"
         "What a forward reads and changes in Python is fixed when it is planned: keep what changes "
         "from step to step in a buffer (register_buffer) or pass it as an argument; or plan "
-        'nothing, mode="frames". trial="never" looks away: the step is then as it was planned.'
+        f"nothing, {_FRAMES}. {_NEVER}"
     )

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import made_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from trial_net import BATCHES, Counting, Net, without_op
 
-from rockmate import RockmateModule, TrialError
+from rockmate import RockmateModule, TrialError, UnsupportedModelError
 from rockmate._torch.allocator import timeline
+from rockmate.capture import sample
 from rockmate.frames.frame import Frame
 from rockmate.runtime import autograd
 from rockmate.runtime.gradient_sink import GradientSink
@@ -157,6 +160,31 @@ def _train(module: nn.Module, before_step: Callable[[int], None]) -> None:
         output = module(batch)
         (output["loss"] if isinstance(output, dict) else output).backward()
         module.zero_grad()
+
+
+@made_of(lambda: {"inner": nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Tanh())})
+class Checkpointed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False).square().mean()
+
+
+def test_what_a_backward_changes_is_compared(monkeypatch: Patch) -> None:
+    x = torch.randn(8, 32)
+    with pytest.raises(
+        UnsupportedModelError, match=r"inner\.1\.running_mean is updated in a check"
+    ):
+        RockmateModule(Checkpointed(), x, 1.0)
+    monkeypatch.setattr(sample, "refuse_updates", lambda *_: None)
+    module = RockmateModule(Checkpointed(), x, "1 MiB")
+    with pytest.raises(TrialError, match="after the backward, inner"):
+        module(x)
+    model, plain = Checkpointed(), Checkpointed()
+    plain.load_state_dict(model.state_dict())
+    module = RockmateModule(model, x, "1 MiB", mode="auto")
+    for _ in range(3):
+        plain(x).backward()
+        module(x).backward()
+    assert [*map(torch.equal, model.buffers(), plain.buffers())] == [True] * 3
 
 
 @pytest.mark.parametrize("budget", [1.0, 0.6, 0.45])

@@ -26,9 +26,8 @@ logger = logging.getLogger(__name__)
 # Keys in a node's `meta`: the checkpointed calls that made it, outermost first; and what their
 # policy says of it ("save", "recompute", or "" for no mark). Without a policy there is no decision.
 REGIONS, DECISION = "checkpoint_regions", "checkpoint_decision"
-# The innermost call that draws random numbers and does not draw the same ones in eager when it is
-# recomputed.
-_REDRAWN = "checkpoint_redrawn"
+# Whether it draws random numbers, and in eager other ones when the call is recomputed.
+_IS_REDRAWN = "checkpoint_is_redrawn"
 
 # PyTorch writes the decision of a selective checkpoint to this key, and leaves it set behind the
 # call.
@@ -64,9 +63,8 @@ class CheckpointRegions:
             node.meta[REGIONS] = tuple(name for name, _, _ in self._running)
             if self._running[-1][1]:
                 self._selected.append(node)
-            redrawn = [name for name, _, restores in self._running if not restores]
-            if redrawn and is_random(node.target):
-                node.meta[_REDRAWN] = redrawn[-1]
+            is_redrawn = not all(restores for _, _, restores in self._running)
+            node.meta[_IS_REDRAWN] = is_redrawn and is_random(node.target)
 
     def note_decisions(self) -> None:
         """Reads the decisions of selective checkpoints, which PyTorch makes after each op."""
@@ -88,35 +86,26 @@ def num_checkpoints(graph: fx.Graph) -> int:
     return len({name for node in graph.nodes for name in node.meta.get(REGIONS, ())})
 
 
-def log_redrawn(graph: fx.Graph) -> None:
-    """Says which checkpointed calls eager would recompute with other random numbers."""
-    calls = {node.meta[_REDRAWN] for node in graph.nodes if _REDRAWN in node.meta}
-    if calls:
-        logger.warning(
-            "%d checkpointed calls with preserve_rng_state=False draw random numbers: eager draws "
-            "other ones when it recomputes, and a plan keeps those of the forward",
-            len(calls),
-        )
+def refuse_unequal(model: nn.Module, capture: Capture) -> None:
+    """Raises `UnsupportedModelError` for a checkpointed call that eager recomputes otherwise.
 
-
-def refuse_updates(model: nn.Module, capture: Capture) -> None:
-    """Raises `UnsupportedModelError` for a buffer that a checkpointed call updates.
-
-    Eager updates it twice, since it runs the call twice: a batch norm counts each batch twice.
+    It updates a buffer, which eager does twice: a batch norm counts each batch twice. Or it draws
+    random numbers, and eager draws other ones.
     """
+    what, advice = "", "Take the checkpoint off, since a plan recomputes instead"
+    for node in capture.joint.graph.nodes:
+        if node.meta.get(_IS_REDRAWN):
+            what = f"a checkpointed call in {node.meta.get('module') or 'the model'} draws numbers"
+            advice = "Have it draw the same ones, preserve_rng_state=True"
     whole = {id(each) for module in modules_with_checkpointing(model) for each in module.buffers()}
-    updated = {
-        role.name: node for node, role in capture.outputs if role.kind is RoleKind.BUFFER_UPDATE
-    }
+    update = RoleKind.BUFFER_UPDATE
+    updated = {role.name: node for node, role in capture.outputs if role.kind is update}
     for name, buffer in model.named_buffers():
-        node = updated.get(name)
-        if node is not None and (id(buffer) in whole or node.meta.get(REGIONS)):
-            msg = (
-                f"{name} is updated in a checkpointed call, so eager updates it twice, and a plan "
-                "would once. Take the checkpoint off, as by "
-                "model.gradient_checkpointing_disable(): a plan recomputes instead."
-            )
-            raise UnsupportedModelError(msg)
+        if (node := updated.get(name)) and (id(buffer) in whole or node.meta.get(REGIONS)):
+            what = what or f"{name} is updated in a checkpointed call"
+    if what:
+        msg = f"{what}, and eager, which runs the call twice, does so again. {advice}."
+        raise UnsupportedModelError(msg)
 
 
 def log_lifted(model: nn.Module, num_checkpoints: int) -> None:

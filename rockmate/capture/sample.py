@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate.capture.checkpoint_regions import log_redrawn, refuse_updates
+from rockmate.capture.checkpoint_regions import refuse_unequal
 from rockmate.capture.fake_device import fake_device_tensors, move_to, needs_fake_device
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.provenance import source_lines
@@ -154,8 +154,7 @@ def trace_sample(model: nn.Module, sample: Sample, **options: Any) -> Capture:
     with source_lines(), traced as tensors:
         given = values if sample.device is not None else None
         capture = capture_joint(model, tensors, sample.call.structure, values=given, **options)
-    refuse_updates(model, capture)
-    log_redrawn(capture.joint.graph)
+    refuse_unequal(model, capture)
     if sample.device is not None:
         move_to(capture.joint, sample.device)
     return capture

@@ -170,11 +170,9 @@ class Checkpointed(nn.Module):
 
 def test_what_a_backward_changes_is_compared(monkeypatch: Patch) -> None:
     x = torch.randn(8, 32)
-    with pytest.raises(
-        UnsupportedModelError, match=r"inner\.1\.running_mean is updated in a check"
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"inner\.1\.\w+ is updated in a check"):
         RockmateModule(Checkpointed(), x, 1.0)
-    monkeypatch.setattr(sample, "refuse_updates", lambda *_: None)
+    monkeypatch.setattr(sample, "refuse_unequal", lambda *_: None)
     module = RockmateModule(Checkpointed(), x, "1 MiB")
     with pytest.raises(TrialError, match="after the backward, inner"):
         module(x)

@@ -1,16 +1,14 @@
-"""Branched image models: DenseNet, HRNet, SegFormer."""
+"""Branched image models: DenseNet, HRNet."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.models import batches
-from bench.models.hf import hf
 from bench.models.images import Residual
 from bench.models.workload import Made, Step
 
@@ -175,16 +173,4 @@ def hrnet(*, widths: Sequence[int], num_exchanges: int, depth: int, rows: int, p
         rows=rows,
         layers=("exchanges.*.branches.*.*",),
         stages=("exchanges.*",),
-    )
-
-
-def segformer(*, rows: int, pixels: int, classes: int, **fields: Any) -> Made:
-    """SegFormer with its decoder over all four levels; `fields` are of its configuration."""
-    model = hf("SegformerForSemanticSegmentation", num_labels=classes, **fields)
-    make_batch = batches.drawn(
-        pixel_values=batches.normal(3, pixels, pixels),
-        labels=batches.classes(classes, pixels, pixels),
-    )
-    return Made(
-        model=model, make_batch=make_batch, rows=rows, layers=("segformer.stages.*.blocks.*",)
     )

@@ -12,21 +12,20 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.models import batches
-from bench.models.hf import halves, hf
 from bench.models.images import Residual
 from bench.models.registry import build as build_static
 from bench.models.registry import built, makers
 from bench.models.workload import Made, Workload
 
 
-class _Loss(nn.Module):
+class Loss(nn.Module):
     """A model of transformers, or of the registry, as its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, **batch: Tensor) -> Tensor:
+    def forward(self, **batch: Tensor) -> Tensor:  # noqa: D102
         outputs = self.model(**batch)
         return outputs[0] if isinstance(outputs, tuple) else outputs.loss
 
@@ -34,14 +33,6 @@ class _Loss(nn.Module):
 def _classifier(model: nn.Module, rows: int, pixels: int) -> Made:
     make_batch = batches.images(pixels, 10, ("images", "labels"))
     return Made(model=model, make_batch=make_batch, rows=rows, layers=())
-
-
-def _language_model(model: nn.Module, rows: int, length: int) -> Made:
-    make_batch = batches.causal(length, _WORDS)
-    return Made(model=_Loss(model), make_batch=make_batch, rows=rows, layers=())
-
-
-_WORDS = 512
 
 
 # --- depth that depends on the data -----------------------------------------------------------
@@ -229,25 +220,7 @@ def unet_skips(*, width: int, rows: int, pixels: int) -> Made:
     return _classifier(_RandomUNet(width), rows, pixels)
 
 
-# --- architectures of transformers ------------------------------------------------------------
-
-
-def layerdrop(*, layers: int, width: int, rows: int, length: int) -> Made:
-    """M2M100, which leaves out layers by chance."""
-    fields = halves(layers, width, 4, layerdrop=0.1) | {"max_position_embeddings": 256}
-    model = hf("M2M100ForConditionalGeneration", **fields, vocab_size=_WORDS)
-    return _language_model(model, rows, length)
-
-
-def experts(*, layers: int, width: int, rows: int, length: int) -> Made:
-    """JetMoE, whose tokens go to the experts that they choose."""
-    model = hf(
-        "JetMoeForCausalLM", vocab_size=_WORDS, hidden_size=width, num_hidden_layers=layers,
-        num_key_value_heads=2, kv_channels=width // 4, intermediate_size=2 * width,
-        num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    return _language_model(model, rows, length)
-
+# --- by name ---------------------------------------------------------------------------------
 
 CONTROLS = ("gpt2-deep", "resnet50")
 """Models that a plan serves as well."""
@@ -264,5 +237,5 @@ def build(name: str, *, tiny: bool = False) -> Workload:
     """
     if name in CONTROLS:
         workload = build_static(name, tiny=tiny).with_loss_inside()
-        return replace(workload, model=_Loss(workload.model).train())
+        return replace(workload, model=Loss(workload.model).train())
     return built(name, _MAKERS[name], tiny=tiny)

@@ -1,64 +1,16 @@
-"""Image models: ViT, convolutional classifiers in stages, ResNet, U-Net."""
+"""Image models: ResNet, U-Net."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from bench.models import batches
-from bench.models.hf import hf, usual
 from bench.models.workload import Made, outside_cross_entropy
 from bench.unet import UNet
-
-_OF_A_CLASS = {"problem_type": "single_label_classification"}
-
-
-def vit(
-    *,
-    layers: int,
-    width: int,
-    heads: int,
-    inner: int,
-    rows: int,
-    pixels: int,
-    patch: int,
-    classes: int,
-) -> Made:
-    """ViT."""
-    model = hf(
-        "ViTForImageClassification",
-        **usual(layers, width, heads, inner),
-        image_size=pixels,
-        patch_size=patch,
-        num_labels=classes,
-        **_OF_A_CLASS,
-    )
-    # The attribute that holds the layers differs between library releases.
-    layer = next(path for path, m in model.named_modules() if type(m).__name__ == "ViTLayer")
-    make_batch, paths = batches.images(pixels, classes), (f"{layer.rpartition('.')[0]}.*",)
-    return Made(model=model, make_batch=make_batch, rows=rows, layers=paths)
-
-
-def staged(*, kind: str, rows: int, pixels: int, classes: int, **fields: Any) -> Made:
-    """A convolutional classifier in stages.
-
-    Args:
-        kind: The library's prefix of its classes.
-        rows: Images in a batch.
-        pixels: Height and width of an image.
-        classes: Number of them.
-        **fields: Of the configuration.
-    """
-    model = hf(f"{kind}ForImageClassification", num_labels=classes, **_OF_A_CLASS, **fields)
-    make_batch, paths = (
-        batches.images(pixels, classes),
-        (f"{kind.lower()}.encoder.stages.*.layers.*",),
-    )
-    return Made(model=model, make_batch=make_batch, rows=rows, layers=paths)
 
 
 class Bottleneck(nn.Module):

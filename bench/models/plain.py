@@ -1,4 +1,4 @@
-"""Models of plain torch: an MLP, `nn.TransformerEncoder`, a transformer that denoises videos."""
+"""Models of plain torch: MLPs, torch's transformers, and one that denoises videos."""
 
 from __future__ import annotations
 
@@ -75,6 +75,26 @@ def encoder(*, layers: int, width: int, heads: int, inner: int, rows: int, lengt
         layers=("layers.*",),
         loss=outside_squared_error,
     )
+
+
+class _Transformer(nn.Module):
+    """`nn.Transformer` that learns to return its target."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.model = nn.Transformer(width, 8, layers, layers, 4 * width, batch_first=True)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Step:
+        prediction = self.head(self.model(src, tgt))
+        return Step(functional.mse_loss(prediction, tgt), prediction)
+
+
+def transformer(*, layers: int, width: int, rows: int, source: int, target: int) -> Made:
+    """`nn.Transformer`."""
+    make_batch = batches.drawn(src=batches.normal(source, width), tgt=batches.normal(target, width))
+    model, paths = _Transformer(layers, width), ("model.encoder.layers.*", "model.decoder.layers.*")
+    return Made(model=model, make_batch=make_batch, rows=rows, layers=paths)
 
 
 class _Attention(nn.Module):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bench.models.batches import seeded_generator
+from bench.models.library import library
 from bench.models.workload import Made, Workload, modules_at, own_loss
 
 Maker = Callable[..., Made]
@@ -41,9 +42,11 @@ def _make(
 ) -> Made:
     arguments = {**fields, **others}
     where, own_tiny = arguments.pop("make"), arguments.pop("tiny")
-    module, _, function = where.partition(".")
     if tiny:
         arguments |= all_tiny.get(where, {}) | own_tiny
+    module, _, function = where.rpartition(".")
+    if not module:
+        return library(where, **arguments)
     return getattr(importlib.import_module(f"bench.models.{module}"), function)(**arguments)
 
 

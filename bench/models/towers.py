@@ -7,39 +7,22 @@ from typing import Any
 import transformers
 from torch import Generator, Tensor, nn
 
-from bench.models.batches import drawn, normal, words
-from bench.models.hf import TOKENS, hf, usual
+from bench.models.batches import normal, words
+from bench.models.hf import hf, usual
 from bench.models.workload import Made
 
 _WORDS = 4096
 
 
-class _Contrastive(nn.Module):
+class Contrastive(nn.Module):
     """CLIP with its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Any:
+    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Any:  # noqa: D102
         return self.model(input_ids=input_ids, pixel_values=pixel_values, return_loss=True)
-
-
-def clip(*, layers: int, text: int, image: int, pixels: int, length: int, rows: int) -> Made:
-    """CLIP: text of one width, images of another."""
-    text_fields = usual(layers, text, 4, 4 * text, _WORDS) | TOKENS
-    model = hf(
-        "CLIPModel",
-        text_config=text_fields | {"max_position_embeddings": length},
-        vision_config=usual(layers, image, 6, 4 * image) | {"image_size": pixels, "patch_size": 16},
-        projection_dim=text,
-    )
-    return Made(
-        model=_Contrastive(model),
-        make_batch=drawn(pixel_values=normal(3, pixels, pixels), input_ids=words(length, _WORDS)),
-        rows=rows,
-        layers=("model.text_model.encoder.layers.*", "model.vision_model.encoder.layers.*"),
-    )
 
 
 def llava(*, layers: int, width: int, pixels: int, length: int, rows: int) -> Made:

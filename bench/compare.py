@@ -20,16 +20,17 @@ LoRA models peft, diffusion models diffusers, pictures matplotlib.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from bench import command, measure, models, peers
 from bench.command import Record, say
 from bench.comparison import plans
+from bench.comparison.measurement import measure_model
 from bench.comparison.page import page, readme_table
 from bench.comparison.plans import Task
 from bench.comparison.points import points_csv, save_picture
@@ -98,14 +99,14 @@ def _measure_missing(options: argparse.Namespace, lines: Path) -> Iterator[tuple
             say(f"{name} is finished")
             continue
         say(name)
-        words = Task(model=name, **measured).words
+        task = asdict(Task(model=name, **measured))
         environment = os.environ | measure.RESIDENT_ENVIRONMENT
-        child = command.apart("comparison.measurement", words, environment=environment)
-        if child.returncode:
-            yield name, child.returncode
+        status, records = command.apart(measure_model, task, environment=environment)
+        if status:
+            yield name, status
             continue
-        for record in child.stdout.splitlines():
-            command.add_line(lines, json.loads(record))
+        for record in records:
+            command.add_line(lines, record)
 
 
 def _write(records: Sequence[Record], options: argparse.Namespace) -> None:

@@ -236,20 +236,17 @@ def _measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     return measured(workload, options.rounds, options.share or SHARES, chunks=options.chunks)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes the page."""
-    beside = "measure Inductor's points and our plans at their peaks"
-    peer = "with --peers; repeatable; default: all"
-    return command.run_models(
-        "fused", __doc__, arguments, _measured, page, models=MODELS, rounds=7, tiny=True,
-        stem="fused_cpu",
-        further={
-            "--share": {"action": "append", "type": float, "help": "repeatable; default: all"},
-            "--chunks": {"action": "store_true", "help": "chunks wherever they are faster"},
-            "--peers": {"action": "store_true", "help": beside},
-            "--peer": {"action": "append", "choices": PEERS, "help": peer},
-        },
-    )[0]  # fmt: skip
+_BESIDE = "measure Inductor's points and our plans at their peaks"
+_PEER = "with --peers; repeatable; default: all"
+main = command.main_of(
+    "fused", __doc__, _measured, page, models=MODELS, rounds=7, tiny=True, stem="fused_cpu",
+    further={
+        "--share": {"action": "append", "type": float, "help": "repeatable; default: all"},
+        "--chunks": {"action": "store_true", "help": "chunks wherever they are faster"},
+        "--peers": {"action": "store_true", "help": _BESIDE},
+        "--peer": {"action": "append", "choices": PEERS, "help": _PEER},
+    },
+)  # fmt: skip
 
 
 if __name__ == "__main__":

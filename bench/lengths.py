@@ -200,14 +200,11 @@ def page(records: Sequence[Record]) -> list[str]:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes the page."""
-    number = "number of different lengths after the first, at most 89, and of grids, at most 210"
-    return command.run_models(
-        "lengths", __doc__, arguments, measured, page,
-        models=(*MODELS, *_GRID_MODELS), stem="lengths_cpu",
-        further={"--lengths": {"type": int, "default": 20, "help": number}},
-    )[0]  # fmt: skip
+_NUMBER = "number of different lengths after the first, at most 89, and of grids, at most 210"
+main = command.main_of(
+    "lengths", __doc__, measured, page, models=(*MODELS, *_GRID_MODELS), stem="lengths_cpu",
+    further={"--lengths": {"type": int, "default": 20, "help": _NUMBER}},
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -93,14 +93,12 @@ def page(records: Sequence[Record]) -> list[str]:
     return filled("optima", lines=lines, about=about(lines))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plans, proves and writes the page."""
-    limit = {"type": float, "default": 600.0, "metavar": "S", "help": "of one proof, in seconds"}
-    above = {"action": "append", "type": float, "help": "smallest peaks; repeatable"}
-    return command.run_models(
-        "optima", __doc__, arguments, measured, page, models=MODELS,
-        stem="optima_cpu", further={"--limit": limit, "--above": above},
-    )[0]  # fmt: skip
+_LIMIT = {"type": float, "default": 600.0, "metavar": "S", "help": "of one proof, in seconds"}
+_ABOVE = {"action": "append", "type": float, "help": "smallest peaks; repeatable"}
+main = command.main_of(
+    "optima", __doc__, measured, page, models=MODELS, stem="optima_cpu",
+    further={"--limit": _LIMIT, "--above": _ABOVE},
+)  # fmt: skip
 
 
 if __name__ == "__main__":

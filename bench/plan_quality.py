@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 from bench import command
@@ -29,20 +29,6 @@ MODELS = (
 )  # fmt: skip
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures what is missing and writes the page; 0 whether targets are hit or missed."""
-    status, options = command.run_models(
-        "plan_quality", __doc__, arguments, _measured, page, models=MODELS,
-        tiny=True, stem="plan_quality_cpu",
-        further={"--quick": {"action": "store_true", "help": "fewer budgets"}},
-    )  # fmt: skip
-    options.output.mkdir(parents=True, exist_ok=True)
-    for name, own in newest_of_models(command.read(command.lines_of(options))).items():
-        if "frontiers" in own[0]:
-            save_picture(own, options.output / f"{name}.png")
-    return status
-
-
 def _measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     """The records of a model, all at once; none if the lines have them, with these settings."""
     settings = {"tiny": options.tiny, "quick": options.quick}
@@ -53,6 +39,20 @@ def _measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     yield from [settings | record for record in measure(name, extent)]
     # A captured graph has many reference cycles.
     gc.collect()
+
+
+def _draw(options: argparse.Namespace, records: list[Record]) -> int:
+    options.output.mkdir(parents=True, exist_ok=True)
+    for name, own in newest_of_models(records).items():
+        if "frontiers" in own[0]:
+            save_picture(own, options.output / f"{name}.png")
+    return 0
+
+
+main = command.main_of(
+    "plan_quality", __doc__, _measured, page, models=MODELS, tiny=True, stem="plan_quality_cpu",
+    further={"--quick": {"action": "store_true", "help": "fewer budgets"}}, after=_draw,
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,14 +8,11 @@ The process starts with `measure.RESIDENT_ENVIRONMENT` and goes through four sta
 3. It measures the peaks of those plans.
 4. It returns to ordinary allocation and times all methods in turn.
 
-It prints a line of JSON for each record.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -24,11 +21,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from bench import command, measure, peers
 from bench.command import Record, say
-from bench.comparison.plans import Task
+from bench.comparison.plans import Task, plan_model
 from bench.machine import machine_record
 from rockmate.curves.measure import tensor_difference
 from rockmate.entry.module import RockmateModule
@@ -95,9 +90,10 @@ class ModelMeasurement(measure.Trainer):
         peaks = [point["peak_bytes"] for point in self._points]
         task = replace(self._task, plans=str(folder), peaks=peaks)
         plain = {name: value for name, value in os.environ.items() if name[:7] != "MALLOC_"}
-        child = command.apart("comparison.plans", task.words, environment=plain)
-        child.check_returncode()
-        return list(map(json.loads, child.stdout.splitlines()))
+        status, records = command.apart(plan_model, asdict(task), environment=plain)
+        if status:
+            raise RuntimeError(f"planning {task.model} ended with status {status}")
+        return records
 
     def _measured(
         self, name: str, peer: peers.Peer, *, owner: str, prepare_s: float = 0.0
@@ -169,14 +165,7 @@ def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"[:300]
 
 
-def main() -> int:
-    """Measures one model."""
-    torch.set_num_threads(1)
-    task = Task(**json.loads(sys.argv[1]))
-    for record in ModelMeasurement(task).records():
-        sys.stdout.write(json.dumps({"kind": record["kind"], "model": task.model, **record}) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def measure_model(task: Record) -> Iterator[Record]:
+    """The records of one model, in this process, which started as said above."""
+    for record in ModelMeasurement(Task(**task)).records():
+        yield {"kind": record["kind"], "model": task["model"], **record}

@@ -1,21 +1,17 @@
 """Our plans for one model's comparison: the budgets of a sweep, and the measured peak of each peer.
 
-`bench.comparison.measurement` starts it when the peers' peaks are measured. It prints a record of a
+`bench.comparison.measurement` starts it when the peers' peaks are measured. It gives a record of a
 kind of `bench.comparison` for each plan, and saves the plan in a file.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
-
-import torch
 
 from bench import models
 from bench.command import Record
@@ -75,28 +71,20 @@ class Task:
     plans: str = ""
     peaks: Sequence[int] = ()
 
-    @property
-    def words(self) -> str:
-        """The task as JSON."""
-        return json.dumps(asdict(self))
-
     def workload(self) -> models.Workload:
         """The model with its loss inside."""
         return models.build(self.model, tiny=self.tiny).with_loss_inside()
 
 
-def main() -> int:
-    """Plans for one model."""
-    task = Task(**json.loads(sys.argv[1]))
-    torch.set_num_threads(1)
+def plan_model(given: Record) -> Iterator[Record]:
+    """Plans for one model; `given` is its task."""
+    task = Task(**given)
     workload = task.workload()
     outputs = "loss" if task.loss_only else "all"
     planner = Planner(workload.model, workload.sample, outputs=outputs)
     sweep = _asked(planner, task.method) if task.method else _swept(planner, task.quick)
     wanted = [*sweep, *_at_peaks(planner, task.peaks)]
-    for record in _plan_all(planner, Path(task.plans), wanted):
-        sys.stdout.write(json.dumps(record) + "\n")
-    return 0
+    yield from _plan_all(planner, Path(task.plans), wanted)
 
 
 def is_ours(method: str) -> bool:
@@ -198,7 +186,3 @@ def _plan_all(
 def _promise(plan: Plan) -> Record:
     names = ("predicted_peak_bytes", "predicted_ms", "predicted_ratio", "optimality_gap")
     return {name: getattr(plan, name) for name in names}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,8 +3,6 @@
     python -m bench.offload --simulated            # writes bench/results/offload_cpu_<yyyymm>.*
     python -m bench.offload --measured FOLDER      # lines are added
     python -m bench.offload --peers FOLDER --model gpt2
-    python -m bench.offload --batches              # simulated
-    python -m bench.offload --batches FOLDER       # measured
 
 What each part does is in the modules of `bench.moves`.
 """
@@ -19,10 +17,9 @@ import torch
 
 from bench import command
 from bench.command import Record
-from bench.moves import batches, measured, simulated
-from bench.moves.page import page
-
-_SIMULATED = "simulated"
+from bench.machine import machine_text
+from bench.moves import measured, simulated
+from bench.pages import filled
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,13 +31,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokens", type=int, default=simulated.NUM_TOKENS)
     add("--measured", metavar="FOLDER", help="train with moves to a folder")
     add("--peers", metavar="FOLDER", help="train beside others that offload")
-    batch = "the largest batches: simulated, or measured with moves to a folder"
-    add("--batches", nargs="?", const=_SIMULATED, metavar="FOLDER", help=batch)
     add("--model", action="append", help="of a measured part; repeatable; default: all")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     command.run("offload", options, _records(options), page)
     return 0 if all(map(_is_held, command.read(command.lines_of(options)))) else 1
+
+
+def page(records: Sequence[Record]) -> list[str]:
+    """The targets, and a table for each machine and for the measured models."""
+    machines = [machine_text(each) for each in {r["command"]: r for r in records}.values()]
+    return filled("offload", machines="\n\n".join(machines), records=records, tight=simulated.TIGHT)
 
 
 def _is_held(record: Record) -> bool:
@@ -60,10 +61,6 @@ def _records(arguments: argparse.Namespace) -> Iterator[Record]:
     if arguments.peers:
         for name in arguments.model or measured.PEER_MODELS:
             yield from measured.against_peers(name, arguments.peers)
-    if arguments.batches is not None:
-        folder = None if arguments.batches == _SIMULATED else arguments.batches
-        for name in arguments.model or batches.MODELS:
-            yield from batches.batches(name, folder)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import torch
 
 from bench.command import Record
 from bench.models import built, makers
-from bench.moves.page import TIGHT
 from rockmate import InfeasibleBudgetError, Planner
 from rockmate.plan.faults import fault_of
 from rockmate.schedule.move import Move
@@ -25,6 +24,8 @@ from rockmate.schedule.simulate import simulate
 
 MACHINES = ("rtx4090", "h100")
 NUM_LAYERS, NUM_TOKENS = 8, 8192
+TIGHT = 1.2
+"""The multiple of the least peak without moves at which tight plans are compared."""
 _LLAMA, _WORDS = makers("large")["llama-3-8b"], 8192
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.15, 0.1)
 """Budgets, as shares of the peak without recomputation."""

@@ -17,7 +17,7 @@ from bench.comparison.result import (
     ModelResult,
     by_model,
 )
-from bench.pages import Start, filled, provenance
+from bench.pages import about, filled
 
 
 def page(records: Sequence[Record], points_file: str = "points.csv") -> list[str]:
@@ -40,15 +40,15 @@ def page(records: Sequence[Record], points_file: str = "points.csv") -> list[str
         least_ratio=LEAST_PEAK_RATIO,
         gradients=GRADIENT_TOLERANCE,
         points_file=points_file,
-        provenance=provenance(_starts(results)),
+        provenance=about(_starts(results)),
         further_rounds=_further_rounds(results),
         quick=_quick_settings(results),
     )
 
 
-def _starts(results: Iterable[ModelResult]) -> list[Start]:
+def _starts(results: Iterable[ModelResult]) -> list[Record]:
     return [
-        Start(model=result.name, command=_command(run["options"]), machine=run)
+        run | {"model": result.name, "command": _command(run["options"])}
         for result in results
         for run in result.of("run")
     ]

@@ -2,7 +2,6 @@
 
     python -m bench.offload --simulated            # writes bench/results/offload_cpu_<yyyymm>.*
     python -m bench.offload --measured FOLDER      # lines are added
-    python -m bench.offload --peers FOLDER --model gpt2
 
 What each part does is in the modules of `bench.moves`.
 """
@@ -30,7 +29,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--layers", type=int, default=simulated.NUM_LAYERS)
     add("--tokens", type=int, default=simulated.NUM_TOKENS)
     add("--measured", metavar="FOLDER", help="train with moves to a folder")
-    add("--peers", metavar="FOLDER", help="train beside others that offload")
     add("--model", action="append", help="of a measured part; repeatable; default: all")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
@@ -58,9 +56,6 @@ def _records(arguments: argparse.Namespace) -> Iterator[Record]:
     if arguments.measured:
         for name in arguments.model or measured.MODELS:
             yield from measured.measured(name, arguments.measured)
-    if arguments.peers:
-        for name in arguments.model or measured.PEER_MODELS:
-            yield from measured.against_peers(name, arguments.peers)
 
 
 if __name__ == "__main__":

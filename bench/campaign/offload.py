@@ -1,6 +1,6 @@
 """The part of `bench.cuda` with moves to the host: overlap, bytes there, and PyTorch's own hooks.
 
-On a CPU, for a rehearsal, values move to a disk, and so do those of the peer.
+On a CPU, for a rehearsal, values move to a disk; the peer copies them within its memory.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ import torch
 from bench.campaign.measure import Build, Figures, against_eager, prepared, step_figures
 from bench.measure import Trainer
 from bench.models import Workload
-from bench.peers.disk import DiskStash
 from rockmate import InfeasibleBudgetError, Planner
 from rockmate.checks.run import host_waits
 from rockmate.offload.disk_tier import DiskTier
@@ -56,23 +54,13 @@ def offloaded_step(build: Build, share: float) -> Figures:
 
 def save_on_cpu_step(build: Build) -> Figures:
     """Peaks and time of `torch.autograd.graph.save_on_cpu(pin_memory=True)`."""
-    workload, graph = build(), torch.autograd.graph
-    model = workload.model
-    with tempfile.TemporaryDirectory() as folder:
-        hooks: Callable[[], Any] = partial(graph.save_on_cpu, pin_memory=True)
-        if _is_on_cpu(workload):
-            stash = DiskStash(DiskTier(folder), 0, model.parameters())
-            hooks = partial(graph.saved_tensors_hooks, stash.pack, stash.unpack)
+    workload = build()
 
-        def call(**arguments: Any) -> Any:
-            with hooks():
-                return model(**arguments)
+    def call(**arguments: Any) -> Any:
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return workload.model(**arguments)
 
-        return against_eager(workload, call)
-
-
-def _is_on_cpu(workload: Workload) -> bool:
-    return next(workload.model.parameters()).device.type == "cpu"
+    return against_eager(workload, call)
 
 
 def _num_host_waits(step: Callable[[], object]) -> int:

@@ -8,34 +8,20 @@ The speeds of a machine that is shared change within minutes, those of its disk 
 several. A planner measures them once. So the predicted time is the plan's replay at the speeds of
 its row: ops take longer by the factor that the plan without moves does, and the rates of the disk
 are the mean of those before the row's steps and after them.
-
-| peer | what it does |
-|---|---|
-| keep all | eager |
-| save_on_cpu | every saved value goes to the disk, each copy waited for |
-| in flight | the same, copies out and back beside the ops |
-| checkpoints | one checkpoint around each layer, whose inputs go to the disk likewise |
-
-Each peer is measured likewise, and ours is planned for the peak that it has, or for our least where
-the peer's is below that. Both use the same disk at the same time, in turn.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
 
 from bench.command import Record
-from bench.measure import Step, Trainer, allocator_peak, same_bits, time_in_turn
+from bench.measure import Step, Trainer, same_bits, time_in_turn
 from bench.models import Workload, build, built, makers
-from bench.peers import eager
-from bench.peers.disk import offloaded_to_disk
 from rockmate import Plan, Planner
 from rockmate.costs.cost import Cost, Link
 from rockmate.offload.disk_tier import DiskTier
@@ -47,10 +33,8 @@ from rockmate.schedule.simulate import simulate
 SHARES = (0.8, 0.6, 0.4, 0.2, 0.05)
 """Budgets: shares of the way from the smallest peak to that without recomputation."""
 NUM_ROUNDS = 7
-PEER_MODELS = ("gpt2", "llama", "vit", "resnet")
 _SMALL = makers("small")
 MODELS = (*_SMALL, "bart", "two-streams", "densenet")
-Lend = Callable[[Workload], AbstractContextManager[Any]]
 
 
 def workload_of(name: str) -> Workload:
@@ -156,47 +140,3 @@ def new_disk(model: nn.Module, folder: str) -> DiskTier:
     disk = tier_of(model, OffloadRequest("disk", folder))
     assert isinstance(disk, DiskTier)
     return disk
-
-
-# --- peers ------------------------------------------------------------------------------------
-
-
-def against_peers(name: str, folder: str) -> Iterator[Record]:
-    """A record for each peer of one model."""
-    workload, tier = workload_of(name), DiskTier(folder)
-    planner = Planner(workload.model, workload.sample, offload=f"disk:{folder}", numerics="bitwise")
-    trainer = Trainer(workload)
-    reference = trainer.gradients(workload.model)
-    peers: dict[str, Lend] = {
-        "keep all": eager,
-        "save_on_cpu": partial(offloaded_to_disk, tier=tier, in_flight=0),
-        "in flight": partial(offloaded_to_disk, tier=tier),
-        "checkpoints": partial(offloaded_to_disk, tier=tier, checkpoints=True),
-    }
-    for peer, lend in peers.items():
-        theirs = partial(trainer.lent_step, lend)
-        with lend(workload) as model:
-            is_same = same_bits(trainer.gradients(model), reference)
-        peer_bytes = allocator_peak(theirs)
-        budget = min(max(peer_bytes, planner.minimum_peak_bytes), planner.baseline_peak_bytes)
-        module = planner.module(budget, trial="never")
-        ours = trainer.step(module)
-        is_bitwise = same_bits(trainer.gradients(module), reference)
-        own_bytes = allocator_peak(ours)
-        steps = {"eager": trainer.step(workload.model), "theirs": theirs, "ours": ours}
-        times = time_in_turn(steps, NUM_ROUNDS, is_wall=True)
-        yield {
-            "kind": "peer",
-            "model": name,
-            "peer": peer,
-            "is_peer_bitwise": is_same,
-            "is_bitwise": is_bitwise,
-            "peer_bytes": peer_bytes,
-            "own_bytes": own_bytes,
-            "least_bytes": planner.minimum_peak_bytes,
-            "num_moves": len(module.plan.schedule.moves),
-            "num_recomputations": module.plan.schedule.num_recomputations(),
-            "peer_ratio": times["theirs"].ratio,
-            "ratio": times["ours"].ratio,
-            "over_peer": times["ours"].over(times["theirs"]).ratio,
-        }

@@ -9,7 +9,6 @@ import moves
 import pytest
 
 from bench import offload as bench_offload
-from bench.models import build
 from bench.moves import measured as bench_measured
 from bench.moves import simulated as bench_simulated
 
@@ -44,31 +43,3 @@ def test_records_and_page(
     assert "| gradients bitwise eager's | all | 1 of 1 |  | hit |" in printed
     assert "## rtx4090: 2 layers, 512 tokens" in printed
     assert "by moving everything" in printed
-
-
-def test_peers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stem, output, folder = tmp_path / "moves", tmp_path / "moves.jsonl", tmp_path / "scratch"
-    folder.mkdir()
-    moves.use_fast_link(monkeypatch)
-    monkeypatch.setattr(bench_measured, "NUM_ROUNDS", 1)
-    tiny = lambda name: build(name, tiny=True).with_loss_inside()  # noqa: E731
-    monkeypatch.setattr(bench_measured, "workload_of", tiny)
-    options = ["--output", str(stem), "--model"]
-    bench_offload.main(["--peers", str(folder), *options, "gpt2"])
-    assert not list(folder.iterdir())
-    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [record["kind"] for record in records] == ["peer"] * 4
-    eager, all_away, in_flight, inputs_away = records
-    for record in records:
-        assert record["is_bitwise"]
-        assert record["is_peer_bitwise"]
-        assert record["own_bytes"] <= max(record["peer_bytes"], record["least_bytes"])
-    assert all_away["peer_bytes"] < eager["peer_bytes"]
-    assert inputs_away["peer_bytes"] < eager["peer_bytes"]
-    assert in_flight["peer_bytes"] < eager["peer_bytes"]
-    capsys.readouterr()
-    assert bench_offload.main(["--page", "--output", str(stem)]) == 0
-    printed = capsys.readouterr().out
-    assert "## Peers with the same disk" in printed

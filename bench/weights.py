@@ -14,7 +14,7 @@ one sequence of so many tokens, of a model that is trained with all of it at hom
 
 Measured is a small Llama type, in float32 on one thread, whose frozen weights are a multiple of the
 budget, with a disk as their home: the gradients beside eager's, the peak by the allocator's events,
-and the time as `bench.moves.measured` says, beside the same model with all weights in memory.
+and the time as `bench.offload` says, beside the same model with all weights in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from bench.command import Record
 from bench.machine import machine_text
 from bench.measure import Trainer, same_bits
 from bench.models import Batch, built, makers
-from bench.moves.measured import planned, timed
+from bench.offload import planned, timed
 from bench.pages import filled
 from rockmate import InfeasibleBudgetError, Planner
 from rockmate.costs.machine import load_machine

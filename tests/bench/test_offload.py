@@ -9,21 +9,19 @@ import moves
 import pytest
 
 from bench import offload as bench_offload
-from bench.moves import measured as bench_measured
-from bench.moves import simulated as bench_simulated
 
 
 def test_records_and_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stem, output = tmp_path / "moves", tmp_path / "moves.jsonl"
-    monkeypatch.setattr(bench_simulated, "MACHINES", ("rtx4090",))
-    monkeypatch.setattr(bench_simulated, "SHARES", (0.7, 0.5))
+    monkeypatch.setattr(bench_offload, "MACHINES", ("rtx4090",))
+    monkeypatch.setattr(bench_offload, "SIMULATED_SHARES", (0.7, 0.5))
     sizes = ["--layers", "2", "--tokens", "512"]
     assert bench_offload.main(["--simulated", *sizes, "--output", str(stem)]) == 0
     moves.use_fast_link(monkeypatch)
-    monkeypatch.setattr(bench_measured, "SHARES", (0.3,))
-    monkeypatch.setattr(bench_measured, "NUM_ROUNDS", 1)
+    monkeypatch.setattr(bench_offload, "SHARES", (0.3,))
+    monkeypatch.setattr(bench_offload, "NUM_ROUNDS", 1)
     folder = tmp_path / "scratch"
     folder.mkdir()
     options = ["--measured", str(folder), "--model", "resnet", "--output", str(stem)]

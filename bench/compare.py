@@ -31,9 +31,8 @@ from bench import command, measure, models, peers
 from bench.command import Record, say
 from bench.comparison import plans
 from bench.comparison.measurement import measure_model
-from bench.comparison.page import page, readme_table
+from bench.comparison.page import page, points_csv, readme_table, save_picture
 from bench.comparison.plans import Task
-from bench.comparison.points import points_csv, save_picture
 from bench.comparison.result import ModelResult, by_model
 
 

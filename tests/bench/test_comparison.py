@@ -13,9 +13,8 @@ import pytest
 from bench import command as commands
 from bench import compare
 from bench.command import read
-from bench.comparison.page import page, readme_table
+from bench.comparison.page import page, points_csv, readme_table
 from bench.comparison.plans import peaks_to_meet
-from bench.comparison.points import points_csv
 from bench.comparison.result import ModelResult, by_model
 from bench.pages import about
 

@@ -31,10 +31,10 @@ def _names_of(package: str) -> list[str]:
     return list(fields.TABLE[package]["models"])
 
 
-def _measure(package: str, name: str, device: str) -> Record:
+def _measure(registry: str, name: str, device: str) -> Record:
     """In the model's own process."""
-    found = trial([fields.builder(package, name)], fields.make_batch, device)
-    return {"field": fields.TABLE[package]["field"]} | found
+    found = trial([fields.builder(registry, name)], fields.make_batch, device)
+    return {"field": fields.TABLE[registry]["field"]} | found
 
 
 if __name__ == "__main__":

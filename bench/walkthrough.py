@@ -235,9 +235,9 @@ def _run(planner: Planner, plan: Plan, model: nn.Module, sample: dict[str, Tenso
     (eager_bytes, *theirs), (peak_bytes, *ours) = found
     equal = [torch.equal(*pair) for pair in zip(ours[:2], theirs[:2], strict=True)]
     num_equal = sum(torch.equal(ours[2][name], each) for name, each in theirs[2].items())
-    sizes = {"eager_bytes": eager_bytes, "peak_bytes": peak_bytes, "plan": plan}
-    counts = {"num_equal": num_equal, "num_gradients": len(theirs[2])}
-    return _filled("run", is_loss_equal=equal[0], is_state_equal=equal[1], **sizes, **counts)
+    parts: dict[str, Any] = {"eager_bytes": eager_bytes, "peak_bytes": peak_bytes, "plan": plan}
+    parts |= {"num_equal": num_equal, "num_gradients": len(theirs[2])}
+    return _filled("run", is_loss_equal=equal[0], is_state_equal=equal[1], **parts)
 
 
 # --- into the document ----------------------------------------------------------------------------

@@ -49,7 +49,7 @@ def campaign(
     arguments: Sequence[str] | None,
     registries: Sequence[str],
     names_of: Callable[[str], list[str]],
-    measure: Callable[[str, str, str], Record],
+    measure: Callable[..., Record],
 ) -> int:
     """Runs the models of registries that have no line yet, and writes the page; 0.
 
@@ -78,8 +78,12 @@ def campaign(
         ]
         with multiprocessing.get_context("fork").Pool(1) as pool:  # a GPU in use cannot be forked
             head = pool.apply(machine_record, (f"bench.{name}",)) | {"device": options.device}
-        one: Callable[[Record], Record] = lambda each: measure(*each.values(), options.device)  # noqa: E731
-        for record in forks.run_missing(options, ("registry", "name"), models, one):
+        for record in forks.run_missing(
+            options,
+            ("registry", "name"),
+            models,
+            lambda each: measure(**each, device=options.device),
+        ):
             command.add_line(lines, head | record)
     command.write(options, page(command.read(lines), name))
     return 0

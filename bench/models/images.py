@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.models import batches
-from bench.models.workload import Made, Step, outside_cross_entropy
-from bench.unet import UNet
+from bench.models.workload import Step
+from bench.unet import UNet as UNet
 
 
 class Bottleneck(nn.Module):
@@ -96,33 +95,6 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-def resnet(*, depths: Sequence[int], base_width: int, classes: int, rows: int, pixels: int) -> Made:
-    """ResNet of bottlenecks, `depths` in each stage."""
-    return Made(
-        model=ResNet(depths=depths, base_width=base_width, classes=classes),
-        make_batch=batches.images(pixels, classes, ("x", batches.TARGET)),
-        rows=rows,
-        layers=("blocks.*",),
-        loss=outside_cross_entropy,
-    )
-
-
-def unet(*, num_levels: int, base_width: int, rows: int, pixels: int) -> Made:
-    """U-Net that assigns each pixel one of eight classes."""
-    classes = 8
-    values = {
-        "x": batches.normal(3, pixels, pixels),
-        batches.TARGET: batches.classes(classes, pixels, pixels),
-    }
-    return Made(
-        model=UNet(num_levels=num_levels, base_width=base_width, classes=classes),
-        make_batch=batches.drawn(**values),
-        rows=rows,
-        layers=("down.*", "up.*"),
-        loss=outside_cross_entropy,
-    )
-
-
 class _DenseLayer(nn.Module):
     """Normalization, ReLU and convolution, 1x1 then 3x3, of all earlier outputs of the block."""
 
@@ -187,17 +159,6 @@ class DenseNet(nn.Module):
         """Loss and class scores."""
         scores = self.head(functional.relu(self.norm(self.stages(self.stem(images)))).mean((2, 3)))
         return Step(functional.cross_entropy(scores, labels), scores)
-
-
-def densenet(*, depths: Sequence[int], growth: int, width: int, rows: int, pixels: int) -> Made:
-    """DenseNet."""
-    return Made(
-        model=DenseNet(depths, growth, width, classes=100),
-        make_batch=batches.images(pixels, 100, ("images", "labels")),
-        rows=rows,
-        layers=("stages.*.layers.*",),
-        stages=("stages.*",),
-    )
 
 
 class _Exchange(nn.Module):
@@ -273,14 +234,3 @@ class HRNet(nn.Module):
             made = exchange(*made)
         scores = self.head(torch.cat([x.mean((2, 3)) for x in made], 1))
         return Step(functional.cross_entropy(scores, labels), scores)
-
-
-def hrnet(*, widths: Sequence[int], num_exchanges: int, depth: int, rows: int, pixels: int) -> Made:
-    """HRNet with a branch for each width."""
-    return Made(
-        model=HRNet(widths, num_exchanges, depth, classes=100),
-        make_batch=batches.images(pixels, 100, ("images", "labels")),
-        rows=rows,
-        layers=("exchanges.*.branches.*.*",),
-        stages=("exchanges.*",),
-    )

@@ -1,4 +1,4 @@
-"""Models of transformers by the table of their architectures, library.toml, which explains it."""
+"""Models by the table of their architectures, architectures.toml, which explains it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from bench.models import batches
+from bench.models import batches, workload
 from bench.models.hf import TOKENS, halves, hf, quantized, usual, with_adapters
 from bench.models.workload import Made
 
@@ -16,7 +16,7 @@ _TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="u
 _KNOWN = vars(batches) | {"TOKENS": TOKENS, "halves": halves, "usual": usual}
 
 
-def library(
+def made(
     name: str, *, rows: int, rank: int = 0, is_quantized: bool = False, **arguments: Any
 ) -> Made:
     """A model of an architecture.
@@ -32,13 +32,23 @@ def library(
     entry = _TABLE[name]
     codes = [compile(entry[key], key, "eval") for key in ("fields", "batch")]
     named = {*re.findall(r"\w+", entry["kind"]), *codes[0].co_names, *codes[1].co_names}
-    further = {key: value for key, value in arguments.items() if key not in named}
     fields, make_batch = (eval(code, _KNOWN | arguments) for code in codes)
-    model = hf(entry["kind"].format(**arguments), **fields | further)
+    fields |= {key: value for key, value in arguments.items() if key not in named}
+    kind = entry["kind"].format(**arguments)
+    model = of_folder(kind)(**fields) if "." in kind else hf(kind, **fields)
     model = quantized(model) if is_quantized else model
-    paths = tuple(f"base_model.model.{path}" if rank else path for path in entry["layers"])
-    if "wrap" in entry:
-        module, _, wrapper = entry["wrap"].partition(".")
-        model = getattr(importlib.import_module(f"bench.models.{module}"), wrapper)(model)
-    model = with_adapters(model, rank) if rank else model
-    return Made(model=model, make_batch=make_batch, rows=rows, layers=paths)
+    model = of_folder(entry["wrap"])(model) if "wrap" in entry else model
+    return Made(
+        model=with_adapters(model, rank) if rank else model,
+        make_batch=make_batch,
+        rows=rows,
+        layers=tuple(f"base_model.model.{path}" if rank else path for path in entry["layers"]),
+        stages=tuple(entry.get("stages", ())),
+        loss=getattr(workload, entry["loss"]) if "loss" in entry else None,
+    )
+
+
+def of_folder(name: str) -> Any:
+    """What a file of this folder has; the file's name and its own."""
+    module, _, own = name.partition(".")
+    return getattr(importlib.import_module(f"bench.models.{module}"), own)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import statistics
 import time
@@ -391,6 +392,22 @@ def quiet(num_threads: int = 1) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads_before)
+
+
+@contextmanager
+def heard(level: int) -> Iterator[list[str]]:
+    """Collects the lines of rockmate's log, of this level and above."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("rockmate"), logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(level, logger.getEffectiveLevel()))
+    try:
+        yield lines
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
 
 
 # --- equality --------------------------------------------------------------------------------

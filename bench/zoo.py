@@ -78,12 +78,8 @@ def campaign(
         ]
         with multiprocessing.get_context("fork").Pool(1) as pool:  # a GPU in use cannot be forked
             head = pool.apply(machine_record, (f"bench.{name}",)) | {"device": options.device}
-        for record in forks.run_missing(
-            options,
-            ("registry", "name"),
-            models,
-            lambda each: measure(**each, device=options.device),
-        ):
+        one: Callable[[Record], Record] = lambda each: measure(**each, device=options.device)  # noqa: E731
+        for record in forks.run_missing(options, ("registry", "name"), models, one):
             command.add_line(lines, head | record)
     command.write(options, page(command.read(lines), name))
     return 0

@@ -24,7 +24,6 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from bench import command, measure, models, peers
@@ -32,7 +31,6 @@ from bench.command import Record, say
 from bench.comparison import plans
 from bench.comparison.measurement import measure_model
 from bench.comparison.page import page, points_csv, readme_table, save_picture
-from bench.comparison.plans import Task
 from bench.comparison.result import ModelResult, by_model
 
 
@@ -89,7 +87,7 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
 
 def _measure_missing(options: argparse.Namespace, lines: Path) -> Iterator[tuple[str, int]]:
     """Adds the lines of the models that a file lacks; gives those whose process died."""
-    measured = {key: getattr(options, key) for key in Task.MEASURED}
+    measured = {key: getattr(options, key) for key in plans.MEASURED}
     for name in options.model:
         runs = [
             r["options"] for r in command.read(lines) if (r["kind"], r["model"]) == ("run", name)
@@ -98,9 +96,8 @@ def _measure_missing(options: argparse.Namespace, lines: Path) -> Iterator[tuple
             say(f"{name} is finished")
             continue
         say(name)
-        task = asdict(Task(model=name, **measured))
         environment = os.environ | measure.RESIDENT_ENVIRONMENT
-        status, records = command.apart(measure_model, task, environment=environment)
+        status, records = command.apart(measure_model, name, measured, environment=environment)
         if status:
             yield name, status
             continue

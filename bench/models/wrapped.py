@@ -1,4 +1,4 @@
-"""Models with two towers: CLIP, and a vision tower in front of a Llama type."""
+"""Models of libraries that need code: CLIP, LLaVA, those of diffusers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from typing import Any
 
 import transformers
 from torch import Generator, Tensor, nn
+from torch.nn import functional
 
 from bench.models.batches import normal, words
 from bench.models.hf import hf, usual
-from bench.models.workload import Made
+from bench.models.workload import Made, Step
 
 _WORDS = 4096
 
@@ -54,3 +55,32 @@ def llava(*, layers: int, width: int, pixels: int, length: int, rows: int) -> Ma
         rows=rows,
         layers=("model.vision_tower.encoder.layers.*", "model.language_model.layers.*"),
     )
+
+
+_ADDED = ("text_embeds", "time_ids")
+
+
+class _Denoiser(nn.Module):
+    """A diffusion model that predicts the noise; `conditions` are its further arguments."""
+
+    def __init__(self, model: nn.Module, sample_name: str = "sample") -> None:
+        super().__init__()
+        self.model, self.sample_name = model, sample_name
+
+    def forward(self, sample: Tensor, noise: Tensor, **conditions: Tensor) -> Step:
+        arguments: dict[str, Any] = {k: v for k, v in conditions.items() if k not in _ADDED}
+        if len(arguments) < len(conditions):
+            arguments["added_cond_kwargs"] = {key: conditions[key] for key in _ADDED}
+        arguments[self.sample_name] = sample
+        (prediction,) = self.model(return_dict=False, **arguments)
+        return Step(functional.mse_loss(prediction, noise), prediction)
+
+
+def denoiser(name: str, sample_name: str = "sample", **fields: Any) -> nn.Module:
+    """Such a model of a class of diffusers, with the fields of its configuration."""
+    try:
+        import diffusers
+    except ImportError as error:
+        msg = f"{name} is a model of the package diffusers: pip install diffusers"
+        raise RuntimeError(msg) from error
+    return _Denoiser(getattr(diffusers, name)(**fields), sample_name)

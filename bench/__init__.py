@@ -5,10 +5,12 @@
 | `command` | the options, lines and pages of all commands |
 | `pages`, `templates` | pages with their tables and targets; pictures; where lines come from |
 | `measure` | a training step, the meters of peaks and times |
-| `models`, `unet` | the workloads: functions, and tables of their sizes |
+| `models`, `unet` | the workloads: tables of architectures and of sizes, and what needs code |
 | `peers` | the other ways to train in less memory |
 | `comparison`, `compare` | all methods on one model, measured; the command |
-| `quality`, `plan_quality` | plans beside a lower bound and other strategies; the command |
+| `plan_quality`, `quality_page` | plans beside a lower bound and other strategies |
+| `cuda`, `campaign` | a GPU, in parts that resume; their cases |
+| `zoo`, `fields`, `registries`, `scripts`, `forks` | models and scripts in processes of their own |
 | `fingerprint` | digests of plans, to compare two versions of the code |
 | `results` | pages and data |
 

@@ -89,16 +89,14 @@ def page(records: Sequence[Record]) -> list[str]:
     return filled("call_cost", lines=newest, about=about(newest, __doc__), **parts)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes the page."""
-    further = {
-        "--budget": {"action": "append", "type": float, "help": "fraction of the peak"},
-        "--whole": {"action": "store_true", "help": "not their variants of milliseconds"},
-    }
-    return command.run_models(
-        "call_cost", __doc__, arguments, measured, page, models=models.REGISTRY, default=MODELS,
-        further=further, rounds=500, stem="call_cost_cpu",
-    )[0]  # fmt: skip
+_FURTHER = {
+    "--budget": {"action": "append", "type": float, "help": "fraction of the peak"},
+    "--whole": {"action": "store_true", "help": "not their variants of milliseconds"},
+}
+main = command.main_of(
+    "call_cost", __doc__, measured, page, models=models.REGISTRY, default=MODELS,
+    further=_FURTHER, rounds=500, stem="call_cost_cpu",
+)  # fmt: skip
 
 
 if __name__ == "__main__":

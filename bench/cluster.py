@@ -22,18 +22,21 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+import tomllib
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from bench import command
+from bench.command import Record
 from bench.models import Workload, built, makers
 from bench.pages import filled
 from rockmate import Machine, Planner
@@ -51,48 +54,9 @@ SIZES = ("8b", "70b")
 _LEAST: Any = {"on_infeasible": "least"}
 
 
-class Published(NamedTuple):
-    """A figure of torchtitan's `benchmarks/`, at commit b5bcd76.
-
-    Attributes:
-        model: one of `SIZES`.
-        ranks: number of GPUs.
-        what: how it was run.
-        saves_products: whether checkpoints save every second product and attention.
-        tokens_per_s: of a GPU.
-        gib: memory of a GPU; None: not reported.
-    """
-
-    model: str
-    ranks: int
-    what: str
-    saves_products: bool
-    tokens_per_s: float
-    gib: float | None
-
-
-PUBLISHED = (
-    Published("8b", 8, "FSDP", True, 5762, 82.4),
-    Published("8b", 8, "FSDP, torch.compile", True, 6667, 77.0),
-    Published("8b", 128, "FSDP", True, 5605, 67.0),
-    Published("8b", 128, "FSDP, torch.compile", True, 6514, 62.0),
-    Published("70b", 256, "FSDP 32 x TP 8, torch.compile", False, 597.3, None),
-    Published("70b", 256, "FSDP 32 x async TP 8, torch.compile", False, 652.4, None),
-)
-
-
-class Row(NamedTuple):
-    """A plan for a mesh of ranks."""
-
-    mesh: str
-    budget: str
-    peak_gib: float
-    rank_gib: float
-    sum_ms: float
-    overlapped_ms: float
-    tokens_per_s: float
-    num_gathers: int
-    is_hidden: bool
+PUBLISHED: list[Record] = tomllib.loads(
+    Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
+)["published"]
 
 
 class Cluster:
@@ -144,24 +108,24 @@ class Cluster:
             **further,
         )
 
-    def row(self, plan: Plan, mesh: str, budget: str, *, is_hidden: bool = False) -> Row:
+    def row(self, plan: Plan, mesh: str, budget: str, *, is_hidden: bool = False) -> Record:
         """A plan with the step's time and memory on a rank."""
         own = self.num_parameters / int(mesh.split("x")[-1])
         step_ms = plan.overlapped_ms + self.machine.memory_ms(UPDATED_BYTES * own)
         targets = [plan.graph.ops[index].node.target for index in plan.schedule.steps]
-        return Row(
-            mesh,
-            budget,
-            plan.predicted_peak_bytes / 2**30,
-            (plan.predicted_peak_bytes + STATE_BYTES * own) / 2**30,
-            plan.predicted_ms,
-            step_ms,
-            1e3 * self.options.batch * self.options.length / step_ms,
-            targets.count(GATHER),
-            is_hidden,
-        )
+        return {
+            "mesh": mesh,
+            "budget": budget,
+            "peak_gib": plan.predicted_peak_bytes / 2**30,
+            "rank_gib": (plan.predicted_peak_bytes + STATE_BYTES * own) / 2**30,
+            "sum_ms": plan.predicted_ms,
+            "overlapped_ms": step_ms,
+            "tokens_per_s": 1e3 * self.options.batch * self.options.length / step_ms,
+            "num_gathers": targets.count(GATHER),
+            "is_hidden": is_hidden,
+        }
 
-    def frontier(self, mesh: str) -> Iterator[Row]:
+    def frontier(self, mesh: str) -> Iterator[Record]:
         """The plans for a mesh of ranks."""
         planners = [self.planner(mesh, is_hidden=is_hidden) for is_hidden in (False, True)]
         for budget in map(float, self.options.budgets.split(",")):
@@ -171,16 +135,17 @@ class Cluster:
             best = min((plain, repriced), key=lambda plan: plan.overlapped_ms)
             yield self.row(best, mesh, f"{budget:g}", is_hidden=best is not plain)
 
-    def published(self) -> Iterator[tuple[list[Published], list[Row]]]:
+    def published(self) -> Iterator[tuple[list[Record], list[Record]]]:
         """What is reported, with the same schedule simulated and plans at the reported memory."""
-        rows = [row for row in PUBLISHED if row.model == self.options.model]
-        for mesh in dict.fromkeys(str(row.ranks) for row in rows):
-            reported = [row for row in rows if str(row.ranks) == mesh]
-            theirs = self.planner(mesh, saves_products=reported[0].saves_products)
+        rows = [row for row in PUBLISHED if row["model"] == self.options.model]
+        for mesh in dict.fromkeys(str(row["ranks"]) for row in rows):
+            reported = [row for row in rows if str(row["ranks"]) == mesh]
+            theirs = self.planner(mesh, saves_products=reported[0]["saves_products"])
             found = [self.row(theirs.plan(1.0, **_LEAST), mesh, "its schedule, simulated")]
-            ours, state_gib = self.planner(mesh), found[0].rank_gib - found[0].peak_gib
+            ours, its_gib = self.planner(mesh), found[0]["rank_gib"]
+            state_gib = its_gib - found[0]["peak_gib"]
             # Where no memory is reported: that of the schedule.
-            for gib in dict.fromkeys(row.gib or found[0].rank_gib for row in reported):
+            for gib in dict.fromkeys(row.get("gib", its_gib) for row in reported):
                 plan = ours.plan(int((gib - state_gib) * 2**30), **_LEAST)
                 found.append(self.row(plan, mesh, f"a plan within {gib:.1f} GiB"))
             yield reported, found

@@ -122,52 +122,72 @@ def newest(records: Iterable[Record], *keys: str) -> list[Record]:
 # --- running ----------------------------------------------------------------------------------
 
 
-def run_models(
+def main_of(
     name: str,
     text: str | None,
-    arguments: Sequence[str] | None,
     measured: Callable[[str, argparse.Namespace], Iterable[Record]],
     page: Callable[[Sequence[Record]], list[str]],
     *,
     models: Collection[str],
     default: Collection[str] = (),
     further: Mapping[str, Mapping[str, Any]] | None = None,
+    after: Callable[[argparse.Namespace, list[Record]], int] = lambda *_: 0,
     **shared: Any,
-) -> tuple[int, argparse.Namespace]:
-    """A command that measures model by model, on one thread.
+) -> Callable[..., int]:
+    """The `main` of a command that measures model by model, on one thread, and writes a page.
 
     Args:
         name: as for `parser`, as are `text` and `shared`.
         text: the module's docstring.
-        arguments: the command line; None takes the process's own.
         measured: gives the records of a model.
         page: gives the page of all records.
         models: choices of `--model`.
         default: those that are measured if none is named; empty for all.
         further: options of this command alone, by flag.
+        after: what is done with all records, and the exit status.
         **shared: which of the shared options it has.
-
-    Returns:
-        The exit status, and the options.
     """
-    made = parser(name, text, models=models, **shared)
-    for flag, details in (further or {}).items():
-        made.add_argument(flag, **details)
-    options = made.parse_args(arguments)
-    torch.set_num_threads(1)
-    bar = tqdm(options.model or list(default or models), unit="model", disable=options.page)
-    found = (record for model in bar for record in measured(model, options))
-    return run(name, options, found, page), options
+
+    def main(arguments: Sequence[str] | None = None) -> int:
+        made = parser(name, text, models=models, **shared)
+        for flag, details in (further or {}).items():
+            made.add_argument(flag, **details)
+        options = made.parse_args(arguments)
+        torch.set_num_threads(1)
+        bar = tqdm(options.model or list(default or models), unit="model", disable=options.page)
+        found = (record for model in bar for record in measured(model, options))
+        return run(name, options, found, page) or after(options, read(lines_of(options)))
+
+    return main
 
 
 def apart(
-    module: str, *words: str, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Runs `python -m bench.MODULE WORDS...` in a process of its own, and keeps what it prints."""
-    line = [sys.executable, "-m", f"bench.{module}", *words]
-    return subprocess.run(
-        line, stdout=subprocess.PIPE, text=True, check=False, env=environment, cwd=ROOT
+    function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None
+) -> tuple[int, list[Any]]:
+    """The exit status and the results of a function that runs in a process of its own.
+
+    Args:
+        function: of a module of the bench; it gives results one by one, which JSON can hold.
+        *arguments: what it takes, as JSON.
+        environment: of the process; this one's by default.
+    """
+    module = function.__globals__["__spec__"].name  # where `__name__` is "__main__", too
+    line = [sys.executable, "-m", "bench.command", module, function.__name__]
+    child = subprocess.run(
+        [*line, json.dumps(arguments)], stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT
     )
+    marked = [each for each in child.stdout.splitlines() if each.startswith(_MARK)]
+    return child.returncode, [json.loads(each.removeprefix(_MARK)) for each in marked]
+
+
+_MARK = "result: "
+
+
+def _called_apart(module: str, name: str, arguments: str) -> None:
+    torch.set_num_threads(1)
+    for result in getattr(importlib.import_module(module), name)(*json.loads(arguments)):
+        sys.stdout.write(f"{_MARK}{json.dumps(result)}\n")
+        sys.stdout.flush()
 
 
 def run(
@@ -212,3 +232,7 @@ def say(message: str) -> None:
     """Writes progress to stderr."""
     sys.stderr.write(f"bench: {message}\n")
     sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    _called_apart(*sys.argv[1:])

@@ -20,7 +20,6 @@ LoRA models peft, diffusion models diffusers, pictures matplotlib.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -30,9 +29,8 @@ from pathlib import Path
 from bench import command, measure, models, peers
 from bench.command import Record, say
 from bench.comparison import plans
-from bench.comparison.page import page, readme_table
-from bench.comparison.plans import Task
-from bench.comparison.points import points_csv, save_picture
+from bench.comparison.measurement import measure_model
+from bench.comparison.page import page, points_csv, readme_table, save_picture
 from bench.comparison.result import ModelResult, by_model
 
 
@@ -89,7 +87,7 @@ def _problems(options: argparse.Namespace) -> Iterator[str]:
 
 def _measure_missing(options: argparse.Namespace, lines: Path) -> Iterator[tuple[str, int]]:
     """Adds the lines of the models that a file lacks; gives those whose process died."""
-    measured = {key: getattr(options, key) for key in Task.MEASURED}
+    measured = {key: getattr(options, key) for key in plans.MEASURED}
     for name in options.model:
         runs = [
             r["options"] for r in command.read(lines) if (r["kind"], r["model"]) == ("run", name)
@@ -98,14 +96,13 @@ def _measure_missing(options: argparse.Namespace, lines: Path) -> Iterator[tuple
             say(f"{name} is finished")
             continue
         say(name)
-        words = Task(model=name, **measured).words
         environment = os.environ | measure.RESIDENT_ENVIRONMENT
-        child = command.apart("comparison.measurement", words, environment=environment)
-        if child.returncode:
-            yield name, child.returncode
+        status, records = command.apart(measure_model, name, measured, environment=environment)
+        if status:
+            yield name, status
             continue
-        for record in child.stdout.splitlines():
-            command.add_line(lines, json.loads(record))
+        for record in records:
+            command.add_line(lines, record)
 
 
 def _write(records: Sequence[Record], options: argparse.Namespace) -> None:

@@ -35,10 +35,8 @@ from typing import Any
 
 import torch
 
-from bench import command
-from bench.campaign import measure
-from bench.campaign.measure import Build
-from bench.campaign.offload import offloaded_step, save_on_cpu_step
+from bench import campaign, command
+from bench.campaign import Build, offloaded_step, save_on_cpu_step
 from bench.machine import hardware_text, machine_record, versions_text
 from bench.pages import filled
 
@@ -70,17 +68,17 @@ class Case:
 def cases(models: Mapping[str, Build], *, tiny: bool) -> Iterator[Case]:
     """All cases, model by model."""
     caps = {f"{cap} GB": (cap << 20) // 100 if tiny else cap * 10**9 for cap in CAPS_GB}
-    fused = partial(measure.planned_step, is_fused=True)
+    fused = partial(campaign.planned_step, is_fused=True)
     parts: dict[str, dict[str, Callable[..., Mapping[str, Any]]]] = {
-        "correctness": {"": measure.correctness},
-        "step": {f"{share}": partial(measure.planned_step, share=share) for share in FRACTIONS},
+        "correctness": {"": campaign.correctness},
+        "step": {f"{share}": partial(campaign.planned_step, share=share) for share in FRACTIONS},
         "fused": {f"{share}": partial(fused, share=share) for share in FRACTIONS},
-        "peers": {peer: partial(measure.peer_step, peer=peer) for peer in PEERS},
+        "peers": {peer: partial(campaign.peer_step, peer=peer) for peer in PEERS},
         "offload": {f"{share}": partial(offloaded_step, share=share) for share in OFFLOAD_FRACTIONS}
         | {SAVE_ON_CPU: save_on_cpu_step},
-        "costs": {"": measure.op_costs},
+        "costs": {"": campaign.op_costs},
         "batch": {
-            name: partial(measure.largest_batches, cap_bytes=size) for name, size in caps.items()
+            name: partial(campaign.largest_batches, cap_bytes=size) for name, size in caps.items()
         },
     }
     for name, build in models.items():  # whose planner is kept from one part to the next
@@ -96,7 +94,7 @@ def run_case(case: Case) -> dict[str, Any]:
         figures = dict(case.run())
     except Exception as error:  # noqa: BLE001 - one case must not stop the campaign
         figures = {"error": f"{type(error).__name__}: {error}"[:2000]}
-        measure.release_memory()  # of what the frames of the error hold
+        campaign.release_memory()  # of what the frames of the error hold
     seconds = round(time.perf_counter() - begin, 1)
     return {"model": case.model, "setting": case.setting, **figures, "seconds": seconds}
 
@@ -113,7 +111,7 @@ def run(folder: Path, todo: Sequence[Case], limit_s: float) -> int:
         if time.perf_counter() - begin > limit_s:
             return len(todo) - index
         if index and case.model != todo[index - 1].model:
-            measure.release_memory()
+            campaign.release_memory()
         record = run_case(case)
         command.add_line(folder / f"{case.part}.jsonl", record)
         command.say(f"{case.part} {json.dumps(record)}")
@@ -144,7 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu for a rehearsal")
     parser.add_argument("--page", action="store_true", help="print the page of finished cases")
     options = parser.parse_args(arguments)
-    models = measure.builds(torch.device(options.device), tiny=options.tiny)
+    models = campaign.builds(torch.device(options.device), tiny=options.tiny)
     every = list(cases(models, tiny=options.tiny))
     done = {part: finished(options.output, part) for part in dict.fromkeys(c.part for c in every)}
     machine = options.output / "machine.json"

@@ -31,11 +31,10 @@ def _names_of(package: str) -> list[str]:
     return list(fields.TABLE[package]["models"])
 
 
-def _measure(model: tuple[str, str], device: str) -> Record:
+def _measure(registry: str, name: str, device: str) -> Record:
     """In the model's own process."""
-    return {"field": fields.TABLE[model[0]]["field"]} | trial(
-        [fields.builder(*model)], fields.make_batch, device
-    )
+    found = trial([fields.builder(registry, name)], fields.make_batch, device)
+    return {"field": fields.TABLE[registry]["field"]} | found
 
 
 if __name__ == "__main__":

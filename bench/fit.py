@@ -42,7 +42,6 @@ from rockmate.capture.options import Numerics
 _MIB = 1 << 20
 _RESERVE_BYTES = 2 * _MIB  # see above
 _NUM_STEPS = 2
-_DOES_NOT_FIT = 3
 _MOST_RUNS = 12
 _MODELS = makers("fitted")
 
@@ -123,15 +122,16 @@ def _trains(name: str, num_rows: int) -> bool:
         "MALLOC_MMAP_THRESHOLD_": "32768",  # what is free is given back at once
         "MALLOC_ARENA_MAX": "1",
     }
-    words = ("--child", name, str(num_rows))
-    finished = command.apart("fit", *words, environment=os.environ | environment)
-    if finished.returncode not in (0, _DOES_NOT_FIT):
+    status, found = command.apart(
+        train_capped, name, num_rows, environment=os.environ | environment
+    )
+    if status or not found:
         raise RuntimeError(f"{name} with {num_rows} rows failed; see above")
-    return finished.returncode == 0
+    return found[0]
 
 
-def train_capped(name: str, num_rows: int) -> int:
-    """Trains in this process, limited; 0 if it fits, another code if not."""
+def train_capped(name: str, num_rows: int) -> Iterator[bool]:
+    """Trains in this process, limited: whether it fits."""
     from rockmate import Planner
 
     case, workload = CASES[name], _workload(name)
@@ -147,6 +147,7 @@ def train_capped(name: str, num_rows: int) -> int:
     inputs = sum(each.nbytes for each in sample.values())
     limit = _data_bytes() - held - inputs + case.memory_mib * _MIB
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
+    fits = True
     try:
         for _ in range(_NUM_STEPS):
             optimizer.zero_grad(set_to_none=False)
@@ -154,10 +155,11 @@ def train_capped(name: str, num_rows: int) -> int:
             workload.loss(module, sample)[1].backward()
             optimizer.step()
     except (RuntimeError, MemoryError) as error:
-        if "memory" in str(error) or isinstance(error, MemoryError):
-            return _DOES_NOT_FIT
-        raise
-    return 0
+        if "memory" not in str(error) and not isinstance(error, MemoryError):
+            raise
+        fits = False
+    resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    yield fits
 
 
 def _warm_up() -> None:
@@ -209,17 +211,12 @@ def page(lines: Sequence[Record]) -> list[str]:
     return filled("fit", machine=machine, lines=newest, missing=note)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes the page; exit code 1 if a prediction is above, or over one below."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["--child"]:
-        torch.set_num_threads(1)
-        return train_capped(words[1], int(words[2]))
-    _, options = command.run_models(
-        "fit", __doc__, arguments, measured, page, models=CASES, stem="fit_cpu"
-    )
-    newest = command.newest(command.read(command.lines_of(options)), "model")
-    return 0 if all(map(is_held, newest)) else 1
+def _status(_: argparse.Namespace, records: list[Record]) -> int:
+    """1 if a prediction is above, or over one below."""
+    return 0 if all(map(is_held, command.newest(records, "model"))) else 1
+
+
+main = command.main_of("fit", __doc__, measured, page, models=CASES, stem="fit_cpu", after=_status)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gc
 import importlib
@@ -12,16 +13,20 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import rockmate
+import torch
+from tqdm import tqdm
 
-Record = dict[str, Any]
-Task = TypeVar("Task")
+import rockmate
+from bench import command
+from bench.command import Record
+
+Task = TypeVar("Task", bound=Mapping[str, Any])
 
 
 class _Job(NamedTuple):
@@ -31,6 +36,32 @@ class _Job(NamedTuple):
     process: BaseProcess
     answers: Connection
     begin: float
+
+
+def parser(name: str, text: str | None, limit_s: float) -> argparse.ArgumentParser:
+    """That of a command with a page, which goes on where it was interrupted."""
+    made = command.parser(name, text, stem=f"{name}_cpu")  # of a GPU: --output
+    add = made.add_argument
+    add("--again", action="append", default=[], metavar="VERDICT", help="run these once more")
+    add("--limit", type=float, default=limit_s, metavar="S", help="seconds for each")
+    add("--parallel", type=int, default=2, metavar="N", help="processes at a time")
+    return made
+
+
+def run_missing(
+    options: argparse.Namespace,
+    keys: tuple[str, ...],
+    tasks: Iterable[Task],
+    measure: Callable[[Task], Record],
+) -> Iterator[Record]:
+    """The records of the tasks that have no line yet, of which these keys tell them apart."""
+    torch.set_num_threads(1)
+    known = command.newest(command.read(command.lines_of(options)), *keys)
+    done = {tuple(r[key] for key in keys) for r in known if r["verdict"] not in options.again}
+    todo = [each for each in tasks if tuple(each[key] for key in keys) not in done]
+    found = run_each(todo, measure, parallel=options.parallel, limit_s=options.limit)
+    for task, record in tqdm(found, total=len(todo)):
+        yield {**task, **record}
 
 
 def run_each(

@@ -190,12 +190,10 @@ def _own_ratio(newest: dict[tuple[str, str], Record], line: Record) -> float | N
     return newest.get((line["model"], method), {}).get("ratio")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes the page."""
-    return command.run_models(
-        "frames", __doc__, arguments, measured, page, models=dynamic.NAMES, rounds=7, tiny=True,
-        stem="frames_cpu",
-    )[0]  # fmt: skip
+main = command.main_of(
+    "frames", __doc__, measured, page, models=dynamic.NAMES, rounds=7, tiny=True,
+    stem="frames_cpu",
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     module = RockmateModule(model, sample, 0.5, **how)
     _gradients_after(module, model, sample)
     plan_s = time.process_time() - begin
-    with CaptureLog() as log:
+    with measure.heard(logging.INFO) as log:
         lengths = [_measured_length(module, model, eager, batch) for batch in others]
     later = [length["cost_ms"] for length in lengths[1:]] or [0.0]
     yield {
@@ -116,7 +116,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
         "later_ms": statistics.median(later),
         "largest_ms": max(later),
         "step_ms": statistics.median(length["step_ms"] for length in lengths),
-        "num_captures": log.num_captures + log.num_plans,
+        "num_captures": sum(each.startswith(("captured", "planned for this call")) for each in log),
         "peak_share": max(length["peak_share"] for length in lengths),
         "num_equal": sum(length["is_equal"] for length in lengths),
         "num_lengths": len(lengths),
@@ -165,30 +165,6 @@ def _gradients_after(
     return {"": loss.detach(), **measure.gradients_of(owner)}
 
 
-class CaptureLog(logging.Handler):
-    """Counts captures and plans by their lines in the log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.num_captures = self.num_plans = 0
-        self._logger = logging.getLogger("rockmate")
-        self._level = self._logger.level
-
-    def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
-        text = record.getMessage()
-        self.num_captures += text.startswith("captured")
-        self.num_plans += text.startswith("planned for this call")
-
-    def __enter__(self) -> CaptureLog:
-        self._logger.addHandler(self)
-        self._logger.setLevel(logging.INFO)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._logger.setLevel(self._level)
-        self._logger.removeHandler(self)
-
-
 def page(records: Sequence[Record]) -> list[str]:
     """The table, with the slowest later length as its headline."""
     newest = command.newest(records, "model")
@@ -200,14 +176,11 @@ def page(records: Sequence[Record]) -> list[str]:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measures and writes the page."""
-    number = "number of different lengths after the first, at most 89, and of grids, at most 210"
-    return command.run_models(
-        "lengths", __doc__, arguments, measured, page,
-        models=(*MODELS, *_GRID_MODELS), stem="lengths_cpu",
-        further={"--lengths": {"type": int, "default": 20, "help": number}},
-    )[0]  # fmt: skip
+_NUMBER = "number of different lengths after the first, at most 89, and of grids, at most 210"
+main = command.main_of(
+    "lengths", __doc__, measured, page, models=(*MODELS, *_GRID_MODELS), stem="lengths_cpu",
+    further={"--lengths": {"type": int, "default": 20, "help": _NUMBER}},
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -79,13 +79,11 @@ def page(records: Sequence[Record]) -> list[str]:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plans and writes the page."""
-    share = {"action": "append", "type": float, "help": "repeatable; default: all"}
-    return command.run_models(
-        "long_steps", __doc__, arguments, measured, page, models=CASES, tiny=True,
-        stem=f"long_steps_{MACHINE}", further={"--share": share},
-    )[0]  # fmt: skip
+_SHARE = {"action": "append", "type": float, "help": "repeatable; default: all"}
+main = command.main_of(
+    "long_steps", __doc__, measured, page, models=CASES, tiny=True, stem=f"long_steps_{MACHINE}",
+    further={"--share": _SHARE},
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -31,11 +31,11 @@ def machine_record(module: str) -> dict[str, Any]:
     }
 
 
-def machine_text(record: Mapping[str, Any]) -> str:
-    """Command, commit and machine in one paragraph, for a page that one command prints."""
+def machine_text(record: Mapping[str, Any], load: str = "") -> str:
+    """Command, commit and machine in one paragraph; `load` is in place of the record's."""
     return (
         f"`{record['command']}` at commit {record['commit']}, load average "
-        f"{record['load_average']:.1f} at the start. {hardware_text(record)}. "
+        f"{load or format(record['load_average'], '.1f')} at the start. {hardware_text(record)}. "
         f"{versions_text(record)}."
     )
 

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import os
 import statistics
 import time
@@ -122,49 +123,37 @@ def allocator_peak(step: Step, *, device: str | torch.device = "cpu") -> int:
     return _largest_excess(_cpu_events(kineto.kineto_results.experimental_event_tree()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AllocatorEvent:
-    """An allocation, or a free with negative bytes."""
-
-    time_ns: int
-    address: int
-    num_bytes: int
+_Event = tuple[int, int, int]
+"""Time in ns, address, and bytes of an allocation, or less than 0 of a free."""
 
 
-def _cpu_events(roots: Sequence[Any]) -> list[_AllocatorEvent]:
+def _cpu_events(roots: Sequence[Any]) -> list[_Event]:
     # The event tree, because the flat event list has no addresses.
-    events: list[_AllocatorEvent] = []
+    events: list[_Event] = []
     pending = list(roots)
     while pending:
         node = pending.pop()
         pending.extend(node.children)
-        if node.name != "[memory]" or node.extra_fields.device.type != "cpu":
-            continue
-        fields = node.extra_fields
-        events.append(
-            _AllocatorEvent(
-                time_ns=node.start_time_ns, address=fields.ptr, num_bytes=fields.alloc_size
-            )
-        )
+        if node.name == "[memory]" and node.extra_fields.device.type == "cpu":
+            events.append((node.start_time_ns, node.extra_fields.ptr, node.extra_fields.alloc_size))
     # A free and an allocation may have the same time. Frees first would read low, so allocations go
     # first. Where an address is allocated again, the caller removes the earlier bytes.
-    events.sort(key=lambda event: (event.time_ns, event.num_bytes < 0))
+    events.sort(key=lambda event: (event[0], event[2] < 0))
     return events
 
 
-def _largest_excess(events: Sequence[_AllocatorEvent]) -> int:
+def _largest_excess(events: Sequence[_Event]) -> int:
     # Frees are matched with allocations by address. Torch keeps the sizes of earlier profiled
     # allocations in a table that goes stale outside a profile, so the size of an unmatched free may
     # be wrong.
     live: dict[int, int] = {}
     total_bytes = peak_bytes = 0
-    for event in events:
-        if event.num_bytes > 0:
-            total_bytes += event.num_bytes - live.pop(event.address, 0)
-            live[event.address] = event.num_bytes
+    for _, address, num_bytes in events:
+        total_bytes -= live.pop(address, 0)
+        if num_bytes > 0:
+            live[address] = num_bytes
+            total_bytes += num_bytes
             peak_bytes = max(peak_bytes, total_bytes)
-        else:
-            total_bytes -= live.pop(event.address, 0)
     return peak_bytes
 
 
@@ -391,6 +380,22 @@ def quiet(num_threads: int = 1) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads_before)
+
+
+@contextmanager
+def heard(level: int) -> Iterator[list[str]]:
+    """Collects the lines of rockmate's log, of this level and above."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger("rockmate"), logging.Handler(level)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(min(level, logger.getEffectiveLevel()))
+    try:
+        yield lines
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
 
 
 # --- equality --------------------------------------------------------------------------------

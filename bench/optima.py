@@ -15,41 +15,30 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-import torch
-from torch import nn
-
 from bench import command, models
 from bench.command import Record
-from bench.models.images import ResNet
 from bench.pages import about, filled
-from bench.unet import UNet
 from rockmate import Planner
 from rockmate.costs.cost import Cost
 from rockmate.graph.in_place import reusable_operand
 from rockmate.planning.checkmate_strategy import CheckmateSearch
 
 TWO_LAYER_MODELS = ("gpt2-2layer", "bert-2layer", "llama-2layer")
-MODELS = ("unet-1", "unet-2", "resnet-2", *TWO_LAYER_MODELS)
+_MAKERS = models.makers("optima")
+MODELS = (*_MAKERS, *TWO_LAYER_MODELS)
 ABOVE = (1.0, 1.05, 1.1, 1.2, 1.3, 1.5)
 """Budgets, in smallest peaks."""
 
 
-def net(name: str) -> tuple[nn.Module, object]:
-    """A model in train mode, and its sample; a number at the end counts levels or blocks."""
-    if name in TWO_LAYER_MODELS:
-        workload = models.build(name)
-        return workload.model, workload.sample
-    kind, size = name.split("-")
-    if kind == "unet":
-        unet = UNet(num_levels=int(size), base_width=32, classes=8)
-        return unet.train(), torch.zeros(2, 3, 128, 128)
-    resnet = ResNet(depths=(1,) * int(size), base_width=64, classes=1000)
-    return resnet.train(), torch.zeros(2, 3, 112, 112)
+def net(name: str) -> models.Workload:
+    """The workload of a model."""
+    return models.build(name) if name in TWO_LAYER_MODELS else models.built(name, _MAKERS[name])
 
 
 def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     """Plans and proves one model within each budget; times are over the baseline's."""
-    planner = Planner(*net(name), machine="cpu-avx2", numerics="bitwise")
+    own = net(name)
+    planner = Planner(own.model, own.sample, machine="cpu-avx2", numerics="bitwise")
     for above in options.above or ABOVE:
         plan = planner.plan(int(above * planner.minimum_peak_bytes))
         graph, costs = plan.graph, plan.costs
@@ -93,14 +82,12 @@ def page(records: Sequence[Record]) -> list[str]:
     return filled("optima", lines=lines, about=about(lines))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plans, proves and writes the page."""
-    limit = {"type": float, "default": 600.0, "metavar": "S", "help": "of one proof, in seconds"}
-    above = {"action": "append", "type": float, "help": "smallest peaks; repeatable"}
-    return command.run_models(
-        "optima", __doc__, arguments, measured, page, models=MODELS,
-        stem="optima_cpu", further={"--limit": limit, "--above": above},
-    )[0]  # fmt: skip
+_LIMIT = {"type": float, "default": 600.0, "metavar": "S", "help": "of one proof, in seconds"}
+_ABOVE = {"action": "append", "type": float, "help": "smallest peaks; repeatable"}
+main = command.main_of(
+    "optima", __doc__, measured, page, models=MODELS, stem="optima_cpu",
+    further={"--limit": _LIMIT, "--above": _ABOVE},
+)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 
-from bench.machine import hardware_text, versions_text
+from bench.machine import hardware_text, machine_text, versions_text
 
 Record = Mapping[str, Any]
 
@@ -47,7 +46,9 @@ def _where(records: Iterable[Any], expression: str) -> list[Any]:
 
 def _every(records: Sequence[Any], what: str, expression: str) -> str:
     """The row of a target that is hit if an expression is true for every record."""
-    return all_row(what, len(_where(records, expression)), len(records)).text
+    num_hit, number = len(_where(records, expression)), len(records)
+    is_hit = num_hit == number if number else None
+    return Target(what, "all", f"{num_hit} of {number}", "", is_hit).text
 
 
 def _worst(
@@ -140,13 +141,6 @@ class Target(NamedTuple):
         return table_row([*self[:4], self.verdict])
 
 
-def all_row(what: str, num_hit: int, num_all: int) -> Target:
-    """A target that every case has to hit."""
-    return Target(
-        what, "all", f"{num_hit} of {num_all}", "", num_hit == num_all if num_all else None
-    )
-
-
 def worst_row(
     what: str,
     limit: float,
@@ -179,79 +173,42 @@ def worst_row(
 # --- where the lines come from ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """One start of a command for one model.
-
-    Attributes:
-        model: Its name.
-        command: As a user types it.
-        machine: The record of `machine_record`.
-    """
-
-    model: str
-    command: str
-    machine: Mapping[str, Any]
-
-
 def about(records: Sequence[Record], text: str | None = None) -> list[str]:
     """The sections that name commands, commits and machines of lines, and how they were measured.
+
+    One sentence if all lines have the same, otherwise a table with a row for each combination.
 
     Args:
         records: lines with the head of `machine_record`.
         text: a module's docstring, whose paragraphs after the commands say how.
     """
-    starts = [Start(model=r.get("model", ""), command=r["command"], machine=r) for r in records]
     paragraphs = [" ".join(each.split()) for each in (text or "").split("\n\n")[2:]]
     method = ["", "## How it was measured", "", *paragraphs[:1]] if paragraphs else []
-    return [*provenance(starts), *method]
-
-
-def provenance(starts: Sequence[Start]) -> list[str]:
-    """The section that names command, commit and machine of all lines.
-
-    One sentence if all lines have the same, otherwise a table with a row for each combination.
-    """
-    groups: dict[tuple[str, str, str, str], list[Start]] = {}
-    for start in starts:
-        hardware = hardware_text(start.machine)
-        versions = versions_text(start.machine)
-        key = (f"`{start.command}`", start.machine["commit"], hardware, versions)
-        groups.setdefault(key, []).append(start)
+    groups: dict[tuple[str, ...], list[Record]] = {}
+    for each in records:
+        key = (f"`{each['command']}`", each["commit"], hardware_text(each), versions_text(each))
+        groups.setdefault(key, []).append(each)
     title = ["## Command, commit, machine", ""]
     if len(groups) == 1:
-        ((command, commit, hardware, versions), own) = next(iter(groups.items()))
-        return [
-            *title,
-            f"{command} at commit {commit}, load average {_loads(own)} at the start. "
-            f"{hardware}. {versions}.",
-        ]
-    all_versions = list(dict.fromkeys(versions for _, _, _, versions in groups))
+        return [*title, machine_text(records[0], _loads(records)), *method]
+    distinct = [list(dict.fromkeys(each)) for each in zip(*groups, strict=True)]
     columns = ["command", "commit", "models", "load average at the start", "machine"]
-    rows = [
-        [command, commit, ", ".join(dict.fromkeys(s.model for s in own)), _loads(own), hardware]
-        for (command, commit, hardware, _), own in groups.items()
+    columns += ["versions"] * (len(distinct[3]) > 1)
+    rows = []
+    for (command, commit, *machine), own in groups.items():
+        models = ", ".join(dict.fromkeys(each.get("model", "") for each in own))
+        rows.append([command, commit, models, _loads(own), *machine][: len(columns)])
+    counts = [
+        f"{len(each)} {noun}{'s' * (len(each) > 1)}"
+        for each, noun in zip(distinct, ("command", "commit", "machine"), strict=False)
     ]
-    if len(all_versions) > 1:
-        columns.append("versions")
-        rows = [[*row, key[3]] for row, key in zip(rows, groups, strict=True)]
-    num_commands, num_commits, num_machines = (len({key[i] for key in groups}) for i in range(3))
-    return [
-        *title,
-        f"The lines come from {_counted(num_commands, 'command')} at "
-        f"{_counted(num_commits, 'commit')} on {_counted(num_machines, 'machine')}."
-        + (f" {all_versions[0]}." if len(all_versions) == 1 else ""),
-        "",
-        *table(columns, rows),
-    ]
+    come = f"The lines come from {counts[0]} at {counts[1]} on {counts[2]}."
+    versions = f" {distinct[3][0]}." if len(distinct[3]) == 1 else ""
+    return [*title, come + versions, "", *table(columns, rows), *method]
 
 
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _loads(starts: Iterable[Start]) -> str:
-    loads = [start.machine["load_average"] for start in starts]
+def _loads(records: Iterable[Record]) -> str:
+    loads = [each["load_average"] for each in records]
     low, high = f"{min(loads):.1f}", f"{max(loads):.1f}"
     return low if low == high else f"{low} to {high}"
 

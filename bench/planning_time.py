@@ -14,8 +14,6 @@ row says so: RWKV of 12 layers and 1,024 tokens unrolls to some 1.2 million ops.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import resource
 import signal
@@ -125,8 +123,8 @@ def _frontier(name: str, *, target_s: float) -> Measured:
     return Measured(num_ops, [Timed("frontier of 17 budgets, after capture", target_s, seconds)])
 
 
-def start(name: str, cache_folder: str) -> None:
-    """Wraps a model as a training that starts; writes the seconds of that, then of its capture."""
+def start(name: str, cache_folder: str) -> Iterator[list[float]]:
+    """Wraps a model as a training that starts: the seconds of that, then of its capture."""
     os.environ["ROCKMATE_CACHE"] = cache_folder
     own, capture, capture_s = models.build(name), request.captured_step, list[float]()
 
@@ -137,17 +135,15 @@ def start(name: str, cache_folder: str) -> None:
 
     request.captured_step = timed
     wrap_s = _seconds(lambda: RockmateModule(own.model, own.sample, 0.5))[1]
-    sys.stdout.write(json.dumps([wrap_s, *capture_s]))
+    yield [wrap_s, *capture_s]
 
 
 def two_starts(name: str, **targets_s: float) -> Measured:
     """Planning in starts of one training with one cache folder; a target for each, by its name."""
     times = list[Timed]()
     with tempfile.TemporaryDirectory() as folder:
-        code = f"from bench.planning_time import start; start({name!r}, {folder!r})"
         for which, target_s in targets_s.items():
-            line = [sys.executable, "-c", code]
-            wrap_s, capture_s = json.loads(subprocess.check_output(line, cwd=command.ROOT))
+            _, [[wrap_s, capture_s]] = command.apart(start, name, folder)
             what = (
                 f"{which} start: planning; wrapping {wrap_s:.2f}, capture {capture_s:.2f} of that"
             )
@@ -219,16 +215,23 @@ def measured_apart(case: str, limit_s: int) -> list[Record]:
     """The records of a case, measured in a process of its own.
 
     Raises:
-        CalledProcessError: the process failed, not for its time.
+        RuntimeError: the process failed, not for its time.
     """
-    child = command.apart("planning_time", "--alone", case, "--limit", str(limit_s))
-    if child.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+    status, found = command.apart(measured_alone, case, limit_s)
+    if status in (-signal.SIGXCPU, -signal.SIGKILL):
         what = "stopped, nothing was planned"
         unknown = dict.fromkeys(("num_ops", "target_s", "figure_s"))
         return [{"model": case, "what": what, "limit_s": limit_s, **unknown}]
-    child.check_returncode()
-    num_ops, times = json.loads(child.stdout.splitlines()[-1])
+    if status:
+        raise RuntimeError(f"{case} failed; see above")
+    ((num_ops, times),) = found
     return list(records_of(case, Measured(num_ops, [Timed(*each) for each in times])))
+
+
+def measured_alone(case: str, limit_s: int) -> Iterator[Measured]:
+    """A case, in this process, which ends at the limit."""
+    resource.setrlimit(resource.RLIMIT_CPU, (limit_s, limit_s + 5))
+    yield CASES[case]()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -237,13 +240,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", action="append", metavar="NAME", help="cases whose name has this; repeatable")
     add("--limit", type=int, default=180, metavar="S", help="processor seconds of one process")
-    add("--alone", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    if options.alone:
-        resource.setrlimit(resource.RLIMIT_CPU, (options.limit, options.limit + 5))
-        sys.stdout.write(f"{json.dumps(CASES[options.alone]())}\n")
-        return 0
     chosen = [case for case in CASES if any(name in case for name in options.model or [""])]
     if not chosen:
         parser.error(f"no case has one of these names; there are {', '.join(CASES)}")

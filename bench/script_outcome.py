@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 
 from bench.command import of_tests
-from bench.measure import allocator_peak
+from bench.measure import allocator_peak, heard
 from rockmate import InfeasibleBudgetError, RockmateError, RockmateModule
 from rockmate._torch.autocast import autocast_uncached
 
@@ -73,17 +73,6 @@ class Settings:
     has_raised: bool = False
 
 
-class _Heard(logging.Handler):
-    """Lines of the log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def outcome(script: Any) -> Record:
     """One of `RIGHT`, `FAULTS` and `NOT_COUNTED`, with what led there."""
     begin = time.perf_counter()
@@ -101,7 +90,8 @@ def outcome(script: Any) -> Record:
     record: Record = {"eager_s": round(time.perf_counter() - begin, 2), "eager_peak": peak}
     advices: list[str] = []
     for _ in range(_NUM_ADVICES + 1):
-        found = _attempt(script, settings, theirs)
+        with heard(logging.WARNING) as lines:
+            found = _attempt(script, settings, theirs, lines)
         error = found.pop("error", None)
         if error is None:
             is_advised = advices and found["verdict"] in RIGHT
@@ -128,11 +118,8 @@ def _after_a_first_run(script: Any, wrap: Callable[..., nn.Module] | None = None
     return random_scripts.run_of(script, wrapped)
 
 
-def _attempt(script: Any, settings: Settings, theirs: Any) -> Record:
+def _attempt(script: Any, settings: Settings, theirs: Any, heard: list[str]) -> Record:
     """One run of the wrapped script; an `error` where it is refused."""
-    heard = _Heard()
-    logger = logging.getLogger("rockmate")
-    logger.addHandler(heard)
     modules: list[RockmateModule] = []
 
     def wrap(model: nn.Module, inputs: Any) -> nn.Module:
@@ -147,7 +134,7 @@ def _attempt(script: Any, settings: Settings, theirs: Any) -> Record:
         make = _after_a_first_run if settings.runs_first else random_scripts.run_of
         run = make(script, wrap)
         ours = run.train()
-        is_plan = modules[0].frames is None or any(_PLANNED in each for each in heard.lines)
+        is_plan = modules[0].frames is None or any(_PLANNED in each for each in heard)
         has_sums = "two calls in flight" in script.kinds
         has_sums |= "untraced" in settings.options and "features tapped later" in script.kinds
         rounding = _ROUNDING if is_plan and has_sums else 0.0
@@ -159,7 +146,7 @@ def _attempt(script: Any, settings: Settings, theirs: Any) -> Record:
                 theirs = make(script).train()
             difference = random_scripts.difference(ours, theirs, rounding=rounding)
         if difference:
-            return {"verdict": "DIFFERS", "detail": difference, "heard": heard.lines}
+            return {"verdict": "DIFFERS", "detail": difference, "heard": heard}
         if settings.is_plain:
             return {"verdict": "unbudgeted", "detail": "the plain model, as advised"}
         return _within(run, settings, heard, modules[0])
@@ -168,16 +155,14 @@ def _attempt(script: Any, settings: Settings, theirs: Any) -> Record:
     except Exception as error:  # noqa: BLE001
         where = "".join(traceback.format_exception(error)[-4:])
         return {"verdict": "RAW ERROR", "detail": _text(error), "where": where}
-    finally:
-        logger.removeHandler(heard)
 
 
-def _within(run: Any, settings: Settings, heard: _Heard, module: RockmateModule) -> Record:
+def _within(run: Any, settings: Settings, heard: list[str], module: RockmateModule) -> Record:
     """Whether a step after those that were compared stays within the budget."""
     found: Record = {"verdict": "equal", "detail": "", "budget": settings.budget}
     is_frames = module.frames is not None
     found["ran"] = "frames" if is_frames else "plan"
-    lines = [line for line in heard.lines if any(text in line for text in _NO_BUDGET)]
+    lines = [line for line in heard if any(text in line for text in _NO_BUDGET)]
     if all(each.is_measured for each in (*run.habits, *_measurable(run))):
         allowed = settings.budget + _beside(run)
         try:
@@ -186,7 +171,7 @@ def _within(run: Any, settings: Settings, heard: _Heard, module: RockmateModule)
             if _PROFILED not in str(error):
                 raise
             found["detail"] = "planned anew in each step, beside which no profiler can run"
-        lines = [line for line in heard.lines if any(text in line for text in _NO_BUDGET)]
+        lines = [line for line in heard if any(text in line for text in _NO_BUDGET)]
         if found.get("peak", 0) > allowed:
             found["verdict"] = "OVER BUDGET"
             found["detail"] = f"{found['peak'] / settings.budget:.3f} of the budget"

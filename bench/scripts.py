@@ -18,15 +18,12 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 
-from bench import command
+from bench import command, forks
 from bench.command import Record
-from bench.forks import run_each
 from bench.machine import machine_record, machine_text
 from bench.pages import filled, table
 from bench.script_outcome import FAULTS, MEANINGS, NOT_COUNTED, RIGHT, outcome, random_scripts
@@ -43,27 +40,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     lines = command.lines_of(options)
     if not options.page:
-        _run(options, lines)
-    command.write(options, page(read(lines)))
+        head = machine_record("bench.scripts")
+        drawn = ({"seed": s.seed, "mode": s.mode, "kinds": s.kinds} for s in _scripts(options))
+        for record in forks.run_missing(options, ("seed", "mode"), drawn, _measure):
+            command.add_line(lines, head | record)
+            if record["verdict"] in FAULTS:
+                detail = record["detail"][:_LONGEST]
+                tqdm.write(f"{record['verdict']}: {_command(record)}: {detail}")
+            head = {"commit": head["commit"]}  # the first line of a run has the whole
+    command.write(options, page(command.newest(command.read(lines), "seed", "mode")))
     return 0
 
 
-def read(path: Path) -> list[Record]:
-    """The newest line of each script."""
-    return command.newest(command.read(path), "seed", "mode")
-
-
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = command.parser("scripts", __doc__, stem="scripts_cpu")
+    parser = forks.parser("scripts", __doc__, 120)
     add = parser.add_argument
     modes = random_scripts.MODES
     add("--seed", type=int, default=0, help="of the first script")
     add("--count", type=int, default=2000, help="scripts, by seeds that follow each other")
     add("--mode", action="append", choices=modes, help="repeatable; default: the drawn one")
     add("--kind", action="append", metavar="KIND", choices=random_scripts.KINDS, help="only these")
-    add("--limit", type=float, default=120, metavar="S", help="seconds for one script")
-    add("--parallel", type=int, default=2, metavar="N", help="processes at a time")
-    add("--again", action="append", default=[], metavar="VERDICT", help="run these once more")
     add("--show", action="store_true", help="print what became of each script, here and now")
     return parser.parse_args(arguments)
 
@@ -78,21 +74,8 @@ def _scripts(options: argparse.Namespace) -> list[Any]:
     return [script for script in scripts if kinds & set(script.kinds)]
 
 
-def _run(options: argparse.Namespace, lines: Path) -> None:
-    torch.set_num_threads(1)
-    finished = {
-        (each["seed"], each["mode"]) for each in read(lines) if each["verdict"] not in options.again
-    }
-    scripts = [each for each in _scripts(options) if (each.seed, each.mode) not in finished]
-    head = machine_record("bench.scripts")
-    found = run_each(scripts, outcome, parallel=options.parallel, limit_s=options.limit)
-    for script, record in tqdm(found, total=len(scripts), unit="script"):
-        drawn = {"seed": script.seed, "mode": script.mode, "kinds": script.kinds}
-        line = head | drawn | short(record)
-        command.add_line(lines, line)
-        if record["verdict"] in FAULTS:
-            tqdm.write(f"{record['verdict']}: {_command(line)}: {record['detail'][:_LONGEST]}")
-        head = {"commit": head["commit"]}  # the first line of a run has the whole
+def _measure(drawn: Record) -> Record:
+    return short(outcome(random_scripts.Script.of(drawn["seed"], drawn["mode"])))
 
 
 def short(record: Record) -> Record:

@@ -34,7 +34,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from bench import command
 from bench.command import Record, add_line
 from bench.measure import time_in_turn
-from bench.models import text
+from bench.models.architectures import made
 from bench.pages import filled
 from rockmate import RockmateModule, timeline
 
@@ -48,9 +48,10 @@ def model_of(options: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"layers": options.layers, "width": options.width, "heads": 4}
     sizes |= {"words": VOCABULARY, "rows": options.batch, "length": options.length}
-    further = {"kind": "Llama", "shared_heads": 2, "inner": 3 * options.width}
-    is_gpt2, rotary = options.model == "gpt2", partial(text.rotary, attention_dropout=0.1)
-    model: Any = (text.gpt2(**sizes) if is_gpt2 else rotary(**sizes, **further)).model
+    if options.model == "llama":
+        sizes |= {"kind": "Llama", "shared_heads": 2, "inner": 3 * options.width}
+        sizes |= {"attention_dropout": 0.1}
+    model: Any = made({"llama": "rotary"}.get(options.model, "gpt2"), **sizes).model
     if not options.adapters:
         return model
     from peft import LoraConfig, get_peft_model

@@ -291,15 +291,10 @@ def page(records: Sequence[Record]) -> list[str]:
     return filled("steps", lines=lines, share=SHARE, most=MOST_TIME, about=about(lines, __doc__))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command."""
-    shared: dict[str, Any] = {
-        "models": (*CASES, *TRAINERS),
-        "rounds": 9,
-        "tiny": True,
-        "stem": "steps_cpu",
-    }
-    return command.run_models("steps", __doc__, arguments, measured, page, **shared)[0]
+main = command.main_of(
+    "steps", __doc__, measured, page, models=(*CASES, *TRAINERS), rounds=9, tiny=True,
+    stem="steps_cpu",
+)  # fmt: skip
 
 
 if __name__ == "__main__":

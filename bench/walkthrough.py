@@ -5,27 +5,35 @@ The source of the blocks in docs/internals/walkthrough.md.
     python -m bench.walkthrough            print every section
     python -m bench.walkthrough --write    write them between the markers of the document
 
-The stages are called one by one, as a planner calls them, on a residual MLP. It is small enough to
-read, and it has dropout, a loss and an output that the user holds. Sizes and the graph are the same
-at every run. Times are the machine's, and the plan may depend on them.
+The stages up to costs are called one by one, as a planner calls them, on a residual MLP; a planner
+has the rest. The model is small enough to read, and it has dropout, a loss and an output that the
+user holds. Sizes and the graph are the same at every run. Times are the machine's, and the plan may
+depend on them.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from bench import command
-from bench import walkthrough_text as text
+from bench.measure import allocator_peak, gradients_of
+from bench.pages import filled
+from rockmate import Plan, Planner
+from rockmate._torch.dispatch import is_op
 from rockmate.capture.joint import capture_joint
+from rockmate.capture.roles import Capture
 from rockmate.capture.structure import flatten
 from rockmate.costs.measure import measure_costs
 from rockmate.graph.blocks import partition
@@ -33,14 +41,11 @@ from rockmate.graph.build import build_graph
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.pass_options import PassOptions
 from rockmate.graph.passes import GRAPH_PASSES, REWRITES, run_passes
-from rockmate.planning.search_problem import StoppingRule
-from rockmate.planning.strategies import Searches
-from rockmate.runtime.emit import emit
-from rockmate.schedule.schedule import baseline_schedule
-from rockmate.schedule.simulate import simulate
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "internals" / "walkthrough.md"
+DOCUMENT = command.ROOT / "docs" / "internals" / "walkthrough.md"
 BUDGET_FRACTION = 0.52
+_BOUND_FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
+_EXCERPT_LINES = 16
 _SEED = 0
 _BATCH, _WIDTH, _HIDDEN, _CLASSES, _NUM_LAYERS = 1024, 128, 512, 64, 3
 
@@ -103,44 +108,54 @@ def sections() -> Iterator[Section]:
     model = Classifier(_WIDTH, _HIDDEN, _CLASSES, _NUM_LAYERS).train()
     sample = {"x": torch.randn(_BATCH, _WIDTH), "labels": torch.randint(_CLASSES, (_BATCH,))}
     yield _section("model", _model_text(), language="python", is_exact=True)
-    tensors, structure = flatten(((), sample), what="the sample")
-    capture = capture_joint(model, tensors, structure)
-    yield _section("capture", text.of_capture(capture), is_exact=True)
-    before = text.call_counts(capture.joint)
+    capture = capture_joint(model, *flatten(((), sample), what="the sample"))
+    before = _call_counts(capture)
+    yield _filled("capture", capture=capture, num_calls=before.total(), is_exact=True)
     capture = run_passes(REWRITES, capture)
-    after = text.call_counts(capture.joint)
-    yield _section("rewrite", text.of_rewrites(before, after), is_exact=True)
+    after = _call_counts(capture)
+    names = [name for name in sorted({*before, *after}) if before[name] != after[name]]
+    changed = [(name, (before[name], after[name])) for name in names]
+    yield _filled("rewrite", changed=changed, is_exact=True)
     graph = run_passes(GRAPH_PASSES, build_graph(capture), PassOptions(owner_of=owner_names(model)))
     yield _section("graph", str(graph), is_exact=True)
     costs = measure_costs(graph)
-    yield _section("costs", text.of_costs(graph, costs))
-    chain = partition(graph)
-    yield _section("chain", str(chain), is_exact=True)
+    firsts = {cost: op for op, cost in reversed([*zip(graph.ops, costs.first, strict=True)])}
+    yield _filled("costs", graph=graph, costs=costs, firsts=[*reversed(firsts.items())])
+    yield _section("chain", str(partition(graph)), is_exact=True)
+    yield from _planned(Planner(model, sample, numerics="bitwise"), model, sample)
 
-    baseline = simulate(graph, baseline_schedule(graph), costs)
-    budget_bytes = int(BUDGET_FRACTION * baseline.peak_bytes)
-    yield _section("refinement", text.of_refinement(graph, chain, costs, budget_bytes))
-    searches = Searches(graph, costs, rule=StoppingRule(time_limit_s=text.TIME_LIMIT_S))
-    bound, search = searches.lower_bound, searches.local_search
-    chosen = search.best_within(max(budget_bytes, search.minimum().simulation.peak_bytes))
-    assert chosen is not None
-    frontier = text.of_frontier(search, baseline, BUDGET_FRACTION, budget_bytes)
-    yield _section("frontier", frontier)
-    yield _section("lower_bound", text.of_lower_bound(bound, search, baseline))
-    yield _section("schedule", text.of_schedule(graph, chosen.schedule))
-    yield _section("simulation", text.of_simulation(graph, costs, chosen, budget_bytes))
 
-    program = emit(graph, chosen.schedule, owner_names(model))
-    yield _section("forward", text.of_code(program.forward_code), language="python")
-    recomputed = text.first_recomputed(graph, chosen.schedule)
-    backward = text.of_code(program.backward_code, recomputed)
-    yield _section("backward", backward, language="python")
-    result = text.of_run(model, tensors, capture, program, chosen, budget_bytes)
-    yield _section("run", result)
+def _planned(planner: Planner, model: nn.Module, sample: dict[str, Tensor]) -> Iterator[Section]:
+    """The sections of the planner's results: a frontier, and one of its plans."""
+    plan = planner.plan(BUDGET_FRACTION)
+    yield _filled("frontier", plan=plan, planner=planner, points=planner.frontier())
+    budgets = [int(fraction * planner.baseline_peak_bytes) for fraction in _BOUND_FRACTIONS]
+    rows = [*zip(_BOUND_FRACTIONS, map(planner.plans(budgets).get, budgets), strict=True)]
+    yield _filled("lower_bound", rows=rows)
+    schedule, ops = plan.schedule, plan.snapshot.ops
+    lines = schedule.rows([op.name for op in ops])
+    again = [position for position, line in enumerate(lines) if " again" in line]
+    start = max(0, min(again, default=0) - 2)
+    shown = lines[start : start + _EXCERPT_LINES]
+    yield _filled("schedule", schedule=schedule, num_again=len(again), start=start, shown=shown)
+    found = plan.simulation
+    op = ops[schedule.steps[found.peak_position]]
+    yield _filled("simulation", plan=plan, found=found, op=op, live=_live_at_peak(plan))
+    program = planner.planned_call_of(plan).program
+    yield _section("forward", _excerpt(program.forward_code), language="python")
+    target = plan.graph.ops[schedule.steps[again[0]]].node.target
+    code = _excerpt(program.backward_code, f"{_call_name(target)}(")
+    yield _section("backward", code, language="python")
+    yield _run(planner, plan, model, sample)
 
 
 def _section(name: str, content: str, *, language: str = "text", is_exact: bool = False) -> Section:
     return Section(name=name, language=language, text=content, is_exact=is_exact)
+
+
+def _filled(name: str, *, is_exact: bool = False, **parts: Any) -> Section:
+    content = "\n".join(filled("walkthrough", section=name, **parts))
+    return _section(name, content, is_exact=is_exact)
 
 
 def _model_text() -> str:
@@ -153,6 +168,76 @@ def _model_text() -> str:
         f"{source}\n\nmodel = Classifier({sizes}).train()\n"
         f'sample = {{"x": {inputs}, "labels": {labels}}}'
     )
+
+
+def _call_counts(capture: Capture) -> Counter[str]:
+    """Number of calls of each target in a joint graph."""
+    calls = (node for node in capture.joint.graph.nodes if node.op == "call_function")
+    return Counter(_call_name(node.target) for node in calls)
+
+
+def _call_name(target: Any) -> str:
+    return str(target) if is_op(target) else target.__name__
+
+
+def _live_at_peak(plan: Plan) -> list[tuple[str, int]]:
+    """Names and bytes of all that is in memory at the peak, largest first."""
+    position, schedule, ops = plan.simulation.peak_position, plan.schedule, plan.graph.ops
+    storages = [
+        plan.snapshot.storages[each.storage]
+        for each in plan.residency.all()
+        if each.first <= position <= each.last
+    ]
+    rows = [(storage.name, storage.num_bytes) for storage in storages]
+    before, index, behind = (
+        schedule.steps[:position], schedule.steps[position], schedule.steps[position + 1 :],
+    )  # fmt: skip
+    if position in schedule.in_place:
+        own = ops[index].writes[0]
+        rows.append((f"less {own.name}, which takes over an operand's memory", -own.num_bytes))
+    cost = (plan.costs.recompute if index in before else plan.costs.first)[index]
+    rows.append((f"workspace of {ops[index].name}", cost.overhead_bytes))
+    held = {*before, index} & {*behind} | {*before} & {index}
+    rows += [(f"random state of {ops[i].name}", ops[i].recompute_state_bytes) for i in held]
+    return sorted((row for row in rows if row[1]), key=lambda row: -row[1])
+
+
+def _excerpt(code: str, first_shown: str = "") -> str:
+    """Lines of an emitted function, its arguments left out.
+
+    From just before `first_shown`, or the end of it.
+    """
+    lines = [line for line in code.strip().splitlines() if line.strip()]
+    body = [line for line in lines[2:] if "next(args_iter)" not in line]
+    num_arguments = len(lines) - 2 - len(body)
+    found = [index - 2 for index, line in enumerate(body) if first_shown and first_shown in line]
+    start = max(0, found[0] if found else len(body) - _EXCERPT_LINES)
+    note = f"    # {num_arguments} arguments and {start} lines before these"
+    return "\n".join([lines[0], note, *body[start : start + _EXCERPT_LINES]])
+
+
+def _run(planner: Planner, plan: Plan, model: nn.Module, sample: dict[str, Tensor]) -> Section:
+    """A planned step against eager, measured."""
+    eager, found = copy.deepcopy(model), []
+    for owner, module in ((eager, eager), (model, planner.module_of(plan, trial="never"))):
+        losses: list[Tensor] = []
+
+        def step(module: nn.Module = module, losses: list[Tensor] = losses) -> None:
+            outputs = module(**sample)
+            outputs["loss"].backward()
+            losses[:] = [outputs["loss"].detach()]
+
+        step()  # makes `.grad` and what libraries make on first use
+        owner.zero_grad(set_to_none=False)
+        torch.manual_seed(1)
+        peak_bytes = allocator_peak(step)
+        found.append((peak_bytes, losses[0], torch.get_rng_state(), gradients_of(owner)))
+    (eager_bytes, *theirs), (peak_bytes, *ours) = found
+    equal = [torch.equal(*pair) for pair in zip(ours[:2], theirs[:2], strict=True)]
+    num_equal = sum(torch.equal(ours[2][name], each) for name, each in theirs[2].items())
+    parts: dict[str, Any] = {"eager_bytes": eager_bytes, "peak_bytes": peak_bytes, "plan": plan}
+    parts |= {"num_equal": num_equal, "num_gradients": len(theirs[2])}
+    return _filled("run", is_loss_equal=equal[0], is_state_equal=equal[1], **parts)
 
 
 # --- into the document ----------------------------------------------------------------------------

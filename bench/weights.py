@@ -14,7 +14,7 @@ one sequence of so many tokens, of a model that is trained with all of it at hom
 
 Measured is a small Llama type, in float32 on one thread, whose frozen weights are a multiple of the
 budget, with a disk as their home: the gradients beside eager's, the peak by the allocator's events,
-and the time as `bench.moves.measured` says, beside the same model with all weights in memory.
+and the time as `bench.offload` says, beside the same model with all weights in memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ import argparse
 import logging
 import sys
 import time
+import tomllib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +39,7 @@ from bench.command import Record
 from bench.machine import machine_text
 from bench.measure import Trainer, same_bits
 from bench.models import Batch, built, makers
-from bench.moves.measured import planned, timed
+from bench.offload import planned, timed
 from bench.pages import filled
 from rockmate import InfeasibleBudgetError, Planner
 from rockmate.costs.machine import load_machine
@@ -58,30 +60,19 @@ MULTIPLES, NUM_LAYERS = (3, 2, 1.5), 16
 
 
 class Case(NamedTuple):
-    """A model on a card."""
+    """A model on a card, of weights.toml."""
 
     model: str
     machine: str
     gib: int
-    rows: tuple[int, ...]
+    rows: list[int]
     weights: str = "auto"
     length: int = LENGTH
-    targets: tuple[str, ...] = ()
+    targets: list[str] | tuple[str, ...] = ()
 
 
-CASES = {
-    "8b-12": Case("llama-3-8b", "rtx4090", 12, (1, 2, 4, 8)),
-    "70b-24": Case("llama-3-70b", "rtx4090", 24, (1, 4)),
-    "video-24": Case(
-        "video-dit-14b",
-        "rtx4090",
-        24,
-        (1, 2),
-        length=20_280,
-        targets=("query", "key", "value", "out", "up", "down"),
-    ),
-    "alst": Case("llama-3-8b", "h100", 75, (500_000,), "all"),
-}
+_TABLE = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+CASES = {name: Case(**fields) for name, fields in _TABLE.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -205,7 +196,7 @@ def _adapted(case: Case, rows: int, layers: int | None) -> tuple[nn.Module, Batc
     workload = built(case.model, make, device="meta", dtype=torch.bfloat16)
     model = workload.model
     if case.weights == "auto":
-        model = with_lora(model, rank=RANK, targets=case.targets)
+        model = with_lora(model, rank=RANK, targets=tuple(case.targets))
     return model, workload.make_batch(0, rows)
 
 

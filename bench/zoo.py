@@ -12,31 +12,30 @@ and each model that is not right with its reason.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
-import torch
 from torch import nn
-from tqdm import tqdm
 from transformers.utils import logging as transformers_logging
 
-from bench import command
+from bench import command, forks
 from bench.command import Record
-from bench.forks import run_each
-from bench.machine import machine_record
+from bench.machine import machine_record, machine_text
+from bench.pages import filled
 from bench.registries import timm_families
 from bench.registries.batches import make_batch
 from bench.registries.fields import WithLoss
-from bench.registries.page import page
 from bench.registries.tiny import REGISTRIES, builders, names_of
 from bench.registries.trial import trial
 
 _TIMM = "timm"
+
+
+_FAULTS = ("WRONG", "refused", "error", "timeout")
+_LONGEST = 300
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,7 +49,7 @@ def campaign(
     arguments: Sequence[str] | None,
     registries: Sequence[str],
     names_of: Callable[[str], list[str]],
-    measure: Callable[[tuple[str, str], str], Record],
+    measure: Callable[..., Record],
 ) -> int:
     """Runs the models of registries that have no line yet, and writes the page; 0.
 
@@ -62,58 +61,57 @@ def campaign(
         names_of: the models of one.
         measure: tries a registry's model on a device, in a process of its own.
     """
-    parser = command.parser(name, text, stem=f"{name}_cpu")  # of a GPU: --output
+    parser = forks.parser(name, text, 60)
     add = parser.add_argument
     add("--registry", action="append", choices=registries, help="repeatable; default: all")
     add("--name", action="append", help="of a model; repeatable; default: all")
-    add("--again", action="append", default=[], metavar="VERDICT", help="run these once more")
-    add("--limit", type=float, default=60, metavar="S", help="seconds for one model")
-    add(
-        "--device", default="cpu", help="of the steps; op times on a GPU are estimated for its kind"
-    )
-    add("--parallel", type=int, default=2, metavar="N", help="processes at a time")
+    device = "of the steps; op times on a GPU are estimated for its kind"
+    add("--device", default="cpu", help=device)
     options = parser.parse_args(arguments)
-    options.registry = options.registry or registries
     lines = command.lines_of(options)
     if not options.page:
-        _run(name, options, lines, names_of, measure)
-    command.write(options, page(read(lines), name))
+        models = [
+            {"registry": registry, "name": model}
+            for registry in options.registry or registries
+            for model in names_of(registry)
+            if model in (options.name or [model])
+        ]
+        with multiprocessing.get_context("fork").Pool(1) as pool:  # a GPU in use cannot be forked
+            head = pool.apply(machine_record, (f"bench.{name}",)) | {"device": options.device}
+        one: Callable[[Record], Record] = lambda each: measure(**each, device=options.device)  # noqa: E731
+        for record in forks.run_missing(options, ("registry", "name"), models, one):
+            command.add_line(lines, head | record)
+    command.write(options, page(command.read(lines), name))
     return 0
 
 
-def read(path: Path) -> list[Record]:
-    """The newest line of each model."""
-    return command.newest(command.read(path), "registry", "name")
-
-
-def _run(
-    command_name: str,
-    options: argparse.Namespace,
-    lines: Path,
-    names_of: Callable[[str], list[str]],
-    measure: Callable[[tuple[str, str], str], Record],
-) -> None:
-    torch.set_num_threads(1)
-    finished = {
-        (each["registry"], each["name"])
-        for each in read(lines)
-        if each["verdict"] not in options.again
-    }
-    models = [
-        (registry, name)
-        for registry in options.registry
-        for name in names_of(registry)
-        if (registry, name) not in finished and name in (options.name or [name])
-    ]
-    with multiprocessing.get_context("fork").Pool(1) as pool:  # a GPU started here cannot be forked
-        head = pool.apply(machine_record, (f"bench.{command_name}",))
-    device: str = options.device
-    head |= {"device": device}
-    found = run_each(
-        models, lambda each: measure(each, device), parallel=options.parallel, limit_s=options.limit
+def page(records: Sequence[Record], template: str = "zoo") -> list[str]:
+    """Counts, then each model that is not right, by one of the templates."""
+    records = command.newest(records, "registry", "name")
+    if not records:
+        return ["# Registered architectures", "", "No model is finished."]
+    registries: dict[str, list[Record]] = {}
+    for record in records:
+        registries.setdefault(record["registry"], []).append(record)
+    return filled(
+        template,
+        verdicts=["bitwise", "within rounding", *_FAULTS],
+        registries=registries,
+        records=records,
+        faults=[
+            {**record, "reason": _reason(record)}
+            for verdict in _FAULTS
+            for record in records
+            if record["verdict"] == verdict
+        ],
+        machine=machine_text(records[-1]),
     )
-    for (registry, name), record in tqdm(found, total=len(models), unit="model"):
-        command.add_line(lines, head | {"registry": registry, "name": name} | record)
+
+
+def _reason(record: Record) -> str:
+    text = "; ".join(filter(None, (record.get("difference"), record["detail"])))
+    shortened = text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return shortened.replace("|", "\\|")
 
 
 def _names_of(registry: str) -> list[str]:
@@ -125,9 +123,8 @@ def _names_of(registry: str) -> list[str]:
     return timm_families.names()
 
 
-def _measure(model: tuple[str, str], device: str) -> Record:
+def _measure(registry: str, name: str, device: str) -> Record:
     """In the model's own process."""
-    registry, name = model
     transformers_logging.set_verbosity_error()
     if registry == _TIMM:
         return trial(timm_families.builders(name), timm_families.make_batch, device)

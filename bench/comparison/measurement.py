@@ -8,27 +8,22 @@ The process starts with `measure.RESIDENT_ENVIRONMENT` and goes through four sta
 3. It measures the peaks of those plans.
 4. It returns to ordinary allocation and times all methods in turn.
 
-It prints a line of JSON for each record.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from bench import command, measure, peers
 from bench.command import Record, say
-from bench.comparison.plans import Task
+from bench.comparison.plans import plan_model, workload_of
 from bench.machine import machine_record
 from rockmate.curves.measure import tensor_difference
 from rockmate.entry.module import RockmateModule
@@ -43,10 +38,10 @@ _BETWEEN_EAGER = 4
 class ModelMeasurement(measure.Trainer):
     """One model's measurements."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, name: str, options: Record) -> None:
         """Builds the model and takes eager's gradients."""
-        super().__init__(task.workload())
-        self._task = task
+        super().__init__(workload_of(name, options))
+        self._name, self._options = name, options
         self._points: list[Record] = []
         # The first step allocates library buffers and `.grad`.
         self.step(self.workload.model)()
@@ -55,9 +50,8 @@ class ModelMeasurement(measure.Trainer):
 
     def records(self) -> Iterator[Record]:
         """All that is measured."""
-        options = {key: getattr(self._task, key) for key in Task.MEASURED}
         machine = machine_record("bench.comparison.measurement")
-        yield {"kind": "run", **machine, "options": options}
+        yield {"kind": "run", **machine, "options": self._options}
         yield from self._peers()
         with tempfile.TemporaryDirectory() as folder:
             yield from self._ours(Path(folder))
@@ -65,17 +59,17 @@ class ModelMeasurement(measure.Trainer):
         yield from self._times()
 
     def _peers(self) -> Iterator[Record]:
-        found = peers.peers_for(quick=self._task.quick)
+        found = peers.peers_for(quick=self._options["quick"])
         if self.workload.stages is not None:
             found[peers.STAGES] = peers.checkpoint_stages
-        chosen = self._task.method
+        chosen = self._options["method"]
         for name, peer in found.items():
             if not chosen or name in ("eager", *chosen):
                 yield self._measured(name, peer, owner="peer")
 
     def _ours(self, folder: Path) -> Iterator[Record]:
         planned = self._planned(folder)
-        options = StepOptions(outputs="loss" if self._task.loss_only else "all")
+        options = StepOptions(outputs="loss" if self._options["loss_only"] else "all")
         step = capture_step(self.workload.model, self.workload.sample, options)
         for record in planned:
             yield record
@@ -91,19 +85,20 @@ class ModelMeasurement(measure.Trainer):
 
     def _planned(self, folder: Path) -> list[Record]:
         """The records of the second process."""
-        say(f"{self._task.model}: planning")
+        say(f"{self._name}: planning")
         peaks = [point["peak_bytes"] for point in self._points]
-        task = replace(self._task, plans=str(folder), peaks=peaks)
         plain = {name: value for name, value in os.environ.items() if name[:7] != "MALLOC_"}
-        child = command.apart("comparison.plans", task.words, environment=plain)
-        child.check_returncode()
-        return list(map(json.loads, child.stdout.splitlines()))
+        given = (self._name, self._options, str(folder), peaks)
+        status, records = command.apart(plan_model, *given, environment=plain)
+        if status:
+            raise RuntimeError(f"planning {self._name} ended with status {status}")
+        return records
 
     def _measured(
         self, name: str, peer: peers.Peer, *, owner: str, prepare_s: float = 0.0
     ) -> Record:
         """The point of a method, or its failure; a point is timed unless another stands for it."""
-        say(f"{self._task.model}: peak of {name}")
+        say(f"{self._name}: peak of {name}")
         common = {"method": name, "owner": owner}
         try:
             point = {"kind": "point", **common, **self._point(name, peer, owner, prepare_s)}
@@ -152,10 +147,11 @@ class ModelMeasurement(measure.Trainer):
         A time is compared with the mean of the eager times before and after it, since the machine's
         speed drifts during a round.
         """
-        say(f"{self._task.model}: timing {len(self._lent)} methods, {self._task.rounds} rounds")
+        rounds = self._options["rounds"]
+        say(f"{self._name}: timing {len(self._lent)} methods, {rounds} rounds")
         steps = {name: partial(self.lent_step, peer) for name, peer in self._lent.items()}
         times = measure.time_in_turn(
-            steps, self._task.rounds, before=self.zero, reference_every=_BETWEEN_EAGER
+            steps, rounds, before=self.zero, reference_every=_BETWEEN_EAGER
         )
         for name, own in times.items():
             pairs = zip(own.times_ms, own.reference_ms, strict=True)
@@ -169,14 +165,7 @@ def _text_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"[:300]
 
 
-def main() -> int:
-    """Measures one model."""
-    torch.set_num_threads(1)
-    task = Task(**json.loads(sys.argv[1]))
-    for record in ModelMeasurement(task).records():
-        sys.stdout.write(json.dumps({"kind": record["kind"], "model": task.model, **record}) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def measure_model(name: str, options: Record) -> Iterator[Record]:
+    """The records of one model, in this process, which started as said above."""
+    for record in ModelMeasurement(name, options).records():
+        yield {"kind": record["kind"], "model": name, **record}

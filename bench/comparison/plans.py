@@ -1,21 +1,15 @@
 """Our plans for one model's comparison: the budgets of a sweep, and the measured peak of each peer.
 
-`bench.comparison.measurement` starts it when the peers' peaks are measured. It prints a record of a
+`bench.comparison.measurement` starts it when the peers' peaks are measured. It gives a record of a
 kind of `bench.comparison` for each plan, and saves the plan in a file.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
-
-import torch
 
 from bench import models
 from bench.command import Record
@@ -48,55 +42,23 @@ PEAK_STEP = 0.01
 """Peers whose peaks differ by less than this share one plan, made for the smallest of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One model of a comparison: what the processes that measure and plan it are told.
-
-    Attributes:
-        model: its name.
-        rounds: timed rounds, after one to warm up.
-        method: names of methods; all if empty.
-        quick: fewer settings and budgets.
-        tiny: the model for tests.
-        loss_only: the outputs besides the loss are not kept, so that it may run in chunks.
-        plans: the folder of saved plans.
-        peaks: the peers' peaks in bytes.
-    """
-
-    MEASURED: ClassVar = ("rounds", "method", "quick", "tiny", "loss_only")
-    """The options that decide what is measured."""
-
-    model: str
-    rounds: int = 3
-    method: Sequence[str] = ()
-    quick: bool = False
-    tiny: bool = False
-    loss_only: bool = False
-    plans: str = ""
-    peaks: Sequence[int] = ()
-
-    @property
-    def words(self) -> str:
-        """The task as JSON."""
-        return json.dumps(asdict(self))
-
-    def workload(self) -> models.Workload:
-        """The model with its loss inside."""
-        return models.build(self.model, tiny=self.tiny).with_loss_inside()
+MEASURED = ("rounds", "method", "quick", "tiny", "loss_only")
+"""The options of `bench.compare` that decide what is measured."""
 
 
-def main() -> int:
-    """Plans for one model."""
-    task = Task(**json.loads(sys.argv[1]))
-    torch.set_num_threads(1)
-    workload = task.workload()
-    outputs = "loss" if task.loss_only else "all"
+def workload_of(name: str, options: Record) -> models.Workload:
+    """The model with its loss inside."""
+    return models.build(name, tiny=options["tiny"]).with_loss_inside()
+
+
+def plan_model(name: str, options: Record, folder: str, peaks: Sequence[int]) -> Iterator[Record]:
+    """Plans for one model, saved in a folder; `peaks` are the peers' in bytes."""
+    workload = workload_of(name, options)
+    outputs = "loss" if options["loss_only"] else "all"
     planner = Planner(workload.model, workload.sample, outputs=outputs)
-    sweep = _asked(planner, task.method) if task.method else _swept(planner, task.quick)
-    wanted = [*sweep, *_at_peaks(planner, task.peaks)]
-    for record in _plan_all(planner, Path(task.plans), wanted):
-        sys.stdout.write(json.dumps(record) + "\n")
-    return 0
+    methods = options["method"]
+    sweep = _asked(planner, methods) if methods else _swept(planner, options["quick"])
+    yield from _plan_all(planner, Path(folder), [*sweep, *_at_peaks(planner, peaks)])
 
 
 def is_ours(method: str) -> bool:
@@ -198,7 +160,3 @@ def _plan_all(
 def _promise(plan: Plan) -> Record:
     names = ("predicted_peak_bytes", "predicted_ms", "predicted_ratio", "optimality_gap")
     return {name: getattr(plan, name) for name in names}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -38,6 +38,21 @@ def normal(*shape: int) -> MakeValue:
     return lambda draw, rows: torch.randn(rows, *shape, generator=draw)
 
 
+def leading(count: int, *shape: int) -> MakeValue:
+    """Random values, so many of this shape before the rows."""
+    return lambda draw, rows: torch.randn(count, rows, *shape, generator=draw)
+
+
+def uniform(most: float) -> MakeValue:
+    """A random number below `most`."""
+    return lambda draw, rows: most * torch.rand(rows, generator=draw)
+
+
+def ones(count: int) -> MakeValue:
+    """As many ones."""
+    return lambda _, rows: torch.ones(rows, count)
+
+
 def drawn(**values: MakeValue) -> MakeBatch:
     """A batch of values that are drawn in this order."""
     return lambda draw, rows: {name: make(draw, rows) for name, make in values.items()}

@@ -11,37 +11,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.models import batches
-from bench.models.hf import halves, hf
 from bench.models.images import Residual
 from bench.models.registry import build as build_static
 from bench.models.registry import built, makers
-from bench.models.workload import Made, Workload
+from bench.models.workload import Workload
 
 
-class _Loss(nn.Module):
+class Loss(nn.Module):
     """A model of transformers, or of the registry, as its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, **batch: Tensor) -> Tensor:
+    def forward(self, **batch: Tensor) -> Tensor:  # noqa: D102
         outputs = self.model(**batch)
         return outputs[0] if isinstance(outputs, tuple) else outputs.loss
-
-
-def _classifier(model: nn.Module, rows: int, pixels: int) -> Made:
-    make_batch = batches.images(pixels, 10, ("images", "labels"))
-    return Made(model=model, make_batch=make_batch, rows=rows, layers=())
-
-
-def _language_model(model: nn.Module, rows: int, length: int) -> Made:
-    make_batch = batches.causal(length, _WORDS)
-    return Made(model=_Loss(model), make_batch=make_batch, rows=rows, layers=())
-
-
-_WORDS = 512
 
 
 # --- depth that depends on the data -----------------------------------------------------------
@@ -66,7 +51,7 @@ class _Layer(nn.Module):
         return x + self.mlp(self.norms[1](x))
 
 
-class _Halting(nn.Module):
+class Halting(nn.Module):
     """A transformer that stops at the depth where its activations have grown enough."""
 
     def __init__(self, width: int, depth: int) -> None:
@@ -74,7 +59,7 @@ class _Halting(nn.Module):
         self.layers = nn.ModuleList(_Layer(width) for _ in range(depth))
         self.head = nn.Linear(width, 10)
 
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
         x = functional.unfold(images, 4, stride=4).transpose(1, 2)
         x = functional.pad(x, (0, self.head.in_features - x.shape[-1]))
         for index, layer in enumerate(self.layers):
@@ -84,15 +69,10 @@ class _Halting(nn.Module):
         return functional.cross_entropy(self.head(x.mean(1)), labels)
 
 
-def halting(*, width: int, depth: int, rows: int, pixels: int) -> Made:
-    """A transformer that halts early."""
-    return _classifier(_Halting(width, depth), rows, pixels)
-
-
 # --- a detector -------------------------------------------------------------------------------
 
 
-class _Detector(nn.Module):
+class Detector(nn.Module):
     """Two stages, as Mask R-CNN: proposals by score, then classes and masks of what they cut out.
 
     How many proposals there are depends on the scores; boxes are cells of the feature map.
@@ -112,7 +92,7 @@ class _Detector(nn.Module):
         self.mask = nn.Conv2d(4 * width, 1, 1)
         self.classes = nn.Linear(4 * width, 10)
 
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
         x = functional.relu(self.stem(images))
         for stage in self.backbone:
             x = stage(x)
@@ -136,11 +116,6 @@ class _Detector(nn.Module):
         return torch.stack(losses).mean()
 
 
-def detector(*, width: int, rows: int, pixels: int) -> Made:
-    """A detector of two stages."""
-    return _classifier(_Detector(width), rows, pixels)
-
-
 # --- trees ------------------------------------------------------------------------------------
 
 
@@ -161,7 +136,7 @@ class _Cell(nn.Module):
         return output.sigmoid() * cell.tanh(), cell
 
 
-class _TreeLSTM(nn.Module):
+class TreeLSTM(nn.Module):
     """Composes random trees: another one at each call."""
 
     def __init__(self, width: int) -> None:
@@ -170,7 +145,7 @@ class _TreeLSTM(nn.Module):
         self.cell = _Cell(width)
         self.head = nn.Linear(width, 10)
 
-    def forward(self, leaves: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, leaves: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
         states = [tuple(self.leaf(leaf).chunk(2, -1)) for leaf in leaves]
         while len(states) > 1:
             index = int(torch.randint(len(states) - 1, ()))
@@ -178,20 +153,10 @@ class _TreeLSTM(nn.Module):
         return functional.cross_entropy(self.head(states[0][0]), labels)
 
 
-def tree_lstm(*, width: int, leaves: int, rows: int) -> Made:
-    """A TreeLSTM over random trees of so many leaves."""
-
-    def make_leaves(draw: torch.Generator, rows: int) -> Tensor:
-        return torch.randn(leaves, rows, width, generator=draw)
-
-    make_batch = batches.drawn(leaves=make_leaves, labels=batches.classes(10))
-    return Made(model=_TreeLSTM(width), make_batch=make_batch, rows=rows, layers=())
-
-
 # --- random skips -----------------------------------------------------------------------------
 
 
-class _RandomUNet(nn.Module):
+class RandomUNet(nn.Module):
     """A U-Net whose skip connections are left out by chance."""
 
     def __init__(self, width: int) -> None:
@@ -209,7 +174,7 @@ class _RandomUNet(nn.Module):
         )
         self.out = nn.Conv2d(width, 10, 1)
 
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:  # noqa: D102
         x = self.inlet(images)
         kept = []
         for layer in self.down:
@@ -224,30 +189,7 @@ class _RandomUNet(nn.Module):
         return functional.cross_entropy(self.out(x).mean((2, 3)), labels)
 
 
-def unet_skips(*, width: int, rows: int, pixels: int) -> Made:
-    """A U-Net with random skips."""
-    return _classifier(_RandomUNet(width), rows, pixels)
-
-
-# --- architectures of transformers ------------------------------------------------------------
-
-
-def layerdrop(*, layers: int, width: int, rows: int, length: int) -> Made:
-    """M2M100, which leaves out layers by chance."""
-    fields = halves(layers, width, 4, layerdrop=0.1) | {"max_position_embeddings": 256}
-    model = hf("M2M100ForConditionalGeneration", **fields, vocab_size=_WORDS)
-    return _language_model(model, rows, length)
-
-
-def experts(*, layers: int, width: int, rows: int, length: int) -> Made:
-    """JetMoE, whose tokens go to the experts that they choose."""
-    model = hf(
-        "JetMoeForCausalLM", vocab_size=_WORDS, hidden_size=width, num_hidden_layers=layers,
-        num_key_value_heads=2, kv_channels=width // 4, intermediate_size=2 * width,
-        num_local_experts=4, num_experts_per_tok=2,
-    )  # fmt: skip
-    return _language_model(model, rows, length)
-
+# --- by name ---------------------------------------------------------------------------------
 
 CONTROLS = ("gpt2-deep", "resnet50")
 """Models that a plan serves as well."""
@@ -264,5 +206,5 @@ def build(name: str, *, tiny: bool = False) -> Workload:
     """
     if name in CONTROLS:
         workload = build_static(name, tiny=tiny).with_loss_inside()
-        return replace(workload, model=_Loss(workload.model).train())
+        return replace(workload, model=Loss(workload.model).train())
     return built(name, _MAKERS[name], tiny=tiny)

@@ -1,64 +1,15 @@
-"""Image models: ViT, convolutional classifiers in stages, ResNet, U-Net."""
+"""Image models: ResNet, U-Net; DenseNet and HRNet, which branch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.models import batches
-from bench.models.hf import hf, usual
-from bench.models.workload import Made, outside_cross_entropy
-from bench.unet import UNet
-
-_OF_A_CLASS = {"problem_type": "single_label_classification"}
-
-
-def vit(
-    *,
-    layers: int,
-    width: int,
-    heads: int,
-    inner: int,
-    rows: int,
-    pixels: int,
-    patch: int,
-    classes: int,
-) -> Made:
-    """ViT."""
-    model = hf(
-        "ViTForImageClassification",
-        **usual(layers, width, heads, inner),
-        image_size=pixels,
-        patch_size=patch,
-        num_labels=classes,
-        **_OF_A_CLASS,
-    )
-    # The attribute that holds the layers differs between library releases.
-    layer = next(path for path, m in model.named_modules() if type(m).__name__ == "ViTLayer")
-    make_batch, paths = batches.images(pixels, classes), (f"{layer.rpartition('.')[0]}.*",)
-    return Made(model=model, make_batch=make_batch, rows=rows, layers=paths)
-
-
-def staged(*, kind: str, rows: int, pixels: int, classes: int, **fields: Any) -> Made:
-    """A convolutional classifier in stages.
-
-    Args:
-        kind: The library's prefix of its classes.
-        rows: Images in a batch.
-        pixels: Height and width of an image.
-        classes: Number of them.
-        **fields: Of the configuration.
-    """
-    model = hf(f"{kind}ForImageClassification", num_labels=classes, **_OF_A_CLASS, **fields)
-    make_batch, paths = (
-        batches.images(pixels, classes),
-        (f"{kind.lower()}.encoder.stages.*.layers.*",),
-    )
-    return Made(model=model, make_batch=make_batch, rows=rows, layers=paths)
+from bench.models.workload import Step
+from bench.unet import UNet as UNet
 
 
 class Bottleneck(nn.Module):
@@ -144,28 +95,142 @@ class ResNet(nn.Module):
         return self.fc(torch.flatten(self.avgpool(x), 1))
 
 
-def resnet(*, depths: Sequence[int], base_width: int, classes: int, rows: int, pixels: int) -> Made:
-    """ResNet of bottlenecks, `depths` in each stage."""
-    return Made(
-        model=ResNet(depths=depths, base_width=base_width, classes=classes),
-        make_batch=batches.images(pixels, classes, ("x", batches.TARGET)),
-        rows=rows,
-        layers=("blocks.*",),
-        loss=outside_cross_entropy,
-    )
+class _DenseLayer(nn.Module):
+    """Normalization, ReLU and convolution, 1x1 then 3x3, of all earlier outputs of the block."""
+
+    def __init__(self, in_width: int, growth: int) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(in_width)
+        self.conv1 = nn.Conv2d(in_width, 4 * growth, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(4 * growth)
+        self.conv2 = nn.Conv2d(4 * growth, growth, 3, padding=1, bias=False)
+
+    def forward(self, *features: Tensor) -> Tensor:
+        inner = self.conv1(functional.relu(self.norm1(torch.cat(features, 1))))
+        return self.conv2(functional.relu(self.norm2(inner)))
 
 
-def unet(*, num_levels: int, base_width: int, rows: int, pixels: int) -> Made:
-    """U-Net that assigns each pixel one of eight classes."""
-    classes = 8
-    values = {
-        "x": batches.normal(3, pixels, pixels),
-        batches.TARGET: batches.classes(classes, pixels, pixels),
-    }
-    return Made(
-        model=UNet(num_levels=num_levels, base_width=base_width, classes=classes),
-        make_batch=batches.drawn(**values),
-        rows=rows,
-        layers=("down.*", "up.*"),
-        loss=outside_cross_entropy,
-    )
+class _DenseBlock(nn.Module):
+    def __init__(self, in_width: int, growth: int, depth: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            _DenseLayer(in_width + index * growth, growth) for index in range(depth)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = [x]
+        for layer in self.layers:
+            features.append(layer(*features))
+        return torch.cat(features, 1)
+
+
+class DenseNet(nn.Module):
+    """DenseNet (Huang et al., 2017): each layer reads all earlier outputs of its block.
+
+    Between two blocks the image size halves.
+    """
+
+    def __init__(self, depths: Sequence[int], growth: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, width, 7, 2, 3, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(3, 2, 1),
+        )
+        stages: list[nn.Module] = []
+        for index, depth in enumerate(depths):
+            stages.append(_DenseBlock(width, growth, depth))
+            width += depth * growth
+            if index < len(depths) - 1:
+                between = (
+                    nn.BatchNorm2d(width),
+                    nn.ReLU(inplace=True),
+                    nn.Conv2d(width, width // 2, 1, bias=False),
+                    nn.AvgPool2d(2),
+                )
+                stages.append(nn.Sequential(*between))
+                width //= 2
+        self.stages = nn.Sequential(*stages)
+        self.norm = nn.BatchNorm2d(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Step:
+        """Loss and class scores."""
+        scores = self.head(functional.relu(self.norm(self.stages(self.stem(images)))).mean((2, 3)))
+        return Step(functional.cross_entropy(scores, labels), scores)
+
+
+class _Exchange(nn.Module):
+    """Branches of several sizes: residual blocks in each, then every branch added to every other.
+
+    A branch is resized before it is added.
+    """
+
+    def __init__(self, widths: Sequence[int], depth: int) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(
+            nn.Sequential(*[Residual(width, width) for _ in range(depth)]) for width in widths
+        )
+        self.paths = nn.ModuleList(
+            nn.ModuleList(_path(widths, source, target) for source in range(len(widths)))
+            for target in range(len(widths))
+        )
+
+    def forward(self, *images: Tensor) -> tuple[Tensor, ...]:
+        made = [branch(x) for branch, x in zip(self.branches, images, strict=True)]
+        fused = []
+        for paths in self.paths:
+            terms: Iterator[Tensor] = (path(x) for path, x in zip(paths, made, strict=True))  # pyright: ignore[reportArgumentType]
+            total = next(terms)
+            for term in terms:
+                total = total + term
+            fused.append(functional.relu(total))
+        return tuple(fused)
+
+
+def _path(widths: Sequence[int], source: int, target: int) -> nn.Module:
+    """A module from the size of one branch to that of another."""
+    if source == target:
+        return nn.Identity()
+    if source > target:
+        return nn.Sequential(
+            nn.Conv2d(widths[source], widths[target], 1, bias=False),
+            nn.BatchNorm2d(widths[target]),
+            nn.Upsample(scale_factor=2 ** (source - target), mode="nearest"),
+        )
+    steps: list[nn.Module] = []
+    for step in range(source + 1, target + 1):
+        out_width = widths[target] if step == target else widths[source]
+        steps += [
+            nn.Conv2d(widths[source], out_width, 3, 2, 1, bias=False),
+            nn.BatchNorm2d(out_width),
+        ]
+    return nn.Sequential(*steps)
+
+
+class HRNet(nn.Module):
+    """High-resolution network (Wang et al., 2019) with all its branches throughout.
+
+    A classifier reads all branches.
+    """
+
+    def __init__(self, widths: Sequence[int], num_exchanges: int, depth: int, classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 32, 3, 2, 1, bias=False), nn.BatchNorm2d(32), nn.ReLU(inplace=True)
+        )
+        self.begin = nn.ModuleList(
+            nn.Conv2d(32, width, 3, 2**index, 1) for index, width in enumerate(widths)
+        )
+        self.exchanges = nn.ModuleList(_Exchange(widths, depth) for _ in range(num_exchanges))
+        self.head = nn.Linear(sum(widths), classes)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Step:
+        """Loss and class scores."""
+        stem = self.stem(images)
+        made: tuple[Tensor, ...] = tuple(begin(stem) for begin in self.begin)
+        for exchange in self.exchanges:
+            made = exchange(*made)
+        scores = self.head(torch.cat([x.mean((2, 3)) for x in made], 1))
+        return Step(functional.cross_entropy(scores, labels), scores)

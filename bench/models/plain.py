@@ -1,4 +1,4 @@
-"""Models of plain torch: an MLP, `nn.TransformerEncoder`, a transformer that denoises videos."""
+"""Models of plain torch: MLPs, torch's transformers, and one that denoises videos."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from bench.models import batches
-from bench.models.workload import Made, Step, loss_alone, outside_squared_error
+from bench.models.workload import Step
 
 
 class MLP(nn.Module):
@@ -30,17 +29,6 @@ class MLP(nn.Module):
         return x
 
 
-def mlp(*, layers: int, width: int, rows: int) -> Made:
-    """A chain of equal layers."""
-    return Made(
-        model=MLP(layers, width),
-        make_batch=batches.vectors("x", width),
-        rows=rows,
-        layers=("layers.*",),
-        loss=outside_squared_error,
-    )
-
-
 class Funnels(nn.Module):
     """Linear layers of several widths, GELU after each; returns the mean square alone."""
 
@@ -55,26 +43,24 @@ class Funnels(nn.Module):
         return self.layers(values).square().mean()
 
 
-def funnels(*, widths: list[int], rows: int, length: int) -> Made:
-    """Such layers, over so many values a row."""
-    make_batch = batches.drawn(values=batches.normal(length, widths[0]))
-    model = Funnels(widths)
-    return Made(
-        model=model, make_batch=make_batch, rows=rows, layers=("layers.*",), loss=loss_alone
-    )
-
-
-def encoder(*, layers: int, width: int, heads: int, inner: int, rows: int, length: int) -> Made:
-    """`nn.TransformerEncoder` with the squared error as its loss."""
+def encoder(layers: int, width: int, heads: int, inner: int) -> nn.Module:
+    """`nn.TransformerEncoder`."""
     layer = nn.TransformerEncoderLayer(width, heads, inner, batch_first=True)
     # Nested tensors serve inference only, and the default warns where they cannot be used.
-    return Made(
-        model=nn.TransformerEncoder(layer, layers, enable_nested_tensor=False),
-        make_batch=batches.vectors("src", length, width),
-        rows=rows,
-        layers=("layers.*",),
-        loss=outside_squared_error,
-    )
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
+
+class Transformer(nn.Module):
+    """`nn.Transformer` that learns to return its target."""
+
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.model = nn.Transformer(width, 8, layers, layers, 4 * width, batch_first=True)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Step:  # noqa: D102
+        prediction = self.head(self.model(src, tgt))
+        return Step(functional.mse_loss(prediction, tgt), prediction)
 
 
 class _Attention(nn.Module):
@@ -137,18 +123,3 @@ class VideoTransformer(nn.Module):
             )
         prediction = self.last(x)
         return Step(functional.mse_loss(prediction, noise), prediction)
-
-
-def video_transformer(
-    *, layers: int, width: int, heads: int, inner: int, patch: int, words: int, length: int,
-    rows: int,
-) -> Made:  # fmt: skip
-    """Such a model, with so many words of text, and `length` patches a row."""
-    values = {name: batches.normal(length, patch) for name in ("patches", "noise")}
-    values |= {"text": batches.normal(words, width), "time": batches.normal(6, width)}
-    return Made(
-        model=VideoTransformer(layers, width, heads, inner, patch),
-        make_batch=batches.drawn(**values),
-        rows=rows,
-        layers=("layers.*",),
-    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import tomllib
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.models.architectures import made, of_folder
 from bench.models.batches import seeded_generator
 from bench.models.workload import Made, Workload, modules_at, own_loss
 
@@ -41,10 +41,9 @@ def _make(
 ) -> Made:
     arguments = {**fields, **others}
     where, own_tiny = arguments.pop("make"), arguments.pop("tiny")
-    module, _, function = where.partition(".")
     if tiny:
         arguments |= all_tiny.get(where, {}) | own_tiny
-    return getattr(importlib.import_module(f"bench.models.{module}"), function)(**arguments)
+    return of_folder(where)(**arguments) if "." in where else made(where, **arguments)
 
 
 def build(
@@ -78,25 +77,25 @@ def built(
         torch.set_default_dtype(dtype)
         try:
             with torch.device(device):
-                made = make(tiny)
+                own = make(tiny)
         finally:
             torch.set_default_dtype(default)
 
     def placed(value: Tensor) -> Tensor:
         return value.to(device, dtype if value.is_floating_point() else value.dtype)
 
-    def make_batch(seed: int, rows: int = made.rows) -> dict[str, Tensor]:
-        batch = made.make_batch(seeded_generator(seed), rows)
+    def make_batch(seed: int, rows: int = own.rows) -> dict[str, Tensor]:
+        batch = own.make_batch(seeded_generator(seed), rows)
         return {key: placed(value) for key, value in batch.items()}
 
     return Workload(
         name=name,
-        model=made.model.to(device).train(),
-        layers=partial(modules_at, patterns=made.layers),
-        stages=partial(modules_at, patterns=made.stages) if made.stages else None,
-        loss=made.loss or own_loss,
+        model=own.model.to(device).train(),
+        layers=partial(modules_at, patterns=own.layers),
+        stages=partial(modules_at, patterns=own.stages) if own.stages else None,
+        loss=own.loss or own_loss,
         make_batch=make_batch,
-        rows=made.rows,
+        rows=own.rows,
     )
 
 

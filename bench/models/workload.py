@@ -68,8 +68,8 @@ class Made:
         model: the module.
         make_batch: a batch of so many rows drawn from a generator, on the CPU.
         rows: of a batch.
-        layers: paths of the modules that "one checkpoint per layer" wraps; a `*` stands for any one
-            name.
+        layers: paths of the modules that "one checkpoint per layer" wraps, where a `*` stands for
+            any one name; or their class.
         stages: those of larger modules; empty if it has none.
         loss: as for `Workload`.
     """
@@ -97,7 +97,11 @@ def modules_at(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
     """
     wanted = set[nn.Module]()
     for pattern in patterns:
-        found = {module for path, module in model.named_modules() if _matches(path, pattern)}
+        found = {
+            module
+            for path, module in model.named_modules()
+            if _matches(path, pattern) or type(module).__name__ == pattern
+        }
         if not found:
             msg = (
                 f"no submodule of {type(model).__name__} has a path like {pattern!r}; "

@@ -2,7 +2,7 @@
 
     python -m bench.unchanged.run FOLDER --work W --out bench/results/unchanged_scripts_202611.md
 
-`FOLDER` has a checkout of each project (`karpathy+nanoGPT`, ...; see `SCRIPTS`). Scripts are run as
+`FOLDER` has a checkout of each project (`karpathy+nanoGPT`, ...; see scripts.toml). Scripts run as
 they are, with tiny data that is made in a folder of its own, and without a network. Both runs are
 seen by `observer/sitecustomize.py`, which Python loads at its start: losses, final parameters,
 times of steps, memory of one step. `--full-sized` makes the end of the page: steps of seconds,
@@ -11,7 +11,6 @@ twice in eager and twice at a budget of 1.0, by turns.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -20,6 +19,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -27,15 +27,39 @@ from typing import Any
 
 import torch
 
+from bench import command
+from bench.command import ROOT
 from bench.machine import machine_record, machine_text
 from bench.pages import filled
 from bench.unchanged.data import make_data
-from bench.unchanged.scripts import FULL_SIZED, SCRIPTS, Script
 from rockmate.budget import parse_budget
 
 _HERE = Path(__file__).parent
-_ROOT = _HERE.parents[1]
 _LIMIT_S = 900
+
+
+@dataclass(frozen=True)
+class Script:
+    """A row of scripts.toml, which explains its fields."""
+
+    name: str
+    path: str
+    arguments: str = ""
+    data: str = ""
+    cwd: str = "."
+    beside: str = ""
+    measured: int = 4
+    note: str = ""
+
+    @property
+    def folder(self) -> str:
+        """Of its runs."""
+        return re.sub(r"\W+", "_", self.name)
+
+
+_TABLE = tomllib.loads((_HERE / "scripts.toml").read_text(encoding="utf-8"))
+*SCRIPTS, FULL_SIZED = (Script(name, **fields) for name, fields in _TABLE.items())
+"""The last one has steps of full size."""
 
 
 @dataclass
@@ -68,7 +92,7 @@ def run(script: Script, folder: Path, work: Path, options: list[str]) -> Run:
     path = str((_HERE if script.path.startswith("own/") else folder) / script.path)
     under = ["-m", "rockmate", "run", *options] if options else []
     command = [sys.executable, *under, path, *script.arguments.split()]
-    paths = [_HERE / "observer", _HERE / "stand_ins", _ROOT, folder / "karpathy+minGPT"]
+    paths = [_HERE / "observer", _HERE / "stand_ins", ROOT, folder / "karpathy+minGPT"]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths)),
         "OBSERVED": str(where / "observed"),
@@ -156,13 +180,14 @@ def full_sized(folder: Path, work: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Runs the scripts of the folder, and writes the page of all that are in the work folder."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--work", type=Path, required=True, help="keeps runs and their rows")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", default="", help="scripts whose name contains it; none for -")
-    parser.add_argument("--options", default="--budget 0.6")
-    parser.add_argument("--full-sized", action="store_true", help="that script alone")
+    parser = command.parser("unchanged.run", __doc__)
+    add = parser.add_argument
+    add("folder", type=Path)
+    add("--work", type=Path, required=True, help="keeps runs and their rows")
+    add("--out", type=Path)
+    add("--only", default="", help="scripts whose name contains it; none for -")
+    add("--options", default="--budget 0.6")
+    add("--full-sized", action="store_true", help="that script alone")
     arguments = parser.parse_args()
     work, folder = arguments.work.resolve(), arguments.folder.resolve()
     paths = {script: work / script.folder / "row.json" for script in SCRIPTS}

@@ -13,11 +13,10 @@ import pytest
 from bench import command as commands
 from bench import compare
 from bench.command import read
-from bench.comparison.page import page, readme_table
+from bench.comparison.page import page, points_csv, readme_table
 from bench.comparison.plans import peaks_to_meet
-from bench.comparison.points import points_csv
 from bench.comparison.result import ModelResult, by_model
-from bench.pages import Start, provenance
+from bench.pages import about
 
 OPTIONS = {"method": [], "rounds": 2, "quick": False, "tiny": False}
 MACHINE: dict[str, Any] = {
@@ -261,14 +260,14 @@ def test_the_command_refuses_what_it_cannot_do(
 
 
 def test_commands_commits_and_machines_stand_with_their_models_where_they_differ() -> None:
-    def start(model: str, commit: str) -> Start:
-        return Start(model=model, command="run", machine=MACHINE | {"commit": commit})
+    def start(model: str, commit: str) -> dict[str, Any]:
+        return MACHINE | {"model": model, "command": "run", "commit": commit}
 
-    same = "\n".join(provenance([start("a", "x"), start("b", "x")]))
+    same = "\n".join(about([start("a", "x"), start("b", "x")]))
     assert (
         "`run` at commit x, load average 0.5 at the start. M (M), 2 cores, 1 thread used." in same
     )
-    apart = "\n".join(provenance([start("a", "x"), start("b", "y"), start("c", "x")]))
+    apart = "\n".join(about([start("a", "x"), start("b", "y"), start("c", "x")]))
     assert "from 1 command at 2 commits on 1 machine" in apart
     assert "| `run` | x | a, c |" in apart
     assert "| `run` | y | b |" in apart

@@ -78,7 +78,6 @@ def test_the_part_with_moves_to_the_host(
         assert record["host_bytes"] == record["predicted_host_bytes"] > 0
         assert record["own_peak_bytes"] <= record["budget_bytes"]
         assert record["num_host_waits"] == record["eager_host_waits"] == 0
-    assert records[2]["own_peak_bytes"] < records[2]["eager_peak_bytes"]
     assert cuda.main(["--output", str(tmp_path), "--page"]) == 0
     text = capsys.readouterr().out
     assert "## Offload" in text

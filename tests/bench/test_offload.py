@@ -3,44 +3,25 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 
 import moves
 import pytest
 
 from bench import offload as bench_offload
-from bench.models import REGISTRY, build
-from bench.moves import batches as bench_batches
-from bench.moves import measured as bench_measured
-from bench.moves import simulated as bench_simulated
-
-BATCH = {
-    "kind": "batch",
-    "model": "resnet50",
-    "rows": 2,
-    "pixels": 32,
-    "memory_bytes": 1000,
-    "largest": 12,
-    "largest_without_moves": 8,
-    "time_ratio": 1.2,
-    "num_moves": 3,
-    "num_recomputations": 0,
-    "host_bytes": 100,
-}
 
 
 def test_records_and_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stem, output = tmp_path / "moves", tmp_path / "moves.jsonl"
-    monkeypatch.setattr(bench_simulated, "MACHINES", ("rtx4090",))
-    monkeypatch.setattr(bench_simulated, "SHARES", (0.7, 0.5))
+    monkeypatch.setattr(bench_offload, "MACHINES", ("rtx4090",))
+    monkeypatch.setattr(bench_offload, "SIMULATED_SHARES", (0.7, 0.5))
     sizes = ["--layers", "2", "--tokens", "512"]
     assert bench_offload.main(["--simulated", *sizes, "--output", str(stem)]) == 0
     moves.use_fast_link(monkeypatch)
-    monkeypatch.setattr(bench_measured, "SHARES", (0.3,))
-    monkeypatch.setattr(bench_measured, "NUM_ROUNDS", 1)
+    monkeypatch.setattr(bench_offload, "SHARES", (0.3,))
+    monkeypatch.setattr(bench_offload, "NUM_ROUNDS", 1)
     folder = tmp_path / "scratch"
     folder.mkdir()
     options = ["--measured", str(folder), "--model", "resnet", "--output", str(stem)]
@@ -54,52 +35,9 @@ def test_records_and_page(
     assert measured["is_bitwise"]
     assert measured["num_moves"]
     assert measured["measured_host_bytes"] == measured["predicted_host_bytes"]
-    batch = {**records[0], **BATCH, "machine_name": records[0]["machine_name"]}
-    with output.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(batch) + "\n")
     capsys.readouterr()
     assert bench_offload.main(["--page", "--output", str(stem)]) == 0
     printed = capsys.readouterr().out
     assert "| gradients bitwise eager's | all | 1 of 1 |  | hit |" in printed
     assert "## rtx4090: 2 layers, 512 tokens" in printed
     assert "by moving everything" in printed
-    assert ">= 5 | 6 on rtx4090 |  | hit |" in printed
-
-
-def test_peers_and_batches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stem, output, folder = tmp_path / "moves", tmp_path / "moves.jsonl", tmp_path / "scratch"
-    folder.mkdir()
-    moves.use_fast_link(monkeypatch)
-    monkeypatch.setattr(bench_measured, "NUM_ROUNDS", 1)
-    tiny = lambda name: build(name, tiny=True).with_loss_inside()  # noqa: E731
-    monkeypatch.setattr(bench_measured, "workload_of", tiny)
-    options = ["--output", str(stem), "--model"]
-    bench_offload.main(["--peers", str(folder), *options, "gpt2"])
-    small = partial(REGISTRY["resnet50"], depths=(1, 1))
-    monkeypatch.setattr(bench_batches, "REGISTRY", {"resnet50": small})
-    monkeypatch.setattr(bench_batches, "PIXELS", 64)
-    monkeypatch.setattr(bench_batches, "MEASURED_PIXELS", 32)
-    monkeypatch.setattr(bench_batches, "_MOST_TIMES", 4)
-    bench_offload.main(["--batches", *options, "resnet50"])
-    bench_offload.main(["--batches", str(folder), *options, "resnet50"])
-    assert not list(folder.iterdir())
-    records = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
-    assert [record["kind"] for record in records] == ["peer"] * 4 + ["batch"] * 2
-    eager, all_away, in_flight, inputs_away = records[:4]
-    for record in records[:4]:
-        assert record["is_bitwise"]
-        assert record["is_peer_bitwise"]
-        assert record["own_bytes"] <= max(record["peer_bytes"], record["least_bytes"])
-    assert all_away["peer_bytes"] < eager["peer_bytes"]
-    assert inputs_away["peer_bytes"] < eager["peer_bytes"]
-    assert in_flight["peer_bytes"] < eager["peer_bytes"]
-    for record in records[4:]:
-        assert record["largest"] % record["rows"] == 0
-        assert record["largest"] >= record["largest_without_moves"] >= record["rows"]
-    capsys.readouterr()
-    assert bench_offload.main(["--page", "--output", str(stem)]) == 0
-    printed = capsys.readouterr().out
-    assert "## Peers with the same disk" in printed
-    assert "| resnet50: largest batch over eager's, in its memory | >= 5 |" in printed

@@ -12,7 +12,7 @@ import pytest
 from bench import plan_quality
 from bench.machine import machine_record
 from bench.pages import Target
-from bench.quality.page import page
+from bench.quality_page import page
 
 HEAD = machine_record("bench.plan_quality") | {"tiny": False}
 
@@ -201,7 +201,7 @@ def test_command_measures_writes_and_reads_back(
     assert strategies == {"none", "chen", "rotor", "rockmate"}
     assert row("simulated peak", *records).is_hit
     assert row("no schedule", *records).is_hit
-    monkeypatch.setattr(plan_quality, "measure", None)
+    monkeypatch.setattr(plan_quality, "Planner", None)
     plan_quality.main([*chosen, "--output", str(stem)])
     assert capsys.readouterr().out == text, "a finished model is not measured again"
     plan_quality.main(["--page", "--output", str(stem)])

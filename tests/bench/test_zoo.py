@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,9 @@ from bench import zoo
 from bench.registries import fields
 from bench.registries import trial as trials
 from bench.registries.batches import make_batch
-from bench.registries.page import page
 from bench.registries.tiny import builders, names_of
 from bench.registries.trial import trial
+from bench.zoo import page
 
 
 def test_llama_is_bitwise() -> None:
@@ -72,8 +70,9 @@ def record(name: str, verdict: str, **more: Any) -> dict[str, Any]:
     return {"registry": "ctc", "name": name, "verdict": verdict, "detail": f"of {name}", **more}
 
 
-def test_the_page_counts_and_names(tmp_path: Path) -> None:
+def test_the_page_counts_and_names_and_the_newest_line_of_a_model_counts() -> None:
     records = [
+        record("a", "WRONG"),
         record("a", "bitwise", mode="plan"),
         record("b", "within rounding", mode="frames"),
         record("c", "WRONG"),
@@ -83,10 +82,3 @@ def test_the_page_counts_and_names(tmp_path: Path) -> None:
     assert "| ctc | 3 | 2 | 1 | 1 | 1 | 1 | 0 | 0 | 0 | 1 |" in lines
     assert "| ctc | `c` | WRONG | of c |" in lines
     assert "- ctc: `d`" in lines
-
-
-def test_the_newest_line_of_a_model_counts(tmp_path: Path) -> None:
-    path = tmp_path / "zoo.jsonl"
-    lines = [record("a", "WRONG"), record("a", "bitwise")]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    assert [each["verdict"] for each in zoo.read(path)] == ["bitwise"]

@@ -1,4 +1,4 @@
-"""Models with two towers: CLIP, and a vision tower in front of a Llama type."""
+"""Models of libraries that need code: CLIP, LLaVA, those of diffusers."""
 
 from __future__ import annotations
 
@@ -6,40 +6,24 @@ from typing import Any
 
 import transformers
 from torch import Generator, Tensor, nn
+from torch.nn import functional
 
-from bench.models.batches import drawn, normal, words
-from bench.models.hf import TOKENS, hf, usual
-from bench.models.workload import Made
+from bench.models.batches import normal, words
+from bench.models.hf import hf, usual
+from bench.models.workload import Made, Step
 
 _WORDS = 4096
 
 
-class _Contrastive(nn.Module):
+class Contrastive(nn.Module):
     """CLIP with its loss."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Any:
+    def forward(self, input_ids: Tensor, pixel_values: Tensor) -> Any:  # noqa: D102
         return self.model(input_ids=input_ids, pixel_values=pixel_values, return_loss=True)
-
-
-def clip(*, layers: int, text: int, image: int, pixels: int, length: int, rows: int) -> Made:
-    """CLIP: text of one width, images of another."""
-    text_fields = usual(layers, text, 4, 4 * text, _WORDS) | TOKENS
-    model = hf(
-        "CLIPModel",
-        text_config=text_fields | {"max_position_embeddings": length},
-        vision_config=usual(layers, image, 6, 4 * image) | {"image_size": pixels, "patch_size": 16},
-        projection_dim=text,
-    )
-    return Made(
-        model=_Contrastive(model),
-        make_batch=drawn(pixel_values=normal(3, pixels, pixels), input_ids=words(length, _WORDS)),
-        rows=rows,
-        layers=("model.text_model.encoder.layers.*", "model.vision_model.encoder.layers.*"),
-    )
 
 
 def llava(*, layers: int, width: int, pixels: int, length: int, rows: int) -> Made:
@@ -71,3 +55,32 @@ def llava(*, layers: int, width: int, pixels: int, length: int, rows: int) -> Ma
         rows=rows,
         layers=("model.vision_tower.encoder.layers.*", "model.language_model.layers.*"),
     )
+
+
+_ADDED = ("text_embeds", "time_ids")
+
+
+class _Denoiser(nn.Module):
+    """A diffusion model that predicts the noise; `conditions` are its further arguments."""
+
+    def __init__(self, model: nn.Module, sample_name: str = "sample") -> None:
+        super().__init__()
+        self.model, self.sample_name = model, sample_name
+
+    def forward(self, sample: Tensor, noise: Tensor, **conditions: Tensor) -> Step:
+        arguments: dict[str, Any] = {k: v for k, v in conditions.items() if k not in _ADDED}
+        if len(arguments) < len(conditions):
+            arguments["added_cond_kwargs"] = {key: conditions[key] for key in _ADDED}
+        arguments[self.sample_name] = sample
+        (prediction,) = self.model(return_dict=False, **arguments)
+        return Step(functional.mse_loss(prediction, noise), prediction)
+
+
+def denoiser(name: str, sample_name: str = "sample", **fields: Any) -> nn.Module:
+    """Such a model of a class of diffusers, with the fields of its configuration."""
+    try:
+        import diffusers
+    except ImportError as error:
+        msg = f"{name} is a model of the package diffusers: pip install diffusers"
+        raise RuntimeError(msg) from error
+    return _Denoiser(getattr(diffusers, name)(**fields), sample_name)

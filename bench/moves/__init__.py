@@ -1,5 +1,0 @@
-"""Moves to another memory tier: the parts of `bench.offload`.
-
-`simulated` plans large models for GPUs, `measured` trains small ones with a disk, alone and beside
-other ways to use it, and `batches` finds the largest batches. `page` writes the page.
-"""

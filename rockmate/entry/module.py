@@ -402,9 +402,8 @@ class RockmateModule(Wrapper):
             module._make_frames = partial(own.func, innermost(model), *own.args[1:], **own.keywords)
             module._frames = None if self._frames is None else module._make_frames()
             module._ends_in_eager, module._is_eager = self._ends_in_eager, self._is_eager
-        for each in self._methods.planned.values():
-            module._take_methods(self._methods.planned, each._plans)
-            break
+        of_methods = next(iter(self._methods.planned.values()), self)
+        module._take_methods(self._methods.planned, of_methods._plans)
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:

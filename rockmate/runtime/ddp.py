@@ -43,8 +43,8 @@ REPLICATED = (
 
 
 AROUND = (
-    "DistributedDataParallel stands within the planned module, and reduces nothing there. Put it "
-    "around: DistributedDataParallel(RockmateModule(model, ...))."
+    "DistributedDataParallel stands within the planned module, and no plan does what it does. Put "
+    "it around: DistributedDataParallel(RockmateModule(model, ...))."
 )
 
 

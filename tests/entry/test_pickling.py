@@ -40,6 +40,13 @@ def test_a_model_and_its_copy_may_change_before_the_first_step(is_frozen: bool) 
         assert_gradients_alike(each, plain)
 
 
+def test_a_copy_with_mode_auto_has_second_derivatives_as_the_module_has() -> None:
+    module = RockmateModule(planned()[0].original, budget=1.0, mode="auto")
+    x = torch.ones(4, 8, requires_grad=True)
+    for each in (copy.deepcopy(module), module):
+        torch.autograd.grad(each(x).sum(), x, create_graph=True)[0].sum().backward()
+
+
 def _run(model: nn.Module, x: Tensor, path: str) -> None:
     torch.save(model(x).detach(), path)
 

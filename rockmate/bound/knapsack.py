@@ -97,11 +97,7 @@ def _numbers(storages: Iterable[Storage], number: Mapping[Storage, int]) -> tupl
 
 
 def in_flight_knapsack(
-    graph: Graph,
-    costs: Costs,
-    point: ProgramPoint,
-    backward: Sequence[Op],
-    forced: Collection[Op],
+    graph: Graph, costs: Costs, point: ProgramPoint, backward: Sequence[Op], forced: Collection[Op]
 ) -> tuple[Knapsack, list[Storage]]:
     """The problem of one point with several forwards in flight; see `knapsack_of`.
 
@@ -128,12 +124,7 @@ def in_flight_knapsack(
     num_others = graph.num_in_flight - 1
     outputs = {storage for storage in graph.storages if storage.is_output}
     problem, values = knapsack_of(
-        graph.forward_ops,
-        backward,
-        costs,
-        available=outputs,
-        with_states=True,
-        recomputed=forced,
+        graph.forward_ops, backward, costs, available=outputs, with_states=True, recomputed=forced
     )
     read_after = {storage for op in point.after for storage in op.reads} - point.live
     weights = [num_others + (storage in read_after) for storage in values]

@@ -49,15 +49,18 @@ def plain_model(model: nn.Module) -> nn.Module:
     """The model that was compiled; one line in the log says so. Another model as it is.
 
     Raises:
-        InvalidArgumentError: it is no module, or is planned in place already.
+        InvalidArgumentError: it is no module, or it or one within is planned already.
     """
     require_module(model)
     plain = innermost(model)
     for module in modules_within(model):
+        name = type(module).__name__
         if getattr(compiled_call(module), "is_plan", False):
-            name = type(module).__name__
             msg = f"the {name} is planned in place already. Call rockmate.release on it first."
             raise InvalidArgumentError(msg)
+        if "_wrapped" in vars(module):
+            msg = f"the {name} of a {module.__class__.__name__} is planned already. Give what it "
+            raise InvalidArgumentError(msg + "wraps, its .original.")
     if has_compiled(model) and plain not in _NAMED:
         _NAMED.add(plain)
         logger.warning(

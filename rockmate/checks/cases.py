@@ -201,13 +201,7 @@ def cases(device: torch.device, folder: str) -> tuple[Case, ...]:
             is_bitwise=False,
         ),
         Case(name="loss in chunks", build=large, budget=0.3, is_bitwise=False),
-        Case(
-            name="frames",
-            build=dropped,
-            budget=0.7,
-            options={"mode": "frames"},
-            is_random=True,
-        ),
+        Case(name="frames", build=dropped, budget=0.7, options={"mode": "frames"}, is_random=True),
         Case(name="a saved plan", build=_language_model, saves=True),
         Case(
             name=f"moves ({tier.partition(':')[0]})",

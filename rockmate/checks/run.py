@@ -28,13 +28,7 @@ from rockmate._torch.version import known_range
 from rockmate._util import cache_folder
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.checks.cases import Case, InBfloat16, tiny_case
-from rockmate.curves.measure import (
-    Measurement,
-    SideBySide,
-    run_step,
-    state_kept,
-    tensor_difference,
-)
+from rockmate.curves.measure import Measurement, SideBySide, run_step, state_kept, tensor_difference
 from rockmate.entry.module import RockmateModule
 from rockmate.errors import RockmateError, UntestedVersionError
 from rockmate.extras import MissingExtraError

@@ -28,6 +28,7 @@ from rockmate.entry.arguments import (
     memory_limit_of,
 )
 from rockmate.errors import (
+    InfeasibleBudgetError,
     InvalidSampleError,
     NothingToTrainError,
     RockmateError,
@@ -245,13 +246,14 @@ class RockmateModule(Wrapper):
             if self._plans.request is None:
                 module.take_frames()
 
-    def take_frames(self) -> None:
+    def take_frames(self) -> FrameRunner | None:
         """From here on frames keep the budget."""
         if self._frames is None and self._make_frames is not None:
             first = self._first_backward
             self._frames = (first.frames if first else None) or self._make_frames()
+        return self._frames
 
-    def _go_on_with_frames(self, error: RockmateError) -> None:
+    def _go_on_with_frames(self, error: RockmateError) -> Any:
         """With mode "auto": leaves planning for frames; else raises."""
         is_refused = isinstance(error, SignatureMismatchError) and not self._plans.replans
         if self._make_frames is None or is_refused or not isinstance(error, _CALL_ERRORS):
@@ -264,7 +266,7 @@ class RockmateModule(Wrapper):
             f", without {' and '.join(left_out)}" if left_out else "",
             error,
         )
-        self.take_frames()
+        return self.take_frames()
 
     @property
     def plan(self) -> Plan:
@@ -349,11 +351,11 @@ class RockmateModule(Wrapper):
         refuse_transforms()
         if self._ungraded.includes(args, kwargs):
             return self._ungraded.run(self.original, args, kwargs)
-        if self._frames is None and self._first_backward is not None:
-            if self._first_backward.is_of(args, kwargs):
-                return self._first_backward.run(args, kwargs)
-            self._frames = self._first_backward.chosen_frames()
-        if self._frames is None:
+        first, frames = self._first_backward, self._frames
+        if frames is None and first is not None:
+            frames = first if first.is_of(args, kwargs) else first.chosen_frames()
+            self.__dict__["_frames"] = None if frames is first else frames
+        if frames is None:
             try:
                 return self._plans.run(args, kwargs)
             except NothingToTrainError:
@@ -364,16 +366,18 @@ class RockmateModule(Wrapper):
                     return self.original(*args, **kwargs)
                 if isinstance(error, _CALL_ERRORS):
                     raise_as_eager(error, self.original, args, kwargs)
-                self._go_on_with_frames(error)
-        assert self._frames is not None
+                frames = self._go_on_with_frames(error)
         try:
-            return self._frames.run(args, kwargs)
-        except TrialError as error:
-            if not self._ends_in_eager:
+            return frames.run(args, kwargs)
+        except (InfeasibleBudgetError, TrialError) as error:
+            if frames is first or self._plans.new_plans.go_on(error):
+                self._frames = None
+                return self._run(args, kwargs)
+            if not self._ends_in_eager or isinstance(error, InfeasibleBudgetError):
                 raise
             logger.warning("nothing keeps the budget from here on: eager runs, since %s", error)
-            self.__dict__["_is_eager"] = True
-            return self.original(*args, **kwargs)
+        self.__dict__["_is_eager"] = True
+        return self.original(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
         """A copy of the wrapped module under the same plan.
@@ -386,8 +390,8 @@ class RockmateModule(Wrapper):
         plans = self._plans.copy_for(innermost(model), memo)
         if plans is None:
             logger.warning(
-                "a RockmateModule is copied as the plain %s, since its plan runs untraced "
-                "submodules of the module that it was loaded for. Load the plan for the copy.",
+                "a RockmateModule is copied as the plain %s, since the plan that it was made with "
+                "runs untraced submodules, or is not for it as it is. Load the plan for the copy.",
                 type(model).__name__,
             )
             return memo.setdefault(id(self), model)
@@ -398,9 +402,8 @@ class RockmateModule(Wrapper):
             module._make_frames = partial(own.func, innermost(model), *own.args[1:], **own.keywords)
             module._frames = None if self._frames is None else module._make_frames()
             module._ends_in_eager, module._is_eager = self._ends_in_eager, self._is_eager
-        for each in self._methods.planned.values():
-            module._take_methods(self._methods.planned, each._plans)
-            break
+        of_methods = next(iter(self._methods.planned.values()), self)
+        module._take_methods(self._methods.planned, of_methods._plans)
         return memo.setdefault(id(self), module)
 
     def __reduce__(self) -> Any:

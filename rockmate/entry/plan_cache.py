@@ -236,18 +236,17 @@ class PlanCache:
     def copy_for(self, model: nn.Module, memo: dict[int, Any]) -> PlanCache | None:
         """A cache for a copy of the model, with the same plan.
 
-        With opaque submodules it has no plan: they belong to the model that was captured. The copy
-        is planned for at its first training call.
+        With opaque submodules it has no plan: they belong to the model that was captured. Nor has
+        it one where the model has changed. The copy is planned for at its first training call.
 
         Returns:
-            The cache; None with opaque submodules if the plan was given, so that no other is made.
+            The cache; None in these cases if the plan was given, so that no other is made.
         """
         copied = self.empty_for(model)
         copied._samples = list(self._samples)
-        planned = next((each.planned for each in self.runnables if not each.is_adapted), None)
-        if planned is None:
-            return copied
-        if not opaque_modules(self._model, planned.plan.options.untraced):
+        own = [each for each in self.runnables if not each.is_adapted]
+        planned = next((each.planned for each in own if not each.difference(self._model)), None)
+        if planned and not opaque_modules(self._model, planned.plan.options.untraced):
             copied.adopt(
                 replace(
                     planned,
@@ -256,7 +255,7 @@ class PlanCache:
                     attributes=planned.attributes.of_copy(memo),
                 )
             )
-        elif self.request is None:
+        elif own and self.request is None:
             return None
         return copied
 
@@ -282,8 +281,9 @@ class PlanCache:
             msg = f"{what}. Change it back, or make a new RockmateModule."
             raise SignatureMismatchError(msg)
         if changed:
-            for runnable in self.runnables:
-                runnable.runner.release_accumulators()
+            for runner in (vars(each).get("runner") for each in self.runnables):
+                if runner is not None:  # else it has not run, and its tensors may be gone
+                    runner.release_accumulators()
         current = [each for each in self.runnables if not each.difference(self._model)]
         for runnable in current:
             if call == runnable.planned.call:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from rockmate._torch.pytree import tree_map_only
-from rockmate.capture.compiled_model import require_module
+from rockmate.capture.compiled_model import plain_model
 from rockmate.entry.module import RockmateModule
 from rockmate.errors import InvalidArgumentError, InvalidSampleError, UnsupportedModelError
 from rockmate.runtime.model_checks import raise_as_eager
@@ -201,11 +201,8 @@ def step_module(function: Callable[..., Any], modules: Modules) -> StepFunction:
     given = [scope.get(each, each) if isinstance(each, str) else each for each in _listed(modules)]
     found: Any = {names.get(id(each), f"module_{at}"): each for at, each in enumerate(given)}
     found = dict(modules) if isinstance(modules, Mapping) else found or {"module": owner}
-    for path, module in found.items():
-        require_module(module)
-        if any("_wrapped" in vars(each) for each in module.modules()):
-            msg = f"{path} is planned already. Give the plain one, modules=[{path}.original]."
-            raise InvalidArgumentError(msg)
+    for module in found.values():
+        plain_model(module)
     own = {name: each for name, each in scope.items() if isinstance(each, nn.Module)}
     stateless = {name: each for name, each in own.items() if not each.state_dict()}
     # A class by the name of the function, in its file: errors name it, and its globals count.

@@ -18,7 +18,7 @@ from torch import nn
 
 from rockmate._torch.storage import bytes_of
 from rockmate.budget import Budget, parse_budget, size_text
-from rockmate.errors import InfeasibleBudgetError, UnsupportedModelError
+from rockmate.errors import InfeasibleBudgetError
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey, StepNeeds
 
@@ -142,19 +142,6 @@ class PeakCheck:
 
 
 # --- errors and lines of the log ------------------------------------------------------------------
-
-
-def refuse_flat_parameters(model: nn.Module) -> None:
-    """Raises `UnsupportedModelError` for a model that FSDP1 has sharded."""
-    from torch.distributed.fsdp import FullyShardedDataParallel  # takes a second to load
-
-    if any(isinstance(each, FullyShardedDataParallel) for each in model.modules()):
-        msg = (
-            "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which frames do "
-            "not follow. Shard with torch.distributed.fsdp.fully_shard (FSDP2), then wrap the "
-            "model."
-        )
-        raise UnsupportedModelError(msg)
 
 
 def too_small(budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError:

@@ -40,6 +40,7 @@ from rockmate.frames.selection import ReplacedForwards, first_paths, frames_to_s
 from rockmate.frames.step_size import StepSize
 from rockmate.frames.trials import FrameTrials
 from rockmate.memory_limit import MemoryLimit
+from rockmate.runtime.ddp import refuse_flat_parameters
 from rockmate.state.random_state import ForeignState, random_state_kept
 from rockmate.state.tensors import tensors_in
 from rockmate.trial.steps import TrialOption
@@ -84,7 +85,7 @@ class FrameRunner:
         Raises:
             UnsupportedModelError: FSDP1 has sharded the model.
         """
-        budget_check.refuse_flat_parameters(model)
+        refuse_flat_parameters(model)
         self._model, self._on_infeasible, self._is_fallback = model, on_infeasible, is_fallback
         self._budget: Budget | None = None if isinstance(budget, MemoryLimit) else budget
         self._limit = budget if isinstance(budget, MemoryLimit) else None

@@ -91,10 +91,7 @@ def _not_here(_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def compiled_groups(
-    wanted: Iterable[tuple[Subgraph, Sequence[int]]],
-    *,
-    deadline: Deadline,
-    progress: bool = False,
+    wanted: Iterable[tuple[Subgraph, Sequence[int]]], *, deadline: Deadline, progress: bool = False
 ) -> dict[str, CompiledGroup]:
     """Compiles distinct groups, each with one in-place form if it has any; by key.
 
@@ -135,11 +132,7 @@ class _Job:
     """The compilation of one group and of its in-place forms."""
 
     def __init__(
-        self,
-        subgraph: Subgraph,
-        group: CompiledGroup,
-        positions: Sequence[int],
-        deadline: Deadline,
+        self, subgraph: Subgraph, group: CompiledGroup, positions: Sequence[int], deadline: Deadline
     ) -> None:
         self._deadline = deadline
         self._subgraph = subgraph

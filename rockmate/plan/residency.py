@@ -12,14 +12,7 @@ from dataclasses import dataclass, field
 
 from rockmate.costs.cost import Costs
 from rockmate.graph.snapshot import StepSnapshot, StorageKind
-from rockmate.schedule.liveness import (
-    DEFINED,
-    FETCHED,
-    KIND_MASK,
-    READ,
-    DefUse,
-    OpDefUse,
-)
+from rockmate.schedule.liveness import DEFINED, FETCHED, KIND_MASK, READ, DefUse, OpDefUse
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation, simulate_def_use
 
@@ -85,11 +78,7 @@ class Residency:
             known = intervals.setdefault(storage, [])
             if kind in (DEFINED, FETCHED):
                 interval = LiveInterval(
-                    storage,
-                    position,
-                    position,
-                    is_repeated=bool(known),
-                    is_fetched=kind == FETCHED,
+                    storage, position, position, is_repeated=bool(known), is_fetched=kind == FETCHED
                 )
                 known.append(interval)
             elif known:

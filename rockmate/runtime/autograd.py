@@ -70,6 +70,7 @@ from rockmate.runtime.backward_arguments import (
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.gradient_sink import Anchor, GradientSink
 from rockmate.runtime.held_gradients import held_gradients_of
+from rockmate.runtime.model_checks import refuse_resized
 from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.plan_agreement import confirm_order, order_of
 from rockmate.runtime.program import Argument, ArgumentKind, PlannedLayout, Program, Statics
@@ -133,9 +134,8 @@ class Runner:
         outputs = {role.index: place for place, role in results if role.kind is RoleKind.OUTPUT}
         self.output_places = [outputs[index] for index in range(len(outputs))]
         self.update_places = [place for place, role in results if role.kind is not RoleKind.OUTPUT]
-        self.updated_inputs = [
-            role.index for role in program.results if role.kind is RoleKind.INPUT_UPDATE
-        ]
+        updated = [role for _, role in results if role.kind is RoleKind.INPUT_UPDATE]
+        self.updated_inputs = [role.index for role in updated]
         self.non_differentiable = sorted(outputs.keys() - program.differentiable)
         self.forward_statics = Statics(program, self.binding, program.forward_arguments)
         self.backward_statics = Statics(program, self.binding, program.backward_arguments)
@@ -400,12 +400,12 @@ def _write_updates(
 ) -> None:
     """Copies the new values of buffers and inputs to their places."""
     for place in runner.update_places:
-        role = runner.program.results[place]
-        is_input = role.kind is RoleKind.INPUT_UPDATE
+        is_input = (role := runner.program.results[place]).kind is RoleKind.INPUT_UPDATE
         target = inputs[role.index] if is_input else runner.binding[role.name]
         tensor = without_class(at_path(target, role.inner))
         # What is written by way of `data` does not count.
         written = tensor.data if place in runner.program.uncounted else tensor.detach()
+        refuse_resized(written, values[place], role.name)
         written.copy_(values[place])
 
 

@@ -30,8 +30,8 @@ from rockmate.runtime.gradient_sink import GradientSink, empty_gradient
 from rockmate.runtime.held_gradients import HeldGradients
 
 SHARDED = (
-    "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which a plan does not "
-    "follow. Shard the plain model with torch.distributed.fsdp.fully_shard, then "
+    "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which neither plans nor "
+    "frames follow. Shard the plain model with torch.distributed.fsdp.fully_shard, then "
     "wrap it in RockmateModule, or use DistributedDataParallel(RockmateModule(model, ...))."
 )
 
@@ -42,12 +42,19 @@ REPLICATED = (
 )
 
 
+AROUND = (
+    "DistributedDataParallel stands within the planned module, and no plan does what it does. Put "
+    "it around: DistributedDataParallel(RockmateModule(model, ...))."
+)
+
+
 def refuse_sharded(model: nn.Module) -> None:
     """Raises `UnsupportedModelError` for a model whose parallelism no plan follows."""
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise UnsupportedModelError(AROUND)
     if any(isinstance(module, nn.DataParallel) for module in model.modules()):
         raise UnsupportedModelError(REPLICATED)
-    if any(map(is_gathered_by_fsdp1, model.modules())):
-        raise UnsupportedModelError(SHARDED)
+    refuse_flat_parameters(model)
     try:
         found = unplanned_setting(sharded_groups(model))
     except NotImplementedError as error:
@@ -55,6 +62,12 @@ def refuse_sharded(model: nn.Module) -> None:
     if found:
         msg = f"the model is sharded with {found}, which a plan does not follow. Leave that out."
         raise UnsupportedModelError(msg)
+
+
+def refuse_flat_parameters(model: nn.Module) -> None:
+    """Raises `UnsupportedModelError` for a model that FSDP1 has sharded."""
+    if any(map(is_gathered_by_fsdp1, model.modules())):
+        raise UnsupportedModelError(SHARDED)
 
 
 def is_distributed() -> bool:

@@ -42,22 +42,25 @@ class FirstBackward:
 
     def __init__(self, model: nn.Module, make_frames: Callable[[], Any]) -> None:
         self._model, self._make_frames, self.frames = model, make_frames, None
-        self._is_wanted, self._kind, self._known = False, (), set[tuple[bool, ...]]()
+        self._is_over = self._is_wanted = False
+        self._kind, self._known = (), set[tuple[bool, ...]]()
 
     def is_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call begins a step of a kind that has had no backward."""
         given = [each for each in tensors_within((args, kwargs)) if each.requires_grad]
         self._kind = tuple(each.is_leaf for each in given)
-        return self._kind not in self._known and (bool(given) or self._is_written)
+        is_new = not self._is_over and self._kind not in self._known
+        return is_new and (bool(given) or self._is_written)
 
     @cached_property
     def _is_written(self) -> bool:
         return _is_in_script(_WISH)
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The output of that call."""
-        self.frames = self.frames or self._make_frames()
+        """The output of that call. Where frames refuse it, a plan may do."""
+        self.frames, self._is_over = self.frames or self._make_frames(), True
         output, note = self.frames.run(args, kwargs), partial(self._note, self._kind)
+        self._is_over = False
         for node in {each.grad_fn for each in tensors_within(output) if each.grad_fn is not None}:
             node.register_prehook(note)
         return output

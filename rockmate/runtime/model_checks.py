@@ -39,6 +39,16 @@ def refuse_uninitialized(model: nn.Module) -> None:
         raise InvalidSampleError(msg)
 
 
+def refuse_resized(written: torch.Tensor, value: torch.Tensor, name: str) -> None:
+    """Raises for a tensor that an op gives another size, which no trace shows."""
+    if written.shape != value.shape:
+        msg = (
+            f"the forward resizes {name or 'an input'}, which a plan does not. Where the first "
+            "call alone does, run the plain model once before it is wrapped."
+        )
+        raise UnsupportedModelError(msg)
+
+
 def check_model(model: nn.Module, untraced: Sequence[str], machine: Machine | None) -> None:
     """Raises for a model that cannot be captured. Warns of hooks that will not run."""
     from rockmate.capture.model_signature import acting_hooks

@@ -35,7 +35,7 @@ class NewPlans:
 
     def __init__(self) -> None:
         self.num_calls = 0
-        self.hands_over = False
+        self.hands_over = self._has_handed_over = False
         self._begin_s = self._spent_s = self._step_s = 0.0
         self._planned_at: list[tuple[int, bool]] = []  # number of the call, whether for a value
         self._has_told = False
@@ -59,7 +59,8 @@ class NewPlans:
         Raises:
             ManyPlansError: there were many, and there is another way.
         """
-        self._planned_at.append((self.num_calls, is_value))
+        if (self.num_calls, is_value) not in self._planned_at[-1:]:  # one call may need two
+            self._planned_at.append((self.num_calls, is_value))
         of_values = [at for at, is_one in self._planned_at if is_one]
         spent_s = self._spent_s + time.perf_counter() - self._begin_s
         few_values = FEW_VALUES if self.hands_over else _FEW_TOLD
@@ -73,8 +74,17 @@ class NewPlans:
             if num_calls is not None and num_calls <= 2 * few:
                 self._tell(f"{few + 1} of the last {num_calls} training calls", reason)
 
+    def go_on(self, error: Exception) -> bool:
+        """Whether plans are made on, since what they were left for has ended in an error."""
+        if self._has_handed_over:
+            logger.warning("plans are made on, which takes long, since %s", error)
+            self.hands_over = self._has_handed_over = False
+            return True
+        return False
+
     def _tell(self, how_many: str, reason: str) -> None:
         if self.hands_over:
+            self._has_handed_over = True
             msg = f"{how_many} each needed a plan of its own, at last because {reason}."
             raise ManyPlansError(msg)
         if not self._has_told:

@@ -34,10 +34,16 @@ def bits_of(tensor: torch.Tensor) -> int:
     if tensor.device.type == "cpu":
         is_known = tensor.is_complex() or tensor.dtype in _OF_NUMPY  # else as integers
         known = tensor if is_known else tensor.view(_INTEGERS[tensor.element_size()])
-        found = _crc(known.numpy(force=True))  # one of zeros alone has no memory
+        found = _crc(_array(known))
     else:
         found = hash(tuple(number for piece in _pieces(tensor) for number in _sums(piece)))
     return hash((tuple(tensor.shape), found))
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """The same memory as NumPy's. After `numpy()` nobody could resize it any more."""
+    has_memory = tensor.data_ptr() != 0  # one of zeros alone, or of none, has none
+    return np.from_dlpack(tensor) if has_memory else tensor.clone().numpy(force=True)
 
 
 def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -166,8 +172,8 @@ def _doubles(flat: torch.Tensor) -> np.ndarray[Any, Any]:
     if flat.device.type != "cpu":
         return flat.to("cpu", torch.float32 if flat.element_size() < 4 else flat.dtype).numpy()
     if flat.dtype == torch.bfloat16:
-        bits = flat.view(torch.int16).numpy().astype(np.uint16).astype(np.uint32)
+        bits = _array(flat.view(torch.int16)).astype(np.uint16).astype(np.uint32)
         return (bits << 16).view(np.float32).astype(np.float64)
     if flat.dtype in _OF_NUMPY:
-        return flat.numpy().astype(np.float64)
+        return _array(flat).astype(np.float64)
     return flat.to(torch.float32).numpy().astype(np.float64)

@@ -82,6 +82,8 @@ def test_a_model_is_planned_once() -> None:
     for plan in (rockmate.plan_in_place, rockmate.RockmateModule):
         with pytest.raises(rockmate.InvalidArgumentError, match="planned in place already"):
             plan(model, budget=0.5)
+        with pytest.raises(rockmate.InvalidArgumentError, match=r"planned already.*\.original"):
+            plan(nn.Sequential(rockmate.RockmateModule(net(), budget=0.5)), budget=0.5)
     with pytest.raises(rockmate.InvalidArgumentError, match="methods"):
         rockmate.plan_in_place(net(), budget=0.5, methods=["encode"])
 

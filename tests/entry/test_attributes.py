@@ -617,6 +617,29 @@ def test_a_first_call_that_makes_a_submodule_draws_what_eager_draws(has_sample: 
         assert torch.equal(plain.first.weight, module.first.weight)
 
 
+def test_buffers_that_an_op_sizes_in_the_first_call() -> None:
+    """As in quantization-aware training. What trials have looked at can still be resized."""
+
+    class Observed(Net):
+        def between(self, h: Tensor) -> Tensor:
+            sized = self.low, self.high, self.scale, self.zero
+            return torch.fused_moving_avg_obs_fake_quant(
+                h, self.on, self.on, *sized, 0.1, -128, 127, 0, True, True
+            )
+
+    model = Observed()
+    for name, size in {"on": 1, "low": 0, "high": 0, "scale": 1, "zero": 1}.items():
+        kind = {"on": torch.long, "zero": torch.int32}.get(name, torch.float32)
+        model.register_buffer(name, torch.ones(size, dtype=kind))
+    eager, module = pair(model)
+    with pytest.raises(UnsupportedModelError, match="run the plain model once"):
+        module(torch.randn(6, 8))
+    for each in (eager, module.original):
+        each(torch.ones(6, 8))
+    assert_equal_steps(eager, module)
+    assert all(each.untyped_storage().resizable() for each in module.state_dict().values())
+
+
 def test_a_refusal_restores_replaced_submodules() -> None:
     class Refused(Switching):
         def forward(self, x: Tensor) -> Tensor:

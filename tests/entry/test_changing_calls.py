@@ -154,6 +154,14 @@ def test_constants_new_in_each_call_turn_auto_to_frames_with_a_line(
     assert ("by frames" if mode == "auto" else 'mode="frames"') in line
 
 
+def test_plans_go_on_where_frames_refuse_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+    plain = Blocks()
+    options: Any = {"numerics": "bitwise", "mode": "auto", "plan_frames": False}
+    module = RockmateModule(copy.deepcopy(plain), budget=0.65, **options)
+    assert_trains_alike(module, plain, lambda m, step: m(X, tau=1.0 + step).square().mean(), 8)
+    assert "plans are made on" in caplog.text
+
+
 class Reading(Blocks):
     def forward(self, x: Tensor, cut: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(x) * float(cut[0])

@@ -185,6 +185,18 @@ def test_auto_plans_for_as_many_forwards_as_there_are(caplog: pytest.LogCaptureF
     )  # the script's gradients of outputs
 
 
+def test_auto_plans_where_a_first_step_in_frames_is_refused() -> None:
+    """Frames run the first step of each kind of inputs that require gradients."""
+    plain, module = Deep(), RockmateModule(Deep(), budget=0.6, mode="auto", numerics="bitwise")
+    leaf = PAIR[0].clone().requires_grad_()
+    for step in range(3):
+        for each in (plain, module):
+            each((leaf, 1 * leaf, PAIR[1])[step]).square().mean().backward()
+        assert_gradients_alike(module, plain)
+    assert module.frames is None
+    assert module.is_planned
+
+
 def test_smaller_calls_keep_the_number() -> None:
     workload = models.tiny("gpt2")
     module = RockmateModule(workload.model, workload.sample, 0.5, in_flight=3)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import assert_gradients_alike
 from torch import Tensor, multiprocessing, nn
 
 from rockmate import Planner, RockmateModule
@@ -25,6 +26,25 @@ def test_pickle_gives_the_plain_model(caplog: pytest.LogCaptureFixture) -> None:
     assert "Sequential" in caplog.text
     assert type(loaded) is nn.Sequential
     assert torch.equal(loaded(x), module.original(x))
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_a_model_and_its_copy_may_change_before_the_first_step(is_frozen: bool) -> None:
+    module, x = planned()
+    module[0].weight.requires_grad_(not is_frozen)
+    if not is_frozen:
+        nn.utils.parametrizations.weight_norm(module[0])
+    plain = copy.deepcopy(module.original)
+    for each in (plain, copy.deepcopy(module), module):
+        each(x).sum().backward()
+        assert_gradients_alike(each, plain)
+
+
+def test_a_copy_with_mode_auto_has_second_derivatives_as_the_module_has() -> None:
+    module = RockmateModule(planned()[0].original, budget=1.0, mode="auto")
+    x = torch.ones(4, 8, requires_grad=True)
+    for each in (copy.deepcopy(module), module):
+        torch.autograd.grad(each(x).sum(), x, create_graph=True)[0].sum().backward()
 
 
 def _run(model: nn.Module, x: Tensor, path: str) -> None:

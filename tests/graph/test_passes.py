@@ -24,13 +24,7 @@ from rockmate.graph.fake_values import fake_result
 from rockmate.graph.ir import Graph
 from rockmate.graph.parameters import owner_names
 from rockmate.graph.pass_options import PassOptions
-from rockmate.graph.passes import (
-    GRAPH_PASSES,
-    JOINT_PASSES,
-    REWRITES,
-    Pass,
-    run_passes,
-)
+from rockmate.graph.passes import GRAPH_PASSES, JOINT_PASSES, REWRITES, Pass, run_passes
 from rockmate.ops.kernel_layouts import Layout
 
 

@@ -21,13 +21,7 @@ from fine_tuning import BATCH, Sentences, batch, gpt2, llama, trained, trainer
 from helpers import assert_alike, differing, gradients_of, relative_error
 from torch import Tensor, nn
 
-from rockmate import (
-    InfeasibleBudgetError,
-    PlannedStep,
-    RockmateError,
-    RockmateModule,
-    wrap_trainer,
-)
+from rockmate import InfeasibleBudgetError, PlannedStep, RockmateError, RockmateModule, wrap_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer and of accelerate
 

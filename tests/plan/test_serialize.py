@@ -17,15 +17,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import (
-    REGIMES,
-    assert_alike,
-    assert_same,
-    budget_for,
-    planned,
-    train,
-    workload_loss,
-)
+from helpers import REGIMES, assert_alike, assert_same, budget_for, planned, train, workload_loss
 from torch import nn
 
 import rockmate.costs.measure

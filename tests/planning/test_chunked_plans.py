@@ -11,16 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from chunk_cases import (
-    CLASSES,
-    chunked,
-    distances,
-    eager,
-    gradients,
-    make,
-    sample,
-    sorted_scores,
-)
+from chunk_cases import CLASSES, chunked, distances, eager, gradients, make, sample, sorted_scores
 from layered import layered
 from made_of import made_of
 from torch import Tensor, nn

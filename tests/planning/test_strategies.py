@@ -18,14 +18,7 @@ import pytest
 import torch
 from helpers import assert_same, train, workload_loss
 from schedules import verify
-from small_graphs import (
-    HEURISTIC,
-    NAMES,
-    budgets_between,
-    fixed,
-    graph_and_costs,
-    no_clock,
-)
+from small_graphs import HEURISTIC, NAMES, budgets_between, fixed, graph_and_costs, no_clock
 
 import rockmate.planning.checked_forms
 from bench.unet import UNet
@@ -140,10 +133,7 @@ def test_a_plan_is_never_slower_than_a_plain_member_of_the_families(name: str) -
     saving = [
         one.fastest_saving(baseline.saved_bytes * percent // 100) for percent in range(0, 101, 2)
     ]
-    members = [
-        *several,
-        *(schedule for schedule in saving if schedule is not None),
-    ]
+    members = [*several, *(schedule for schedule in saving if schedule is not None)]
     plain = [simulate(graph, schedule, costs) for schedule in members]
     assert len(several) > 1
     assert len(members) - len(several) > 5

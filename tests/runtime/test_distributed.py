@@ -104,18 +104,17 @@ def test_sharded_parameters_are_refused(
     model = models.Stack(2)
 
     def train() -> None:
-        module = (
-            shard(RockmateModule(model, budget=1.0))
-            if is_outside
-            else RockmateModule(shard(model), budget=1.0)
-        )
-        module(torch.randn(8, 16)).sum().backward()
+        module = RockmateModule(model if is_outside else shard(model), budget=1.0)
+        (shard(module) if is_outside else module)(torch.randn(8, 16)).sum().backward()
 
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"FSDP1\) keeps parameters in one flat tensor.* DistributedDataParallel",
-    ):
+    with pytest.raises(UnsupportedModelError, match=r"FSDP1\) .* DistributedDataParallel"):
         train()
+
+
+def test_data_parallel_within_a_planned_module_is_refused(group: None) -> None:
+    module = RockmateModule(DistributedDataParallel(models.Stack(1)), budget=1.0)
+    with pytest.raises(UnsupportedModelError, match="Put it around"):
+        module(torch.randn(8, 16))
 
 
 def test_without_a_group_a_plan_is_its_own() -> None:

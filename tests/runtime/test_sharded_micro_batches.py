@@ -7,16 +7,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import needs_gloo, run_on_ranks
-from sharded_net import (
-    Net,
-    assert_equal,
-    batch,
-    collectives_of,
-    net,
-    planned,
-    sharded,
-    whole,
-)
+from sharded_net import Net, assert_equal, batch, collectives_of, net, planned, sharded, whole
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy

@@ -66,12 +66,7 @@ def test_the_simulator_counts_what_a_naive_replay_counts(name: str, regime: str)
     seen: set[int] = set()
     expected = []
     for position, (index, live, states) in enumerate(
-        zip(
-            plan.schedule.steps,
-            live_before_each_run(plan),
-            states_at_each_run(plan),
-            strict=True,
-        )
+        zip(plan.schedule.steps, live_before_each_run(plan), states_at_each_run(plan), strict=True)
     ):
         op = plan.graph.ops[index]
         cost = (plan.costs.recompute if index in seen else plan.costs.first)[index]
@@ -129,12 +124,7 @@ def test_a_half_by_itself_has_the_peak_that_it_has_in_the_schedule(name: str, re
     )
     assert forward.peak_bytes == max(live_bytes[:num_forward])
     backward = simulate_part(
-        graph,
-        schedule.backward,
-        costs,
-        before=at_turn,
-        after=results | tangents,
-        recompute=True,
+        graph, schedule.backward, costs, before=at_turn, after=results | tangents, recompute=True
     )
     assert backward.peak_bytes == max(live_bytes[num_forward:])
     assert forward.time_ms + backward.time_ms == pytest.approx(plan.simulation.time_ms)

@@ -134,10 +134,7 @@ for _name, _made in {
     "BatchInAUserDict": lambda x: _User(x=x),
     "BatchInASubclassOfDict": lambda x: _Sub(x=x),
 }.items():
-    habit(
-        _name,
-        arguments=lambda script, step, given, made=_made: given | {"x": made(given["x"])},
-    )
+    habit(_name, arguments=lambda script, step, given, made=_made: given | {"x": made(given["x"])})
 
 
 class AttributeOfTheInput(Habit):
@@ -253,10 +250,7 @@ habit(
         loss + out.sum() * 1e-3 if step == 3 else out.t().contiguous().cos().mean()
     ),
 )
-habit(
-    "LossOfSomeRows",
-    loss=lambda script, step, out, loss: out[: len(out) // 2].square().mean(),
-)
+habit("LossOfSomeRows", loss=lambda script, step, out, loss: out[: len(out) // 2].square().mean())
 
 
 class GradientPenalty(Habit):

@@ -1,4 +1,4 @@
-"""Small things that packages share: arrays, attributes, the collector, a terminal, files."""
+"""Small things that packages share: arrays, results, attributes, collector, terminal, files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,22 @@ from tqdm import tqdm
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+_Key = TypeVar("_Key")
+_Result = TypeVar("_Result")
+
+
+def once_for_each(function: Callable[[_Key], _Result]) -> Callable[[_Key], _Result]:
+    """The function, which computes its result once for each argument while that lives."""
+    known: WeakKeyDictionary[_Key, _Result] = WeakKeyDictionary()
+
+    @wraps(function)
+    def found(key: _Key) -> _Result:
+        if key not in known:
+            known[key] = function(key)
+        return known[key]
+
+    return found
+
 
 _ROOT = str(Path(__file__).parent)
 

@@ -46,7 +46,7 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,13 @@ class _Plan:
     peak: int
     time: float
     slot: int
+
+
+class _Plans(NamedTuple):
+    """Ticks and exact peaks of plans of subchains."""
+
+    time: _Array
+    peak: _Array
 
 
 class Table:
@@ -93,15 +100,13 @@ class Table:
         # At [first stage, number of stages, slot]: ticks, exact peak, and the boundary j to
         # recompute from, or the first stage itself if it is kept. Subchains of 0 stages take 0.
         shape = n + 1, n + 1, width
-        self._time, self._peak = np.zeros(shape, np.float64), np.zeros(shape, np.int64)
+        self._best = _Plans(np.zeros(shape, np.float64), np.zeros(shape, np.int64))
         self._choice = np.zeros(shape, np.int16)
         # At [last stage, first stage, slot]: the same with the subchain's input counted.
-        self._charged_time = np.zeros(shape, np.float64)
-        self._charged_peak = np.zeros(shape, np.int64)
+        self._with_input = _Plans(np.zeros(shape, np.float64), np.zeros(shape, np.int64))
         # Of the plan of the smallest peak, at [first stage, number of stages].
-        self._min_time = np.zeros(shape[:2], np.float64)
-        self._min_peak = np.zeros(shape[:2], np.int64)
-        self._min_choice = np.zeros(shape[:2], np.int16)
+        self._least = _Plans(np.zeros(shape[:2], np.float64), np.zeros(shape[:2], np.int64))
+        self._least_choice = np.zeros(shape[:2], np.int16)
         for length in range(1, n + 1):
             self._fill_min_peak(length)
 
@@ -117,13 +122,13 @@ class Table:
             for ticks, stage in zip(forward, stages, strict=True)
         ]
         self._input = np.array([stage.input_bytes for stage in stages], np.int64)
-        # At [s][j - s - 1], of running stages s to j - 1 forward-only: ticks, peak beside x_s.
-        self._rerun = [np.cumsum(forward[s:]) for s in range(len(stages))]
         peaks = np.array([stage.forward_peak_bytes for stage in stages], np.int64)
-        self._rerun_peak = [
-            np.maximum.accumulate(np.append(peaks[s], peaks[s + 1 :] + self._input[s + 1 :]))
-            for s in range(len(stages))
-        ]
+        beside = peaks + self._input
+        # At [s] and [j - s - 1], of running stages s to j - 1 forward-only: ticks, peak beside x_s.
+        self._reruns: list[_Plans] = []
+        for s in range(len(stages)):
+            peak = np.maximum.accumulate(np.append(peaks[s], beside[s + 1 :]))
+            self._reruns.append(_Plans(np.cumsum(forward[s:]), peak))
 
     # --- filling ---
 
@@ -134,28 +139,29 @@ class Table:
         earlier as the charge has whole units, or the one before; below 0 if there is none.
         """
         slot = self._slots - charge // self.unit_bytes
-        peak = self._peak[first, length, np.maximum(slot, 0)]
+        peak = self._best.peak[first, length, np.maximum(slot, 0)]
         return slot - (peak > self._budgets - charge)
 
-    def _charged(self, first: int, length: int, charge: int) -> tuple[_Array, _Array]:
-        """Return ticks and peaks of a subchain by slot, with ``charge`` bytes held beside it."""
+    def _charged(self, first: int, length: int, charge: int) -> _Plans:
+        """Return plans of a subchain by slot, with ``charge`` bytes held beside it."""
         slot = self._beside(first, length, charge)
         at = first, length, np.maximum(slot, 0)
-        return np.where(slot < 0, np.inf, self._time[at]), charge + self._peak[at]
+        time = np.where(slot < 0, np.inf, self._best.time[at])
+        return _Plans(time, charge + self._best.peak[at])
 
     def _fill(self, s: int, length: int) -> None:
         """Enter the best plans of a subchain: the fastest of a slot, of ties the smallest peak."""
         stage, t = self.chain[s], s + length - 1
-        kept_time, kept_peak = self._charged(s + 1, length - 1, stage.saved_bytes)
+        found, right = self._best, self._with_input
+        kept = self._charged(s + 1, length - 1, stage.saved_bytes)
         times = np.empty((length, len(self._slots)), np.float64)
         peaks = np.empty((length, len(self._slots)), np.int64)
-        times[0] = self._cost[s] + kept_time
-        peaks[0] = np.maximum(kept_peak, self._keep_peak(s, length))
+        times[0] = self._cost[s] + kept.time
+        peaks[0] = np.maximum(kept.peak, self._keep_peak(s, length))
         if length > 1:  # at [boundary, slot]
-            left, right = (s, slice(1, length)), (t, slice(s + 1, t + 1))
-            np.add(self._time[left], self._charged_time[right], out=times[1:])
-            times[1:] += self._rerun[s][: length - 1, None]
-            np.maximum(self._peak[left], self._charged_peak[right], out=peaks[1:])
+            np.add(found.time[s, 1:length], right.time[t, s + 1 : t + 1], out=times[1:])
+            times[1:] += self._reruns[s].time[: length - 1, None]
+            np.maximum(found.peak[s, 1:length], right.peak[t, s + 1 : t + 1], out=peaks[1:])
             np.maximum(peaks[1:], self._forward_peak(s, length)[:, None], out=peaks[1:])
         times[peaks > self._budgets] = np.inf
         best = times.min(axis=0)
@@ -163,13 +169,11 @@ class Table:
         # The first slot that is as fast has the plan of the smaller peak.
         is_faster = np.concatenate(([True], best[1:] < best[:-1]))
         source = np.maximum.accumulate(np.where(is_faster, self._slots, 0))
-        self._time[s, length] = best[source]
+        found.time[s, length] = best[source]
         peak = np.where(best < np.inf, peaks[which, self._slots], 0)
-        self._peak[s, length] = peak[source]
+        found.peak[s, length] = peak[source]
         self._choice[s, length] = (s + which)[source]
-        self._charged_time[t, s], self._charged_peak[t, s] = self._charged(
-            s, length, stage.input_bytes
-        )
+        right.time[t, s], right.peak[t, s] = self._charged(s, length, stage.input_bytes)
 
     def _keep_peak(self, s: int, length: int) -> int:
         """Return the peak of stage ``s``, kept, beside what else it takes."""
@@ -179,11 +183,11 @@ class Table:
     def _forward_peak(self, s: int, length: int) -> _Array:
         """Return the peaks of the forwards from ``s`` to each later stage of a subchain."""
         gradient_bytes = self.chain[s + length - 1].output_gradient_bytes
-        return self._rerun_peak[s][: length - 1] + gradient_bytes
+        return self._reruns[s].peak[: length - 1] + gradient_bytes
 
     def _fill_min_peak(self, length: int) -> None:
         """Enter the smallest peaks of all subchains of one length; of such plans the fastest."""
-        time, peak = self._min_time, self._min_peak
+        time, peak = self._least
         first = np.arange(len(self.chain) - length + 1)
         s, j = first[:, None], first[:, None] + np.arange(1, length)  # at [subchain, boundary]
         right, left = (j, s + length - j), (s, j - s)
@@ -196,19 +200,19 @@ class Table:
         np.maximum(self._input[j] + peak[right], peak[left], out=peaks[:, 1:])
         forward = [self._forward_peak(each, length) for each in first.tolist()]
         np.maximum(peaks[:, 1:], forward, out=peaks[:, 1:])
-        times[:, 1:] = [self._rerun[each][: length - 1] for each in first]
+        times[:, 1:] = [self._reruns[each].time[: length - 1] for each in first]
         times[:, 1:] += time[right] + time[left]
         least = peaks.min(axis=1)
         best = np.where(peaks == least[:, None], times, np.inf).argmin(axis=1)
         peak[first, length], time[first, length] = least, times[first, best]
-        self._min_choice[first, length] = first + best
+        self._least_choice[first, length] = first + best
 
     # --- answers ---
 
     @property
     def minimum_bytes(self) -> int:
         """The exact smallest budget of any schedule; it may exceed ``max_budget_bytes``."""
-        return int(self._min_peak[0, len(self.chain)])
+        return int(self._least.peak[0, len(self.chain)])
 
     def breakpoints(self) -> tuple[tuple[int, float], ...]:
         """Return (budget_bytes, time_ms) wherever the least time drops: budgets grow, times fall.
@@ -258,9 +262,9 @@ class Table:
         for length in range(1, n + 1):
             for s in range(n - length + 1):
                 self._fill(s, length)
-        plans = [_Plan(self.minimum_bytes, float(self._min_time[0, n]), _MIN_PEAK)]
+        plans = [_Plan(self.minimum_bytes, float(self._least.time[0, n]), _MIN_PEAK)]
         plans += [
-            _Plan(int(self._peak[0, n, slot]), float(self._time[0, n, slot]), slot)
+            _Plan(int(self._best.peak[0, n, slot]), float(self._best.time[0, n, slot]), slot)
             for slot in self._slots.tolist()
         ]
         frontier: list[_Plan] = []
@@ -278,9 +282,9 @@ class Table:
         if not length:
             return []
         if slot == _MIN_PEAK:
-            j = int(self._min_choice[s, length])
+            j = int(self._least_choice[s, length])
         else:  # the plan of the first slot that is as fast
-            time = self._time[s, length]
+            time = self._best.time[s, length]
             slot = len(time) - int(np.searchsorted(time[::-1], time[slot], side="right"))
             j = int(self._choice[s, length, slot])
 

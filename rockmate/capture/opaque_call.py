@@ -42,8 +42,7 @@ class OpaqueCall:
         inputs: the tensors of the arguments, then the parameters.
         parameter_names: of those parameters.
         outputs: layouts of the tensors of the result.
-        gradients: layouts of the gradients of those inputs that require one.
-        differentiable: of the inputs, which require a gradient.
+        gradients: of each input the layout of its gradient; None if it requires none.
         saved_bytes: what its autograd graph holds beside parameters, buffers and the outputs.
         saved_outputs: positions of the outputs that its autograd graph holds.
         draws: whether it draws random numbers.
@@ -60,8 +59,7 @@ class OpaqueCall:
     inputs: tuple[Tensor, ...]
     parameter_names: tuple[str, ...]
     outputs: tuple[Layout, ...]
-    gradients: tuple[Layout, ...]
-    differentiable: tuple[bool, ...]
+    gradients: tuple[Layout | None, ...]
     autocast: Mapping[str, torch.dtype]
     saved_bytes: int = 0
     saved_outputs: tuple[int, ...] = ()
@@ -74,6 +72,11 @@ class OpaqueCall:
     def num_arguments(self) -> int:
         """How many of the inputs are no parameters."""
         return len(self.inputs) - len(self.parameter_names)
+
+    @property
+    def differentiable(self) -> tuple[bool, ...]:
+        """Of the inputs, which require a gradient."""
+        return tuple(layout is not None for layout in self.gradients)
 
     @contextlib.contextmanager
     def _refused(self, what: str) -> Iterator[None]:
@@ -146,10 +149,11 @@ class OpaqueCall:
 
     def _take_layouts(self, found: Sequence[Tensor | None]) -> None:
         """Takes how gradients of arguments lie: kernels that read them round by their strides."""
-        num_arguments = sum(self.differentiable[: self.num_arguments])
+        given = iter(found)
+        of_inputs = [None if layout is None else next(given) for layout in self.gradients]
         self.gradients = tuple(
-            layout if gradient is None or at >= num_arguments else Layout.of(gradient)
-            for at, (gradient, layout) in enumerate(zip(found, self.gradients, strict=True))
+            layout if gradient is None or at >= self.num_arguments else Layout.of(gradient)
+            for at, (gradient, layout) in enumerate(zip(of_inputs, self.gradients, strict=True))
         )
 
     def _refuse_assigned_gradients(self, changes: Sequence[tuple[Place, Any]]) -> None:

@@ -72,11 +72,11 @@ class RunGraph:
         return torch.autograd.grad(ends, self.leaves, given, allow_unused=True)
 
     def differentiate(
-        self, gradients: Sequence[Tensor | None], layouts: Sequence[Layout]
+        self, gradients: Sequence[Tensor | None], layouts: Sequence[Layout | None]
     ) -> list[Tensor]:
         """Gradients of the inputs that require one, given those of the outputs."""
         values, seen = [], {storage_id(each) for each in gradients if each is not None}
-        for gradient, layout in zip(self.found(gradients), layouts, strict=True):
+        for gradient, layout in zip(self.found(gradients), filter(None, layouts), strict=True):
             # Each in memory of its own, as the plan counts it.
             made = layout.empty().zero_() if gradient is None else gradient
             value = layout.laid_out(made.clone() if storage_id(made) in seen else made)

@@ -251,9 +251,9 @@ def _recorded(
         parameter_names=tuple(parameters),
         outputs=tuple(map(Layout.of, returned)),
         gradients=tuple(
-            Layout.of(tensor) for tensor in (*given, *parameters.values()) if tensor.requires_grad
+            Layout.of(each) if each.requires_grad else None
+            for each in (*given, *parameters.values())
         ),
-        differentiable=tuple(tensor.requires_grad for tensor in (*given, *parameters.values())),
         autocast=autocast,
     )
     call.observe()

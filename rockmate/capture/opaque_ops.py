@@ -49,7 +49,7 @@ def _(
     gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor], name: str
 ) -> list[Tensor]:
     call = _traced_calls[name]
-    return [layout.empty() for layout in call.gradients]
+    return [layout.empty() for layout in call.gradients if layout is not None]
 
 
 def _keep_handle(ctx: Any, inputs: tuple[list[Tensor], str], output: list[Tensor]) -> None:

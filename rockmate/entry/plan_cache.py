@@ -98,18 +98,15 @@ class PlanCache:
             trial: which steps are held against eager; see `RockmateModule`.
         """
         self.runnables: list[RunnableCall] = []
-        self.request = request
-        self._model = model
+        self.request, self._model, self.replans = request, model, replans
         self.refuses_in_flight = request is None or request.on_infeasible == "error"
         self._has_told_in_flight = self._has_told_shapes = self._knows_outputs = False
-        self.replans = replans
         self._optional = optional_keywords(model)
         self._samples: list[PlannedSample] = []  # one for each set of keywords
         self.largest: Callable[[CallSignature], CallSignature] | None = None
         self.new_plans = NewPlans()
-        self._first: RunnableCall | None = None  # with gradients for outputs `_beside` a loss
-        self._beside, self._before = (), (self.request, self.runnables)
-        self._trial: TrialOption = trial
+        self._first: RunnableCall | None = None  # with gradients for outputs beside a loss
+        self._before = self.request, self.runnables
         self._adapted_trials = TrialSteps(trial)  # of all sizes that take over a schedule
 
     def plan_for_sample(self, sample_input: Any) -> None:
@@ -135,7 +132,7 @@ class PlanCache:
         """Puts a planned call in use."""
         limit_s = (self.request.options if self.request else PlanOptions()).compile_limit_s
         family = family or StepFamily(self._model, call, compile_limit_s=limit_s)
-        trials = self._adapted_trials if is_adapted else TrialSteps(self._trial)
+        trials = self._adapted_trials if is_adapted else TrialSteps(self._adapted_trials.option)
         runnable = RunnableCall(
             call, self._model, family, trials, is_adapted=is_adapted, is_first=not self.runnables
         )
@@ -165,20 +162,22 @@ class PlanCache:
 
         The first step of a script that names those outputs shows whether they get any.
         """
-        beside, before = runnable.planned.non_differentiable_outputs, (self.request, self.runnables)
+        before = self.request, self.runnables
         if self._first is not None and self._first.graded:
-            if self._first.graded.isdisjoint(self._beside):
-                self.request, self.runnables = self._before
+            request, runnables = self._before
+            if self._first.graded.isdisjoint(runnables[0].planned.non_differentiable_outputs):
+                self.request, self.runnables = request, runnables
                 runnable = self.runnable_for(*called)
             self._first, self._before = None, (self.request, self.runnables)
-        elif beside and self.request and not self._knows_outputs:
-            self._knows_outputs = True
-            if names_outputs(runnable.planned.output_structure):
+        elif self.request and not self._knows_outputs:
+            planned = runnable.planned
+            self._knows_outputs = bool(planned.non_differentiable_outputs)
+            if self._knows_outputs and names_outputs(planned.output_structure):
                 options = replace(self.request.options, differentiable="all")
                 request = replace(self.request, options=options)
                 with suppress(RockmateError):  # where there is none, a backward says so
                     runnable = self._plan_anew(request, called, OF_OUTPUTS)
-                    self._first, self._beside, self._before = runnable, beside, before
+                    self._first, self._before = runnable, before
         return runnable
 
     def _for_in_flight(self, runnable: RunnableCall, beyond: str, called: Called) -> RunnableCall:
@@ -229,7 +228,7 @@ class PlanCache:
     def empty_for(self, model: nn.Module, *, num_methods: int = 1) -> PlanCache:
         """A cache without a plan, which plans alike."""
         request = self.request and replace(self.request, num_methods=num_methods)
-        made = PlanCache(model, request, replans=self.replans, trial=self._trial)
+        made = PlanCache(model, request, replans=self.replans, trial=self._adapted_trials.option)
         made.new_plans.hands_over = self.new_plans.hands_over
         return made
 

@@ -51,7 +51,7 @@ from rockmate.state.tensors import (
 logger = logging.getLogger(__name__)
 
 _MOST_OBJECTS = 256
-"""How many are followed from one call: a module may know the whole program."""
+"""How many are followed from one call beside its roots: a module may know the whole program."""
 _MOST_STATISTICS = 1 << 13
 """Elements of a buffer in one dimension that is always copied: batch normalization changes its
 statistics without counting a write."""
@@ -86,6 +86,16 @@ class _Buffer(NamedTuple):
     copy: torch.Tensor
 
 
+class _Begin(NamedTuple):
+    """What is noted when a call begins, beside what it copies."""
+
+    versions: list[int]  # of the tensors among the arguments
+    random_state: RandomState
+    autocast: dict[str, torch.dtype]
+    num_collectives: int
+    num_items: int
+
+
 class Call:
     """A call that can run again.
 
@@ -109,21 +119,18 @@ class Call:
         """
         self.key, self._memory, self.cannot_repeat = key, memory, False
         self._arguments: Arguments | None = arguments
-        self._forward = arguments.forward
         # The caller may change containers afterwards: lists of features, caches.
-        self._rest = with_changed(lambda each: each, tuple(arguments[1:]))
-        self._inputs = tensors_in(self._rest)
-        self._versions = versions_of(self._inputs)
+        self._given = Arguments(arguments.forward, *with_changed(lambda each: each, arguments[1:]))
+        self._inputs = tensors_in(self._given[1:])
         self._submodules = modules_within(module)
         is_known = not memory.is_measuring and key.path not in memory.writing
         self._outside = None if is_known else outside_of(self._submodules)
         others = [*arguments.args, *arguments.kwargs.values()]
         self._take_objects([each for each in others if type(each) not in PLAIN])
         self._take_buffers()
-        foreign = memory.draws_foreign
-        self._random_state = RandomState([memory.device], of_pytorch_alone=not foreign)
-        self._autocast = autocast_dtypes()
-        self._num_collectives, self._num_items = num_collectives(), memory.num_items
+        random_state = RandomState([memory.device], of_pytorch_alone=not memory.draws_foreign)
+        counts = num_collectives(), memory.num_items
+        self._begin = _Begin(versions_of(self._inputs), random_state, autocast_dtypes(), *counts)
 
     # --- taking -----------------------------------------------------------------------------------
 
@@ -141,8 +148,7 @@ class Call:
         of_hooks = objects_of_hooks(self._submodules)
         own = [Attributes(vars(e)) if isinstance(e, nn.Module) else e for e in of_hooks]
         self._roots = [*roots, *own, *map(Attributes, attributes), *tables]
-        self._most = _MOST_OBJECTS + len(attributes) + len(tables)
-        self._objects = Objects(self._roots, follows=follows_of_frame, most=self._most)
+        self._objects = _followed(self._roots)
         members = (each for table in tables for each in table.values())
         self._are_trained = [
             (each, each.requires_grad) for each in members if isinstance(each, nn.Parameter)
@@ -151,21 +157,17 @@ class Call:
     def _take_buffers(self) -> None:
         """Copies buffers that change, as earlier calls have shown; in the first call all."""
         self._path_and_modes = self.key.path, tuple([each.training for each in self._submodules])
-        self._changing = self._memory.changing_buffers.get(self._path_and_modes)
+        changing = self._memory.changing_buffers.get(self._path_and_modes)
         self._copied = [
             _Buffer((position, name), table, buffer, buffer.detach().clone())
             for position, module in enumerate(self._submodules)
             for table in tensor_tables(module)[1:]
             for name, buffer in (table.items() if table else ())
             if buffer is not None
-            and (
-                self._changing is None
-                or (position, name) in self._changing
-                or _is_statistic(buffer)
-            )
+            and (changing is None or (position, name) in changing or _is_statistic(buffer))
         ]
-        self._watched = list(self._objects.tensors.values())
-        self._known = [*zip(versions_of(self._watched), map(_address, self._watched), strict=True)]
+        watched = self._objects.tensors.values()
+        self._known = [*zip(versions_of(watched), map(_address, watched), strict=True)]
 
     @property
     def num_bytes(self) -> int:
@@ -204,15 +206,15 @@ class Call:
     def end(self) -> None:
         """After the first run: whether there can be another."""
         self._arguments = None
-        now = versions_of(self._watched)
-        pairs = zip(self._watched, self._known, now, strict=True)
-        written = {id(tensor) for tensor, (version, _), present in pairs if version != present}
+        watched = self._objects.tensors
+        pairs = zip(watched, self._known, versions_of(watched.values()), strict=True)
+        written = {key for key, (version, _), present in pairs if version != present}
         buffers = {
             id(buffer): (position, name)
             for position, module in enumerate(self._submodules)
             for name, buffer in (tensor_tables(module)[1] or {}).items()
         }
-        if self._changing is None:  # in the first call, values are compared
+        if self._path_and_modes not in self._memory.changing_buffers:  # first: values are compared
             self._copied = [
                 each
                 for each in self._copied
@@ -229,14 +231,14 @@ class Call:
         else:
             self._outside = None
         self._note_items()
-        has_met_others = self._num_collectives != num_collectives()
+        has_met_others = self._begin.num_collectives != num_collectives()
         self.cannot_repeat = bool(written) or self.has_changed_inputs()
         self.cannot_repeat |= self.key.path in self._memory.taking
         self.cannot_repeat |= has_met_others and self._memory.agreement is None
 
     def _note_items(self) -> None:
         taking, path = self._memory.taking, self.key.path
-        if self._num_items == self._memory.num_items or path in taking:
+        if self._begin.num_items == self._memory.num_items or path in taking:
             return
         if not taking:
             logger.warning(
@@ -253,11 +255,11 @@ class Call:
         with torch.no_grad():
             for each in self._copied:
                 each.tensor.copy_(each.copy)
-        self._random_state.restore()
+        self._begin.random_state.restore()
 
     def has_changed_inputs(self) -> bool:
         """Whether an argument was changed in place since the call began."""
-        return self._versions != versions_of(self._inputs)
+        return self._begin.versions != versions_of(self._inputs)
 
     # --- the second run ---------------------------------------------------------------------------
 
@@ -282,29 +284,29 @@ class Call:
                 f"run again. Leave it whole: keep={[self.key.path]!r}, or change a copy."
             )
             raise UnsupportedModelError(msg)
-        args, kwargs = with_changed(_Detached(), self._rest)
+        args, kwargs = with_changed(_Detached(), self._given[1:])
         with ExitStack() as stack:
             stack.enter_context(self._random_put_back())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._memory.inside_frame())
             if self._memory.has_compiled_modules:
                 stack.enter_context(uncompiled_calls())
-            stack.enter_context(autocast_as(self._autocast))
+            stack.enter_context(autocast_as(self._begin.autocast))
             stack.enter_context(parametrizations_afresh())
             stack.enter_context(self._objects_put_back())
             changed = self._changed()
             if changed:
                 stack.enter_context(self._refusing_to_read(changed))
-            run = self._forward if forward is None else forward
+            run = self._given.forward if forward is None else forward
             yield lambda: run(*args, **kwargs), self._member_storages()
 
     @contextmanager
     def _random_put_back(self) -> Iterator[None]:
         """Numbers as in the first run; those of the script are as they were behind it."""
-        has_foreign, device = self._random_state.has_foreign, self._memory.device
+        has_foreign, device = self._begin.random_state.has_foreign, self._memory.device
         of_pytorch_alone = not (has_foreign or self._memory.draws_foreign)
         with random_state_kept([device], of_pytorch_alone=of_pytorch_alone) as before:
-            self._random_state.restore()
+            self._begin.random_state.restore()
             yield
             if of_pytorch_alone or has_foreign:
                 return
@@ -321,8 +323,7 @@ class Call:
     def _objects_put_back(self) -> Iterator[None]:
         """Objects as in the first run, with copies in the place of buffers that it changed."""
         reached = [value for value, *_ in self._objects.found.values()]
-        most = self._most + len(reached)
-        now = Objects([*self._roots, *reached], follows=follows_of_frame, most=most)
+        now = _followed([*self._roots, *reached])
         outside = outside_of(self._submodules) if self._outside else None
         are_trained = [(each, each.requires_grad) for each, _ in self._are_trained]
         self._restore_objects()
@@ -347,7 +348,7 @@ class Call:
         copied = {id(each.tensor) for each in self._copied}
         return [
             tensor
-            for tensor, known in zip(self._watched, self._known, strict=True)
+            for tensor, known in zip(self._objects.tensors.values(), self._known, strict=True)
             if known != (version_of(tensor), _address(tensor)) and id(tensor) not in copied
         ]
 
@@ -414,6 +415,10 @@ class _Detached:
             vars(found).update(vars(value))  # attributes that users have set
             self._found[id(value)] = found
         return found
+
+
+def _followed(roots: list[Any]) -> Objects:
+    return Objects(roots, follows=follows_of_frame, most=_MOST_OBJECTS + len(roots))
 
 
 def _is_statistic(buffer: torch.Tensor) -> bool:

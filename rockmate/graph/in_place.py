@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import fx
 
-from rockmate._util import Ints
+from rockmate._util import Ints, once_for_each
 from rockmate.capture.opaque_call import OpaqueForward
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.ops.fused import FusedOp
@@ -104,10 +103,6 @@ _FORMS: dict[Any, InPlaceForm] = {
 }
 
 
-# Results of `operands_in_place`: every schedule of a graph reads them.
-_OPERANDS_OF: WeakKeyDictionary[Graph, Ints] = WeakKeyDictionary()
-
-
 def reusable_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node | None:
     """The argument whose memory the op's result can take, or None.
 
@@ -122,19 +117,18 @@ def reusable_operand(graph: Graph, op: Op, ends: Collection[Storage]) -> fx.Node
     return None
 
 
+@once_for_each
 def operands_in_place(graph: Graph) -> Ints:
     """For each op, the storages whose memory its result can take after their last read.
 
     Returns:
         Indices of storages, of shape (ops, 2). A place without a storage has -1.
     """
-    if graph not in _OPERANDS_OF:
-        found = np.full((len(graph.ops), 2), -1, dtype=np.int64)
-        for op in graph.ops:
-            for place, operand in enumerate(_operands_of(graph, op)):
-                found[op.index, place] = graph.storage_of[operand].index
-        _OPERANDS_OF[graph] = found
-    return _OPERANDS_OF[graph]
+    found = np.full((len(graph.ops), 2), -1, dtype=np.int64)
+    for op in graph.ops:
+        for place, operand in enumerate(_operands_of(graph, op)):
+            found[op.index, place] = graph.storage_of[operand].index
+    return found
 
 
 def _operands_of(graph: Graph, op: Op) -> tuple[fx.Node, ...]:

@@ -264,6 +264,11 @@ class Graph:
         return frozenset(s for s in self.storages if s.is_static or s.is_tangent or s.is_result)
 
     @cached_property
+    def must_recompute(self) -> frozenset[Storage]:
+        """Storages that must not be live across the border between forward and backward."""
+        return frozenset(storage for storage in self.storages if storage.must_recompute)
+
+    @cached_property
     def parameters(self) -> Mapping[str, Storage]:
         """Those of the parameters, by name."""
         kind = RoleKind.PARAMETER

@@ -52,10 +52,8 @@ class Residency:
     """
 
     def __init__(self, snapshot: StepSnapshot, schedule: Schedule) -> None:
-        self.snapshot = snapshot
-        self.schedule = schedule
-        ops = _op_def_use(snapshot)
-        self._def_use = DefUse.of(ops, *schedule.order)
+        self.snapshot, self.schedule = snapshot, schedule
+        self._def_use = DefUse.of(_op_def_use(snapshot), *schedule.order)
         self.first_run: dict[int, int] = {}
         self.last_run: dict[int, int] = {}
         for position, index in enumerate(schedule.steps):
@@ -136,7 +134,6 @@ def _op_def_use(snapshot: StepSnapshot) -> OpDefUse:
     return OpDefUse.of(
         reads=[op.reads for op in ops],
         writes=[op.writes for op in ops],
-        is_recomputable=(op.is_recomputable and op.phase != "backward" for op in ops),
         is_random=(op.is_random for op in ops),
         has_final_gradient=(bool(op.final_gradients) for op in ops),
         state_bytes=(op.state_bytes for op in ops),
@@ -144,7 +141,6 @@ def _op_def_use(snapshot: StepSnapshot) -> OpDefUse:
         is_static=(storage.kind.is_static for storage in storages),
         is_tangent=(storage.kind is StorageKind.TANGENT for storage in storages),
         is_result=(storage.kind.is_result for storage in storages),
-        must_recompute=(storage.mark == "recompute" for storage in storages),
         updates=snapshot.updates,
         returned=(storage for _, storage in snapshot.outputs),
         num_in_flight=snapshot.num_in_flight,

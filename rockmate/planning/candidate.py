@@ -9,7 +9,6 @@ from itertools import pairwise
 
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Storage
-from rockmate.schedule.liveness import op_def_use
 from rockmate.schedule.schedule import Schedule, finish
 from rockmate.schedule.simulate import Simulation, simulate
 
@@ -111,7 +110,7 @@ def with_marks_kept(graph: Graph, schedule: Schedule) -> Schedule:
     is not in memory there. All else stays as it was, so a schedule that keeps the marks is returned
     as it is.
     """
-    if not op_def_use(graph).must_recompute.any():
+    if not graph.must_recompute:
         return schedule
     writer = _Backward(graph, schedule)
     backward = writer.rewritten()

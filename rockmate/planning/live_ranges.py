@@ -23,7 +23,7 @@ import numpy as np
 from rockmate._util import Floats, Ints
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op
-from rockmate.planning.recomputation import Recomputation
+from rockmate.planning.recomputation import Recomputation, recompute_tables
 from rockmate.schedule.liveness import (
     DEFINED,
     KIND_BITS,
@@ -77,24 +77,18 @@ class LiveRanges:
     def __init__(
         self, graph: Graph, costs: Costs, schedule: Schedule, simulation: Simulation
     ) -> None:
-        self.graph = graph
-        self.costs = costs
+        self.graph, self.costs = graph, costs
         self.live_bytes = np.array(simulation.live_bytes, dtype=np.int64)
-        self._schedule = schedule
-        self._steps = schedule.steps
-        self._num_forward = len(schedule.forward)
+        self._schedule, self._steps = schedule, schedule.steps
         # How often the bytes of a value count in every position if it is live at the border.
-        self.border_weight = op_def_use(graph).num_in_flight - 1
-        self._has_marks = bool(op_def_use(graph).must_recompute.any())
-        self._in_place = schedule.in_place
+        self.border_weight = graph.num_in_flight - 1
         self._dropped: set[int] = set()
         # Indices of the ops inserted before each position.
         self._inserted: dict[int, set[int]] = {}
-        self._def_use = schedule.def_use or DefUse.of(
-            op_def_use(graph), schedule.forward, schedule.backward
-        )
+        self._def_use = schedule.def_use or DefUse.of(op_def_use(graph), *schedule.order)
         self._num_bits = self._def_use.num_bits
-        counted = self._def_use.keys[~op_def_use(graph).is_result[self._def_use.storage]]
+        ops = self._def_use.ops
+        counted = self._def_use.keys[~ops.is_result[self._def_use.storage]]
         self._events = array("q", counted.tobytes())
         # A sentinel: each event has a successor.
         self._events.append(len(graph.storages) << self._num_bits)
@@ -102,7 +96,7 @@ class LiveRanges:
         self._order_of: dict[int, int] = {}
         # Positions of ops that keep a state for their recomputation.
         self._state_positions: dict[Op, list[int]] = {}
-        for position in np.flatnonzero(op_def_use(graph).state_bytes[self._def_use.steps]).tolist():
+        for position in np.flatnonzero(ops.state_bytes[self._def_use.steps]).tolist():
             self._state_positions.setdefault(self.op_at(position), []).append(position)
         # Known recomputations: by position, then by storage.
         self._recomputations: dict[int, dict[int, Recomputation | None]] = {}
@@ -124,7 +118,7 @@ class LiveRanges:
     def bytes_before(self, position: int) -> int:
         """The live bytes right before the run at `position`."""
         op = self.op_at(position)
-        reused_bytes = op.writes[0].num_bytes if position in self._in_place else 0
+        reused_bytes = op.writes[0].num_bytes if position in self._schedule.in_place else 0
         own_bytes = op.written_bytes + self.costs.first[op.index].overhead_bytes - reused_bytes
         return int(self.live_bytes[position]) - own_bytes
 
@@ -175,14 +169,15 @@ class LiveRanges:
 
         It is none if nothing would be gained, with one forward in flight.
         """
-        index = self._index(self._event(storage, self._num_forward, _DEFINED_BEFORE))
-        if not self.border_weight or not self._is_read(index, storage):
+        event = self._event(storage, len(self._schedule.forward), _DEFINED_BEFORE)
+        if not self.border_weight or not self._is_read(index := self._index(event), storage):
             return None
         return self._position(self._events[index - 1]), self._position(self._events[index])
 
     def crosses_border(self, last: Any, following: Any) -> Any:
         """Whether a gap from one position to another has the border in it; also for arrays."""
-        return (last < self._num_forward) & (following >= self._num_forward)
+        border = len(self._schedule.forward)
+        return (last < border) & (following >= border)
 
     def gaps_around(self, position: int) -> SpillCandidates:
         """The gaps around `position` of all values that can be evicted.
@@ -190,17 +185,17 @@ class LiveRanges:
         With several forwards in flight, also those around the border: an eviction there lowers the
         bytes of every position.
         """
-        ops = op_def_use(self.graph)
+        is_evictable = recompute_tables(self.graph).is_evictable
         events = np.frombuffer(self._events, dtype=np.int64)[:-1]
         storage, at = split_keys(events, self._num_bits)
         is_read = events & READ == READ
         is_around = (at[:-1] < position) & (at[1:] > position)
         if self.border_weight:
-            is_around |= (at[:-1] < self._num_forward) & (at[1:] >= self._num_forward)
-        before = np.flatnonzero(is_around & is_read[1:] & ops.is_evictable[storage[1:]])
+            is_around |= self.crosses_border(at[:-1], at[1:])
+        before = np.flatnonzero(is_around & is_read[1:] & is_evictable[storage[1:]])
         definitions = np.flatnonzero(~is_read)
         definition = definitions[np.searchsorted(definitions, before, side="right") - 1]
-        order = at[definition] * len(ops.num_bytes) + storage[definition]
+        order = at[definition] * len(self.graph.storages) + storage[definition]
         for row in np.flatnonzero(events[definition] & KIND_MASK == _DEFINED_BEFORE).tolist():
             order[row] = self._order_of[int(events[definition[row]])]
         return SpillCandidates(
@@ -218,8 +213,8 @@ class LiveRanges:
         return known[storage]
 
     def _find_recomputation(self, storage: int, position: int) -> Recomputation | None:
-        inputs, events, num_bits = op_def_use(self.graph).inputs, self._events, self._num_bits
-        producer = int(op_def_use(self.graph).producer[storage])
+        tables, events, num_bits = recompute_tables(self.graph), self._events, self._num_bits
+        inputs, producer = tables.inputs, int(tables.producer[storage])
         runs, pending, live = {producer}, [producer], []
         while pending:
             read = inputs[pending.pop()]
@@ -246,9 +241,8 @@ class LiveRanges:
         last, following = gap
         storage = recomputation.storage
         definition = self._event(storage, following, _DEFINED_BEFORE)
-        self._order_of[definition] = len(self._steps) * len(self.graph.storages) + len(
-            self._order_of
-        )
+        rank = len(self._steps) * len(self.graph.storages) + len(self._order_of)
+        self._order_of[definition] = rank
         insort(self._events, definition)
         num_bytes = self.graph.storages[storage].num_bytes
         self.live_bytes[last + 1 : following] -= num_bytes
@@ -258,7 +252,7 @@ class LiveRanges:
         for op in recomputation.runs:
             self._inserted.setdefault(following, set()).add(op.index)
             self._extend_state(op, following)
-            for needed, _ in op_def_use(self.graph).inputs[op.index] or ():
+            for needed, _ in recompute_tables(self.graph).inputs[op.index] or ():
                 self._add_read(needed, following)
 
     def _invalidate_recomputations(self, storage: int, gap: tuple[int, int]) -> None:
@@ -298,7 +292,7 @@ class LiveRanges:
             recomputation, first position, last position and number of bytes of the extension.
         """
         def_use = self._def_use
-        is_result = op_def_use(self.graph).is_result[def_use.storage]
+        is_result = def_use.ops.is_result[def_use.storage]
         made = np.flatnonzero(
             def_use.is_definition
             & ~def_use.is_last
@@ -311,51 +305,52 @@ class LiveRanges:
             position,
             def_use.position[made - 1] + 1,
             position - 1,
-            op_def_use(self.graph).num_bytes[def_use.storage[made]],
+            def_use.ops.num_bytes[def_use.storage[made]],
         )
+
+    def _last_before(self, storage: int, position: int) -> int | None:
+        """The position of a value's last event before its definition at `position`.
+
+        None if there is no such event, or if nothing reads what is defined.
+        """
+        index = self._index(self._event(storage, position, DEFINED))
+        if self._is_of(index - 1, storage) and self._is_read(index + 1, storage):
+            return self._position(self._events[index - 1])
+        return None
 
     def extensions_for_drop(self, position: int) -> list[Extension]:
         """The extensions of earlier results that the removal of the run at `position` takes."""
         extensions: list[Extension] = []
         for storage in self.op_at(position).writes:
-            index = self._index(self._event(storage.index, position, DEFINED))
-            has_earlier = self._is_of(index - 1, storage.index)
-            if not has_earlier or not self._is_read(index + 1, storage.index):
+            end = self._last_before(storage.index, position)
+            if end is None:
                 continue
-            end = self._position(self._events[index - 1])
             extensions.append((end + 1, position - 1, storage.num_bytes))
-            if end in self._in_place:
+            if end in self._schedule.in_place:
                 extensions.append((end, end, self.op_at(end).writes[0].num_bytes))
         return extensions
 
     def must_stay(self, position: int) -> bool:
         """Whether the run at `position` makes a value that must not come from the forward."""
-        if not self._has_marks or position < self._num_forward:
+        marked, border = self.graph.must_recompute, len(self._schedule.forward)
+        if not marked or position < border:
             return False
-        must_recompute = op_def_use(self.graph).must_recompute
-        for storage in self.op_at(position).writes:
-            if must_recompute[storage.index]:
-                index = self._index(self._event(storage.index, position, DEFINED))
-                is_earlier = self._is_of(index - 1, storage.index)
-                begin = self._position(self._events[index - 1]) if is_earlier else position
-                if begin < self._num_forward and self._is_read(index + 1, storage.index):
-                    return True
-        return False
+        made = marked.intersection(self.op_at(position).writes)
+        ends = (self._last_before(storage.index, position) for storage in made)
+        return any(end is not None and end < border for end in ends)
 
     def in_flight_bytes_for_drop(self, position: int) -> int:
         """The bytes that the removal of the run at `position` adds at every position.
 
         They are those that its results then take in the other forwards in flight.
         """
-        if not self.border_weight or position < self._num_forward:
+        if not self.border_weight or position < len(self._schedule.forward):
             return 0
         added = 0
         for storage in self.op_at(position).writes:
-            index = self._index(self._event(storage.index, position, DEFINED))
-            has_earlier = self._is_of(index - 1, storage.index)
-            if has_earlier and self._is_read(index + 1, storage.index):
-                end = self._position(self._events[index - 1])
-                added += storage.num_bytes if self.crosses_border(end, position) else 0
+            end = self._last_before(storage.index, position)
+            if end is not None and self.crosses_border(end, position):
+                added += storage.num_bytes
         return self.border_weight * added
 
     def drop(self, position: int, extensions: Sequence[Extension]) -> None:

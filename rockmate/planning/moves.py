@@ -20,7 +20,8 @@ import numpy as np
 from rockmate._util import Ints
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
-from rockmate.planning.live_ranges import Extension, LiveRanges, Recomputation
+from rockmate.planning.live_ranges import Extension, LiveRanges
+from rockmate.planning.recomputation import Recomputation, recompute_tables
 from rockmate.schedule.liveness import op_def_use
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import Simulation
@@ -155,18 +156,19 @@ def _by_price(ranges: LiveRanges, worst: int, budget_bytes: int) -> Iterator[int
     The caller takes few of many. So each value first stands in a heap at the price of its own op,
     and its whole recomputation is priced when it comes to the top (lazy evaluation).
     """
-    ops = op_def_use(ranges.graph)
+    num_bytes = op_def_use(ranges.graph).num_bytes
     excess = int(ranges.live_bytes[worst]) - budget_bytes
     # Entry i counts the positions before i that exceed the budget.
     num_exceeding = np.concatenate([[0], np.cumsum(ranges.live_bytes > budget_bytes)])
     gaps = ranges.gaps_around(worst)
-    useful = np.minimum(ops.num_bytes[gaps.storage], excess) * (
+    useful = np.minimum(num_bytes[gaps.storage], excess) * (
         num_exceeding[gaps.following] - num_exceeding[gaps.last + 1]
     )
     if ranges.border_weight:
-        lowered = ranges.border_weight * np.minimum(ops.num_bytes[gaps.storage], excess)
+        lowered = ranges.border_weight * np.minimum(num_bytes[gaps.storage], excess)
         useful += lowered * num_exceeding[-1] * ranges.crosses_border(gaps.last, gaps.following)
-    prices = ranges.costs.recompute_arrays.time_ms[ops.producer[gaps.storage]] / useful
+    producers = recompute_tables(ranges.graph).producer[gaps.storage]
+    prices = ranges.costs.recompute_arrays.time_ms[producers] / useful
     columns = (prices, gaps.order, gaps.storage, useful)
     # The last column tells whether the price includes the whole recomputation.
     heap = list(zip(*(column.tolist() for column in columns), repeat(False)))

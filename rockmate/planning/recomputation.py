@@ -4,9 +4,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
+import numpy as np
+
+from rockmate._util import Bools, Ints, once_for_each
 from rockmate.costs.cost import Costs
-from rockmate.graph.ir import Op
+from rockmate.graph.ir import Graph, Op
+
+
+class RecomputeTables(NamedTuple):
+    """Which values can be recomputed, and from what.
+
+    Attributes:
+        producer: index of the op that makes each storage; -1 if there is none.
+        is_evictable: whether a storage takes memory and its op can be recomputed.
+        inputs: for each op the values that its recomputation reads and that can be missing, each as
+            a pair of storage and producer; None if the op cannot be recomputed.
+    """
+
+    producer: Ints
+    is_evictable: Bools
+    inputs: tuple[tuple[tuple[int, int], ...] | None, ...]
+
+
+@once_for_each
+def recompute_tables(graph: Graph) -> RecomputeTables:
+    """Those of a graph."""
+    made = [(each.producer, each.num_bytes) for each in graph.storages]
+    can_run = [maker is not None and maker.is_recomputable and size for maker, size in made]
+    return RecomputeTables(
+        np.array([-1 if maker is None else maker.index for maker, _ in made]),
+        np.array(can_run, dtype=np.bool_),
+        tuple(_inputs(op) if op.is_recomputable else None for op in graph.ops),
+    )
+
+
+def _inputs(op: Op) -> tuple[tuple[int, int], ...]:
+    return tuple((s.index, s.producer.index) for s in op.reads if s.producer and not s.is_result)
 
 
 @dataclass(eq=False)

@@ -72,7 +72,7 @@ def emit(
     )  # fmt: skip
     gradients = _returned_gradients(graph)
     _write_backward(backward, saved, [node for node, _ in gradients])
-    variants = BackwardVariants(backward.graph, backward.arguments, backward.sources)
+    variants = BackwardVariants(backward.graph, tuple(backward.arguments), backward.sources)
     forward_module, backward_module = compiled(forward.graph), compiled(backward.graph)
     return Program(
         forward=forward_module.forward,
@@ -204,7 +204,7 @@ def _write_backward(
 ) -> None:
     source, schedule = writer.source, writer.schedule
     for argument in saved:
-        writer.add_argument(argument)
+        writer.argument(argument)
     for node, role in source.initial_gradients:
         writer.emit_gradient(node, role)
     events = _Events(schedule, is_forward=False)

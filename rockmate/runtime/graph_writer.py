@@ -24,6 +24,8 @@ from rockmate.schedule.flights import Flights
 from rockmate.schedule.move import MoveEvent, PlacedEvent
 from rockmate.schedule.schedule import Schedule
 
+_SINK, _MOVES = Argument(ArgumentKind.SINK, None), Argument(ArgumentKind.MOVES, None)
+
 
 class GraphWriter:
     """One fx graph in the making. It knows which of its nodes holds each value at present.
@@ -34,7 +36,7 @@ class GraphWriter:
         recomputed: indices of the ops that run more than once.
         has_run: indices of the ops that have run, in the forward too.
         graph: what is written.
-        arguments: of `graph`, in order.
+        arguments: of `graph` in order, each with its placeholder.
         states: op -> node that holds what its first run saves for its recomputation.
         sources: node of `graph` -> node of the source whose value it holds.
     """
@@ -61,41 +63,32 @@ class GraphWriter:
             hook_schedule: when hooks fire; None in the forward.
             flights: which collectives are issued ahead of their run or awaited after it.
         """
-        self.source = source
-        self.schedule = schedule
-        self.recomputed = recomputed
-        self.has_run = set(has_run)
+        self.source, self.schedule = source, schedule
+        self.recomputed, self.has_run = recomputed, set(has_run)
         self.graph = fx.Graph()
-        self.arguments: list[Argument] = []
+        self.arguments: dict[Argument, fx.Node] = {}
         self.states: dict[Op, fx.Node] = {}
         self.sources: dict[fx.Node, fx.Node] = {}
-        self._ends = ends
-        self._hook_schedule = hook_schedule
-        self._flights = flights
+        self._ends, self._hook_schedule, self._flights = ends, hook_schedule, flights
         # Position of a collective in flight -> the call that has issued it.
         self._issued: dict[int, fx.Node] = {}
         self._roles = dict(source.inputs)
-        self._updates = frozenset(source.updates)
-        self._fetched = frozenset(each.storage for each in schedule.fetches)
         # Node of the source -> node of `graph` that holds its value at present.
         self._holders: dict[fx.Node, fx.Node] = {}
         # Storage -> nodes of the source in it that have a holder.
         self._held_in: dict[Storage, list[fx.Node]] = {}
-        self._last_placeholder: fx.Node | None = None
-        self._sink_node: fx.Node | None = None
-        self._moves_node: fx.Node | None = None
 
-    def add_argument(self, argument: Argument) -> fx.Node:
-        """The placeholder of a further argument, behind the others."""
+    def argument(self, argument: Argument) -> fx.Node:
+        """The placeholder of an argument; one that is new stands behind the others."""
+        if argument in self.arguments:
+            return self.arguments[argument]
         name = f"{argument.kind.value}_{len(self.arguments)}"
-        if self._last_placeholder is None:
-            place = self.graph.inserting_before(next(iter(self.graph.nodes), None))
+        if self.arguments:
+            place = self.graph.inserting_after(next(reversed(self.arguments.values())))
         else:
-            place = self.graph.inserting_after(self._last_placeholder)
+            place = self.graph.inserting_before(next(iter(self.graph.nodes), None))
         with place:
-            node = self.graph.placeholder(name)
-        self._last_placeholder = node
-        self.arguments.append(argument)
+            node = self.arguments[argument] = self.graph.placeholder(name)
         if argument.kind is ArgumentKind.SAVED:
             assert isinstance(argument.source, Storage)
             self._hold(argument.source.root, node)
@@ -110,13 +103,14 @@ class GraphWriter:
         if holder is not None:
             return holder
         role = self._roles.get(node)
-        if role is not None and self.source.storage_of[node].index in self._fetched:
+        fetched = (each.storage for each in self.schedule.fetches)
+        if role is not None and self.source.storage_of[node].index in fetched:
             root = self.source.storage_of[node].root  # a tied weight has several names
             assert node is not root, f"{role.name} is read where it is at home"
             return self.value(root)
         if role is not None:
             kind = ArgumentKind.TANGENT if role.kind is RoleKind.TANGENT else ArgumentKind.STATIC
-            holder = self.add_argument(Argument(kind, role))
+            holder = self.argument(Argument(kind, role))
         else:
             holder = self._view(node)
         if node in self.source.storage_of:
@@ -160,7 +154,7 @@ class GraphWriter:
             self._emit_without_whole(op, args)
             return
         if op.node.target is REDUCE:
-            args = (self._sink(), _reduced_names(self.source, op), *args)
+            args = (self.argument(_SINK), _reduced_names(self.source, op), *args)
             if self._flights.is_awaited_later(position):
                 self._issued[position] = self.graph.call_method("issue", args, kwargs)
                 return
@@ -189,7 +183,7 @@ class GraphWriter:
     def move(self, placed: PlacedEvent) -> None:
         """Writes an event of a move, or of a fetch."""
         storage = self.source.storages[self.schedule.copies[placed.index].storage]
-        moves, index = self._moves(), placed.index
+        moves, index = self.argument(_MOVES), placed.index
         match placed.event:
             case MoveEvent.SEND:
                 self.graph.call_method("send", (moves, self.value(storage.root), index))
@@ -208,13 +202,13 @@ class GraphWriter:
         """Writes the call that accumulates a parameter's gradient."""
         value = self._sum_without_kept_dims(node) or self.value(self._same_layout_base(node))
         is_final: dict[str, Any] = {"is_final": self._is_final(role.name)}
-        self.graph.call_method("accumulate", (self._sink(), role.name, value), is_final)
+        self.graph.call_method("accumulate", (self.argument(_SINK), role.name, value), is_final)
 
     def fire_hooks_after(self, position: int) -> None:
         """Writes the calls that fire hooks after the op at a position of the backward."""
         assert self._hook_schedule is not None
         for name in self._hook_schedule.names_after.get(position, ()):
-            self.graph.call_method("fire_hooks", (self._sink(), name))
+            self.graph.call_method("fire_hooks", (self.argument(_SINK), name))
 
     def _hold(self, node: fx.Node, holder: fx.Node) -> None:
         self._holders[node] = holder
@@ -259,7 +253,7 @@ class GraphWriter:
             storage
             for storage in op.writes
             if storage.root not in self._holders
-            or not (storage.is_result or storage in self._updates)
+            or not (storage.is_result or storage in self.source.updates)
         ]
         for storage in written:
             self._forget(storage)
@@ -313,7 +307,7 @@ class GraphWriter:
     def _emit_without_whole(self, op: Op, args: tuple[Any, ...]) -> None:
         """Writes the call that accumulates a gradient which never exists as a whole."""
         name = op.final_gradients[0][1].name
-        owner: tuple[Any, ...] = (self._sink(), name)
+        owner: tuple[Any, ...] = (self.argument(_SINK), name)
         is_final: dict[str, Any] = {"is_final": self._is_final(name)}
         match op.gradient_sink_form:
             case SlicedMatmul() as form:
@@ -322,16 +316,6 @@ class GraphWriter:
                 )
             case SparseEmbeddingGradient():
                 self.graph.call_method("accumulate_embedding", (*owner, *args[:4]), is_final)
-
-    def _moves(self) -> fx.Node:
-        if self._moves_node is None:
-            self._moves_node = self.add_argument(Argument(ArgumentKind.MOVES, None))
-        return self._moves_node
-
-    def _sink(self) -> fx.Node:
-        if self._sink_node is None:
-            self._sink_node = self.add_argument(Argument(ArgumentKind.SINK, None))
-        return self._sink_node
 
     def _is_final(self, name: str) -> bool:
         assert self._hook_schedule is not None

@@ -22,11 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from rockmate._util import Bools, Ints
+from rockmate._util import Bools, Ints, once_for_each
 from rockmate.graph.ir import Graph
 from rockmate.schedule.move import Move
 
@@ -57,11 +56,6 @@ class OpDefUse:
         has_final_gradient: whether an op hands gradients to the gradient sink.
         is_random: whether an op draws from the generator.
         state_bytes: bytes of the state that each op's recomputation replays.
-        producer: index of the op that makes each storage; -1 if there is none.
-        is_evictable: whether a storage takes memory and its op can be recomputed.
-        inputs: for each op the values that its recomputation reads and that can be missing, each as
-            a pair of storage and producer; None if the op cannot be recomputed.
-        must_recompute: whether a storage must not be live when the backward begins.
         num_in_flight: number of forwards that run before the backward of the first.
     """
 
@@ -79,10 +73,6 @@ class OpDefUse:
     has_final_gradient: Bools
     is_random: Bools
     state_bytes: Ints
-    producer: Ints
-    is_evictable: Bools
-    inputs: tuple[tuple[tuple[int, int], ...] | None, ...]
-    must_recompute: Bools
     num_in_flight: int = 1
 
     @staticmethod
@@ -90,7 +80,6 @@ class OpDefUse:
         *,
         reads: Sequence[Sequence[int]],
         writes: Sequence[Sequence[int]],
-        is_recomputable: Iterable[bool],
         is_random: Iterable[bool],
         has_final_gradient: Iterable[bool],
         state_bytes: Iterable[int],
@@ -98,7 +87,6 @@ class OpDefUse:
         is_static: Iterable[bool],
         is_tangent: Iterable[bool],
         is_result: Iterable[bool],
-        must_recompute: Iterable[bool],
         updates: Iterable[int],
         returned: Iterable[int],
         num_in_flight: int,
@@ -110,16 +98,13 @@ class OpDefUse:
         and `returned` those that the step returns.
         """
         sizes = np.array([*num_bytes], dtype=np.int64)
-        producer = np.full(len(sizes), -1, dtype=np.int64)
-        for index, written in enumerate(writes):
-            producer[[*written]] = index
+        made = {storage for written in writes for storage in written}
         entries = [
-            [*((s, False) for s in read if producer[s] >= 0), *((s, True) for s in written)]
+            [*((s, False) for s in read if s in made), *((s, True) for s in written)]
             for read, written in zip(reads, writes, strict=True)
         ]
         flat = np.array([entry for own in entries for entry in own], dtype=np.int64).reshape(-1, 2)
         results, tangents = _flags(is_result), _flags(is_tangent)
-        recomputable = _flags(is_recomputable)
         return OpDefUse(
             begin=np.cumsum([0, *map(len, entries)]),
             storage=flat[:, 0],
@@ -135,42 +120,21 @@ class OpDefUse:
             has_final_gradient=_flags(has_final_gradient),
             is_random=_flags(is_random),
             state_bytes=np.array([*state_bytes], dtype=np.int64),
-            producer=producer,
-            # The entry behind the last op stands for storages without a producer, of index -1.
-            is_evictable=(sizes > 0) & np.append(recomputable, False)[producer],
-            inputs=tuple(
-                _inputs(read, producer, results) if may_run_again else None
-                for read, may_run_again in zip(reads, recomputable, strict=True)
-            ),
-            must_recompute=_flags(must_recompute),
             num_in_flight=num_in_flight,
         )
-
-
-def _inputs(reads: Sequence[int], producer: Ints, is_result: Bools) -> tuple[tuple[int, int], ...]:
-    return tuple((s, int(producer[s])) for s in reads if producer[s] >= 0 and not is_result[s])
 
 
 def _flags(values: Iterable[bool]) -> Bools:
     return np.array([*values], dtype=np.bool_)
 
 
-_OP_DEF_USE: WeakKeyDictionary[Graph, OpDefUse] = WeakKeyDictionary()
-
-
+@once_for_each
 def op_def_use(graph: Graph) -> OpDefUse:
-    """The reads and writes of a graph's ops, computed once for each graph."""
-    if graph not in _OP_DEF_USE:
-        _OP_DEF_USE[graph] = _op_def_use(graph)
-    return _OP_DEF_USE[graph]
-
-
-def _op_def_use(graph: Graph) -> OpDefUse:
+    """The reads and writes of a graph's ops."""
     ops, storages = graph.ops, graph.storages
     return OpDefUse.of(
         reads=[[storage.index for storage in op.reads] for op in ops],
         writes=[[storage.index for storage in op.writes] for op in ops],
-        is_recomputable=(op.is_recomputable for op in ops),
         is_random=(op.is_random for op in ops),
         has_final_gradient=(bool(op.final_gradients) for op in ops),
         state_bytes=(op.recompute_state_bytes for op in ops),
@@ -178,7 +142,6 @@ def _op_def_use(graph: Graph) -> OpDefUse:
         is_static=(storage.is_static for storage in storages),
         is_tangent=(storage.is_tangent for storage in storages),
         is_result=(storage.is_result for storage in storages),
-        must_recompute=(storage.must_recompute for storage in storages),
         updates=(storage.index for storage in graph.updates),
         returned=(graph.storage_of[node].index for node, _ in graph.outputs),
         num_in_flight=graph.num_in_flight,

@@ -67,9 +67,7 @@ class PartSimulation:
 
 def simulate(graph: Graph, schedule: Schedule, costs: Costs) -> Simulation:
     """Memory and time of a schedule of `graph`."""
-    def_use = schedule.def_use
-    if def_use is None:
-        def_use = DefUse.of(op_def_use(graph), *schedule.order)
+    def_use = schedule.def_use or DefUse.of(op_def_use(graph), *schedule.order)
     return simulate_def_use(def_use, schedule, costs)
 
 

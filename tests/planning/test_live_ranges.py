@@ -12,7 +12,6 @@ from small_graphs import SMALL, fixed, graph_and_costs, random_schedule, small
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
 from rockmate.planning.live_ranges import LiveRanges
-from rockmate.schedule.liveness import op_def_use
 from rockmate.schedule.schedule import Schedule
 from rockmate.schedule.simulate import simulate
 
@@ -50,11 +49,10 @@ def evict(ranges: LiveRanges, rng: random.Random) -> bool:
 
 def live_across(ranges: LiveRanges, position: int) -> set[int]:
     """Storages that are live before and after a position and not accessed there."""
-    ops = op_def_use(ranges.graph)
     return {
-        storage
-        for storage in range(len(ops.num_bytes))
-        if ops.producer[storage] >= 0 and ranges.gap_around(storage, position)
+        storage.index
+        for storage in ranges.graph.storages
+        if storage.producer and ranges.gap_around(storage.index, position)
     }
 
 

@@ -479,6 +479,8 @@ def test_the_comparison_with_measured_costs_adds_up() -> None:
     (plan,) = error["plans"]
     assert min(plan[which] for which in ("own", "real", "best")) >= 1.0
     assert filled("estimate", **error)[0].startswith("mlp: ")
+    in_chunks = bench_estimate.compare("gpt2-deep", "cpu-avx2", tiny=True, budgets=(0.25,))
+    assert not in_chunks["plans"], "whose graph is another one"
 
 
 def test_a_recomputation_with_saved_statistics_is_estimated_by_its_own_function() -> None:

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
+from rockmate._torch.engine import after_backward
 from rockmate.frames.needs import FrameKey, ScheduleCost
 
 _REMEMBERED = 16
@@ -31,6 +33,11 @@ class Step:
         """Has no frames yet."""
         self.outside_bytes, self.is_over = outside_bytes, False
         self.first_order: int | None = None
+
+    def begin_backward(self, at_end: Callable[[], object], _: Any) -> None:
+        """The backward begins of a step without frames; `at_end` is called when it has run."""
+        self.is_over = True
+        after_backward(at_end)
 
 
 class StepsInFlight:

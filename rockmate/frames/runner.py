@@ -15,7 +15,6 @@ from torch import nn
 
 from rockmate._torch.distributed import holds_sharded_parameters, num_collectives
 from rockmate._torch.engine import (
-    after_backward,
     backward_id,
     has_saved_tensor_hooks,
     records_plainly,
@@ -30,7 +29,6 @@ from rockmate.frames.budget_check import PeakCheck
 from rockmate.frames.call import Arguments, Call, items_noted, sizes_of
 from rockmate.frames.call_history import state_of
 from rockmate.frames.frame import Frame, unhooked
-from rockmate.frames.in_flight import Step
 from rockmate.frames.knapsack import decidable_bytes
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.needs import FrameKey, StepNeeds
@@ -227,7 +225,7 @@ class FrameRunner:
             step = memory.in_flight.end()
             memory.has_collectives |= num_before != num_collectives()
         if memory.needs is None and not memory.counts.num_frames:
-            end = partial(_end_step, step, self._end_if_alive)
+            end = partial(step.begin_backward, self._end_if_alive)
             for node in (each.grad_fn for each in tensors_in(output) if each.grad_fn is not None):
                 node.register_prehook(end)
         return output
@@ -443,9 +441,3 @@ class FrameRunner:
             with self._replaced.suspended(), memory.inside_frame(), alone:
                 capturing.take(call, module, arguments, output)
         return output
-
-
-def _end_step(step: Step, end_recording: Callable[[], object], _: Any) -> None:
-    """The backward of a step without frames begins."""
-    step.is_over = True
-    after_backward(end_recording)

@@ -123,11 +123,10 @@ class Table:
         ]
         self._input = np.array([stage.input_bytes for stage in stages], np.int64)
         peaks = np.array([stage.forward_peak_bytes for stage in stages], np.int64)
-        beside = peaks + self._input
         # At [s] and [j - s - 1], of running stages s to j - 1 forward-only: ticks, peak beside x_s.
         self._reruns: list[_Plans] = []
         for s in range(len(stages)):
-            peak = np.maximum.accumulate(np.append(peaks[s], beside[s + 1 :]))
+            peak = np.maximum.accumulate(np.append(peaks[s], (peaks + self._input)[s + 1 :]))
             self._reruns.append(_Plans(np.cumsum(forward[s:]), peak))
 
     # --- filling ---
@@ -142,26 +141,26 @@ class Table:
         peak = self._best.peak[first, length, np.maximum(slot, 0)]
         return slot - (peak > self._budgets - charge)
 
-    def _charged(self, first: int, length: int, charge: int) -> _Plans:
-        """Return plans of a subchain by slot, with ``charge`` bytes held beside it."""
+    def _charged(self, first: int, length: int, charge: int) -> tuple[_Array, _Array]:
+        """Return ticks and peaks of a subchain by slot, with ``charge`` bytes held beside it."""
         slot = self._beside(first, length, charge)
-        at = first, length, np.maximum(slot, 0)
-        time = np.where(slot < 0, np.inf, self._best.time[at])
-        return _Plans(time, charge + self._best.peak[at])
+        (time, peak), at = self._best, (first, length, np.maximum(slot, 0))
+        return np.where(slot < 0, np.inf, time[at]), charge + peak[at]
 
     def _fill(self, s: int, length: int) -> None:
         """Enter the best plans of a subchain: the fastest of a slot, of ties the smallest peak."""
         stage, t = self.chain[s], s + length - 1
-        found, right = self._best, self._with_input
-        kept = self._charged(s + 1, length - 1, stage.saved_bytes)
+        (time, peak), (charged_time, charged_peak) = self._best, self._with_input
+        kept_time, kept_peak = self._charged(s + 1, length - 1, stage.saved_bytes)
         times = np.empty((length, len(self._slots)), np.float64)
         peaks = np.empty((length, len(self._slots)), np.int64)
-        times[0] = self._cost[s] + kept.time
-        peaks[0] = np.maximum(kept.peak, self._keep_peak(s, length))
+        times[0] = self._cost[s] + kept_time
+        peaks[0] = np.maximum(kept_peak, self._keep_peak(s, length))
         if length > 1:  # at [boundary, slot]
-            np.add(found.time[s, 1:length], right.time[t, s + 1 : t + 1], out=times[1:])
+            left, right = (s, slice(1, length)), (t, slice(s + 1, t + 1))
+            np.add(time[left], charged_time[right], out=times[1:])
             times[1:] += self._reruns[s].time[: length - 1, None]
-            np.maximum(found.peak[s, 1:length], right.peak[t, s + 1 : t + 1], out=peaks[1:])
+            np.maximum(peak[left], charged_peak[right], out=peaks[1:])
             np.maximum(peaks[1:], self._forward_peak(s, length)[:, None], out=peaks[1:])
         times[peaks > self._budgets] = np.inf
         best = times.min(axis=0)
@@ -169,11 +168,12 @@ class Table:
         # The first slot that is as fast has the plan of the smaller peak.
         is_faster = np.concatenate(([True], best[1:] < best[:-1]))
         source = np.maximum.accumulate(np.where(is_faster, self._slots, 0))
-        found.time[s, length] = best[source]
-        peak = np.where(best < np.inf, peaks[which, self._slots], 0)
-        found.peak[s, length] = peak[source]
+        time[s, length] = best[source]
+        least = np.where(best < np.inf, peaks[which, self._slots], 0)
+        peak[s, length] = least[source]
         self._choice[s, length] = (s + which)[source]
-        right.time[t, s], right.peak[t, s] = self._charged(s, length, stage.input_bytes)
+        charged = self._charged(s, length, stage.input_bytes)
+        charged_time[t, s], charged_peak[t, s] = charged
 
     def _keep_peak(self, s: int, length: int) -> int:
         """Return the peak of stage ``s``, kept, beside what else it takes."""

@@ -104,7 +104,7 @@ class CallHistory:
         size = max(1, math.ceil(scale * _SIZES_PER_UNIT))
         shares = self.shares()
         known = (needs.minimum_bytes, needs.schedules_number, frozenset(shares.items()))
-        question = (budget_bytes, size, *known)
+        question = (budget_bytes, size, self._state, *known)
         is_free = self._num_decisions < _MOST_DECISIONS
         if question in self._decisions:
             return self._decisions[question]

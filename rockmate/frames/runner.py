@@ -53,8 +53,8 @@ class FrameRunner:
     """Training calls of one model within a budget, without a captured graph.
 
     The first step holds nothing and is measured. So is each step that is larger, in some dimension,
-    than all before it, and one after each split of a frame. From then on frames are dropped late,
-    under pressure.
+    than all before it that train the same parameters, and one after each split of a frame. From
+    then on frames are dropped late, under pressure.
     """
 
     def __init__(
@@ -178,11 +178,12 @@ class FrameRunner:
             self._budget = self._limit.activation_budget_bytes(self._model)
             if self._agreement is not None:
                 self._budget = -self._agreement.largest([-self._budget])[0]
-        size = StepSize.of((args, kwargs), memory.held_bytes, self._agreement)
-        shapes = sizes_of(Arguments(self._model.forward, args, dict(kwargs)))
+        state = state_of(modules)
+        size = StepSize.of((args, kwargs), memory.held_bytes, state[1], self._agreement)
+        shapes = sizes_of(Arguments(self._model.forward, args, dict(kwargs))), size.trained
 
         def step() -> Any:
-            memory.begin_step(state_of(modules), size.held_bytes)
+            memory.begin_step(state, size.held_bytes)
             self._num_calls.clear()
             return self._run_frames(args, kwargs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 from rockmate._torch.allocator import Recording
@@ -22,21 +22,26 @@ class StepSize(NamedTuple):
         num_elements: of the inputs.
         held_bytes: by frames of earlier steps.
         is_profiled: whether a profiler runs, so that nothing can be recorded.
+        trained: stands for which parameters are trained.
         dimensions: of large inputs: of all with so many dimensions, the largest of each.
     """
 
     num_elements: int
     held_bytes: int
     is_profiled: bool
+    trained: int
     dimensions: tuple[int, ...]
 
     @classmethod
-    def of(cls, inputs: Any, held_bytes: int, agreement: Agreement | None) -> StepSize:
+    def of(
+        cls, inputs: Any, held_bytes: int, trained: Hashable, agreement: Agreement | None
+    ) -> StepSize:
         """The size of a step. Collective with an agreement.
 
         Args:
             inputs: nested containers and objects with tensors.
             held_bytes: see the attribute.
+            trained: which parameters are.
             agreement: with the ranks that take the same decisions.
         """
         tensors = tensors_within(inputs)
@@ -50,18 +55,19 @@ class StepSize(NamedTuple):
                         sizes[position] = max(sizes[position], size)
         # A recording that was left, another model's perhaps, gives way.
         is_profiled = is_profiling() and not Recording.is_under_way()
-        own = total, held_bytes, int(is_profiled), *sizes
-        num_elements, held_bytes, profiled, *sizes = (
+        own = total, held_bytes, int(is_profiled), hash(trained), *sizes
+        num_elements, held_bytes, profiled, trained, *sizes = (
             own if agreement is None else agreement.largest(own)
         )
-        return cls(num_elements, held_bytes, bool(profiled), tuple(sizes))
+        return cls(num_elements, held_bytes, bool(profiled), trained, tuple(sizes))
 
     def covers(self, other: StepSize) -> bool:
-        """Whether another step is no larger, in any dimension.
+        """Whether another step of the same parameters is no larger, in any dimension.
 
         A longer sequence takes more memory than as many elements in short ones, by attention.
         """
-        return self.num_elements >= other.num_elements and all(
+        is_alike = self.trained == other.trained and self.num_elements >= other.num_elements
+        return is_alike and all(
             own >= size for own, size in zip(self.dimensions, other.dimensions, strict=True)
         )
 

@@ -272,6 +272,18 @@ def test_several_forwards_of_which_no_call_can_be_a_frame(num_alone: int) -> Non
     assert not is_profiling()
 
 
+def test_players_that_are_trained_in_turn(caplog: pytest.LogCaptureFixture) -> None:
+    """Frames of frozen parameters save other tensors, so what each player needs is measured."""
+    plain, x = Blocks(), torch.randn(256, WIDTH)
+    module = RockmateModule(plain, None, 1500 << 10, mode="frames")
+    for step in range(10):
+        plain.blocks[:4].requires_grad_(step % 2 == 0)
+        plain.blocks[4:].requires_grad_(step % 2 == 1)
+        module(x).backward()
+        plain.zero_grad()
+    assert "a step has taken" not in caplog.text
+
+
 def test_a_call_without_gradients_before_the_backward() -> None:
     module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
     for _ in range(3):

@@ -110,7 +110,7 @@ def test_longer_sequences_are_measured_though_they_have_fewer_elements(budget: f
 
 
 def size(*dimensions: int) -> StepSize:
-    return StepSize.of(torch.zeros(dimensions), 0, None)
+    return StepSize.of(torch.zeros(dimensions), 0, (), None)
 
 
 class WithImage(Attending):
@@ -134,8 +134,8 @@ def test_a_step_covers_those_that_are_no_larger_in_any_dimension() -> None:
     assert not size(4, 8).covers(size(2, 9))
     assert not size(4, 8).covers(size(4, 8, 1))
     pairs = [torch.zeros(100, 8), torch.zeros(1, 3)]
-    small_grows = StepSize.of([pairs[0][:-1], torch.zeros(1, 7)], 0, None)
-    assert StepSize.of(pairs, 0, None).covers(small_grows)
+    small_grows = StepSize.of([pairs[0][:-1], torch.zeros(1, 7)], 0, (), None)
+    assert StepSize.of(pairs, 0, (), None).covers(small_grows)
 
 
 def test_the_smallest_step_that_covers_another_one() -> None:

@@ -68,10 +68,11 @@ class StepsInFlight:
         return ended
 
     @property
-    def has_any_without_frames(self) -> bool:
-        """Whether a forward without frames has run whose backward has not."""
-        steps = [each() for each in self._steps]
-        return any(each and each.first_order is None and not each.is_over for each in steps)
+    def has_any(self) -> bool:
+        """Whether a forward has run whose backward has not."""
+        return any(
+            step is not None and not step.is_over for step in (each() for each in self._steps)
+        )
 
     def run(self, step: Step) -> None:
         """A frame of a step runs forward or backward."""

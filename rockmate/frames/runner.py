@@ -151,19 +151,13 @@ class FrameRunner:
         """The model's output for a training call.
 
         Raises:
-            InfeasibleBudgetError: the budget is below the smallest peak, which the first step has
-                shown.
+            InfeasibleBudgetError: the budget is below the smallest peak, as the first step shows.
             InfeasibleMemoryLimitError: parameters, gradients and optimizer state reach the limit.
             TrialError: the step differs from eager, though no inside is planned. It is undone.
         """
         memory = self._memory
-        # Without frames, the peak is that of all forwards before a backward.
-        goes_on = memory.needs is None and memory.in_flight.has_any_without_frames
-        if not (goes_on and memory.recorder is not None and memory.recorder.can_stop):
-            self.end_recording()
-            if memory.recorder is not None:
-                memory.leave_recording()
-                logger.info("a step was not measured: its forward ran in a thread of its own")
+        is_first = not memory.in_flight.has_any
+        self._end_step_before(is_first=is_first)
         modules = modules_within(self._model)
         ids = list(map(id, modules))
         if ids != self._module_ids and self._num_forgotten < _MOST_FORGOTTEN:
@@ -192,10 +186,7 @@ class FrameRunner:
             paths = self._trials.repeated(self._paths, self._model, call, step, memory)
             self._keep |= set(self._paths).difference(paths)
             self._paths = paths
-        is_profiled = size.is_profiled
-        memory.is_measuring = not is_known and not is_profiled
-        if not goes_on and (memory.is_measuring or self._check.is_due(is_profiled=is_profiled)):
-            self._begin_recording(size)
+        self._record(size, is_new=not is_known and not size.is_profiled, is_first=is_first)
         if memory.is_measuring and self._captures is not None:
             self._captures.note_step(shapes)
         try:
@@ -270,12 +261,27 @@ class FrameRunner:
                 raise self._refusal
         return known is not None
 
-    def _begin_recording(self, size: StepSize) -> None:
-        """Has the allocations of a step recorded."""
+    def _end_step_before(self, *, is_first: bool) -> None:
+        """Ends a recording, but a peak's: it is that of all forwards in flight together."""
+        memory, recorder = self._memory, self._memory.recorder
+        is_alone = is_first or recorder is None or not recorder.can_stop
+        if is_alone or (memory.is_measuring and recorder.has_frames):
+            self.end_recording()
+            if memory.recorder is not None:
+                memory.leave_recording()
+                logger.info("a step was not measured: its forward ran in a thread of its own")
+
+    def _record(self, size: StepSize, *, is_new: bool, is_first: bool) -> None:
+        """Has the allocations of a step recorded, if it is new, or its peak is to be looked at."""
         memory = self._memory
-        parameters = [each for each in self._model.parameters() if each.requires_grad]
-        memory.recorder = StepRecorder(memory.device, parameters)
-        self._recorded_size = size
+        if is_new and memory.recorder is not None and memory.recorder.has_frames:
+            memory.leave_recording()
+        memory.is_measuring = is_new
+        is_due = is_new or (is_first and self._check.is_due(is_profiled=size.is_profiled))
+        if memory.recorder is None and is_due:
+            parameters = [each for each in self._model.parameters() if each.requires_grad]
+            memory.recorder = StepRecorder(memory.device, parameters)
+            self._recorded_size = size
 
     def end_recording(self, *, only_finished: bool = False) -> None:
         """After the backward of a measured step: what it needs, and whether frames are right.

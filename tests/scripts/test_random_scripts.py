@@ -31,7 +31,7 @@ def test_the_first_seeds_have_one_kind_each_which_eager_trains() -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [*range(int(os.environ.get("RANDOM_SCRIPTS", "6"))), 30_374, 909_010]
+    "seed", [*range(int(os.environ.get("RANDOM_SCRIPTS", "6"))), 30_374, 49_193, 909_010]
 )
 def test_a_wrapped_script_is_eagers_or_is_advised(seed: int) -> None:
     script = Script.of(1000 + seed)

@@ -43,7 +43,7 @@ class JoinedRunner(FrameRunner):
     def _run_frames(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         memory, method = self._memory, args[0]
         self._step = weakref.ref(memory.in_flight.present)
-        number = StepSize.of((args, kwargs), 0, self._agreement).num_elements
+        number = StepSize.of((args, kwargs), 0, (), self._agreement).num_elements
         if memory.is_measuring:
             self._num_elements[method] = number
         else:

@@ -264,8 +264,8 @@ class FrameRunner:
     def _end_step_before(self, *, is_first: bool) -> None:
         """Ends a recording, but a peak's: it is that of all forwards in flight together."""
         memory, recorder = self._memory, self._memory.recorder
-        is_alone = is_first or recorder is None or not recorder.can_stop
-        if is_alone or (memory.is_measuring and recorder.has_frames):
+        goes_on = not is_first and recorder is not None and recorder.can_stop
+        if not goes_on or (memory.is_measuring and recorder is not None and recorder.has_frames):
             self.end_recording()
             if memory.recorder is not None:
                 memory.leave_recording()

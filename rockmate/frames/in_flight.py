@@ -34,29 +34,25 @@ class Step:
         self.outside_bytes, self.is_over = outside_bytes, False
         self.first_order: int | None = None
 
-    def begin_backward(self, at_end: Callable[[], object], _: Any) -> None:
-        """The backward begins of a step without frames; `at_end` is called when it has run."""
-        self.is_over = True
-        after_backward(at_end)
-
 
 class StepsInFlight:
     """The steps of one model.
 
     Attributes:
         present: the one whose forward runs.
+        has_backward: whether a backward has begun since a forward did.
     """
 
     def __init__(self) -> None:
         """No step yet."""
-        self.present = Step(0)
+        self.present, self.has_backward = Step(0), False
         self._running = weakref.ref(self.present)  # of which a frame runs forward or backward
         self._steps: list[weakref.ref[Step]] = []
         self._num_before: deque[int] = deque([0], maxlen=_REMEMBERED)
 
     def begin(self, outside_bytes: int) -> None:
         """A forward begins; see `Step` for the argument."""
-        self.present = Step(outside_bytes)
+        self.present, self.has_backward = Step(outside_bytes), False
         self.run(self.present)
         self._steps = [each for each in self._steps if (step := each()) and not step.is_over]
         self._num_before.append(len(self._steps))
@@ -67,12 +63,16 @@ class StepsInFlight:
         ended, self.present = self.present, Step(0)
         return ended
 
+    def begin_backward(self, step: Step, at_end: Callable[[], object], _: Any) -> None:
+        """The backward begins of a step without frames; `at_end` is called when it has run."""
+        step.is_over = self.has_backward = True
+        after_backward(at_end)
+
     @property
-    def has_any(self) -> bool:
-        """Whether a forward has run whose backward has not."""
-        return any(
-            step is not None and not step.is_over for step in (each() for each in self._steps)
-        )
+    def num_together(self) -> int:
+        """How many forwards have run since the last backward, whose own is to come."""
+        steps = [] if self.has_backward else [each() for each in self._steps]
+        return sum(step is not None and not step.is_over for step in steps)
 
     def run(self, step: Step) -> None:
         """A frame of a step runs forward or backward."""

@@ -300,6 +300,8 @@ class Memory:
     def end_kept(self, frame: Running) -> None:
         """Takes a frame that is kept, or planned, when its forward has run."""
         self._begin_step_of(frame)
+        if self.recorder is not None:
+            self.recorder.saved[frame.key] = frame.num_bytes, 0.0
         self.kept_bytes += frame.num_bytes
         if frame.schedule is None:
             self.counts.num_kept += 1
@@ -327,6 +329,7 @@ class Memory:
             return
         self.backward_order = frame.order
         self.in_flight.run(frame.step)
+        self.in_flight.has_backward = True
         # That of its first frame is the last one.
         frame.step.is_over |= frame.order == frame.step.first_order and not keeps_graph()
         self.has_new_backward |= self.is_unmeasured and self.recorder is None

@@ -47,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_FORGOTTEN = 4
 """How often all is measured anew because frames have a backward that had none."""
+_MOST_TOGETHER = 256  # forwards of one recording: a script may never call backward
 
 
 class FrameRunner:
@@ -156,8 +157,8 @@ class FrameRunner:
             TrialError: the step differs from eager, though no inside is planned. It is undone.
         """
         memory = self._memory
-        is_first = not memory.in_flight.has_any
-        self._end_step_before(is_first=is_first)
+        num_together = memory.in_flight.num_together
+        self._end_step_before(goes_on=0 < num_together < _MOST_TOGETHER)
         modules = modules_within(self._model)
         ids = list(map(id, modules))
         if ids != self._module_ids and self._num_forgotten < _MOST_FORGOTTEN:
@@ -186,7 +187,8 @@ class FrameRunner:
             paths = self._trials.repeated(self._paths, self._model, call, step, memory)
             self._keep |= set(self._paths).difference(paths)
             self._paths = paths
-        self._record(size, is_new=not is_known and not size.is_profiled, is_first=is_first)
+        is_new = not is_known and not size.is_profiled
+        self._record(size, is_new=is_new, is_first=num_together == 0)
         if memory.is_measuring and self._captures is not None:
             self._captures.note_step(shapes)
         try:
@@ -216,13 +218,11 @@ class FrameRunner:
             self._draws_foreign = memory.draws_foreign = before != ForeignState.now()
             step = memory.in_flight.end()
             memory.has_collectives |= num_before != num_collectives()
-        if memory.needs is None and not memory.counts.num_frames:
-            end = partial(step.begin_backward, self._end_if_alive)
+        if not memory.counts.num_frames:
+            end = partial(memory.in_flight.begin_backward, step, self._end_if_alive)
             for node in (each.grad_fn for each in tensors_in(output) if each.grad_fn is not None):
                 node.register_prehook(end)
         return output
-
-    # --- measuring --------------------------------------------------------------------------------
 
     def _take_needs(self, size: StepSize, shapes: Hashable) -> bool:
         """Takes what a step of a size needs; whether one was measured that is at least as large.
@@ -261,11 +261,11 @@ class FrameRunner:
                 raise self._refusal
         return known is not None
 
-    def _end_step_before(self, *, is_first: bool) -> None:
+    def _end_step_before(self, *, goes_on: bool) -> None:
         """Ends a recording, but a peak's: it is that of all forwards in flight together."""
         memory, recorder = self._memory, self._memory.recorder
-        goes_on = not is_first and recorder is not None and recorder.can_stop
-        if not goes_on or (memory.is_measuring and recorder is not None and recorder.has_frames):
+        is_on = goes_on and recorder is not None and recorder.can_stop
+        if not is_on or (memory.is_measuring and recorder is not None and recorder.has_frames):
             self.end_recording()
             if memory.recorder is not None:
                 memory.leave_recording()
@@ -319,7 +319,8 @@ class FrameRunner:
         if self._agreement is not None:
             needs.agree(self._agreement)
         is_split, self._before_split = self._before_split, None
-        if is_split is not None and is_split[1].minimum_bytes <= needs.minimum_bytes:
+        is_alike = is_split is not None and is_split[2].trained == size.trained
+        if is_split and is_alike and is_split[1].minimum_bytes <= needs.minimum_bytes:
             self._paths, needs, size = is_split
             self._is_settled = True
             memory.calls.forget()  # those of the frames that were tried
@@ -375,8 +376,6 @@ class FrameRunner:
             text = "the budget of %s is below the smallest peak of frames, %s, which is taken"
             logger.warning(text, size_text(budget_bytes), size_text(minimum))
         return decidable_bytes(minimum, len(needs.by_key))
-
-    # --- frames -----------------------------------------------------------------------------------
 
     @contextmanager
     def _frames_installed(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ from torch import nn
 from rockmate._torch.engine import returns_gradients_of
 from rockmate._util import is_users
 from rockmate.capture.structure import Structure
+from rockmate.errors import InfeasibleBudgetError, TrialError
 from rockmate.state.opened_object import tensors_within
 
 logger = logging.getLogger(__name__)
@@ -58,9 +59,12 @@ class FirstBackward:
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of that call. Where frames refuse it, a plan may do."""
-        self.frames, self._is_over = self.frames or self._make_frames(), True
-        output, note = self.frames.run(args, kwargs), partial(self._note, self._kind)
-        self._is_over = False
+        self.frames, note = self.frames or self._make_frames(), partial(self._note, self._kind)
+        try:
+            output = self.frames.run(args, kwargs)
+        except (InfeasibleBudgetError, TrialError):
+            self._is_over = True
+            raise
         for node in {each.grad_fn for each in tensors_within(output) if each.grad_fn is not None}:
             node.register_prehook(note)
         return output

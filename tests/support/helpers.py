@@ -350,11 +350,12 @@ def net_allocated(function: Callable[[], Any]) -> int:
     finally:
         gc.enable()
     live: dict[int, int] = {}
-    for event in measure._cpu_events(profiler.profiler.kineto_results.experimental_event_tree()):
-        if event.num_bytes > 0:
-            live[event.address] = event.num_bytes
+    roots = profiler.profiler.kineto_results.experimental_event_tree()
+    for _, address, num_bytes in measure._cpu_events(roots):
+        if num_bytes > 0:
+            live[address] = num_bytes
         else:
-            live.pop(event.address, None)
+            live.pop(address, None)
     return sum(live.values())
 
 

@@ -157,8 +157,8 @@ class _Trial:
 
     def _left_behind(self, gradients: PlainGradients) -> list[Difference]:
         """What the backward of a step has left behind otherwise than eager's does each time."""
-        eager, ours = gradients.left, self._reader.outcome(None)
-        found = [] if eager is None else self._compared(eager, ours)
+        eager = gradients.left
+        found = [] if eager is None else self._compared(eager, self._reader.outcome(None))
         if eager is None or not found:
             return []
         self._undo()

@@ -142,9 +142,9 @@ def _planned(planner: Planner, model: nn.Module, sample: dict[str, Tensor]) -> I
     op = ops[schedule.steps[found.peak_position]]
     yield _filled("simulation", plan=plan, found=found, op=op, live=_live_at_peak(plan))
     program = planner.planned_call_of(plan).program
-    yield _section("forward", _excerpt(program.forward_code), language="python")
+    yield _section("forward", _excerpt(program.forward.code), language="python")
     target = plan.graph.ops[schedule.steps[again[0]]].node.target
-    code = _excerpt(program.backward_code, f"{_call_name(target)}(")
+    code = _excerpt(program.backward.code, f"{_call_name(target)}(")
     yield _section("backward", code, language="python")
     yield _run(planner, plan, model, sample)
 

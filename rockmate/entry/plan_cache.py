@@ -282,7 +282,7 @@ class PlanCache:
         if changed:
             for runner in (vars(each).get("runner") for each in self.runnables):
                 if runner is not None:  # else it has not run, and its tensors may be gone
-                    runner.release_accumulators()
+                    runner.owners.release()
         current = [each for each in self.runnables if not each.difference(self._model)]
         for runnable in current:
             if call == runnable.planned.call:

@@ -66,8 +66,8 @@ class RunnableCall:
         self.is_adapted, self._is_first = is_adapted, is_first
         self._model, self._told, self.graded = model, set[str](), set[int]()
         self._watch: ModelWatch | None = None
-        if planned.program.has_homes:
-            self.runner.send_weights_home()
+        if planned.program.moved.has_homes:
+            self.runner.arguments.send_weights_home()
 
     @cached_property
     def runner(self) -> Runner:
@@ -193,7 +193,7 @@ class RunnableCall:
             logger.info("the planned step is not held against eager: its ranks communicate")
             return step()
         self.planned.attributes.release()  # as at the begin of the step itself
-        layouts = self.runner.input_layouts
+        layouts = self.planned.program.layouts.inputs
         is_laid_out = all(layouts[at].is_of(tensors[at]) for at in layouts)
         known = self.planned.larger or self.planned  # its own plan takes a second to make
         conditions = conditions_of(known.plan, is_laid_out=is_laid_out)

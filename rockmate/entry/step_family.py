@@ -188,7 +188,7 @@ class StepFamily:
                 "at the sample's sizes ops run in place that cannot in general"
             )
         program = emit(graph, plan.schedule, owner_names(self._model), plan.flights, plan.offload)
-        program = replace(program, slots=planned.program.slots)
+        program = replace(program, moved=planned.program.moved)
         numbers = generic.numbers(planned.read_values.sized(planned.call) or planned.call)
         found = difference(program, numbers, planned.program)
         if found:

@@ -15,63 +15,112 @@ from typing import Any
 import torch
 
 from rockmate._torch.engine import is_asked_for, is_batched, keeps_graph
+from rockmate.capture.roles import Role
 from rockmate.errors import BackwardError
+from rockmate.graph.parameters import Binding
+from rockmate.runtime.forward_arguments import Statics
 from rockmate.runtime.gradient_sink import GradientSink
+from rockmate.runtime.program import Argument, ArgumentKind, EmittedFunction, Program
 
 
-def take_arguments(
-    ctx: Any, order: Sequence[int], sink: GradientSink, tangents: Sequence[torch.Tensor | None]
-) -> list[Any]:
-    """The backward's arguments in one list. `ctx` drops saved values unless the graph is kept."""
-    runner, program = ctx.runner, ctx.runner.program
-    num_statics = len(runner.backward_statics)
-    statics_and_aliases = _saved_tensors(ctx)
-    statics, aliases = statics_and_aliases[:num_statics], statics_and_aliases[num_statics:]
-    if ctx.addresses is not None and ctx.addresses != addresses_of(statics):
-        msg = (
-            f"{runner.name} reads a parameter, buffer or input again whose memory was changed for "
-            "another after the forward (`tensor.data = ...`). Change it after the backward"
-            f"{runner.way_out}."
-        )
-        raise BackwardError(msg)
-    saved, moves = list(ctx.saved), ctx.moves
-    for place, alias in zip(program.saved_outputs, aliases, strict=True):
-        saved[place] = alias
-    if keeps_graph():
-        # The emitted backward writes in place to saved values.
-        saved = [tensor.clone() for tensor in saved]
-    else:
-        ctx.saved = ctx.moves = None
-    sources = [*statics, *saved, sink, moves, *_planned_tangents(ctx, tangents)]
-    return [sources[place] for place in order]
+class Backwards:
+    """The backwards of a model's planned step, one for each set of undefined tangents.
 
+    Attributes:
+        statics: those that a backward reads.
+    """
 
-def _saved_tensors(ctx: Any) -> Sequence[torch.Tensor]:
-    try:
-        return ctx.saved_tensors
-    except RuntimeError as error:
-        msg = (
-            f"{ctx.runner.name}: a parameter, buffer, input or output that the backward reads was "
-            f"changed in place after the forward: {error} Change it after the backward, or change "
-            f"a copy{ctx.runner.way_out}."
-        )
-        raise BackwardError(msg) from error
+    def __init__(self, program: Program, binding: Binding, *, name: str, way_out: str) -> None:
+        """Has the backward with all tangents; see `Runner` for the arguments."""
+        self._program, self._name, self._way_out = program, name, way_out
+        self.statics = Statics(program, binding, program.backward.arguments)
+        self._of_all = program.backward, self._order_of(program.backward.arguments)
+        self._others: dict[frozenset[int], tuple[EmittedFunction, list[int]]] = {}
+
+    def of(self, tangents: Sequence[torch.Tensor | None]) -> tuple[EmittedFunction, list[int]]:
+        """The backward for these tangents, with the order of its arguments for `take_arguments`.
+
+        See `rockmate.runtime.undefined_tangents`.
+        """
+        if all(tangent is not None for tangent in tangents):  # `in` would compare with each tensor
+            return self._of_all
+        differentiable = self._program.results.differentiable
+        undefined = frozenset(index for index in differentiable if tangents[index] is None)
+        if not undefined:
+            return self._of_all
+        if undefined not in self._others:
+            variant = self._program.backward_without(undefined)
+            self._others[undefined] = variant, self._order_of(variant.arguments)
+        return self._others[undefined]
+
+    def take_arguments(
+        self,
+        ctx: Any,
+        order: Sequence[int],
+        sink: GradientSink,
+        tangents: Sequence[torch.Tensor | None],
+    ) -> list[Any]:
+        """The arguments in one list. `ctx` drops saved values unless the graph is kept."""
+        num_statics = len(self.statics)
+        statics_and_aliases = self._saved_tensors(ctx)
+        statics, aliases = statics_and_aliases[:num_statics], statics_and_aliases[num_statics:]
+        if ctx.addresses is not None and ctx.addresses != addresses_of(statics):
+            msg = (
+                f"{self._name} reads a parameter, buffer or input again whose memory was changed "
+                "for another after the forward (`tensor.data = ...`). Change it after the backward"
+                f"{self._way_out}."
+            )
+            raise BackwardError(msg)
+        saved, moves = list(ctx.saved), ctx.moves
+        for place, alias in zip(self._program.saved_outputs, aliases, strict=True):
+            saved[place] = alias
+        if keeps_graph():
+            # The emitted backward writes in place to saved values.
+            saved = [tensor.clone() for tensor in saved]
+        else:
+            ctx.saved = ctx.moves = None
+        planned = list(tangents)
+        for index, layout in self._program.layouts.tangents.items():
+            tangent = tangents[index]  # None for an output that no loss uses
+            planned[index] = None if tangent is None else layout.apply(tangent)
+        sources = [*statics, *saved, sink, moves, *planned]
+        return [sources[place] for place in order]
+
+    def _saved_tensors(self, ctx: Any) -> Sequence[torch.Tensor]:
+        try:
+            return ctx.saved_tensors
+        except RuntimeError as error:
+            msg = (
+                f"{self._name}: a parameter, buffer, input or output that the backward reads was "
+                f"changed in place after the forward: {error} Change it after the backward, or "
+                f"change a copy{self._way_out}."
+            )
+            raise BackwardError(msg) from error
+
+    def _order_of(self, arguments: Sequence[Argument]) -> list[int]:
+        """Positions of a backward's arguments among the sources of `take_arguments`."""
+        saved, all_arguments = self._program.saved, self._program.backward.arguments
+        statics = [each for each in all_arguments if each.kind is ArgumentKind.STATIC]
+        places = {argument: place for place, argument in enumerate((*statics, *saved))}
+        sink = len(statics) + len(saved)  # several may be of one constant
+        order = []
+        for argument in arguments:
+            match argument.kind:
+                case ArgumentKind.SINK:
+                    order.append(sink)
+                case ArgumentKind.MOVES:
+                    order.append(sink + 1)
+                case ArgumentKind.TANGENT:
+                    assert isinstance(argument.source, Role)
+                    order.append(sink + 2 + argument.source.index)
+                case _:
+                    order.append(places[argument])
+        return order
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Of the memory of each, which `tensor.data = ...` changes unseen by autograd."""
     return list(map(torch.Tensor.data_ptr, tensors))
-
-
-def _planned_tangents(
-    ctx: Any, tangents: Sequence[torch.Tensor | None]
-) -> list[torch.Tensor | None]:
-    """Tangents in the planned layouts; None for an output that no loss uses."""
-    planned = list(tangents)
-    for index, layout in ctx.runner.tangent_layouts.items():
-        tangent = tangents[index]
-        planned[index] = None if tangent is None else layout.apply(tangent)
-    return planned
 
 
 class DroppingSink(GradientSink):

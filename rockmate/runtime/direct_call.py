@@ -11,7 +11,7 @@ no table of names has to follow PyTorch's versions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -20,14 +20,19 @@ from torch import fx
 
 from rockmate._torch.dispatch import OpOverload, dispatched_call, generated_functions, is_op
 from rockmate._torch.graphs import boxed_module
+from rockmate.capture.size_template import Size
+from rockmate.runtime.program import Argument, EmittedFunction
 
 _FLOAT16 = torch.zeros((), dtype=torch.float16)
 
 
-def compiled(graph: fx.Graph) -> fx.GraphModule:
-    """The code of an emitted graph; its function takes its arguments in one list and empties it."""
+def compiled(
+    graph: fx.Graph, arguments: Iterable[Argument], sizes: Iterable[Size] = ()
+) -> EmittedFunction:
+    """The function of an emitted graph."""
     call_directly(graph)
-    return boxed_module(graph)
+    module = boxed_module(graph)
+    return EmittedFunction(module.forward, tuple(arguments), module.code, tuple(sizes))
 
 
 def call_directly(graph: fx.Graph) -> None:

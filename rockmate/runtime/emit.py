@@ -29,7 +29,8 @@ from rockmate.ops.convolutions import input_gradient
 from rockmate.ops.fused import FusedOp
 from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter, HookSchedule, accumulated_names
-from rockmate.runtime.program import Argument, ArgumentKind, Program
+from rockmate.runtime.program import Argument, ArgumentKind, Moved, PlannedLayouts, Program
+from rockmate.runtime.results import Gradients, Results
 from rockmate.runtime.undefined_tangents import BackwardVariants
 from rockmate.schedule.flights import Flights
 from rockmate.schedule.move import MoveEvent, PlacedEvent, SlotPlan, placed_events, plan_slots
@@ -73,33 +74,26 @@ def emit(
     gradients = _returned_gradients(graph)
     _write_backward(backward, saved, [node for node, _ in gradients])
     variants = BackwardVariants(backward.graph, tuple(backward.arguments), backward.sources)
-    forward_module, backward_module = compiled(forward.graph), compiled(backward.graph)
     return Program(
-        forward=forward_module.forward,
-        backward=backward_module.forward,
+        forward=compiled(forward.graph, forward.arguments),
+        backward=compiled(backward.graph, backward.arguments),
         backward_without=variants.without,
-        forward_arguments=tuple(forward.arguments),
-        backward_arguments=tuple(backward.arguments),
-        results=tuple(role for _, role in results),
-        uncounted=_uncounted(results),
+        results=Results([role for _, role in results], _uncounted(results), _differentiable(graph)),
+        gradients=Gradients(
+            [role for _, role in gradients],
+            _own_gradients(gradients, saved_storages, graph.storage_of),
+            tuple(dict.fromkeys(accumulated_names(graph, schedule))),
+            _wrappings(graph),
+        ),
         recomputes=bool(recomputed),
         saved=tuple(saved),
         saved_outputs=_saved_outputs(results, saved_storages, graph.storage_of),
-        gradients=tuple(role for _, role in gradients),
-        own_gradients=_own_gradients(gradients, saved_storages, graph.storage_of),
-        accumulated=tuple(dict.fromkeys(accumulated_names(graph, schedule))),
-        wrappings=_wrappings(graph),
         collectives=_collectives(graph, schedule, flights),
         constants=graph.constants,
-        differentiable=_differentiable(graph),
         layouts=_layouts(graph),
         runs_below_autograd=all(_is_own(op.node.target) for op in graph.ops),
         num_in_flight=graph.num_in_flight,
-        slots=_slots(graph, schedule),
-        fetched=_fetched(graph, schedule),
-        offload=offload,
-        forward_code=forward_module.code,
-        backward_code=backward_module.code,
+        moved=Moved(_slots(graph, schedule), _fetched(graph, schedule), offload),
     )
 
 
@@ -114,7 +108,7 @@ def _saved_outputs(
 
 
 def _uncounted(results: Sequence[tuple[fx.Node, Role]]) -> frozenset[int]:
-    """See `Program.uncounted`."""
+    """See `Results`."""
     return frozenset(at for at, (node, _) in enumerate(results) if _is_running_statistic(node))
 
 
@@ -129,14 +123,15 @@ def _differentiable(graph: Graph) -> frozenset[int]:
     return frozenset(role.index for _, role in graph.inputs if role.kind is RoleKind.TANGENT)
 
 
-def _layouts(graph: Graph) -> dict[Role, torch.Tensor]:
-    """The fake tensor of each input of the call and of each tangent whose readers rely on it."""
+def _layouts(graph: Graph) -> PlannedLayouts:
+    """The layout of each input of the call and of each tangent whose readers rely on it."""
     kinds = {RoleKind.INPUT, RoleKind.TANGENT}
-    return {
+    fakes = {
         role: node.meta["val"]
         for node, role in graph.inputs
         if role.kind in kinds and not _has_any_strides(node)
     }
+    return PlannedLayouts(fakes)
 
 
 # A convolution lays a gradient out itself, and takes the bias's gradient of what it was given.
@@ -258,7 +253,7 @@ def _own_gradients(
     saved: Sequence[Storage],
     storage_of: Mapping[fx.Node, Storage],
 ) -> frozenset[int]:
-    """See `Program.own_gradients`."""
+    """See `Gradients`."""
     storages = [storage_of[node] for node, _ in gradients]
     numbers = Counter(storages)
     others = set(saved)

@@ -39,6 +39,7 @@ and added.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -50,7 +51,9 @@ from rockmate._torch.allocator import Recording
 from rockmate._torch.members import has_accumulation_hooks, has_tensor_hooks
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.capture.wrapping import NO_WRAPPINGS, Wrapping
+from rockmate.errors import SignatureMismatchError
 from rockmate.graph.ir import SlicedMatmul
+from rockmate.graph.parameters import Binding
 from rockmate.offload.trained_home import gradient_at_home, send_gradient_home
 from rockmate.ops.shards import Reduction, Wait, issue_reduction, zero_parts
 from rockmate.ops.undefined_gradient import is_undefined, undefined_gradient
@@ -367,3 +370,42 @@ class Anchor:
     def is_visited(self) -> bool:
         """Whether the running backward accumulates into every leaf, as `loss.backward()` does."""
         return engine.will_execute(self.node)
+
+
+class GradientOwners:
+    """The parameters of a model to whose `.grad` a program's backward adds."""
+
+    def __init__(self, binding: Binding, names: Sequence[str]) -> None:
+        """Finds their places."""
+        self._names, self._places = names, [binding.places[name] for name in names]
+        # Those of the last call and their accumulation nodes. Autograd makes a node anew for each
+        # gradient if nobody holds it, at the cost of a small addition.
+        self._last: dict[str, torch.Tensor] = {}
+        self._nodes: list[Any] = []
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """Name -> parameter in the module now.
+
+        Raises:
+            SignatureMismatchError: one of them is no leaf, so it has no `.grad` to add to.
+        """
+        owners: list[Any] = [holder[key] for holder, key in self._places]
+        if self._last and all(map(operator.is_, owners, self._last.values())):
+            return self._last
+        named = dict(zip(self._names, owners, strict=True))
+        derived = [name for name, owner in named.items() if not owner.is_leaf]
+        if derived:
+            msg = (
+                f"{derived[0]} is computed from other tensors in this call (functional_call, a "
+                "swapped parameter), so its gradient has no place in .grad. Make the module with "
+                'gradients="returned".'
+            )
+            raise SignatureMismatchError(msg)
+        self._nodes = [torch.autograd.graph.get_gradient_edge(owner).node for owner in owners]
+        self._last = named
+        return named
+
+    def release(self) -> None:
+        """Drops accumulation nodes, whose metadata `parameter.data = ...` makes stale."""
+        self._last = {}
+        self._nodes.clear()

@@ -7,47 +7,39 @@ sizes need other numbers and no other code.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
 from rockmate.capture.size_template import SizedNumbers
 from rockmate.graph.ir import Op, Storage
-from rockmate.runtime.program import Argument, BackwardVariant, Program
+from rockmate.runtime.program import Argument, EmittedFunction, PlannedLayouts, Program
 
 
 def specialize(program: Program, numbers: SizedNumbers) -> Program:
     """The program at the sizes of one call, with the same code."""
     return replace(
         program,
-        forward=_bound(program.forward, numbers.by_name),
-        backward=_bound(program.backward, numbers.by_name),
-        backward_without=partial(_sized_variant, program, numbers),
-        layouts={role: numbers.layouts[role] for role in program.layouts},
+        forward=_sized(program.forward, numbers),
+        backward=_sized(program.backward, numbers),
+        backward_without=lambda undefined: _sized(program.backward_without(undefined), numbers),
+        layouts=PlannedLayouts({role: numbers.layouts[role] for role in program.layouts.roles}),
     )
 
 
-def _sized_variant(
-    program: Program, numbers: SizedNumbers, undefined: frozenset[int]
-) -> BackwardVariant:
-    variant = program.backward_without(undefined)
-    further = {size.name: numbers.values.of(size.expression) for size in variant.sizes}
-    return replace(variant, run=_bound(variant.run, {**numbers.by_name, **further}))
-
-
-def _bound(function: Any, numbers: Mapping[str, int]) -> Callable[[list[Any]], tuple[Any, ...]]:
+def _sized(function: EmittedFunction, numbers: SizedNumbers) -> EmittedFunction:
     """A method of a generated module, with numbers for the names that its code looks up."""
-    code: FunctionType = function.__func__
+    further = {size.name: numbers.values.of(size.expression) for size in function.sizes}
+    method: Any = function.run
+    code: FunctionType = method.__func__
     rebound = FunctionType(
         code.__code__,
-        {**code.__globals__, **numbers},
+        {**code.__globals__, **numbers.by_name, **further},
         code.__name__,
         code.__defaults__,
         code.__closure__,
     )
-    return MethodType(rebound, function.__self__)
+    return replace(function, run=MethodType(rebound, method.__self__))
 
 
 def difference(program: Program, numbers: SizedNumbers, concrete: Program) -> str:
@@ -56,24 +48,27 @@ def difference(program: Program, numbers: SizedNumbers, concrete: Program) -> st
     Returns:
         A description, empty if the programs are equal.
     """
-    for half in ("forward_code", "backward_code"):
-        mine = re.sub(
-            r"\bsize_\d+\b", lambda name: str(numbers.by_name[name[0]]), getattr(program, half)
-        ).splitlines()
-        theirs = getattr(concrete, half).splitlines()
-        if mine != theirs:
-            different = (pair for pair in zip(mine, theirs, strict=False) if pair[0] != pair[1])
-            lengths = f"{len(mine)} lines", f"{len(theirs)} lines"
+    for half in ("forward", "backward"):
+        mine, theirs = (getattr(each, half) for each in (program, concrete))
+        text = re.sub(r"\bsize_\d+\b", lambda name: str(numbers.by_name[name[0]]), mine.code)
+        lines, other_lines = text.splitlines(), theirs.code.splitlines()
+        if lines != other_lines:
+            different = (
+                each for each in zip(lines, other_lines, strict=False) if each[0] != each[1]
+            )
+            lengths = f"{len(lines)} lines", f"{len(other_lines)} lines"
             line, other = next(different, lengths)
-            return f"{line.strip()!r} instead of {other.strip()!r} in the {half.partition('_')[0]}"
-    for part in ("forward_arguments", "backward_arguments", "saved"):
-        if list(map(_place, getattr(program, part))) != list(map(_place, getattr(concrete, part))):
-            return f"other {part}"
-    same = all(
-        getattr(program, part) == getattr(concrete, part)
-        for part in ("results", "gradients", "accumulated", "differentiable")
-    )
-    return "" if same else "other results"
+            return f"{line.strip()!r} instead of {other.strip()!r} in the {half}"
+        if list(map(_place, mine.arguments)) != list(map(_place, theirs.arguments)):
+            return f"other arguments of the {half}"
+    if list(map(_place, program.saved)) != list(map(_place, concrete.saved)):
+        return "other saved values"
+    return "" if _results(program) == _results(concrete) else "other results"
+
+
+def _results(program: Program) -> tuple[Any, ...]:
+    results, gradients = program.results, program.gradients
+    return results.roles, results.differentiable, gradients.roles, gradients.accumulated
 
 
 def _place(argument: Argument) -> Any:

@@ -31,7 +31,7 @@ from rockmate.capture.size_template import Size, SizeNames, layout_of_node
 from rockmate.errors import BackwardError
 from rockmate.ops.rng import exchange_random_state
 from rockmate.runtime.direct_call import compiled
-from rockmate.runtime.program import Argument, ArgumentKind, BackwardVariant
+from rockmate.runtime.program import Argument, ArgumentKind, EmittedFunction
 
 _aten = torch.ops.aten
 _SUMS = {_aten.add.Tensor, _aten.add.out}
@@ -71,15 +71,15 @@ class BackwardVariants:
         """
         self._graph, self._targets = graph, {node: node.target for node in graph.nodes}
         self._arguments, self._sources = tuple(arguments), sources
-        self._variants: dict[frozenset[int], BackwardVariant] = {}
+        self._variants: dict[frozenset[int], EmittedFunction] = {}
 
-    def without(self, undefined: frozenset[int]) -> BackwardVariant:
+    def without(self, undefined: frozenset[int]) -> EmittedFunction:
         """The backward without the tangents of some outputs."""
         if undefined not in self._variants:
             self._variants[undefined] = self._write(undefined)
         return self._variants[undefined]
 
-    def _write(self, undefined: frozenset[int]) -> BackwardVariant:
+    def _write(self, undefined: frozenset[int]) -> EmittedFunction:
         graph, copies = fx.Graph(), {}
         graph.output(graph.graph_copy(self._graph, copies))
         for node, copied in copies.items():
@@ -87,19 +87,13 @@ class BackwardVariants:
         sources = {copies[node]: source for node, source in self._sources.items()}
         writer = _VariantWriter(graph, sources)
         writer.leave_out(self._arguments, undefined)
-        kept = [
-            (node, argument)
-            for node, argument in zip(
-                graph.find_nodes(op="placeholder"), self._arguments, strict=True
-            )
-            if node.users
-        ]
-        for node in graph.find_nodes(op="placeholder"):
-            if not node.users:
+        inputs, kept = graph.find_nodes(op="placeholder"), list[Argument]()
+        for node, argument in zip(inputs, self._arguments, strict=True):
+            if node.users:
+                kept.append(argument)
+            else:
                 graph.erase_node(node)
-        return BackwardVariant(
-            compiled(graph).forward, tuple(argument for _, argument in kept), tuple(writer.sizes)
-        )
+        return compiled(graph, kept, writer.sizes)
 
 
 class _VariantWriter:

@@ -57,14 +57,14 @@ class Evidence:
             self._is_over = True
         runner.around = profiler_label if self._is_over else self._around
         is_timed = len(self._seconds) >= _NUM_WARM and not self._is_over
-        runner.copies = self._copies if is_timed else None
+        runner.arguments.copies = self._copies if is_timed else None
         # Hooks of parameters allocate for themselves, and free gradients.
         self._can_record = (
             (len(self._seconds) > 0 or self._device.type == "cuda")
             and not self.peak_bytes
             and not (self._is_over or runner.held)
             and self._planned.program.num_in_flight == 1
-            and not may_be_needed_early(runner.gradient_owners().values())
+            and not may_be_needed_early(runner.owners.now().values())
         )
 
     def take_excess(self) -> int:

@@ -71,8 +71,8 @@ def text_of(name: str) -> str:
         "graph": str(plan.graph),
         "schedule": schedule,
         "peak": f"{plan.predicted_peak_bytes} of {plan.baseline_peak_bytes} bytes",
-        "forward": call.program.forward_code.strip(),
-        "backward": call.program.backward_code.strip(),
+        "forward": call.program.forward.code.strip(),
+        "backward": call.program.backward.code.strip(),
     }
     body = "\n\n".join(f"=== {title}\n{text}" for title, text in parts.items())
     return f"torch {VERSION}\n\n{body}\n"

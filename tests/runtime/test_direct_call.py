@@ -56,8 +56,8 @@ def test_the_dispatcher_hears_the_same_ops(name: str, monkeypatch: pytest.Monkey
     budget = (case.planner.minimum_peak_bytes + case.planner.baseline_peak_bytes) // 2
     module = case.planner.module(budget, trial="never")
     code = (
-        module._plans.runnables[0].planned.program.forward_code
-        + module._plans.runnables[0].planned.program.backward_code
+        module._plans.runnables[0].planned.program.forward.code
+        + module._plans.runnables[0].planned.program.backward.code
     )
     with monkeypatch.context() as patch:
         patch.setattr("rockmate.runtime.direct_call.call_directly", lambda graph: None)
@@ -65,7 +65,7 @@ def test_the_dispatcher_hears_the_same_ops(name: str, monkeypatch: pytest.Monkey
     assert "torch.mm(" in code or "torch.addmm(" in code or "torch.convolution(" in code
     assert code.count("torch.ops.aten") < by_op._plans.runnables[
         0
-    ].planned.program.backward_code.count("torch.ops.aten")
+    ].planned.program.backward.code.count("torch.ops.aten")
     for either in (module, by_op):  # what a first step makes is there from now on
         _heard_in_a_step(either, case.workload)
     assert _heard_in_a_step(module, case.workload) == _heard_in_a_step(by_op, case.workload)

@@ -184,7 +184,7 @@ def check_as_eager(
         assert module.plan.predicted_peak_bytes <= module.plan.baseline_peak_bytes
         agreed: list[Any] = [None] * NUM_RANKS
         runner = module._plans.runnables[0].runner
-        code = runner.program.forward_code, runner.program.backward_code
+        code = runner.program.forward.code, runner.program.backward.code
         distributed.all_gather_object(agreed, code)
         assert agreed[0] == agreed[1]
         numbers.append(len(collectives_of(module)))

@@ -58,10 +58,10 @@ def without_op(patch: pytest.MonkeyPatch, name: str, replace: Callable[[Any], An
     """Has the emitted code go without the first op of a name."""
     compiled = emit.compiled
 
-    def without(graph: Any) -> Any:
+    def without(graph: Any, *arguments: Any) -> Any:
         nodes = [node for node in graph.nodes if name in str(node.target)]
         if nodes:
             replace(nodes[0])
-        return compiled(graph)
+        return compiled(graph, *arguments)
 
     patch.setattr(emit, "compiled", without)

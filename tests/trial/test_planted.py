@@ -21,8 +21,9 @@ from rockmate import RockmateModule, TrialError, UnsupportedModelError
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.model_signature import ModelWatch
 from rockmate.frames.call import Call
-from rockmate.runtime import autograd, emit
+from rockmate.runtime import emit
 from rockmate.runtime.autograd import Runner
+from rockmate.runtime.results import Results
 
 Patch = pytest.MonkeyPatch
 SCALE = 1.0
@@ -118,18 +119,18 @@ def mode_changed_later(patch: Patch, model: Any) -> Any:
 
 
 def buffers_not_updated(patch: Patch, _: Any) -> None:
-    patch.setattr(autograd, "_write_updates", lambda *_: None)
+    patch.setattr(Results, "write_updates", lambda *_: None)
 
 
 def buffers_updated_twice(patch: Patch, _: Any) -> None:
-    write = autograd._write_updates
+    write = Results.write_updates
 
-    def twice(runner: Any, inputs: Any, values: Any) -> None:
-        write(runner, inputs, values)
-        for place in runner.update_places:
-            runner.binding[runner.program.results[place].name].data.add_(1)
+    def twice(self: Results, values: Any, inputs: Any, binding: Any) -> None:
+        write(self, values, inputs, binding)
+        for place in self._updates:
+            binding[self.roles[place].name].data.add_(1)
 
-    patch.setattr(autograd, "_write_updates", twice)
+    patch.setattr(Results, "write_updates", twice)
 
 
 def attributes_not_delivered(patch: Patch, _: Any) -> None:

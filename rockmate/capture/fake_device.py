@@ -39,14 +39,6 @@ _MAX_FLASH_WIDTH = 256
 _ALIGNED_BYTES = 16  # the efficient kernel reads rows in steps of so many
 
 
-def needs_fake_device(model: nn.Module, tensors: list[torch.Tensor], device: torch.device) -> bool:
-    """Whether a tensor of the model or of the sample is on another kind of device."""
-    return any(
-        tensor.device.type != device.type
-        for tensor in (*model.parameters(), *model.buffers(), *tensors)
-    )
-
-
 @contextlib.contextmanager
 def fake_device_tensors(
     model: nn.Module,

@@ -5,7 +5,6 @@ A model that is planned for a device that is not here is traced with fake tensor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch import nn
 
 from rockmate.capture.checkpoint_regions import refuse_unequal
-from rockmate.capture.fake_device import fake_device_tensors, move_to, needs_fake_device
+from rockmate.capture.fake_device import fake_device_tensors, move_to
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.provenance import source_lines
 from rockmate.capture.read_values import SampleValues
@@ -54,47 +53,23 @@ class Sample:
         )
 
 
-def sample_call(sample_input: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A sample input as positional and keyword arguments.
-
-    Args:
-        sample_input: a tensor (the one positional argument), a tuple or list (positional), a
-            mapping (keyword), or a `SampleCall`.
-
-    Raises:
-        InvalidSampleError: it is none of these.
-    """
-    if isinstance(sample_input, torch.Tensor):
-        return (sample_input,), {}
-    if isinstance(sample_input, SampleCall):
-        return sample_input.args, dict(sample_input.kwargs)
-    if isinstance(sample_input, Mapping):
-        return (), {str(name): value for name, value in sample_input.items()}
-    if isinstance(sample_input, tuple | list):
-        return tuple(sample_input), {}
-    msg = (
-        f"the sample input is a {type(sample_input).__name__}. Pass a tensor, a tuple or list of "
-        "positional arguments, or a mapping of "
-        "keyword arguments."
-    )
-    raise InvalidSampleError(msg)
-
-
 def read_sample(model: nn.Module, sample_input: Any, device: torch.device | None) -> Sample:
     """Takes a sample apart and checks where it is.
 
     Args:
         model: the module that it is a sample for.
-        sample_input: a tensor, a tuple or list of positional arguments, or a mapping of keywords.
+        sample_input: as for `SampleCall.of`.
         device: the device to plan for; None for the one that the model is on.
 
     Raises:
         InvalidSampleError: it is none of these; or it and the model are on different devices, or on
             the meta device without a device to plan for.
     """
-    tensors, call = flatten_bare_call(*sample_call(sample_input), optional_keywords(model))
+    given = SampleCall.of(sample_input)
+    tensors, call = flatten_bare_call(given.args, given.kwargs, optional_keywords(model))
     _refuse_nested(model, tensors)
-    if device is not None and needs_fake_device(model, tensors, device):
+    kinds = {each.device.type for each in (*model.parameters(), *model.buffers(), *tensors)}
+    if device is not None and kinds - {device.type}:
         return Sample(tensors=tensors, call=call.on(device), device=device)
     is_meta = any(each.device.type == "meta" for each in (*model.parameters(), *model.buffers()))
     if device is None and is_meta:

@@ -17,7 +17,7 @@ from rockmate._torch.fake import is_fake
 from rockmate._torch.subclasses import is_wrapper
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.tensor_parts import description, has_parts, inner_tensors
-from rockmate.errors import SignatureMismatchError, UnsupportedModelError
+from rockmate.errors import InvalidSampleError, SignatureMismatchError, UnsupportedModelError
 
 _ONLY_TENSORS = {torch.Tensor}
 _OF_TENSORS = ("persistent", "elem")  # what `nn.Buffer` sets, and a tensor of a trace has
@@ -131,10 +131,35 @@ class CallSignature:
 
 @dataclass(frozen=True, slots=True)
 class SampleCall:
-    """A sample input of positional and keyword arguments together."""
+    """A sample input as positional and keyword arguments."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, sample_input: Any) -> SampleCall:
+        """A sample input as the user gives it.
+
+        Args:
+            sample_input: a tensor (the one positional argument), a tuple or list (positional), a
+                mapping (keyword), or a `SampleCall`.
+
+        Raises:
+            InvalidSampleError: it is none of these.
+        """
+        if isinstance(sample_input, SampleCall):
+            return sample_input
+        if isinstance(sample_input, torch.Tensor):
+            return cls((sample_input,), {})
+        if isinstance(sample_input, Mapping):
+            return cls((), {str(name): value for name, value in sample_input.items()})
+        if isinstance(sample_input, tuple | list):
+            return cls(tuple(sample_input), {})
+        msg = (
+            f"the sample input is a {type(sample_input).__name__}. Pass a tensor, a tuple or list "
+            "of positional arguments, or a mapping of keyword arguments."
+        )
+        raise InvalidSampleError(msg)
 
 
 def refuse_attributes(tensors: Sequence[torch.Tensor], *, of: str = "call") -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rockmate._torch.allocator import timeline
 from rockmate._util import gc_paused
-from rockmate.capture.sample import sample_call
+from rockmate.capture.signature import SampleCall
 from rockmate.capture.structure import flatten, loss_of
 from rockmate.entry.module import RockmateModule
 from rockmate.errors import UnsupportedModelError
@@ -113,12 +113,12 @@ def run_step(
     Of the loss where the output has one, else of all that requires a gradient. With several in
     flight, so many forwards run first, and then their backwards in the same order.
     """
-    args, kwargs = sample_call(sample_input)
+    sample = SampleCall.of(sample_input)
     torch.manual_seed(seed)
-    waiting = deque(call(*args, **kwargs) for _ in range(num_in_flight))
+    waiting = deque(call(*sample.args, **sample.kwargs) for _ in range(num_in_flight))
     while waiting:
         outputs = waiting.popleft()
-        ends = differentiated(outputs, has_labels=kwargs.get("labels") is not None)
+        ends = differentiated(outputs, has_labels=sample.kwargs.get("labels") is not None)
         torch.autograd.backward(
             ends, [torch.randn_like(end) if end.ndim else torch.ones_like(end) for end in ends]
         )

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 
-from rockmate.capture.sample import sample_call
 from rockmate.capture.signature import (
     CallSignature,
     SampleCall,
@@ -89,7 +88,8 @@ class SizeAxis:
 
     def sample_at(self, sample_input: Any, size: int) -> SampleCall:
         """A sample at another size, its values those of `sample_input` over and over."""
-        tensors, call = flatten_call(*sample_call(sample_input))
+        given = SampleCall.of(sample_input)
+        tensors, call = flatten_call(given.args, given.kwargs)
         return resized_call(tensors, call, self.call_at(size))
 
 

@@ -133,7 +133,7 @@ def check_mode(
 
 
 def checked_plan(
-    plan: Plan, sample_input: Any, strategy: str | None, options: dict[str, Any]
+    plan: Plan, strategy: str | None, options: dict[str, Any], *, has_sample: bool
 ) -> Plan:
     """The plan, at the tier that `offload` names if it is given.
 
@@ -141,7 +141,7 @@ def checked_plan(
     """
     plan = _at_new_tier(plan, options)
     given = [*options, *(["strategy"] if strategy else [])]
-    if not given and sample_input is not None:
+    if not given and has_sample:
         return plan
     made_with = {"strategy": plan.strategy, **plan.options.to_json()}
     settings = ", ".join(f"{name}={value!r}" for name, value in made_with.items())

@@ -19,6 +19,7 @@ from torch import nn
 from rockmate._torch.members import share_members
 from rockmate.budget import Budget, OnInfeasible
 from rockmate.capture.compiled_model import innermost, plain_model
+from rockmate.capture.signature import SampleCall
 from rockmate.entry.arguments import (
     check_choices,
     check_mode,
@@ -180,21 +181,23 @@ class RockmateModule(Wrapper):
         from rockmate.entry.plan_cache import PlanCache  # late: faults are told at once
         from rockmate.entry.request import PlanRequest, planned_call_of
 
-        if plan is not None:
-            plan = checked_plan(plan, sample_input, strategy, {**options.changed, **keywords})
-            self._plans.adopt(planned_call_of(plan, plain, sample_input))
+        if plan is None:
+            bound: Any = {"budget": budget, "memory_limit": limit, "on_infeasible": on_infeasible}
+            request = PlanRequest(**bound, strategy=strategy or "rockmate", options=options)
+            self._plans = PlanCache(plain, request, replans=replan, trial=trial)
+            self._plans.new_plans.hands_over = mode == "auto"
+            self._take_methods(names, self._plans)
+            if sample_input is not None and not is_lazy(plain):
+                try:
+                    self._plans.plan_for_sample(SampleCall.of(sample_input))
+                except _CALL_ERRORS as error:
+                    self._go_on_with_frames(error)
+        else:
+            given = {**options.changed, **keywords}
+            plan = checked_plan(plan, strategy, given, has_sample=sample_input is not None)
+            planned = planned_call_of(plan, plain, SampleCall.of(sample_input))
+            self._plans.adopt(planned)
             self._plans.runnables[0].warn_of_hooks(plain)
-            return
-        bound: Any = {"budget": budget, "memory_limit": limit, "on_infeasible": on_infeasible}
-        request = PlanRequest(**bound, strategy=strategy or "rockmate", options=options)
-        self._plans = PlanCache(plain, request, replans=replan, trial=trial)
-        self._plans.new_plans.hands_over = mode == "auto"
-        self._take_methods(names, self._plans)
-        if sample_input is not None and not is_lazy(plain):
-            try:
-                self._plans.plan_for_sample(sample_input)
-            except _CALL_ERRORS as error:
-                self._go_on_with_frames(error)
 
     @classmethod
     def of(cls, model: nn.Module, call: PlannedCall, *, trial: TrialOption) -> RockmateModule:

@@ -24,6 +24,7 @@ from rockmate.capture.model_signature import ModelSignature
 from rockmate.capture.opaque_module import opaque_modules
 from rockmate.capture.signature import (
     CallSignature,
+    SampleCall,
     check_call,
     difference_in_constants,
     differs_in_shapes,
@@ -109,22 +110,21 @@ class PlanCache:
         self._before = self.request, self.runnables
         self._adapted_trials = TrialSteps(trial)  # of all sizes that take over a schedule
 
-    def plan_for_sample(self, sample_input: Any) -> None:
+    def plan_for_sample(self, sample: SampleCall) -> None:
         """Plans for a sample, unless the model's first call sets it up.
 
-        Errors as for `PlanRequest.planned_call`.
+        Errors as for `PlanRequest.answered`.
         """
         assert self.request is not None
         refuse_uninitialized(self._model)
         try:
-            planned, self.request = self.request.answered(self._model, sample_input)
+            planned, request = self.request.answered(self._model, sample)
             self.adopt(planned)
         except ModuleReplacedError:
             logger.warning("nothing is planned yet, since the first call sets the model up")
             return
-        self._samples.append(PlannedSample(self.runnables[0].planned.call))
-        if not self.replans:
-            self.request = None
+        self._samples.append(PlannedSample(planned.call))
+        self.request = request if self.replans else None
 
     def adopt(
         self, call: PlannedCall, family: StepFamily | None = None, *, is_adapted: bool = False

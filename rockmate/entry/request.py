@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -22,13 +23,14 @@ from rockmate.budget import (
     slowdown_of,
 )
 from rockmate.capture.compiled_model import plain_model
+from rockmate.capture.signature import SampleCall
 from rockmate.capture.traced_forward import first_call_awaited
 from rockmate.errors import InfeasibleBudgetError, InfeasibleMemoryLimitError
 from rockmate.memory_limit import MemoryLimit
 from rockmate.offload.weight_home import homes_of
 from rockmate.plan.plan import Plan
 from rockmate.planning.options import PlanOptions
-from rockmate.planning.simulated_capture import captured_step, machine_of
+from rockmate.planning.simulated_capture import captured_step
 from rockmate.planning.step import CapturedStep, capture_step, checked_step
 from rockmate.planning.stored_plans import StoredPlan, may_store
 from rockmate.runtime.pending_steps import pending_steps_of
@@ -42,13 +44,13 @@ _DEFAULTS = PlanOptions()
 _NEAR = 0.9  # of what a limit leaves: a stored plan for less is made again
 
 
-def planned_call_of(plan: Plan, model: nn.Module, sample_input: Any) -> PlannedCall:
+def planned_call_of(plan: Plan, model: nn.Module, sample: SampleCall) -> PlannedCall:
     """A plan that was made before, with the code that runs it; nothing is timed or solved.
 
     Raises:
         PlanMismatchError: the plan was made for another model or sample.
     """
-    step = checked_step(lambda: capture_step(model, sample_input, plan.options))
+    step = checked_step(lambda: capture_step(model, sample, plan.options))
     return step.planned_call(plan)
 
 
@@ -87,29 +89,15 @@ class PlanRequest:
         return [name for name in names if name in self.options.changed]
 
     def answered(
-        self, model: nn.Module, sample_input: Any, share_bytes: int | None = None
+        self, model: nn.Module, sample: SampleCall, share_bytes: int | None = None
     ) -> tuple[PlannedCall, PlanRequest]:
-        """As `planned_call`, with the request that was met.
+        """Captures, measures and plans; gives the request that was met, too.
 
         Where a memory limit has no plan, frozen weights may be at home, if nothing else is said.
-        """
-        try:
-            return self.planned_call(model, sample_input, share_bytes=share_bytes), self
-        except (InfeasibleBudgetError, InfeasibleMemoryLimitError) as error:
-            if self.memory_limit is None:
-                raise
-            options = self.options.with_homes(plain_model(model), error)
-        request = replace(self, options=options)
-        return request.planned_call(model, sample_input, share_bytes=share_bytes), request
-
-    def planned_call(
-        self, model: nn.Module, sample_input: Any, *, share_bytes: int | None = None
-    ) -> PlannedCall:
-        """Captures, measures and plans.
 
         Args:
             model: the model.
-            sample_input: as for `Planner`.
+            sample: a call of it.
             share_bytes: bytes that a fractional budget stands for; None for a fraction of this
                 sample's own baseline peak.
 
@@ -117,31 +105,38 @@ class PlanRequest:
             RockmateError: as for `Planner`, `Planner.plan` and
                 `MemoryLimit.activation_budget_bytes`.
         """
-        with stages_shown():
-            return self._planned_call(model, sample_input, share_bytes)
+        try:
+            return self._planned_call(model, sample, share_bytes), self
+        except (InfeasibleBudgetError, InfeasibleMemoryLimitError) as error:
+            if self.memory_limit is None:
+                raise
+            options = self.options.with_homes(plain_model(model), error)
+        request = replace(self, options=options)
+        return request._planned_call(model, sample, share_bytes), request
 
+    @stages_shown()
     def _planned_call(
-        self, model: nn.Module, sample_input: Any, share_bytes: int | None
+        self, model: nn.Module, sample: SampleCall, share_bytes: int | None
     ) -> PlannedCall:
-        captured, stored, budget = list[CapturedStep](), None, self._budget(share_bytes)
+        plain, budget = plain_model(model), self._budget(share_bytes)
+        capture = partial(captured_step, plain, sample, self.options)
+        captured, stored = list[CapturedStep](), None
         if may_store(self.options):
             with first_call_awaited(), gc_paused():
                 begin_stage("capturing the model")
-                machine = machine_of(self.options)
-                step = captured_step(plain_model(model), sample_input, self.options, machine)
-                captured, stored = [step], StoredPlan.of(step, self._asked(budget), self.options)
+                captured.append(capture())
+                stored = StoredPlan.of(captured[0], self._asked(budget), self.options)
                 if (call := self._stored_call(stored, model, budget)) is not None:
                     return call
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
         with first_call_awaited():
-            session = PlanningSession(model, sample_input, self.options, captured=captured)
+            session = PlanningSession.capturing(model, capture, self.options, captured)
         if budget is None:
             # The process holds more memory once it has planned.
-            if session.weights is not None:  # what is left is left to activations and to weights
-                plain = plain_model(model)
-                if not pending_steps_of(plain).runners_of(plain):
-                    homes_of(plain).hold(session.weights.named, self.options.moves)
+            # What is left is left to activations and to weights.
+            if session.weights is not None and not pending_steps_of(plain).runners_of(plain):
+                homes_of(plain).hold(session.weights.named, self.options.moves)
             self._call_within(session, self._room(model))
             budget = self._room(model)
         elif share_bytes is None:

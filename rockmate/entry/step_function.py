@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rockmate._torch.pytree import tree_map_only
 from rockmate.capture.compiled_model import plain_model
+from rockmate.capture.signature import SampleCall
 from rockmate.entry.module import RockmateModule
 from rockmate.errors import InvalidArgumentError, InvalidSampleError, UnsupportedModelError
 from rockmate.runtime.model_checks import raise_as_eager
@@ -95,10 +96,9 @@ class PlannedStep:
         try:
             self.module = RockmateModule(model, sample, **options)
         except (UnsupportedModelError, InvalidSampleError) as error:
-            from rockmate.capture.sample import sample_call  # late, as all of the capture
-
             if sample is not None:
-                raise_as_eager(error, model, *sample_call(sample))
+                call = SampleCall.of(sample)
+                raise_as_eager(error, model, call.args, call.kwargs)
             raise
         functools.update_wrapper(self, function, updated=())
 

@@ -27,6 +27,7 @@ from rockmate.budget import (
 )
 from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.options import Numerics
+from rockmate.capture.signature import SampleCall
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.errors import InfeasibleBudgetError, InvalidBudgetError
 from rockmate.fusion.report import FusionReport
@@ -75,7 +76,7 @@ class PlanningSession:
     """Captures and measures a model once, then plans for any number of budgets.
 
     Arguments, attributes and errors are those of `Planner`, which adds the modules that run the
-    plans. `captured` may have the first capture, where that was made before.
+    plans.
     """
 
     options: PlanOptions
@@ -90,18 +91,30 @@ class PlanningSession:
         model: nn.Module,
         sample_input: Any,
         options: PlanOptions | None = None,
-        *,
-        captured: Sequence[CapturedStep] = (),
         **keywords: Any,
     ) -> None:
         options = PlanOptions.of(options, keywords)
-        machine, plain, first = machine_of(options), plain_model(model), [*captured]
+        sample = SampleCall.of(sample_input)
+        self._capture(model, partial(captured_step, plain_model(model), sample, options), options)
 
-        def capture() -> CapturedStep:
-            return first.pop() if first else captured_step(plain, sample_input, options, machine)
+    @classmethod
+    def capturing(
+        cls,
+        model: nn.Module,
+        capture: Callable[[], CapturedStep],
+        options: PlanOptions,
+        captured: Sequence[CapturedStep] = (),
+    ) -> Self:
+        """A session for the steps that `capture` gives; `captured` may have the first of them."""
+        session, first = cls.__new__(cls), [*captured]
+        session._capture(model, lambda: first.pop() if first else capture(), options)
+        return session
 
+    def _capture(
+        self, model: nn.Module, capture: Callable[[], CapturedStep], options: PlanOptions
+    ) -> None:
         fused = partial(fused_forms, options=options) if options.kernels == "auto" else None
-        self._begin(model, capture, options, machine, fused)
+        self._begin(model, capture, options, machine_of(options), fused)
         if options.kernels != "eager":
             advise_format(self._step)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 from torch import nn
 
 from rockmate.capture.checkpoint_regions import log_lifted
+from rockmate.capture.signature import SampleCall
 from rockmate.costs.machine import Machine, load_machine
 from rockmate.errors import InvalidArgumentError, MachineError, frames_advised
 from rockmate.graph.marking import log_uncovered
@@ -42,15 +42,13 @@ def machine_of(options: PlanOptions) -> Machine | None:
     return replace(found, name=f"{found.name}, {mesh_text(sizes)}")
 
 
-def captured_step(
-    model: nn.Module, sample_input: Any, options: PlanOptions, machine: Machine | None
-) -> CapturedStep:
+def captured_step(model: nn.Module, sample: SampleCall, options: PlanOptions) -> CapturedStep:
     """`capture_step`, of one rank of a mesh if there is one, with marks in the log."""
     capture = partial(
         capture_step,
-        sample_input=sample_input,
+        sample_input=sample,
         options=options.step,
-        machine=machine,
+        machine=machine_of(options),
         progress=options.progress,
         compile_limit_s=options.compile_limit_s,
     )

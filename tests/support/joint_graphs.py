@@ -12,8 +12,7 @@ from torch import Tensor, fx, nn
 
 from rockmate.capture.joint import capture_joint
 from rockmate.capture.roles import Capture
-from rockmate.capture.sample import sample_call
-from rockmate.capture.signature import flatten_call, optional_keywords
+from rockmate.capture.signature import SampleCall, flatten_call, optional_keywords
 
 SPECIAL = (0.0, -0.0, 1.0, -1.0, math.inf, -math.inf, math.nan, 1e-40, -1e-40, 3e38)
 
@@ -44,8 +43,8 @@ def captured(model: nn.Module, *args: Any, **kwargs: Any) -> Capture:
 
 def captured_for(model: nn.Module, sample: object) -> Capture:
     """The capture of a model for a sample, as a planner takes it."""
-    args, kwargs = sample_call(sample)
-    tensors, call = flatten_call(args, kwargs, optional_keywords(model))
+    given = SampleCall.of(sample)
+    tensors, call = flatten_call(given.args, given.kwargs, optional_keywords(model))
     return capture_joint(model, tensors, call.structure, differentiable="loss", outputs="all")
 
 

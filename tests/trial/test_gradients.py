@@ -18,7 +18,7 @@ from rockmate import RockmateModule, TrialError, UnsupportedModelError
 from rockmate._torch.allocator import timeline
 from rockmate.capture import sample
 from rockmate.frames.frame import Frame
-from rockmate.runtime import autograd
+from rockmate.runtime.backward_arguments import Backwards
 from rockmate.runtime.gradient_sink import GradientSink
 from rockmate.trial.steps import TrialSteps
 
@@ -59,7 +59,7 @@ def op_of_backward_changed(patch: Patch, _: Any) -> None:
 
 
 def saved_value_changed(patch: Patch, _: Any) -> None:
-    take = autograd.take_arguments
+    take = Backwards.take_arguments
 
     def changed(*args: Any) -> list[Any]:
         found = take(*args)
@@ -67,7 +67,7 @@ def saved_value_changed(patch: Patch, _: Any) -> None:
         floats[0].data.mul_(2)
         return found
 
-    patch.setattr(autograd, "take_arguments", changed)
+    patch.setattr(Backwards, "take_arguments", changed)
 
 
 class Scaling(torch.autograd.Function):

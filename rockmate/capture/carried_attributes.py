@@ -16,7 +16,7 @@ from rockmate.capture.diagnose import advice_to_leave
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.huggingface import is_switched_off
 from rockmate.capture.input_functions import InputFunction
-from rockmate.capture.traced_forward import TracedForward
+from rockmate.capture.traced_forward import LeftBehind, TracedForward
 from rockmate.capture.write_log import can_watch
 from rockmate.errors import UnsupportedModelError
 from rockmate.state.objects import ABSENT
@@ -32,7 +32,7 @@ def attributes_left(
     Containers that it changes may be ones that it only writes to: a further trace tells. Args and
     errors are those of `_forward_attributes`.
     """
-    places = [*(place for place, _ in forward.left.carried), *forward.changed_outside]
+    places = [*(place for place, _ in forward.left.carried), *forward.left.changed_outside]
     places = [place for place in places if can_watch(place.value())]
     while places:
         logged = partial(trace, places)
@@ -42,7 +42,7 @@ def attributes_left(
             break
         places = [place for place in places if place.key not in logging.log.read]
     attributes = _forward_attributes(model, joint, forward, trace)
-    if forward.has_escaped or forward.reader.has_escaped(also_delivered=True):
+    if forward.reader.has_escaped():
         msg = "a number that the forward reads goes where no plan brings it"
         raise UnsupportedModelError(msg)
     return attributes, joint, forward
@@ -67,8 +67,8 @@ def _forward_attributes(
         UnsupportedModelError: calls leave one another a value that changes from call to call.
     """
     _refuse_carried_tensors(model, joint, forward)
-    of_tensors = {place.key for place in forward.carried_outputs.values()}
-    written = {place.key for place in forward.logs}
+    of_tensors = {place.key for place in forward.left.carried_outputs.values()}
+    written = {place.key for place in forward.log.places}
     settled = [pair for pair in forward.left.carried if pair[0].key not in of_tensors]
     is_same = _is_same_later(model, joint, forward, settled, trace) if settled else True
     read = [
@@ -80,15 +80,15 @@ def _forward_attributes(
     for place, value in settled if is_same else ():
         if place.key in accepted:
             accepted[place.key] += (snapshot(value),)
-    assert forward.assigned_structure is not None
+    assert forward.left.values is not None
     return ForwardAttributes(
         read=tuple(read),
         accepted=tuple(accepted[place.key] for place in read),
-        assigned=tuple(forward.assigned),
+        assigned=tuple(forward.left.assigned),
         tables=tuple(place for place, _ in forward.left.carried if place.key in of_tensors),
-        writes=tuple(forward.writes),
-        values=forward.assigned_structure,
-        fixed=(*forward.fixed, *settled),
+        writes=tuple(forward.left.writes),
+        values=forward.left.values,
+        fixed=(*forward.left.fixed, *settled),
     )
 
 
@@ -117,7 +117,7 @@ def _is_same_later(
             place.put(value)
         later_joint, later = trace()
     except Exception:
-        if not forward.assigned:
+        if not forward.left.assigned:
             raise
         return False  # it reads a tensor that the first call leaves, which is known after that call
     finally:
@@ -127,7 +127,7 @@ def _is_same_later(
     if changed:
         first = (pair for pair in settled if pair[0].key in changed)
         raise _carried_error(model, *next(first, later.left.carried[0]))
-    return _are_equal(joint, later_joint) and _leave_the_same(forward, later)
+    return _are_equal(joint, later_joint) and _leave_the_same(forward.left, later.left)
 
 
 def _refuse_carried_tensors(
@@ -142,7 +142,7 @@ def _refuse_carried_tensors(
     for node, descriptor in zip(returned.args[0], returned.meta["desc"], strict=True):  # pyright: ignore
         if type(descriptor).__name__ != "PlainAOTOutput":
             continue
-        place = forward.carried_outputs.get(descriptor.idx)
+        place = forward.left.carried_outputs.get(descriptor.idx)
         if place is not None and not _is_constant(node):
             raise _carried_error(model, place, values[place.key])
 
@@ -194,16 +194,16 @@ def _short(value: Any) -> str:
     return f"a {type(value).__name__} with tensors" if traced_in(value) else f"{value!r:.60}"
 
 
-def _leave_the_same(forward: TracedForward, other: TracedForward) -> bool:
+def _leave_the_same(left: LeftBehind, other: LeftBehind) -> bool:
     """Whether two calls assign the same to the same attributes, tensors aside."""
     places, other_places = (
         [
             *(place.key for place in each.assigned),
             *((place.key, snapshot(value)) for place, value in each.fixed),
         ]
-        for each in (forward, other)
+        for each in (left, other)
     )
-    return places == other_places and forward.assigned_structure == other.assigned_structure
+    return places == other_places and left.values == other.values
 
 
 def _are_equal(graph: fx.GraphModule, other: fx.GraphModule) -> bool:

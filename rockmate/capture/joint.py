@@ -60,7 +60,7 @@ from rockmate.capture.trace_state import (
     random_state_kept,
     tensors_kept,
 )
-from rockmate.capture.traced_forward import RUNS_FIRST, ModuleReplacedError, TracedForward
+from rockmate.capture.traced_forward import RUNS_FIRST, ModuleReplacedError, Outside, TracedForward
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InPlaceCollectiveError, InvalidSampleError, UnsupportedModelError
 from rockmate.ops.collectives import wait_for_collectives
@@ -157,10 +157,10 @@ def _captured_with_values(
             if any(each.is_meta for each in known):
                 msg = f"{error} The sample is on the meta device: one on the CPU has the values."
                 raise UnknownValueError(msg) from error
-            made, rest = partial(make, sample=values), (tensors, untraced)
             with contextlib.suppress(InvalidSampleError, UnsupportedModelError):
-                return _captured(model, partial(made, defers=True), *rest)
-            return _captured(model, made, *rest)
+                deferring = partial(make, sample=replace(values, defers=True))
+                return _captured(model, deferring, tensors, untraced)
+            return _captured(model, partial(make, sample=values), tensors, untraced)
 
 
 def _captured(
@@ -175,7 +175,7 @@ def _captured(
     functions = ForeignFunctions(are_recorded=is_elsewhere)
     outside = values_read_by(model, ())
     objects = outside_of(model.modules(), hooks_within(model.modules()))
-    make = partial(make, outside=outside, objects=objects)
+    make = partial(make, outside=Outside(outside, objects))
     failure: InvalidSampleError | None = None  # of a trace as a compiler's
 
     def trace(logs: Sequence[Place] = ()) -> tuple[fx.GraphModule, TracedForward]:
@@ -211,10 +211,8 @@ def _captured(
                 raise
             failure = error  # a library's code for compilers may leave out what training needs
     wrappings = _wrappings(wrapped, padded_names(model))
-    if forward.notice:
-        logger.warning(
-            '%s; pass differentiable="all" if they are part of your loss', forward.notice
-        )
+    if notice := forward.outputs.notice:
+        logger.warning('%s; pass differentiable="all" if they are part of your loss', notice)
     attributes, joint, forward = attributes_left(model, joint, forward, trace)
     outer = values_read_by(model, functions.met) if functions.met else outside
     attributes = attributes.also_reading(outer) if outer else attributes
@@ -277,13 +275,13 @@ def _traced(
         except (InvalidSampleError, UnsupportedModelError):
             raise
         except Exception as error:
-            explained = explain_failure(error, model, modules.innermost, forward.outside)
+            explained = explain_failure(error, model, modules.innermost, forward.outside.places)
             raise forward.held.explained(explained, modules.innermost) from error
         for node in joint.graph.find_nodes(op="get_attr"):
             constant = getattr(joint, str(node.target))
             node.meta["val"] = fakes.get(id(constant), node.meta.get("val"))
         install(joint.graph, calls)
-        before.refuse_changes(forward.objects_behind)
+        before.refuse_changes(forward.left.objects)
     forward.left.accesses.add_reads(accesses)  # of hooks and autograd functions in the backward
     forget_tensors(next(iter(joint.graph.nodes)).meta["val"])
     checkpoints.note_decisions()
@@ -329,23 +327,22 @@ def _with_roles(
         for node, descriptor in zip(values, returned.meta["desc"], strict=True)
     )
     tangents = {role.index for _, role in inputs if role.kind is RoleKind.TANGENT}
-    if tangents != set(forward.differentiable_outputs):
-        missing = sorted(set(forward.differentiable_outputs) - tangents)
+    if tangents != set(forward.outputs.differentiable):
+        missing = sorted(set(forward.outputs.differentiable) - tangents)
         msg = (
             f"output tensors {missing} of the model, or tensors that its forward assigns to "
             "attributes, require grad but are its own inputs or parameters, or views of them. "
             "Return or assign a copy, or detach them."
         )
         raise UnsupportedModelError(msg)
-    assert forward.output_structure is not None
     return Capture(
         joint,
         inputs,
         output_roles,
         constants,
-        forward.output_structure,
-        forward.non_differentiable_outputs,
-        read_values=forward.read_values,
+        forward.outputs.structure,
+        forward.outputs.non_differentiable,
+        read_values=forward.reader.values,
         num_checkpoints=num_checkpoints(joint.graph),
         traced=traced_calls(joint.graph),
     )

@@ -119,12 +119,14 @@ NO_VALUES = ReadValues()
 class SampleValues:
     """The tensors of a sample and the model's buffers by name, as they are before the trace.
 
-    Buffers on the meta device have no values, nor have inputs that are None.
+    Buffers on the meta device have no values, nor have inputs that are None. With `defers`, a read
+    is deferred until its number is needed.
     """
 
     inputs: Sequence[torch.Tensor | None]
     buffers: Mapping[str, torch.Tensor]
     num_carriers: int = 0  # behind the inputs of the trace
+    defers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +142,21 @@ class _Known:
 
 
 class ValueReader:
-    """Answers the reads of one run of a forward, and keeps the ops that lead to them."""
+    """Answers the reads of one run of a forward, and keeps the ops that lead to them.
 
-    def __init__(self, *, defers: bool = False, carriers: Sequence[torch.Tensor] = ()) -> None:
+    Attributes:
+        values: those that it has read.
+    """
+
+    def __init__(self, sample: SampleValues | None, carriers: Sequence[torch.Tensor] = ()) -> None:
         """Begins with nothing known.
 
         Args:
-            defers: whether reads are deferred until their number is needed.
+            sample: whose values answer reads; None answers none.
             carriers: of the numbers that it will read, in order; none without symbols.
         """
-        self._defers = defers
+        self._sample, self.values = sample, NO_VALUES
+        self._defers, self._has_escaped = sample is not None and sample.defers, False
         self._carriers = iter(carriers) if carriers else None
         self._sizes: list[tuple[torch.SymInt, fx.Node]] = []  # each with what gives its number
         self._deferred: list[weakref.ref[Deferred]] = []
@@ -160,7 +167,7 @@ class ValueReader:
         self._names: list[str] = []
         self._changes = False
 
-    def know_inputs(
+    def _know_inputs(
         self, traced: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]
     ) -> None:
         """Takes the call's tensors, as the tracer passes them, and the sample's."""
@@ -172,7 +179,7 @@ class ValueReader:
             if value is not None:
                 self._learn(tensor, node, _copy(value).to(tensor.device))
 
-    def know_buffers(
+    def _know_buffers(
         self, traced: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
     ) -> None:
         """Takes the model's buffers by name, as the tracer passes them, and their values."""
@@ -183,19 +190,23 @@ class ValueReader:
                 self._learn(traced[name], node, _copy(value).to(traced[name].device))
 
     @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Answers the reads of what runs within."""
+    def answering(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Answers the reads of what runs within that follow from the sample, if there is one."""
+        if self._sample is None:
+            yield
+            return
+        self._know_inputs(tensors, self._sample.inputs)
+        self._know_buffers(dict(model.named_buffers()), self._sample.buffers)
         meets.append(self)
         try:
             with ops_observed(self._run), CountedMasks(self):
                 yield
         finally:
             meets.pop()
+        if self._reads:
+            self.values = self._read_values(self._sample.inputs)
 
-    def read_values(self, inputs: Sequence[torch.Tensor | None]) -> ReadValues:
-        """What has been read so far from the sample's inputs. The reader is used up."""
-        if not self._reads:
-            return NO_VALUES
+    def _read_values(self, inputs: Sequence[torch.Tensor | None]) -> ReadValues:
         nodes, expected = zip(*self._reads, strict=True)
         self._graph.output(nodes)
         self._graph.eliminate_dead_code()
@@ -253,9 +264,15 @@ class ValueReader:
         self._deferred.append(weakref.ref(result))
         return result
 
-    def has_escaped(self, *, also_delivered: bool) -> bool:
-        """Whether a number is held where no plan brings it, as in a queue."""
+    def note_escapes(self) -> None:
+        """Behind the run: looks for numbers that are held where no plan brings them."""
+        self._has_escaped = self._holds_any(also_delivered=False)
 
+    def has_escaped(self) -> bool:
+        """Whether a number is held where no plan brings it, as in a queue."""
+        return self._has_escaped or self._holds_any(also_delivered=True)
+
+    def _holds_any(self, *, also_delivered: bool) -> bool:
         def is_held() -> bool:
             found = [each() for each in self._deferred]
             held = [each for each in found if each is not None]

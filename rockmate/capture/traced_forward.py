@@ -6,11 +6,11 @@ It leaves the model's attributes as they were, and tells what it did to them.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from rockmate.capture.attribute_access import (
     outside_in_trace,
 )
 from rockmate.capture.attribute_values import copied, snapshot, traced_in
-from rockmate.capture.read_values import NO_VALUES, SampleValues, ValueReader
+from rockmate.capture.read_values import SampleValues, ValueReader
 from rockmate.capture.signature import refuse_attributes
 from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
 from rockmate.capture.tensor_parts import HeldTensors
@@ -68,28 +68,50 @@ class ModuleReplacedError(UnsupportedModelError):
         )
 
 
+class Outside(NamedTuple):
+    """What a forward may reach outside of its model's modules.
+
+    Attributes:
+        places: where values stand that it may read.
+        objects: those that can be reached, with their contents.
+    """
+
+    places: Sequence[Place] = ()
+    objects: Objects = NO_OBJECTS
+
+
+_NOTHING = Outside()
+
+
 @dataclass(slots=True)
 class LeftBehind:
-    """Attributes that one run of the forward has changed.
+    """What one run of the forward has left behind in attributes, and what it read of them.
 
     Attributes:
         accesses: what it has read and assigned.
-        assigned: what it has assigned without reading it first, with the values.
         carried: what it has read and then changed, with the values: the next run reads those.
+        assigned: attributes that it has assigned without reading them first.
+        fixed: attributes that it assigns objects without tensors to, and those objects.
+        writes: what it does to containers that it only writes to.
+        values: rebuilds what is assigned, then what is carried over, then the arguments of writes.
+        carried_outputs: for the index of a carried tensor its attribute.
+        changed_outside: places outside of the model whose containers have other contents.
+        objects: those outside of the model's modules, behind the run.
     """
 
-    accesses: Accesses = field(default_factory=Accesses)
-    assigned: list[tuple[Place, Any]] = field(default_factory=list)
-    carried: list[tuple[Place, Any]] = field(default_factory=list)
+    accesses: Accesses
+    carried: list[tuple[Place, Any]]
+    assigned: list[Place] = field(default_factory=list)
+    fixed: list[tuple[Place, Any]] = field(default_factory=list)
+    writes: list[Write] = field(default_factory=list)
+    values: Structure | None = None
+    carried_outputs: dict[int, Place] = field(default_factory=dict)
+    changed_outside: list[Place] = field(default_factory=list)
+    objects: Objects = NO_OBJECTS
 
     @classmethod
-    def of(cls, accesses: Accesses, before: AttributeState) -> LeftBehind:
-        """What has changed since `before`.
-
-        Args:
-            accesses: what was read and assigned.
-            before: the state.
-        """
+    def of(cls, accesses: Accesses, before: AttributeState) -> tuple[LeftBehind, dict[Any, Any]]:
+        """What has changed since `before`; and what was assigned, place and value by key."""
         assigned = {place.key: (place, value) for place, value in before.changes()}
         for place in accesses.assigned.values():
             value = getattr(place.owner, "__dict__", {}).get(place.name, ABSENT)
@@ -97,9 +119,97 @@ class LeftBehind:
                 assigned[place.key] = place, value
         accesses.add_listed({key for key, (_, value) in assigned.items() if traced_in(value)})
         carried = [assigned.pop(key) for key in accesses.reads if key in assigned]
-        return cls(
-            accesses, list(assigned.values()), [(place, copied(value)) for place, value in carried]
+        return cls(accesses, [(place, copied(value)) for place, value in carried]), assigned
+
+    def add_tensors(
+        self,
+        assigned: Iterable[tuple[Place, Any]],
+        log: WriteLog,
+        flat: list[torch.Tensor],
+        inputs: set[int],
+    ) -> None:
+        """Adds the tensors in attributes to those of the output.
+
+        Args:
+            assigned: attributes and their values.
+            log: what was done to containers that are only written to.
+            flat: the tensors of the output.
+            inputs: addresses of the tensors of the call, of which a copy is returned.
+        """
+        num_outputs, values = len(flat), []
+        for place, value in assigned:
+            try:
+                flatten(value, what="it")
+            except UnsupportedModelError:
+                if traced_in(value):
+                    raise _attribute_error(place, value) from None
+                self.fixed.append((place, value))
+            else:
+                values.append((place, value))
+        self.assigned = [place for place, _ in values]
+        tables = [pair for pair in self.carried if traced_in(pair[1])]
+        for place, value in tables:
+            if not all(isinstance(each, torch.Tensor) for each in traced_in(value)):
+                raise _attribute_error(place, value)
+        self.writes, written = [write for write, _ in log.writes], [args for _, args in log.writes]
+        self.values = flatten_further(
+            (*(value for _, value in (*values, *tables)), *written), flat, what="an attribute"
         )
+        log.writes.clear()
+        places = {id(tensor): index for index, tensor in enumerate(flat)}
+        self.carried_outputs = {
+            places[id(tensor)]: place for place, value in tables for tensor in traced_in(value)
+        }
+        for index in range(num_outputs, len(flat)):
+            if flat[index].requires_grad and id(flat[index]) in inputs:
+                flat[index] = flat[index].clone()
+        for index in self.carried_outputs:
+            flat[index] = flat[index].detach()
+
+
+@dataclass(slots=True)
+class TracedOutputs:
+    """The output tensors of a model as its graph has them.
+
+    Attributes:
+        structure: rebuilds the model's output.
+        differentiable: indices of those with a gradient, tensors in attributes included.
+        non_differentiable: indices of those with a gradient in eager and none in the graph.
+        notice: what the user should know of them.
+    """
+
+    structure: Structure
+    differentiable: tuple[int, ...] = ()
+    non_differentiable: tuple[int, ...] = ()
+    notice: str = ""
+
+    @classmethod
+    def of(
+        cls, output: Any, *, differentiable: str, outputs: str, has_labels: bool
+    ) -> tuple[TracedOutputs, list[torch.Tensor]]:
+        """The tensors of an output, detached where they get no gradient; see `capture_joint`."""
+        flat, structure = flatten(output, what="the model's output")
+        refuse_attributes(flat, of="output")
+        loss_tensor = loss_of(output, has_labels=has_labels)
+        loss = next((index for index, tensor in enumerate(flat) if tensor is loss_tensor), None)
+        if outputs == "loss":
+            if loss is None:
+                msg = (
+                    'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave '
+                    '`outputs` at "all".'
+                )
+                raise InvalidSampleError(msg)
+            structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
+        found = cls(structure)
+        if differentiable == "loss" and loss is not None:
+            others = [at for at, each in enumerate(flat) if at != loss and each.requires_grad]
+            found.non_differentiable = tuple(others)
+            if scalars := sum(flat[index].numel() == 1 for index in others):
+                found.notice = (
+                    f"{scalars} scalar outputs beside the loss have no gradient in planned steps"
+                )
+            flat = [each if index == loss else each.detach() for index, each in enumerate(flat)]
+        return found, flat
 
 
 class TracedForward(nn.Module):
@@ -111,25 +221,16 @@ class TracedForward(nn.Module):
     Attributes:
         structure: rebuilds the arguments of the model.
         keeps_checkpoints: as for `capture_joint`, as is `reads_masks`.
-        output_structure: rebuilds the model's output.
-        assigned: attributes that the forward assigns without reading them first.
-        assigned_structure: rebuilds their values, then those that it carries over.
-        fixed: attributes that it assigns objects without tensors to, and those objects.
+        outputs: those of the last run, as are `left`, `reader` and `log`.
         left: what the forward did to attributes.
-        differentiable_outputs: indices of the outputs with a gradient.
-        non_differentiable_outputs: indices of those with a gradient in eager and none in the graph.
-        carried_outputs: for the index of a carried tensor its attribute.
         reader: reads values of tensors.
-        has_escaped: whether a number is held where no plan brings it.
-        read_values: those that it has read.
+        log: what it does with containers that it only writes to.
         held: tensors in attributes of the model's tensors, which are inputs of the trace.
-        logs: places of containers that it only writes to.
-        log: what it does with those.
-        outside: places outside of the model that it may read.
-        changed_outside: those of containers with other contents behind the run.
-        objects_behind: those outside of the model's modules, behind the run.
-        notice: what the user should know of the outputs.
+        outside: what it may reach outside of the model.
     """
+
+    outputs: TracedOutputs
+    left: LeftBehind
 
     def __init__(
         self,
@@ -141,39 +242,22 @@ class TracedForward(nn.Module):
         keeps_checkpoints: bool = False,
         reads_masks: bool = False,
         sample: SampleValues | None = None,
-        defers: bool = False,
-        outside: Sequence[Place] = (),
-        objects: Objects = NO_OBJECTS,
+        outside: Outside = _NOTHING,
         logs: Sequence[Place] = (),
     ) -> None:
         """Takes the model and how it is called.
 
         With a `sample`, reads of values that follow from its values are answered, or deferred.
-        Containers at the places of `logs` are only written to. What stands `outside` is looked at,
-        and `objects` outside of the model's modules are looked at behind a run.
+        Containers at the places of `logs` are only written to. What stands `outside` is looked at
+        behind a run.
         """
         super().__init__()
         self.model = model
         self.structure = structure
-        self._differentiable = differentiable
-        self._outputs = outputs
+        self._differentiable, self._outputs = differentiable, outputs
         self.keeps_checkpoints, self.reads_masks = keeps_checkpoints, reads_masks
-        self.output_structure: Structure | None = None
-        self.assigned_structure: Structure | None = None
-        self.assigned: list[Place] = []
-        self.fixed: list[tuple[Place, Any]] = []
-        self.left = LeftBehind()
-        self.differentiable_outputs: tuple[int, ...] = ()
-        self.non_differentiable_outputs: tuple[int, ...] = ()
-        self.carried_outputs: dict[int, Place] = {}
-        self.read_values = NO_VALUES
-        self._sample, self._defers, self.logs = sample, defers, logs
-        self.outside = outside
-        self.log, self.writes = WriteLog(), list[Write]()
-        self.changed_outside: list[Place] = []
-        self._objects = self.objects_behind = objects
-        self.reader, self.has_escaped = ValueReader(defers=defers), False
-        self.notice = ""
+        self.outside, self.log = outside, WriteLog(logs)
+        self._sample, self.reader = sample, ValueReader(sample)
         self._members, self.held = named_members(model), HeldTensors(model)
         for name, tensor in self.held.tensors.items():
             self.register_buffer(name, tensor, persistent=False)
@@ -186,131 +270,54 @@ class TracedForward(nn.Module):
         self.held.put(dict(self.named_buffers(recurse=False)))
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         before = AttributeState(self.model)
-        for place in self.logs:
+        self.reader, self.log = ValueReader(self._sample, carriers), WriteLog(self.log.places)
+        for place in self.log.places:
             if not isinstance(place.owner, types.ModuleType):
                 before.save(place.owner)  # as it is without what stands in its place
-        watched = [place for place in self.outside if can_watch(place.value())]
+        watched = [place for place in self.outside.places if can_watch(place.value())]
         outside = [snapshot(place.value()) for place in watched]
-        self.reader = ValueReader(defers=self._defers, carriers=carriers)
-        self.log = WriteLog()
         try:
             with (
-                self._reads_answered(tensors),
+                self.reader.answering(self.model, tensors),
                 accesses_recorded(self.model, before) as accesses,
                 attributes_of_members(self.model, self._members, accesses),
                 no_random_state_set(),
                 members_of_tensors_left(),
                 parametrizations_afresh(),
-                self.log.noting(self.logs),
+                self.log.noting(),
                 gathered_by_ops(self.model),
             ):
                 output = self.model(*args, **kwargs)
             pairs = zip(watched, outside, strict=True)
-            self.changed_outside = [each for each, one in pairs if snapshot(each.value()) != one]
+            changed_outside = [each for each, one in pairs if snapshot(each.value()) != one]
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())
             replaced = _replaced(self.model, buffers)
-            self.left = LeftBehind.of(accesses, before)
-            self.left.assigned += replaced
-            flat = self._output_tensors(output, has_labels=kwargs.get("labels") is not None)
+            self.left, assigned = LeftBehind.of(accesses, before)
+            self.left.changed_outside = changed_outside
+            self.outputs, flat = TracedOutputs.of(
+                output,
+                differentiable=self._differentiable,
+                outputs=self._outputs,
+                has_labels=kwargs.get("labels") is not None,
+            )
             if not any(tensor.requires_grad for tensor in flat):
                 msg = (
                     "no output of the model requires a gradient, so there is nothing to train. "
                     "Unfreeze a parameter, pass labels, or call the plain model."
                 )
                 raise NothingToTrainError(msg)
-            self._add_attributes(flat, {id(tensor) for tensor in tensors})
-            self.has_escaped = self.reader.has_escaped(also_delivered=False)
+            inputs = {id(tensor) for tensor in tensors}
+            self.left.add_tensors([*assigned.values(), *replaced], self.log, flat, inputs)
+            del assigned, replaced
+            self.reader.note_escapes()
         finally:
             before.restore()
-        self.objects_behind = self._objects.again(outside_in_trace)
-        self.differentiable_outputs = tuple(
-            index for index, tensor in enumerate(flat) if tensor.requires_grad
+        self.left.objects = self.outside.objects.again(outside_in_trace)
+        self.outputs.differentiable = tuple(
+            at for at, each in enumerate(flat) if each.requires_grad
         )
         return tuple(_unshared(flat))
-
-    @contextmanager
-    def _reads_answered(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Answers reads of values that follow from the sample, if there is one."""
-        if self._sample is None:
-            yield
-            return
-        reader = self.reader
-        reader.know_inputs(tensors, self._sample.inputs)
-        reader.know_buffers(dict(self.model.named_buffers()), self._sample.buffers)
-        with reader.answering():
-            yield
-        self.read_values = reader.read_values(self._sample.inputs)
-
-    def _output_tensors(self, output: Any, *, has_labels: bool) -> list[torch.Tensor]:
-        """The tensors of the model's output, detached where they get no gradient."""
-        flat, structure = flatten(output, what="the model's output")
-        refuse_attributes(flat, of="output")
-        loss_tensor = loss_of(output, has_labels=has_labels)
-        loss = next((index for index, tensor in enumerate(flat) if tensor is loss_tensor), None)
-        if self._outputs == "loss":
-            if loss is None:
-                msg = (
-                    'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave '
-                    '`outputs` at "all".'
-                )
-                raise InvalidSampleError(msg)
-            structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
-        if self._differentiable == "loss" and loss is not None:
-            self.non_differentiable_outputs = tuple(
-                index for index, tensor in enumerate(flat) if index != loss and tensor.requires_grad
-            )
-            scalars = sum(flat[index].numel() == 1 for index in self.non_differentiable_outputs)
-            self.notice = (
-                f"{scalars} scalar outputs beside the loss have no gradient in planned steps"
-                if scalars
-                else ""
-            )
-            flat = [
-                tensor if index == loss else tensor.detach() for index, tensor in enumerate(flat)
-            ]
-        self.output_structure = structure
-        return flat
-
-    def _add_attributes(self, flat: list[torch.Tensor], inputs: set[int]) -> None:
-        """Adds the tensors in attributes to those of the output.
-
-        Args:
-            flat: the tensors of the output.
-            inputs: addresses of the tensors of the call, of which a copy is returned.
-        """
-        num_outputs = len(flat)
-        values, self.fixed = [], []
-        for place, value in self.left.assigned:
-            try:
-                flatten(value, what="it")
-            except UnsupportedModelError:
-                if traced_in(value):
-                    raise _attribute_error(place, value) from None
-                self.fixed.append((place, value))
-            else:
-                values.append((place, value))
-        self.assigned = [place for place, _ in values]
-        tables = [pair for pair in self.left.carried if traced_in(pair[1])]
-        for place, value in tables:
-            if not all(isinstance(each, torch.Tensor) for each in traced_in(value)):
-                raise _attribute_error(place, value)
-        written = [args for _, args in self.log.writes]
-        self.writes = [write for write, _ in self.log.writes]
-        self.assigned_structure = flatten_further(
-            (*(value for _, value in (*values, *tables)), *written), flat, what="an attribute"
-        )
-        self.log.writes.clear()
-        self.left.assigned.clear()
-        places = {id(tensor): index for index, tensor in enumerate(flat)}
-        self.carried_outputs = {
-            places[id(tensor)]: place for place, value in tables for tensor in traced_in(value)
-        }
-        for index in range(num_outputs, len(flat)):
-            if flat[index].requires_grad and id(flat[index]) in inputs:
-                flat[index] = flat[index].clone()
-        for index in self.carried_outputs:
-            flat[index] = flat[index].detach()
 
 
 def _attribute_error(place: Place, value: Any) -> UnsupportedModelError:

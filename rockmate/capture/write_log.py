@@ -54,24 +54,26 @@ class WriteLog:
     """What one run of a forward does with containers at some places.
 
     Attributes:
+        places: those of the containers.
         writes: in order, with the arguments.
         read: places of containers of which something is read.
     """
 
+    places: Sequence[Place] = ()
     writes: list[tuple[Write, tuple[Any, ...]]] = field(default_factory=list)
     read: set[tuple[int, str]] = field(default_factory=set)
 
     @contextmanager
-    def noting(self, places: Sequence[Place]) -> Iterator[None]:
+    def noting(self) -> Iterator[None]:
         """Notes what runs within."""
-        before = [(place, place.value()) for place in places]
+        before = [(place, place.value()) for place in self.places]
         shared: dict[int, Any] = {}  # by address
         try:
             for place, value in before:
                 if id(value) not in shared:
                     shared[id(value)] = _watched(value, place, (), self)
                 place.put(shared[id(value)])
-            with _GivenToTorch() if places else nullcontext():
+            with _GivenToTorch() if self.places else nullcontext():
                 yield
         finally:
             for place, value in before:

@@ -32,7 +32,7 @@ def attributes_left(
     Containers that it changes may be ones that it only writes to: a further trace tells. Args and
     errors are those of `_forward_attributes`.
     """
-    places = [*(place for place, _ in forward.left.carried), *forward.left.changed_outside]
+    places = [*(place for place, _ in forward.left.carried), *forward.left.outside.places]
     places = [place for place in places if can_watch(place.value())]
     while places:
         logged = partial(trace, places)

@@ -59,8 +59,9 @@ def plain_model(model: nn.Module) -> nn.Module:
             msg = f"the {name} is planned in place already. Call rockmate.release on it first."
             raise InvalidArgumentError(msg)
         if "_wrapped" in vars(module):
-            msg = f"the {name} of a {module.__class__.__name__} is planned already. Give what it "
-            raise InvalidArgumentError(msg + "wraps, its .original.")
+            kind = module.__class__.__name__
+            msg = f"the {name} of a {kind} is planned already. Give what it wraps, its .original."
+            raise InvalidArgumentError(msg)
     if has_compiled(model) and plain not in _NAMED:
         _NAMED.add(plain)
         logger.warning(

@@ -281,7 +281,7 @@ def _traced(
             constant = getattr(joint, str(node.target))
             node.meta["val"] = fakes.get(id(constant), node.meta.get("val"))
         install(joint.graph, calls)
-        before.refuse_changes(forward.left.objects)
+        before.refuse_changes(forward.left.outside.objects)
     forward.left.accesses.add_reads(accesses)  # of hooks and autograd functions in the backward
     forget_tensors(next(iter(joint.graph.nodes)).meta["val"])
     checkpoints.note_decisions()

@@ -138,14 +138,10 @@ class SampleCall:
 
     @classmethod
     def of(cls, sample_input: Any) -> SampleCall:
-        """A sample input as the user gives it.
-
-        Args:
-            sample_input: a tensor (the one positional argument), a tuple or list (positional), a
-                mapping (keyword), or a `SampleCall`.
+        """What the user gives: a tensor, a tuple or list (positional), or a mapping (keyword).
 
         Raises:
-            InvalidSampleError: it is none of these.
+            InvalidSampleError: it is none of these, nor a `SampleCall`.
         """
         if isinstance(sample_input, SampleCall):
             return sample_input

@@ -37,7 +37,7 @@ from rockmate.capture.trace_state import (
 from rockmate.capture.write_log import Write, WriteLog, can_watch
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
 from rockmate.ops.gathering import gathered_by_ops
-from rockmate.state.objects import ABSENT, NO_OBJECTS, Objects
+from rockmate.state.objects import ABSENT, Objects
 
 # Whether a model that puts another submodule in place of one runs once before it is captured.
 RUNS_FIRST = ContextVar("RUNS_FIRST", default=True)
@@ -76,11 +76,8 @@ class Outside(NamedTuple):
         objects: those that can be reached, with their contents.
     """
 
-    places: Sequence[Place] = ()
-    objects: Objects = NO_OBJECTS
-
-
-_NOTHING = Outside()
+    places: Sequence[Place]
+    objects: Objects
 
 
 @dataclass(slots=True)
@@ -95,8 +92,7 @@ class LeftBehind:
         writes: what it does to containers that it only writes to.
         values: rebuilds what is assigned, then what is carried over, then the arguments of writes.
         carried_outputs: for the index of a carried tensor its attribute.
-        changed_outside: places outside of the model whose containers have other contents.
-        objects: those outside of the model's modules, behind the run.
+        outside: places of containers that have other contents, and objects as they are now.
     """
 
     accesses: Accesses
@@ -106,8 +102,7 @@ class LeftBehind:
     writes: list[Write] = field(default_factory=list)
     values: Structure | None = None
     carried_outputs: dict[int, Place] = field(default_factory=dict)
-    changed_outside: list[Place] = field(default_factory=list)
-    objects: Objects = NO_OBJECTS
+    outside: Outside = field(init=False)
 
     @classmethod
     def of(cls, accesses: Accesses, before: AttributeState) -> tuple[LeftBehind, dict[Any, Any]]:
@@ -239,10 +234,10 @@ class TracedForward(nn.Module):
         *,
         differentiable: str,
         outputs: str,
+        outside: Outside,
         keeps_checkpoints: bool = False,
         reads_masks: bool = False,
         sample: SampleValues | None = None,
-        outside: Outside = _NOTHING,
         logs: Sequence[Place] = (),
     ) -> None:
         """Takes the model and how it is called.
@@ -289,12 +284,11 @@ class TracedForward(nn.Module):
             ):
                 output = self.model(*args, **kwargs)
             pairs = zip(watched, outside, strict=True)
-            changed_outside = [each for each, one in pairs if snapshot(each.value()) != one]
+            changed = [each for each, one in pairs if snapshot(each.value()) != one]
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())
             replaced = _replaced(self.model, buffers)
             self.left, assigned = LeftBehind.of(accesses, before)
-            self.left.changed_outside = changed_outside
             self.outputs, flat = TracedOutputs.of(
                 output,
                 differentiable=self._differentiable,
@@ -313,7 +307,7 @@ class TracedForward(nn.Module):
             self.reader.note_escapes()
         finally:
             before.restore()
-        self.left.objects = self.outside.objects.again(outside_in_trace)
+        self.left.outside = Outside(changed, self.outside.objects.again(outside_in_trace))
         self.outputs.differentiable = tuple(
             at for at, each in enumerate(flat) if each.requires_grad
         )

@@ -14,14 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rockmate._util import begin_stage, gc_paused, stages_shown
-from rockmate.budget import (
-    Budget,
-    OnInfeasible,
-    is_share,
-    parse_budget,
-    size_text,
-    slowdown_of,
-)
+from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget, size_text, slowdown_of
 from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.signature import SampleCall
 from rockmate.capture.traced_forward import first_call_awaited
@@ -41,7 +34,7 @@ if TYPE_CHECKING:
     from rockmate.planning.session import PlanningSession
 
 _DEFAULTS = PlanOptions()
-_NEAR = 0.9  # of what a limit leaves: a stored plan for less is made again
+_NEAR = 0.9  # of what a limit leaves: a stored plan for less is not taken
 
 
 def planned_call_of(plan: Plan, model: nn.Module, sample: SampleCall) -> PlannedCall:

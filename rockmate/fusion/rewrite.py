@@ -20,12 +20,7 @@ from rockmate._torch.inductor import Deadline
 from rockmate.capture.nodes import storage_ids
 from rockmate.capture.roles import Capture, copied_capture
 from rockmate.fusion.groups import Group, find_groups
-from rockmate.fusion.kernels import (
-    CompiledGroup,
-    check_compiler,
-    compiled_groups,
-    uncompiled,
-)
+from rockmate.fusion.kernels import CompiledGroup, check_compiler, compiled_groups, uncompiled
 from rockmate.fusion.report import COMPILE_LIMIT_S, FusionReport, GroupReport
 from rockmate.fusion.subgraph import Subgraph, subgraph_of, takeable
 from rockmate.graph.fake_values import refresh_views

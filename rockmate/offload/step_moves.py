@@ -33,7 +33,7 @@ class StepMoves:
     Each method is an event of a move (`rockmate.schedule.move`).
 
     It moves whole storages: every view of a value comes back with it. Its slab goes back to the
-    tier when nothing refers to it any more: after the backward, or when the step is given up.
+    tier when nothing refers to it any more: after the backward, or with the step's graph.
 
     Behind the moves, events name fetches of weights, in their order.
 

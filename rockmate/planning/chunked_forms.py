@@ -199,12 +199,7 @@ class ChunkedForms:
             self._improve_in_chunks(best, slow, line, progress=progress)
 
     def _improve_in_chunks(
-        self,
-        best: dict[int, Found],
-        budgets: Sequence[int],
-        line: Line,
-        *,
-        progress: bool,
+        self, best: dict[int, Found], budgets: Sequence[int], line: Line, *, progress: bool
     ) -> None:
         """The same with one kind of chunks, until smaller ones gain nothing."""
         for chunking in line:

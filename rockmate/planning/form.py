@@ -28,12 +28,7 @@ class Form(Searches):
         rule: when the search of the default strategy ends; None for no limit.
     """
 
-    def __init__(
-        self,
-        step: CapturedStep,
-        costs: Costs,
-        rule: StoppingRule | None = None,
-    ) -> None:
+    def __init__(self, step: CapturedStep, costs: Costs, rule: StoppingRule | None = None) -> None:
         super().__init__(step.graph, costs, rule)
         self.step = step
 

@@ -17,13 +17,7 @@ from math import inf, sqrt
 from rockmate.bound.moved import MovedBound, with_moves
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Storage
-from rockmate.planning.candidate import (
-    Candidate,
-    around_best,
-    by_peak,
-    by_time,
-    evaluate,
-)
+from rockmate.planning.candidate import Candidate, around_best, by_peak, by_time, evaluate
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.moving import MoveFinder
 from rockmate.schedule.offload_request import OffloadRequest

@@ -307,7 +307,7 @@ def _lag(
         times_ms: time of each run.
         live: bytes at each run without the copies' own.
         budget_bytes: the most that may be live.
-        slack: share of its time after which the memory of an ended copy is given up although there
+        slack: share of its time after which the memory of an ended copy is released although there
             is room; None keeps it as long as there is.
     """
     ends = [job.limit for job in jobs]

@@ -14,12 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from rockmate.capture.options import (
-    CaptureOptions,
-    ExistingCheckpoints,
-    Kernels,
-    Numerics,
-)
+from rockmate.capture.options import CaptureOptions, ExistingCheckpoints, Kernels, Numerics
 from rockmate.errors import InvalidArgumentError, UnknownOptionError
 from rockmate.fusion.report import COMPILE_LIMIT_S
 

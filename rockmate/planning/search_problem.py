@@ -77,11 +77,7 @@ class StoppingRule:
         time_limit_s: wall time of the search for one plan, in seconds.
     """
 
-    def __init__(
-        self,
-        gap_tolerance: float = _DEFAULT,
-        time_limit_s: float = math.inf,
-    ) -> None:
+    def __init__(self, gap_tolerance: float = _DEFAULT, time_limit_s: float = math.inf) -> None:
         """Starts with nothing spent; both are above 0."""
         self.gap_tolerance, self.time_limit_s = gap_tolerance, time_limit_s
         self._deadline = math.inf

@@ -28,12 +28,7 @@ from rockmate.graph.hooked_gradients import shared_names
 from rockmate.graph.ir import Graph
 from rockmate.graph.node_marks import decided_request, without_source
 from rockmate.graph.parameters import owner_names
-from rockmate.graph.passes import (
-    GRAPH_PASSES,
-    JOINT_PASSES,
-    REWRITES,
-    run_passes,
-)
+from rockmate.graph.passes import GRAPH_PASSES, JOINT_PASSES, REWRITES, run_passes
 from rockmate.graph.snapshot import StepSnapshot
 from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.graph.step_options import StepOptions

@@ -89,7 +89,7 @@ class StoredPlan:
         except FileNotFoundError:
             return None
         except (OSError, PlanFileError, PlanMismatchError) as error:
-            logger.warning("a stored plan cannot be used, and is made again: %s", error)
+            logger.warning("a stored plan cannot be used, and is replaced: %s", error)
             return None
         logger.info(
             "the plan is that of an earlier start, %s. ROCKMATE_CACHE=off plans again", self.path

@@ -100,12 +100,7 @@ class Searches:
             for the default tolerance and no limit.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        costs: Costs,
-        rule: StoppingRule | None = None,
-    ) -> None:
+    def __init__(self, graph: Graph, costs: Costs, rule: StoppingRule | None = None) -> None:
         self.graph, self.costs = graph, costs
         self._rule = rule or StoppingRule()
         self._made: dict[str, Searcher] = {}

@@ -54,20 +54,20 @@ from rockmate._torch.members import all_hooks_of, is_of_several
 from rockmate._torch.subclasses import is_subclassed
 from rockmate.errors import BackwardError
 from rockmate.graph.parameters import Binding
-from rockmate.runtime.backward_arguments import (
-    Backwards,
-    DroppingSink,
-    addresses_of,
-    refuse_parameters,
-    refuse_unsupported,
-)
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
-from rockmate.runtime.forward_arguments import ForwardArguments
 from rockmate.runtime.gradient_sink import Anchor, GradientOwners, GradientSink
 from rockmate.runtime.held_gradients import held_gradients_of
 from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.plan_agreement import confirm_order, order_of
 from rockmate.runtime.program import Program
+from rockmate.runtime.step_arguments import (
+    Backwards,
+    DroppingSink,
+    ForwardArguments,
+    addresses_of,
+    refuse_parameters,
+    refuse_unsupported,
+)
 
 
 class Runner:

@@ -176,13 +176,7 @@ class GradientSink:
             self.fire_hooks(name)
 
     def accumulate_matmul(
-        self,
-        name: str,
-        left: torch.Tensor,
-        right: torch.Tensor,
-        *,
-        is_final: bool,
-        **fields: Any,
+        self, name: str, left: torch.Tensor, right: torch.Tensor, *, is_final: bool, **fields: Any
     ) -> None:
         """Adds `left @ right`, or its transpose, to `.grad` in the form with these fields."""
         parameter, form = self._leaves[name], SlicedMatmul(**fields)

@@ -21,6 +21,8 @@ class Results:
 
     Attributes:
         roles: of all, in order.
+        uncounted: positions of updates that autograd does not count as writes in place, as in
+            eager: running statistics of batch normalization.
         differentiable: indices of the outputs that have a gradient.
         non_differentiable: of those that have none.
         outputs: for each output, its position.
@@ -30,15 +32,7 @@ class Results:
     def __init__(
         self, roles: Sequence[Role], uncounted: frozenset[int], differentiable: frozenset[int]
     ) -> None:
-        """Finds the places of all.
-
-        Args:
-            roles: see the attribute, as for `differentiable`.
-            uncounted: positions of updates that autograd does not count as writes in place, as in
-                eager: running statistics of batch normalization.
-            differentiable: see the attribute.
-        """
-        self.roles, self._uncounted, self.differentiable = tuple(roles), uncounted, differentiable
+        self.roles, self.uncounted, self.differentiable = tuple(roles), uncounted, differentiable
         places = {role.index: at for at, role in enumerate(roles) if role.kind is RoleKind.OUTPUT}
         self.outputs = [places[index] for index in range(len(places))]
         self.non_differentiable = sorted(places.keys() - differentiable)
@@ -54,7 +48,7 @@ class Results:
             target = inputs[role.index] if is_input else binding[role.name]
             tensor = without_class(at_path(target, role.inner))
             # What is written by way of `data` does not count.
-            written = tensor.data if place in self._uncounted else tensor.detach()
+            written = tensor.data if place in self.uncounted else tensor.detach()
             refuse_resized(written, values[place], role.name)
             written.copy_(values[place])
 
@@ -80,6 +74,8 @@ class Gradients:
 
     Attributes:
         roles: of what it returns, in order.
+        own: positions of those whose memory no other one has, nor a tangent, a static or a saved
+            value.
         accumulated: names of the parameters whose gradients the sink accumulates.
         wrappings: name of a parameter -> how to wrap its gradient, where it is a wrapper.
         of_inputs: index of an input -> position of its gradient.
@@ -95,16 +91,7 @@ class Gradients:
         accumulated: Sequence[str],
         wrappings: Mapping[str, Wrapping],
     ) -> None:
-        """Finds the places of all.
-
-        Args:
-            roles: see the attributes, as for `accumulated` and `wrappings`.
-            own: positions of those whose memory no other one has, nor a tangent, a static or a
-                saved value.
-            accumulated: names.
-            wrappings: by name.
-        """
-        self.roles, self._own = tuple(roles), own
+        self.roles, self.own = tuple(roles), own
         self.accumulated, self.wrappings = tuple(accumulated), wrappings
         self.of_inputs: dict[int, int] = {}
         self.further: list[tuple[int, int]] = []
@@ -128,7 +115,7 @@ class Gradients:
         gradient, wrapping = values[place], self.roles[place].wrapping
         if gradient is None or is_undefined(gradient):
             return None
-        if place in self._own:
+        if place in self.own:
             gradient = gradient.data
         name = self.roles[place].name
         owner = binding[name] if name else None

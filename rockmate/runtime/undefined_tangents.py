@@ -57,10 +57,7 @@ class BackwardVariants:
     """Writes the variants of an emitted backward, each at its first use."""
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        arguments: Sequence[Argument],
-        sources: Mapping[fx.Node, fx.Node],
+        self, graph: fx.Graph, arguments: Sequence[Argument], sources: Mapping[fx.Node, fx.Node]
     ) -> None:
         """Notes the ops of the graph, which direct calls may replace afterwards.
 

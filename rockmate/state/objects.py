@@ -144,9 +144,6 @@ class Objects:
             handler.put(value, content)
 
 
-NO_OBJECTS = Objects([], follows=lambda _: None)
-
-
 # --- handlers -------------------------------------------------------------------------------------
 
 

@@ -18,8 +18,8 @@ from rockmate import RockmateModule, TrialError, UnsupportedModelError
 from rockmate._torch.allocator import timeline
 from rockmate.capture import sample
 from rockmate.frames.frame import Frame
-from rockmate.runtime.backward_arguments import Backwards
 from rockmate.runtime.gradient_sink import GradientSink
+from rockmate.runtime.step_arguments import Backwards
 from rockmate.trial.steps import TrialSteps
 
 Patch = pytest.MonkeyPatch

@@ -42,7 +42,7 @@ def attributes_left(
             break
         places = [place for place in places if place.key not in logging.log.read]
     attributes = _forward_attributes(model, joint, forward, trace)
-    if forward.reader.has_escaped():
+    if forward.reader.note_escapes(also_delivered=True):
         msg = "a number that the forward reads goes where no plan brings it"
         raise UnsupportedModelError(msg)
     return attributes, joint, forward

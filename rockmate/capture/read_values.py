@@ -264,21 +264,16 @@ class ValueReader:
         self._deferred.append(weakref.ref(result))
         return result
 
-    def note_escapes(self) -> None:
-        """Behind the run: looks for numbers that are held where no plan brings them."""
-        self._has_escaped = self._holds_any(also_delivered=False)
+    def note_escapes(self, *, also_delivered: bool) -> bool:
+        """Whether a number is, or was before, held where no plan brings it, as in a queue."""
 
-    def has_escaped(self) -> bool:
-        """Whether a number is held where no plan brings it, as in a queue."""
-        return self._has_escaped or self._holds_any(also_delivered=True)
-
-    def _holds_any(self, *, also_delivered: bool) -> bool:
         def is_held() -> bool:
             found = [each() for each in self._deferred]
             held = [each for each in found if each is not None]
             return any(also_delivered or not each.is_delivered for each in held)
 
-        return is_held() and gc.collect() >= 0 and is_held()
+        self._has_escaped |= is_held() and gc.collect() >= 0 and is_held()
+        return self._has_escaped
 
     def _number_of(self, func: Callable[..., Any], tensor: torch.Tensor) -> Any:
         self._defers, defers = False, self._defers

@@ -304,7 +304,7 @@ class TracedForward(nn.Module):
             inputs = {id(tensor) for tensor in tensors}
             self.left.add_tensors([*assigned.values(), *replaced], self.log, flat, inputs)
             del assigned, replaced
-            self.reader.note_escapes()
+            self.reader.note_escapes(also_delivered=False)
         finally:
             before.restore()
         self.left.outside = Outside(changed, self.outside.objects.again(outside_in_trace))

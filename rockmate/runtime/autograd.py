@@ -171,8 +171,9 @@ class PlannedStep(torch.autograd.Function):
             values = program.forward.run(arguments)
         results.write_updates(values, inputs, runner.binding)
         outputs = tuple([values[place] for place in results.outputs])
-        saved: list[torch.Tensor | None] = list(values[len(results.roles) :])
-        aliases = [values[len(results.roles) + place].detach() for place in program.saved_outputs]
+        num_results = len(results.roles)
+        saved: list[torch.Tensor | None] = list(values[num_results:])
+        aliases = [values[num_results + place].detach() for place in program.saved_outputs]
         for place in program.saved_outputs:
             saved[place] = None
         fields: Any = ctx

@@ -99,27 +99,9 @@ class RunnableCall:
         if hooked and replans:
             return f"{hooked[0]} has a tensor hook, which needs its whole gradient"
         if hooked:
-            self.warn_of_hooks(model)
+            _warn_of_hooks(model, hooked)
         self._watch = ModelWatch(model, self.planned.attributes)
         return ""
-
-    def warn_of_hooks(self, model: nn.Module) -> None:
-        """Warns of tensor hooks whose gradients the plan does not count."""
-        size = {
-            name: 2 * parameter.nbytes
-            for name, parameter in model.named_parameters(remove_duplicate=False)
-        }
-        hooked = sorted(ModelSignature.of(model).hooked - self.planned.state.hooked)
-        if hooked:
-            largest = max(hooked, key=size.__getitem__)
-            logger.warning(
-                "the tensor hook on %s needs the whole gradient, which the plan does not count: "
-                "up to %s bytes beyond the budget. Parameters with such a hook: %d. "
-                "Register hooks before planning.",
-                largest,
-                f"{size[largest]:,}",
-                len(hooked),
-            )
 
     def _note_tangents(self, tangents: Sequence[Tensor | None]) -> None:
         given = {index: each for index, each in enumerate(tangents) if each is not None}
@@ -209,3 +191,17 @@ def kin_of(runnables: Sequence[RunnableCall], call: CallSignature) -> list[Runna
     kin = [each for each in runnables if each.planned.call.broadcast_dims == dims]
     founders = [each for each in kin if not each.is_adapted or each.family.founder is each.planned]
     return founders or kin[:1]
+
+
+def _warn_of_hooks(model: nn.Module, hooked: Sequence[str]) -> None:
+    """Warns of tensor hooks on parameters whose whole gradients a plan does not count."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    largest = max(hooked, key=lambda name: named[name].nbytes)
+    logger.warning(
+        "the tensor hook on %s needs the whole gradient, which the plan does not count: "
+        "up to %s bytes beyond the budget. Parameters with such a hook: %d. "
+        "Register hooks before planning.",
+        largest,
+        f"{2 * named[largest].nbytes:,}",
+        len(hooked),
+    )

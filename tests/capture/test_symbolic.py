@@ -182,12 +182,13 @@ def test_the_program_at_other_sizes_is_the_one_that_is_written_there(
     there = step.capture_step(model, torch.zeros(shape, dtype=torch.long))
     theirs = there.planned_call(there.adapted(module._plans.runnables[-1].planned.plan)).program
     for half in ("forward", "backward"):
-        code, numbers = getattr(ours, f"{half}_code"), getattr(ours, half).__globals__
+        function = getattr(ours, half)
+        code, numbers = function.code, function.run.__globals__
         names = set(re.findall(r"\bsize_\d+\b", code))
         assert names
         for name in names:
             code = re.sub(rf"\b{name}\b", str(numbers[name]), code)
-        assert code == getattr(theirs, f"{half}_code")
+        assert code == getattr(theirs, half).code
 
 
 def test_gradients_with_respect_to_inputs_of_other_sizes_equal_eager(work: Work) -> None:

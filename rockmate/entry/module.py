@@ -19,7 +19,6 @@ from torch import nn
 from rockmate._torch.members import share_members
 from rockmate.budget import Budget, OnInfeasible
 from rockmate.capture.compiled_model import innermost, plain_model
-from rockmate.capture.signature import SampleCall
 from rockmate.entry.arguments import (
     check_choices,
     check_mode,
@@ -178,7 +177,8 @@ class RockmateModule(Wrapper):
             self._frames = self._make_frames()
             self._take_methods(names, self._plans)
             return
-        from rockmate.entry.plan_cache import PlanCache  # late: faults are told at once
+        from rockmate.capture.signature import SampleCall  # late: faults are told at once
+        from rockmate.entry.plan_cache import PlanCache
         from rockmate.entry.request import PlanRequest, planned_call_of
 
         if plan is None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from rockmate._torch.pytree import tree_map_only
 from rockmate.capture.compiled_model import plain_model
-from rockmate.capture.signature import SampleCall
 from rockmate.entry.module import RockmateModule
 from rockmate.errors import InvalidArgumentError, InvalidSampleError, UnsupportedModelError
 from rockmate.runtime.model_checks import raise_as_eager
@@ -96,6 +95,8 @@ class PlannedStep:
         try:
             self.module = RockmateModule(model, sample, **options)
         except (UnsupportedModelError, InvalidSampleError) as error:
+            from rockmate.capture.signature import SampleCall  # late, as all of the capture
+
             if sample is not None:
                 call = SampleCall.of(sample)
                 raise_as_eager(error, model, call.args, call.kwargs)

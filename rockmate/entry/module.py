@@ -166,7 +166,6 @@ class RockmateModule(Wrapper):
         plain = plain_model(model)
         check_options(options, plain, strategy)
         self._wrap(model, trial)
-        self._ends_in_eager = mode == "auto"
         names = names_of_methods(plain, methods, has_plan=plan is not None)
         limit = memory_limit_of(memory_limit, optimizer, steps_in_backward)
         if mode != "plan":
@@ -185,7 +184,7 @@ class RockmateModule(Wrapper):
             bound: Any = {"budget": budget, "memory_limit": limit, "on_infeasible": on_infeasible}
             request = PlanRequest(**bound, strategy=strategy or "rockmate", options=options)
             self._plans = PlanCache(plain, request, replans=replan, trial=trial)
-            self._plans.new_plans.hands_over = mode == "auto"
+            self._plans.new_plans.hands_over = self._ends_in_eager = mode == "auto"
             self._take_methods(names, self._plans)
             if sample_input is not None and not is_lazy(plain):
                 try:

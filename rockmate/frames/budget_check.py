@@ -5,7 +5,7 @@ its script may hold more. So peaks are looked at where that is free: on CUDA in 
 allocator's counters, and on a CPU, where a profiler has to be on, in steps 2, 4, 8, 16, ... and in
 the one after a step that has passed the budget. After such a step all frames count as taking so
 much more, and a line says so. If the next one that is looked at passes it again, the budget cannot
-be kept. What the account of frames has beyond the budget is added once: it grows by what is added.
+be kept.
 """
 
 from __future__ import annotations
@@ -96,14 +96,15 @@ class PeakCheck:
         budget_bytes = memory.budget_bytes
         if budget_bytes is None or memory.needs is None or memory.is_capturing:
             return None
-        peak_bytes = max(memory.peak_bytes, real_bytes)
+        peak_bytes = real_bytes if was_looked_at else memory.peak_bytes
         if peak_bytes <= _TOLERANCE * budget_bytes:
             self._num_passed = 0 if was_looked_at else self._num_passed
             return None
+        if not was_looked_at:  # the account may be of too much
+            self._num_passed = max(1, self._num_passed)
+            return None
         self._num_passed += 1
-        excess_bytes = 0 if self._told_bytes else memory.peak_bytes - budget_bytes
-        unknown_bytes = max(real_bytes - memory.peak_bytes, excess_bytes, 0)
-        memory.needs.add(int(unknown_bytes / memory.scale))
+        memory.needs.add(max(0, int((real_bytes - memory.peak_bytes) / memory.scale)))
         if self._num_passed > 1 and self._may_refuse:
             where = "a step that runs other ops than the one that was measured"
             return InfeasibleBudgetError(budget_bytes, peak_bytes, where=where)
@@ -144,11 +145,14 @@ class PeakCheck:
 # --- errors and lines of the log ------------------------------------------------------------------
 
 
-def too_small(budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError:
-    """The error for a budget below the smallest peak."""
+def too_small(memory: Memory, budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError | None:
+    """The error for a budget below the smallest peak; None if it is not."""
+    minimum_bytes = memory.minimum_bytes(needs)
+    if budget_bytes >= minimum_bytes:
+        return None
     largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
     where = f"{largest} in batches as large as those so far"
-    return InfeasibleBudgetError(budget_bytes, needs.minimum_bytes, where=where)
+    return InfeasibleBudgetError(budget_bytes, minimum_bytes, where=where)
 
 
 def lowered(memory: Memory, key: FrameKey) -> int | None:

@@ -292,8 +292,6 @@ class Memory:
             known_bytes = self.needs.of(frame.key).saved_bytes
             self.scale = max(self.scale, min(1.0, frame.num_bytes / max(1, known_bytes)))
             self.needs.learn(frame.key, int(frame.num_bytes / self.scale))
-        option = self.decision.get(frame.key)
-        is_kept = option is not None and option.is_kept
         self.hold(frame)
         self._make_room_after(frame)
 

@@ -372,7 +372,7 @@ class FrameRunner:
         minimum = self._memory.minimum_bytes(needs)
         if self._on_infeasible == "error":
             several = [each for each in self._measured.values() if each is not None] or [needs]
-            largest = max(several, key=lambda each: each.minimum_bytes)
+            largest = max(several, key=self._memory.minimum_bytes)
             self._refusal = budget_check.too_small(self._memory, budget_bytes, largest)
         if budget_bytes >= minimum:
             return budget_bytes

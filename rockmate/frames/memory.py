@@ -6,8 +6,8 @@ nothing. In later steps a frame is dropped before the sum of both would pass the
 
 Dropped is first what was decided ahead, see `knapsack`. Where that is not enough, since other calls
 come, the oldest frame is dropped: backwards run in the reverse order of forwards, so its bytes are
-free for the longest. A recomputed frame stays until its last read, so each forward runs at most
-twice.
+free for the longest. A recomputed frame stays until its last read in a backward, so each forward
+runs once more for each backward at most.
 
 A frame that is to drop nothing needs no hooks: it is *kept*, and runs as in eager. What
 it saves is known from earlier runs with inputs of the same sizes. The frames that are kept leave

@@ -175,7 +175,7 @@ class FrameRunner:
             if self._agreement is not None:
                 self._budget = -self._agreement.largest([-self._budget])[0]
         state = state_of(modules)
-        size = StepSize.of((args, kwargs), memory.held_bytes, state[1], self._agreement)
+        size = StepSize.of((args, kwargs), memory.held_bytes, state[1:], self._agreement)
         shapes = sizes_of(Arguments(self._model.forward, args, dict(kwargs))), size.trained
 
         def step() -> Any:

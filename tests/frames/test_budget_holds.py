@@ -282,6 +282,18 @@ def test_several_forwards_of_which_no_call_can_be_a_frame(num_alone: int) -> Non
     assert not is_profiling()
 
 
+def test_a_model_that_gets_another_precision_is_measured_anew() -> None:
+    plain, x = Blocks(), torch.randn(256, WIDTH)
+    module = RockmateModule(plain, None, 0.5, mode="frames")
+    for _ in range(3):
+        module(x).backward()
+    plain.double()
+    for _ in range(4):
+        module(x.double()).backward()
+    assert module.frames is not None
+    assert peak_of(module, x.double()) <= (module.frames.budget_bytes or 0)
+
+
 def test_players_that_are_trained_in_turn(caplog: pytest.LogCaptureFixture) -> None:
     """Frames of frozen parameters save other tensors, so what each player needs is measured."""
     plain, x = Blocks(), torch.randn(256, WIDTH)

@@ -30,7 +30,7 @@ from rockmate.state.tensors import with_attributes_of
 from rockmate.state.writes import Writes
 
 _NUM_DRAWS = 8
-"""Runs by which the memory of a call that draws random numbers is known: it may leave layers out."""
+"""Runs to see what a call that draws random numbers takes at most: it may leave layers out."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

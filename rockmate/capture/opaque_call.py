@@ -29,6 +29,9 @@ from rockmate.state.random_state import RandomState, random_state_kept
 from rockmate.state.tensors import with_attributes_of
 from rockmate.state.writes import Writes
 
+_NUM_DRAWS = 8
+"""Runs to see what a call that draws random numbers takes at most: it may leave layers out."""
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class OpaqueCall:
@@ -74,6 +77,11 @@ class OpaqueCall:
         return len(self.inputs) - len(self.parameter_names)
 
     @property
+    def num_draws(self) -> int:
+        """Runs by which its memory is measured, that of the largest counts."""
+        return _NUM_DRAWS if self.draws else 1
+
+    @property
     def differentiable(self) -> tuple[bool, ...]:
         """Of the inputs, which require a gradient."""
         return tuple(layout is not None for layout in self.gradients)
@@ -112,7 +120,9 @@ class OpaqueCall:
         self.changes_state = has_changed or bool(self.writes.changed)
         self.repeats |= not self.changes_state
         with self.random_state_kept():
-            self._measure_saved()
+            found = [self._measured_saved() for _ in range(self.num_draws)]
+        self.saved_bytes = max(num_bytes for num_bytes, _ in found)
+        self.saved_outputs = tuple(sorted({at for _, held in found for at in held}))
 
     def _repeats(self, outputs: Sequence[Tensor]) -> bool:
         """Whether a run on what the run before it has left is alike: that one has set it up."""
@@ -167,8 +177,8 @@ class OpaqueCall:
                 )
                 raise UnsupportedModelError(msg)
 
-    def _measure_saved(self) -> None:
-        """Finds which outputs the autograd graph holds, and how many bytes beside them.
+    def _measured_saved(self) -> tuple[int, Sequence[int]]:
+        """How many bytes the autograd graph holds beside the outputs, and which of these.
 
         Ops are not observed: a run whose ops are may save other tensors.
         """
@@ -176,11 +186,12 @@ class OpaqueCall:
         left_bytes, results = net_allocated(lambda: run(self.copied_inputs()), device)
         handle = results.pop()  # holds the graph
         outputs = [value.untyped_storage() for value in results]
-        self.saved_bytes = max(1, left_bytes - sum(memory.nbytes() for memory in outputs))
+        saved_bytes = max(1, left_bytes - sum(memory.nbytes() for memory in outputs))
         held = [StorageWeakRef(memory) for memory in outputs]
         del results, outputs
-        self.saved_outputs = tuple(at for at, each in enumerate(held) if not each.expired())
+        saved_outputs = [at for at, each in enumerate(held) if not each.expired()]
         del handle
+        return saved_bytes, saved_outputs
 
     def random_state_kept(self) -> contextlib.AbstractContextManager[RandomState]:
         """Puts PyTorch's random state back; yields how it was."""

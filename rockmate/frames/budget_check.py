@@ -3,9 +3,9 @@
 What a step takes beside its frames is known from a measured one. Another step may run other ops, or
 its script may hold more. So peaks are looked at where that is free: on CUDA in each step, by the
 allocator's counters, and on a CPU, where a profiler has to be on, in steps 2, 4, 8, 16, ... and in
-the one after a step that has passed the budget. After such a step all frames count as taking so
-much more, and a line says so. If the next one that is looked at passes it again, the budget cannot
-be kept. What the account of frames has beyond the budget is added once: it grows by what is added.
+the one after a step that has passed the budget, or has by the account of frames. After a real peak
+above it all frames count as taking so much more, and a line says so. If the next one that is looked
+at passes it again, the budget cannot be kept.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class PeakCheck:
         """
         self._model, self._memory, self._may_refuse = model, memory, may_refuse
         self._num_steps = self._num_passed = self._real_bytes = self._told_bytes = 0
-        self._was_looked_at = False
+        self._was_looked_at = self._is_suspect = False
+        self._cleared_bytes = 0  # an account of so much was of a step within the budget
 
     def is_due(self, *, is_profiled: bool) -> bool:
         """Whether the step that begins is to be recorded.
@@ -68,9 +69,8 @@ class PeakCheck:
             memory.at_end = partial(self._end, begin_bytes, known_bytes, gradient_bytes)
             return False
         is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
-        return (
-            not is_profiled and self._num_steps > 1 and (self._num_passed == 1 or is_power_of_two)
-        )
+        is_asked_for = self._is_suspect or self._num_passed == 1 or is_power_of_two
+        return not is_profiled and self._num_steps > 1 and is_asked_for
 
     def _end(self, begin_bytes: int, known_bytes: int, gradient_bytes: int) -> None:
         """A backward on CUDA has ended: the peak of the step, without its new gradients."""
@@ -96,14 +96,17 @@ class PeakCheck:
         budget_bytes = memory.budget_bytes
         if budget_bytes is None or memory.needs is None or memory.is_capturing:
             return None
-        peak_bytes = max(memory.peak_bytes, real_bytes)
-        if peak_bytes <= _TOLERANCE * budget_bytes:
-            self._num_passed = 0 if was_looked_at else self._num_passed
+        allowed_bytes, peak_bytes = _TOLERANCE * budget_bytes, real_bytes
+        if not was_looked_at:  # the account may be of too much, as a look at such a step shows
+            self._is_suspect |= memory.peak_bytes > max(allowed_bytes, self._cleared_bytes)
+            return None
+        self._is_suspect = False
+        if peak_bytes <= allowed_bytes:
+            self._num_passed = 0
+            self._cleared_bytes = max(self._cleared_bytes, memory.peak_bytes)
             return None
         self._num_passed += 1
-        excess_bytes = 0 if self._told_bytes else memory.peak_bytes - budget_bytes
-        unknown_bytes = max(real_bytes - memory.peak_bytes, excess_bytes, 0)
-        memory.needs.add(int(unknown_bytes / memory.scale))
+        memory.needs.add(max(0, int((real_bytes - memory.peak_bytes) / memory.scale)))
         if self._num_passed > 1 and self._may_refuse:
             where = "a step that runs other ops than the one that was measured"
             return InfeasibleBudgetError(budget_bytes, peak_bytes, where=where)
@@ -144,11 +147,14 @@ class PeakCheck:
 # --- errors and lines of the log ------------------------------------------------------------------
 
 
-def too_small(budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError:
-    """The error for a budget below the smallest peak."""
+def too_small(memory: Memory, budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError | None:
+    """The error for a budget below the smallest peak; None if it is not."""
+    minimum_bytes = memory.minimum_bytes(needs)
+    if budget_bytes >= minimum_bytes:
+        return None
     largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
     where = f"{largest} in batches as large as those so far"
-    return InfeasibleBudgetError(budget_bytes, needs.minimum_bytes, where=where)
+    return InfeasibleBudgetError(budget_bytes, minimum_bytes, where=where)
 
 
 def lowered(memory: Memory, key: FrameKey) -> int | None:

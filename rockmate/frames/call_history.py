@@ -28,11 +28,12 @@ sizes."""
 def state_of(modules: Sequence[nn.Module]) -> tuple[Hashable, ...]:
     """What decides, beside inputs, which tensors calls save.
 
-    Which modules are in training mode, which parameters are trained, and autocast.
+    Which modules are in training mode, which parameters are trained, in how many bytes each, and
+    autocast.
     """
     parameters = [p for each in modules for p in tensor_tables(each)[0].values()]
     modes = tuple([each.training for each in modules])
-    trained = tuple([p is not None and p.requires_grad for p in parameters])
+    trained = tuple([p is not None and (p.requires_grad, p.element_size()) for p in parameters])
     return modes, trained, tuple(autocast_dtypes().items())
 
 

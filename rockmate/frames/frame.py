@@ -27,7 +27,8 @@ class Frame:
         order: position among all frames, by the beginning of their calls.
         step: the forward of the model that it belongs to.
         seconds: that its forward took.
-        is_recomputed: whether it was dropped and has been recomputed. It then stays.
+        is_recomputed: whether it was dropped and has been recomputed. It then stays, at least while
+            its backward runs.
     """
 
     schedule = None
@@ -88,8 +89,6 @@ class Frame:
     # --- the backward -----------------------------------------------------------------------------
 
     def _unpack(self, packed: Any) -> torch.Tensor:
-        if torch.is_grad_enabled():
-            self._memory.has_second_derivatives = True
         if isinstance(packed, Slot):
             if self._memory.backward_order != self.order:
                 self._memory.begin_backward(self)
@@ -116,6 +115,12 @@ class Frame:
             if is_compared and memory.device.type == "cpu":
                 slot.note_bits()
             slot.free()
+
+    def take_back(self) -> None:
+        """Its backward has run, and the graph is kept for another one: it may be dropped again."""
+        if self.is_recomputed:
+            self.is_recomputed = False
+            self._memory.hold(self)
 
     def recompute(self) -> None:
         """Runs the forward again. Where memory runs out, others are dropped, and it runs anew.
@@ -247,6 +252,9 @@ class KeptFrame:
         self._memory.begin_backward(self)
         if not keeps_graph():  # nothing is counted before the backward of another one begins
             self.release()
+
+    def take_back(self) -> None:
+        """It drops nothing."""
 
     def release(self) -> None:
         """What it saved is free."""

@@ -54,8 +54,7 @@ class StepsInFlight:
         """A forward begins; see `Step` for the argument."""
         self.present, self.has_backward = Step(outside_bytes), False
         self.run(self.present)
-        self._steps = [each for each in self._steps if (step := each()) and not step.is_over]
-        self._num_before.append(len(self._steps))
+        self._num_before.append(self._num_live())
         self._steps.append(weakref.ref(self.present))
 
     def end(self) -> Step:
@@ -87,6 +86,19 @@ class StepsInFlight:
         running = self._running()
         return sum(each.outside_bytes for each in steps if each is not running and not each.is_over)
 
+    def _num_live(self) -> int:
+        self._steps = [each for each in self._steps if (step := each()) and not step.is_over]
+        return len(self._steps)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether more steps are in flight now than when any of those before began."""
+        return self._num_live() > max(self._num_before)
+
+    def most_beside(self, after_bytes: int) -> int:
+        """Bytes of the steps beside which one has run, each with so many when it has ended."""
+        return max(self._num_before) * after_bytes
+
     def share(self, left_bytes: int, *, least_bytes: int, after_bytes: int) -> int:
         """Of what is left, what the present step may take.
 
@@ -95,9 +107,13 @@ class StepsInFlight:
             least_bytes: that a step takes that holds nothing.
             after_bytes: that one has live when it has ended.
         """
-        num_to_come = 1 + max(self._num_before) - self._num_before[-1]
-        left_bytes -= self.other_bytes + (num_to_come - 1) * after_bytes
-        return min(left_bytes, least_bytes + (left_bytes - least_bytes) // num_to_come)
+        left_bytes -= self.other_bytes + (self.num_to_come - 1) * after_bytes
+        return min(left_bytes, least_bytes + (left_bytes - least_bytes) // self.num_to_come)
+
+    @property
+    def num_to_come(self) -> int:
+        """Steps that run before the next backward, by those before: the present one, others."""
+        return 1 + max(self._num_before) - self._num_before[-1]
 
 
 class Running(Protocol):
@@ -111,6 +127,7 @@ class Running(Protocol):
     def num_bytes(self) -> int: ...  # noqa: D102
     @property
     def schedule(self) -> ScheduleCost | None: ...  # noqa: D102
+    def take_back(self) -> None: ...  # noqa: D102
 
 
 class Droppable(Running, Protocol):

@@ -6,8 +6,8 @@ nothing. In later steps a frame is dropped before the sum of both would pass the
 
 Dropped is first what was decided ahead, see `knapsack`. Where that is not enough, since other calls
 come, the oldest frame is dropped: backwards run in the reverse order of forwards, so its bytes are
-free for the longest. A recomputed frame stays until its last read, so each forward runs at most
-twice.
+free for the longest. A recomputed frame stays until its last read in a backward, so each forward
+runs once more for each backward at most.
 
 A frame that is to drop nothing needs no hooks: it is *kept*, and runs as in eager. What
 it saves is known from earlier runs with inputs of the same sizes. The frames that are kept leave
@@ -90,7 +90,8 @@ class Memory:
         clock: seconds, by which frames are timed.
         in_flight: steps whose backward has not run.
         is_measuring: whether this step holds nothing and is measured.
-        has_second_derivatives: whether a backward has run with create_graph=True.
+        keeps_graphs: whether a backward has run with retain_graph=True or create_graph=True. What
+            cannot be dropped is held from then on until the next one has run: so nothing is.
         has_new_backward: whether one ran that the measured step did not have.
         is_unmeasured: whether steps of this size were without a backward when they were measured.
         at_end: is called at the end of each backward.
@@ -132,13 +133,14 @@ class Memory:
         self.peak_bytes = 0
         self.is_inside = self.has_new_backward = self.is_unmeasured = False
         self.has_compiled_modules = False
-        self.is_measuring = self.has_second_derivatives = False
+        self.is_measuring = self.keeps_graphs = False
         self.calls, self.in_flight = CallHistory(), StepsInFlight()
         self.decision: Decision = {}
         self.dropped: dict[FrameKey, str] = {}
         self.room_bytes: int | None = None
         self.is_limited, self.is_capturing = True, False
         self.backward_order: int | None = None
+        self._in_backward: weakref.ref[Running] | None = None
         # In the order of their forwards: those that were decided to be dropped, and all others.
         self._decided: deque[weakref.ref[Droppable]] = deque()
         self._others: deque[weakref.ref[Droppable]] = deque()
@@ -160,8 +162,7 @@ class Memory:
         self.calls.begin_step(state)
         self.decision, self.room_bytes = {}, None
         needs = self.needs
-        last = next(reversed(needs.by_key.values())) if needs is not None else None
-        after_bytes = 0 if last is None else int(last.after_bytes * self.scale)
+        after_bytes = 0 if needs is None else int(needs.last_bytes * self.scale)
         self.in_flight.begin(after_bytes)
         self._decided, self._others = (
             deque(each for each in frames if each() is not None)
@@ -176,6 +177,10 @@ class Memory:
         if not self.is_capturing:
             left_bytes = share(self.budget_bytes - held_bytes)
             self.decision = self.calls.decision(needs, left_bytes, self.scale)
+
+    def minimum_bytes(self, needs: StepNeeds) -> int:
+        """The smallest peak, beside as many other steps in flight as there were."""
+        return needs.minimum_bytes + self.in_flight.most_beside(needs.last_bytes)
 
     def available_bytes(self, budget_bytes: int) -> int:
         """What frames that cannot be dropped, and those to come, may take.
@@ -209,6 +214,8 @@ class Memory:
         option, needs = self.decision.get(key), self.needs
         if option is None or not option.is_kept or self.room_bytes is None or needs is None:
             return None
+        if self.keeps_graphs:
+            return None
         num_bytes = self.calls.saved_bytes(key, sizes)
         least_bytes = self.kept_bytes + int(needs.minimum_bytes * self.scale)
         has_room = num_bytes is not None and least_bytes + num_bytes <= self.room_bytes
@@ -220,7 +227,7 @@ class Memory:
         It does, too, where there is no room for it as it would run in eager: the smallest peak
         relies on schedules.
         """
-        if self.room_bytes is None or self.is_capturing or self.has_second_derivatives:
+        if self.room_bytes is None or self.is_capturing or self.keeps_graphs:
             return False
         option = self.decision.get(key)
         is_decided = option is not None and option.schedule is None
@@ -243,6 +250,9 @@ class Memory:
         assert self.needs is not None
         assert self.room_bytes is not None
         peak_bytes = self.needs.peak_from(key, schedule, self.scale)
+        if schedule is not None and self.in_flight.num_to_come > 1:  # beside it, with all it holds
+            least_bytes = int(self.needs.minimum_bytes * self.scale)
+            peak_bytes = max(peak_bytes, schedule.held_bytes + least_bytes)
         return self.kept_bytes + peak_bytes <= self.room_bytes
 
     def begin_call(self, key: FrameKey, call_bytes: Callable[[], int]) -> None:
@@ -282,6 +292,11 @@ class Memory:
             known_bytes = self.needs.of(frame.key).saved_bytes
             self.scale = max(self.scale, min(1.0, frame.num_bytes / max(1, known_bytes)))
             self.needs.learn(frame.key, int(frame.num_bytes / self.scale))
+        self.hold(frame)
+        self._make_room_after(frame)
+
+    def hold(self, frame: Droppable) -> None:
+        """Has a frame dropped when there is no room, or now if the step holds nothing."""
         option = self.decision.get(frame.key)
         is_kept = option is not None and option.is_kept
         holds_nothing = self.budget_bytes is None or self.is_measuring or self.is_capturing
@@ -290,7 +305,6 @@ class Memory:
         else:
             is_decided = option is not None and option.schedule is None and not is_kept
             (self._decided if is_decided else self._others).append(weakref.ref(frame))
-        self._make_room_after(frame)
 
     def _begin_step_of(self, frame: Running) -> None:
         self.counts.num_frames += 1
@@ -325,23 +339,31 @@ class Memory:
 
     def begin_backward(self, frame: Running) -> None:
         """Makes room for a frame's backward, when it begins."""
+        is_differentiated = torch.is_grad_enabled()  # what it reads is saved again
+        is_kept = keeps_graph() or is_differentiated  # another backward is to come
+        self.keeps_graphs |= is_kept
         if self.backward_order == frame.order:
             return
+        before = self._in_backward and self._in_backward()
+        if before is not None:
+            before.take_back()
+        self._in_backward = weakref.ref(frame) if is_kept and not is_differentiated else None
         self.backward_order = frame.order
         self.in_flight.run(frame.step)
-        self.in_flight.has_backward = True
+        self.in_flight.has_backward |= not is_kept
         # That of its first frame is the last one.
-        frame.step.is_over |= frame.order == frame.step.first_order and not keeps_graph()
+        frame.step.is_over |= frame.order == frame.step.first_order and not is_kept
         self.has_new_backward |= self.is_unmeasured and self.recorder is None
         is_new, self._backward_id = self._backward_id != backward_id(), backward_id()
         if is_new and self.at_end is not None:
             at_end_of_backward(self.at_end)
         if self.recorder is not None:
-            if is_new and torch.is_grad_enabled():  # it is differentiated: the step goes on
+            if is_new and is_differentiated:  # the step goes on
                 self.recorder.has_ended = True
             elif is_new:
                 at_end_of_backward(self.recorder.end)
-                after_backward(self._end_recording)
+                if not is_kept:
+                    after_backward(self._end_recording)
             self.recorder.mark(frame.key, "backward_bytes")
         if self.needs is not None and not self.is_measuring:
             needs = self.needs.of(frame.key)

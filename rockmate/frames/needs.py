@@ -203,11 +203,18 @@ class StepNeeds:
     without_outputs: Mapping[FrameKey, Set[FrameKey]] = field(default_factory=dict)
     _taken: set[FrameKey] = field(default_factory=set)
     _least: tuple[int, dict[FrameKey, int]] | None = None
+    _added_bytes: int = 0
 
     @property
     def minimum_bytes(self) -> int:
         """The smallest peak: of a step that holds nothing but what captured insides have to."""
         return self._least_of_all()[0]
+
+    @property
+    def last_bytes(self) -> int:
+        """Live behind the last frame, of what was measured."""
+        last = next(reversed(self.by_key.values())) if self.by_key else Needs()
+        return last.after_bytes - self._added_bytes
 
     @property
     def outside_bytes(self) -> int:
@@ -295,6 +302,7 @@ class StepNeeds:
         """Counts what a step was seen to have live beside all that was known."""
         for needs in self.by_key.values():
             needs.add(num_bytes)
+        self._added_bytes += num_bytes
         self._least = None
 
     def set_schedules(

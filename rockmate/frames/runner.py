@@ -47,6 +47,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_FORGOTTEN = 4
 """How often all is measured anew because frames have a backward that had none."""
+_MOST_REFUSED = 8
+"""Steps, each of a kind of its own, that are measured before a budget is refused."""
 _MOST_TOGETHER = 256  # forwards of one recording: a script may never call backward
 
 
@@ -116,6 +118,7 @@ class FrameRunner:
         self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
         self._asked_bytes = self._lowered_bytes = 0  # as given; the same, or where memory ran out
         self._refusal: InfeasibleBudgetError | None = None
+        self._num_refused = 0  # steps that ran although the budget is refused
         self._trials = FrameTrials(trial)
         self._told, self._undropped = set[int](), set[str]()  # smallest peaks; paths of frames
 
@@ -166,15 +169,13 @@ class FrameRunner:
             self._begin_with(first_paths(self._model))
             self._num_forgotten += 1
         self._refusal = self._refusal or self._check.refusal_of_last_step()
-        if self._refusal is not None:
-            raise self._refusal
         if self._budget is None:
             assert self._limit is not None
             self._budget = self._limit.activation_budget_bytes(self._model)
             if self._agreement is not None:
                 self._budget = -self._agreement.largest([-self._budget])[0]
         state = state_of(modules)
-        size = StepSize.of((args, kwargs), memory.held_bytes, state[1], self._agreement)
+        size = StepSize.of((args, kwargs), memory.held_bytes, state[1:], self._agreement)
         shapes = sizes_of(Arguments(self._model.forward, args, dict(kwargs))), size.trained
 
         def step() -> Any:
@@ -183,6 +184,13 @@ class FrameRunner:
             return self._run_frames(args, kwargs)
 
         is_known, call = self._take_needs(size, shapes), (args, kwargs)
+        if self._refusal is not None:
+            # What another kind of step needs is in the error, if it comes soon.
+            is_other = not (is_known or size.is_profiled) or memory.in_flight.has_more
+            if not is_other or self._num_refused == _MOST_REFUSED:
+                raise self._refusal
+            self._num_refused += 1
+            logger.warning("a step of another kind runs before an error: %s", self._refusal)
         if self._is_fallback and memory.needs is None:
             paths = self._trials.repeated(self._paths, self._model, call, step, memory)
             self._keep |= set(self._paths).difference(paths)
@@ -228,9 +236,6 @@ class FrameRunner:
         """Takes what a step of a size needs; whether one was measured that is at least as large.
 
         Calls that were not recorded may have raised the smallest peak above the budget.
-
-        Raises:
-            InfeasibleBudgetError: so they have.
         """
         memory = self._memory
         if memory.has_new_backward and self._agreement is None and not size.is_profiled:
@@ -247,18 +252,17 @@ class FrameRunner:
             return known is not None
         scale = size.num_elements / max(1, needs.num_elements)
         scale = memory.scale = scale if known is not None else max(1.0, scale)
-        if memory.has_second_derivatives or self._captures is None:  # a schedule has none
+        if memory.keeps_graphs or self._captures is None:
             needs.set_schedules(0, {})
         elif known is not None:
             short = memory.available_bytes(self._lowered_bytes) < self._lowered_bytes
             memory.is_capturing = self._captures.begin_step(shapes, needs, scale, is_short=short)
         if self._agreement is not None and needs.has_new_calls:
             needs.agree(self._agreement)
-        memory.budget_bytes = min(self._asked_bytes, max(self._lowered_bytes, needs.minimum_bytes))
-        if memory.budget_bytes < needs.minimum_bytes and not memory.is_capturing:
+        minimum = memory.minimum_bytes(needs)
+        memory.budget_bytes = min(self._asked_bytes, max(self._lowered_bytes, minimum))
+        if memory.budget_bytes < minimum and not memory.is_capturing:
             memory.budget_bytes = self._checked(self._asked_bytes, needs)
-            if self._refusal is not None:
-                raise self._refusal
         return known is not None
 
     def _end_step_before(self, *, goes_on: bool) -> None:
@@ -365,11 +369,14 @@ class FrameRunner:
 
     def _checked(self, budget_bytes: int, needs: StepNeeds) -> int:
         """The budget, or the least peak where that is allowed."""
-        minimum = needs.minimum_bytes
+        minimum = self._memory.minimum_bytes(needs)
+        if self._on_infeasible == "error":
+            several = [each for each in self._measured.values() if each is not None] or [needs]
+            largest = max(several, key=self._memory.minimum_bytes)
+            self._refusal = budget_check.too_small(self._memory, budget_bytes, largest)
         if budget_bytes >= minimum:
             return budget_bytes
         if self._on_infeasible == "error":
-            self._refusal = budget_check.too_small(budget_bytes, needs)
             return minimum
         if minimum not in self._told:
             self._told.add(minimum)

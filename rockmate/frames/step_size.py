@@ -22,7 +22,7 @@ class StepSize(NamedTuple):
         num_elements: of the inputs.
         held_bytes: by frames of earlier steps.
         is_profiled: whether a profiler runs, so that nothing can be recorded.
-        trained: stands for which parameters are trained.
+        trained: stands for which parameters are trained, and in which precision.
         dimensions: of large inputs: of all with so many dimensions, the largest of each.
     """
 
@@ -41,7 +41,7 @@ class StepSize(NamedTuple):
         Args:
             inputs: nested containers and objects with tensors.
             held_bytes: see the attribute.
-            trained: which parameters are.
+            trained: which parameters are, and in which precision.
             agreement: with the ranks that take the same decisions.
         """
         tensors = tensors_within(inputs)

@@ -774,3 +774,21 @@ def test_a_forward_that_somebody_assigned_stays() -> None:
     assigned = model.halting.forward = lambda x, run=model.halting.forward: run(x) * 2
     Planner(model, IMAGE, untraced=("halting",))
     assert model.halting.forward is assigned
+
+
+@made_of(lambda: {"layers": nn.ModuleList(nn.Linear(16, 512) for _ in range(2))})
+class Dropping(nn.Module):
+    """Leaves layers out, at random."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()[:, :16] if torch.rand(()) > 0.4 else x
+        return x
+
+
+def test_layers_that_are_left_out_at_random_count_as_they_run() -> None:
+    """The plan is made where all are left out: the first numbers of this seed are below 0.11."""
+    model, x = nn.Sequential(nn.Linear(16, 16), Dropping()), torch.randn(64, 16)
+    torch.manual_seed(3)
+    plan = RockmateModule(model, x, 1.0, untraced=["1"]).plan
+    assert plan.baseline_peak_bytes > 2 * 64 * 512 * 4

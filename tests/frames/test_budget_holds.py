@@ -128,29 +128,39 @@ def test_calls_of_equal_sizes_that_run_other_ops() -> None:
         assert peak_of(module, x, each) <= (module.frames.budget_bytes or 0)
 
 
-def test_a_backward_that_is_differentiated_counts_with_the_one_of_its_gradients() -> None:
-    module = RockmateModule(Blocks(), None, 0.5, mode="frames", on_infeasible="least")
-    x = torch.randn(200, WIDTH, requires_grad=True)
-
-    def step() -> None:
-        module.zero_grad(set_to_none=False)
-        (slope,) = torch.autograd.grad(module(x), x, create_graph=True)
-        slope.square().sum().backward()
-
-    for _ in range(3):
-        step()
-    assert module.frames is not None
-    assert timeline(step).peak_bytes <= (module.frames.budget_bytes or 0)
+def two_views(module: Any, x: Tensor) -> None:
+    (module(x) + module(2 * x)).backward()
 
 
-def test_what_is_counted_beyond_a_budget_is_counted_once() -> None:
-    """What is added for one step stands in the account of both that are in flight."""
-    plain, x = Blocks(), torch.randn(200, WIDTH)
-    module = RockmateModule(plain, None, 1000, mode="frames", on_infeasible="least")
-    for _ in range(8):
-        (module(x) + module(x)).backward()
-    assert module.frames is not None
-    assert (module.frames.budget_bytes or 0) <= peak_of(plain, x)
+def critic(module: Any, x: Tensor) -> None:
+    """Two forwards beside a graph that is kept for a second derivative, as of a penalty."""
+    mixed = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(module(mixed), mixed, create_graph=True)
+    (slope.square().sum() + module(x) - module(-x)).backward()
+
+
+def two_losses(module: Any, x: Tensor) -> None:
+    loss = module(x)
+    loss.backward(retain_graph=True)
+    loss.square().backward()
+
+
+@pytest.mark.parametrize(
+    ("script", "share", "times"), [(two_views, 0.5, 1), (two_losses, 0.4, 1), (critic, 1.0, 3)]
+)
+def test_the_budget_that_an_error_names_is_kept(script: Any, share: float, times: int) -> None:
+    plain, x, budget = Blocks(), torch.randn(200, WIDTH), 1000
+    for refused in [True] * times + [False]:
+        module = RockmateModule(plain, None, budget, mode="frames")
+        try:
+            for _ in range(9):
+                plain.zero_grad(set_to_none=False)
+                script(module, x)
+        except InfeasibleBudgetError as error:
+            assert refused
+            budget = error.minimum_bytes
+    assert budget <= share * timeline(lambda: script(plain, x)).peak_bytes
+    assert timeline(lambda: script(module, x)).peak_bytes <= budget
 
 
 def test_blocks_that_are_sequences_of_layers() -> None:
@@ -270,6 +280,18 @@ def test_several_forwards_of_which_no_call_can_be_a_frame(num_alone: int) -> Non
     for _ in range(40):  # never a backward
         evaluated(x)
     assert not is_profiling()
+
+
+def test_a_model_that_gets_another_precision_is_measured_anew() -> None:
+    plain, x = Blocks(), torch.randn(256, WIDTH)
+    module = RockmateModule(plain, None, 0.5, mode="frames")
+    for _ in range(3):
+        module(x).backward()
+    plain.double()
+    for _ in range(4):
+        module(x.double()).backward()
+    assert module.frames is not None
+    assert peak_of(module, x.double()) <= (module.frames.budget_bytes or 0)
 
 
 def test_players_that_are_trained_in_turn(caplog: pytest.LogCaptureFixture) -> None:

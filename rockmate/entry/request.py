@@ -13,21 +13,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rockmate._util import begin_stage, gc_paused, stages_shown
-from rockmate.budget import (
-    Budget,
-    OnInfeasible,
-    is_share,
-    parse_budget,
-    size_text,
-    slowdown_of,
-)
+from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget, size_text, slowdown_of
 from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.traced_forward import first_call_awaited
 from rockmate.errors import InfeasibleBudgetError, InfeasibleMemoryLimitError
 from rockmate.memory_limit import MemoryLimit
 from rockmate.offload.weight_home import homes_of
 from rockmate.plan.plan import Plan
-from rockmate.planning.options import PlanOptions
+from rockmate.planning.options import AT_HOME, PlanOptions
 from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.step import CapturedStep, capture_step, checked_step
 from rockmate.planning.stored_plans import StoredPlan, may_store
@@ -136,30 +129,40 @@ class PlanRequest:
 
         with first_call_awaited():
             session = PlanningSession(model, sample_input, self.options, captured=captured)
-        if budget is None:
-            # The process holds more memory once it has planned.
-            if session.weights is not None:  # what is left is left to activations and to weights
-                plain = plain_model(model)
-                if not pending_steps_of(plain).runners_of(plain):
-                    homes_of(plain).hold(session.weights.named, self.options.moves)
-            self._call_within(session, self._room(model))
-            budget = self._room(model)
-        elif share_bytes is None:
-            budget = self._less(budget, session.baseline_peak_bytes)
+        if share_bytes is None:
+            budget = self._left(session, model, budget)
+        assert budget is not None
         return self._session_call(session, budget, stored)
 
     def planned_call_for_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:
         """Measures and plans a captured step of other sizes; errors as for `Planner.plan`.
 
         The budget is in bytes: a fraction of the step's own peak would be another number of bytes
-        than for the sample.
+        than for the sample. Where it bounds weights, too, it is the whole bound, of which a plan
+        has what its weights leave.
         """
-        stored = StoredPlan.of(step, self._asked(budget_bytes), self.options)
-        if (call := self._stored_call(stored, step.model, budget_bytes)) is not None:
+        is_whole = self.options.weights in AT_HOME
+        budget = self._budget(None) if is_whole else budget_bytes
+        stored = StoredPlan.of(step, self._asked(budget), self.options)
+        if (call := self._stored_call(stored, step.model, budget)) is not None:
             return call
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
-        return self._session_call(PlanningSession.of(step, self.options), budget_bytes, stored)
+        session = PlanningSession.of(step, self.options)
+        left = self._left(session, step.model, budget) if is_whole else budget_bytes
+        return self._session_call(session, left, stored)
+
+    def _left(self, session: PlanningSession, model: nn.Module, budget: Budget | None) -> Budget:
+        """The budget of a plan, without the room for what steps take beyond theirs."""
+        if budget is not None:
+            return self._less(budget, session.baseline_peak_bytes)
+        # The process holds more memory once it has planned.
+        if session.weights is not None:  # what is left is left to activations and to weights
+            plain = plain_model(model)
+            if not pending_steps_of(plain).runners_of(plain):
+                homes_of(plain).hold(session.weights.named, self.options.moves)
+        self._call_within(session, self._room(model))
+        return self._room(model)
 
     def _budget(self, share_bytes: int | None) -> Budget | None:
         """The activation budget of one method; None where that is what a limit leaves."""

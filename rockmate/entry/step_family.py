@@ -24,12 +24,7 @@ from rockmate.capture.roles import Capture
 from rockmate.capture.signature import CallSignature, SampleCall
 from rockmate.capture.size_template import SizedNumbers, SizeGroups, SizesNotCoveredError
 from rockmate.costs.layout_check import check_traced
-from rockmate.errors import (
-    InvalidSampleError,
-    KernelLayoutError,
-    MarkError,
-    UnsupportedModelError,
-)
+from rockmate.errors import InvalidSampleError, KernelLayoutError, MarkError, UnsupportedModelError
 from rockmate.fusion.report import COMPILE_LIMIT_S
 from rockmate.fusion.rewrite import Fusion
 from rockmate.graph.ir import Graph
@@ -354,13 +349,7 @@ class StepFamily:
                 compile_limit_s=self._compile_limit_s,
             )
         return step_of(
-            capture,
-            self._model,
-            call,
-            self._planned.state,
-            options,
-            like=like,
-            fusion=fusion,
+            capture, self._model, call, self._planned.state, options, like=like, fusion=fusion
         )
 
     def has_kernels_alike(self, call: CallSignature, planned: CallSignature) -> bool:

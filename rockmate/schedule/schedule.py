@@ -150,10 +150,7 @@ def moved_like(other: Schedule, graph: Graph) -> Schedule | None:
 
 
 def last_reads(
-    graph: Graph,
-    forward: Sequence[int],
-    backward: Sequence[int],
-    moves: Sequence[Move] = (),
+    graph: Graph, forward: Sequence[int], backward: Sequence[int], moves: Sequence[Move] = ()
 ) -> list[list[Storage]]:
     """For each position the storages whose last read that run is, so that it may take their memory.
 
@@ -167,10 +164,7 @@ def last_reads(
 
 
 def find_in_place(
-    graph: Graph,
-    forward: Sequence[int],
-    backward: Sequence[int],
-    moves: Sequence[Move] = (),
+    graph: Graph, forward: Sequence[int], backward: Sequence[int], moves: Sequence[Move] = ()
 ) -> frozenset[int]:
     """Positions whose op has an in-place form and one operand whose memory ends there.
 

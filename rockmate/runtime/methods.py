@@ -21,8 +21,8 @@ from rockmate.state.tensors import tensors_in
 logger = logging.getLogger(__name__)
 
 _ABOVE = (
-    "Write @rockmate.plan_step(modules=[...], budget=...) above %s, with the names of the "
-    "submodules that it calls, or wrap these in place of the LightningModule."
+    "Write @rockmate.plan_step(modules=[...], budget=...) above %s, without a batch_idx, with the "
+    "names of the submodules that it calls; or wrap these in place of the LightningModule."
 )
 
 

@@ -8,6 +8,7 @@ used once. What misses is an error, never a capture that is silently another.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -185,10 +186,11 @@ def _accumulation() -> None:
 def _allocations() -> None:
     if engine.is_profiling():  # one profiler runs at a time
         return
-    found = peak_beyond_result(lambda: torch.empty(1000).clone().clone(), _CPU)
+    make = functools.partial(torch.empty, 4000, dtype=torch.int8)
+    found = peak_beyond_result(lambda: make().clone().clone(), _CPU)
     _expect(found == 4000, f"{found} bytes are counted for 4000")
     recording = Recording(_CPU)
-    kept = torch.empty(1000)
+    kept = make()
     (stretch,) = recording.stop()
     _expect(stretch.peak_bytes == kept.nbytes, f"{stretch.peak_bytes} bytes are counted for 4000")
 

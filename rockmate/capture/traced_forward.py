@@ -263,7 +263,7 @@ class TracedForward(nn.Module):
         tensors, carriers = tensors[:num_inputs], tensors[num_inputs:]
         args, kwargs = self.structure.rebuild(list(tensors))
         self.held.put(dict(self.named_buffers(recurse=False)))
-        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        members = named_members(self.model)
         before = AttributeState(self.model)
         self.reader, self.log = ValueReader(self._sample, carriers), WriteLog(self.log.places)
         for place in self.log.places:
@@ -287,7 +287,7 @@ class TracedForward(nn.Module):
             changed = [each for each, one in pairs if snapshot(each.value()) != one]
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())
-            replaced = _replaced(self.model, buffers)
+            replaced = _replaced(self.model, members)
             self.left, assigned = LeftBehind.of(accesses, before)
             self.outputs, flat = TracedOutputs.of(
                 output,
@@ -325,19 +325,22 @@ def _attribute_error(place: Place, value: Any) -> UnsupportedModelError:
 def _replaced(
     model: nn.Module, before: dict[str, torch.Tensor]
 ) -> list[tuple[Place, torch.Tensor]]:
-    """The buffers that a forward has assigned another tensor to, which are outputs of the step."""
-    found, after = [], dict(model.named_buffers(remove_duplicate=False))
-    for name in sorted(before.keys() | after.keys()):
-        if before.get(name) is after.get(name):
-            continue
-        path, _, own = name.rpartition(".")
+    """The buffers that a forward has assigned another tensor to, which are outputs of the step.
+
+    A parametrization that is taken off puts its parameter's stand-in in a trace among the buffers.
+    """
+    found, after = [], named_members(model)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    for name in sorted(before.keys() | buffers.keys()):
         if name not in after:
             msg = (
-                f"the model's forward removes its buffer {name}, which a captured graph cannot "
-                "repeat. Leave the buffer there, and change it."
+                f"the model's forward removes its {name}, which a captured graph cannot repeat. "
+                "Leave the tensor there, and change it."
             )
             raise UnsupportedModelError(msg)
-        found.append((Place(model.get_submodule(path), own), after[name]))
+        if name in buffers and before.get(name) is not after[name]:
+            path, _, own = name.rpartition(".")
+            found.append((Place(model.get_submodule(path), own), after[name]))
     return found
 
 

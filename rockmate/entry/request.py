@@ -22,7 +22,7 @@ from rockmate.errors import InfeasibleBudgetError, InfeasibleMemoryLimitError
 from rockmate.memory_limit import MemoryLimit
 from rockmate.offload.weight_home import homes_of
 from rockmate.plan.plan import Plan
-from rockmate.planning.options import PlanOptions
+from rockmate.planning.options import AT_HOME, PlanOptions
 from rockmate.planning.simulated_capture import captured_step
 from rockmate.planning.step import CapturedStep, capture_step, checked_step
 from rockmate.planning.stored_plans import StoredPlan, may_store
@@ -111,8 +111,8 @@ class PlanRequest:
     def _planned_call(
         self, model: nn.Module, sample: SampleCall, share_bytes: int | None
     ) -> PlannedCall:
-        plain, budget = plain_model(model), self._budget(share_bytes)
-        capture = partial(captured_step, plain, sample, self.options)
+        budget = self._budget(share_bytes)
+        capture = partial(captured_step, plain_model(model), sample, self.options)
         captured, stored = list[CapturedStep](), None
         if may_store(self.options):
             with first_call_awaited(), gc_paused():
@@ -125,29 +125,39 @@ class PlanRequest:
 
         with first_call_awaited():
             session = PlanningSession.capturing(model, capture, self.options, captured)
-        if budget is None:
-            # The process holds more memory once it has planned.
-            # What is left is left to activations and to weights.
-            if session.weights is not None and not pending_steps_of(plain).runners_of(plain):
-                homes_of(plain).hold(session.weights.named, self.options.moves)
-            self._call_within(session, self._room(model))
-            budget = self._room(model)
-        elif share_bytes is None:
-            budget = self._less(budget, session.baseline_peak_bytes)
+        if budget is None or share_bytes is None:
+            budget = self._left(session, model, budget)
         return self._session_call(session, budget, stored)
 
     def planned_call_for_step(self, step: CapturedStep, budget_bytes: int) -> PlannedCall:
         """Measures and plans a captured step of other sizes; errors as for `Planner.plan`.
 
         The budget is in bytes: a fraction of the step's own peak would be another number of bytes
-        than for the sample.
+        than for the sample. Where it bounds weights, too, it is the whole bound, of which a plan
+        has what its weights leave.
         """
-        stored = StoredPlan.of(step, self._asked(budget_bytes), self.options)
-        if (call := self._stored_call(stored, step.model, budget_bytes)) is not None:
+        is_whole = self.options.weights in AT_HOME
+        budget = self._budget(None) if is_whole else budget_bytes
+        stored = StoredPlan.of(step, self._asked(budget), self.options)
+        if (call := self._stored_call(stored, step.model, budget)) is not None:
             return call
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
-        return self._session_call(PlanningSession.of(step, self.options), budget_bytes, stored)
+        session = PlanningSession.of(step, self.options)
+        left = self._left(session, step.model, budget) if is_whole else budget_bytes
+        return self._session_call(session, left, stored)
+
+    def _left(self, session: PlanningSession, model: nn.Module, budget: Budget | None) -> Budget:
+        """The budget of a plan, without the room for what steps take beyond theirs."""
+        if budget is not None:
+            return self._less(budget, session.baseline_peak_bytes)
+        # The process holds more memory once it has planned.
+        if session.weights is not None:  # what is left is left to activations and to weights
+            plain = plain_model(model)
+            if not pending_steps_of(plain).runners_of(plain):
+                homes_of(plain).hold(session.weights.named, self.options.moves)
+        self._call_within(session, self._room(model))
+        return self._room(model)
 
     def _budget(self, share_bytes: int | None) -> Budget | None:
         """The activation budget of one method; None where that is what a limit leaves."""

@@ -19,6 +19,7 @@ from rockmate._torch.pytree import tree_map_only
 from rockmate.capture.compiled_model import plain_model
 from rockmate.entry.module import RockmateModule
 from rockmate.errors import InvalidArgumentError, InvalidSampleError, UnsupportedModelError
+from rockmate.runtime.methods import is_of_lightning
 from rockmate.runtime.model_checks import raise_as_eager
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class PlannedStep:
         """Plans for a sample, or else at the first call; arguments are those of `plan_step`."""
         model = step_module(function, modules)
         owner = getattr(function, "__self__", None)
-        self._logs = any(each.__name__ == "LightningModule" for each in type(owner).__mro__)
+        self._logs = is_of_lightning(owner)
         if self._logs:
             model.forward = _with_logs(function, owner)
         try:

@@ -145,7 +145,7 @@ def _planned_loss(
             try:
                 return step(read, **keywords)
             except (UnsupportedModelError, InvalidSampleError, TrialError) as error:
-                is_planned = False
+                is_planned, step.module = False, module  # which has the plan
                 logger.warning("the model alone is planned, not what computes the loss: %s", error)
         return compute_loss(module, inputs, **keywords)
 

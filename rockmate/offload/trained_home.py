@@ -67,7 +67,7 @@ _HOOKS: list[Any] = []
 
 def keep_at(ground: Ground | None, parameter: torch.Tensor) -> None:
     """Has the gradient and state of a parameter there from now on; None has them on the device."""
-    if _ground_of(parameter) is ground:  # as before each step but the first
+    if ground_of(parameter) is ground:  # as before each step but the first
         return
     if ground is None:
         del _GROUND_OF[id(parameter)]
@@ -79,20 +79,21 @@ def keep_at(ground: Ground | None, parameter: torch.Tensor) -> None:
     _GROUND_OF[key] = own, ground
 
 
-def _ground_of(parameter: torch.Tensor) -> Ground | None:
+def ground_of(parameter: torch.Tensor) -> Ground | None:
+    """Where its gradient and state are at home; None if they are on the device."""
     found, ground = _GROUND_OF.get(id(parameter), (None, None))
     return ground if found is not None and found() is parameter else None
 
 
 def gradient_at_home(parameter: torch.Tensor) -> torch.Tensor | None:
     """Memory at home for a gradient; None if it is to be on the device."""
-    ground = _ground_of(parameter) if _GROUND_OF else None
+    ground = ground_of(parameter) if _GROUND_OF else None
     return None if ground is None else ground.take(parameter)
 
 
 def send_gradient_home(parameter: torch.Tensor) -> None:
     """Sends the gradient home that autograd has put into `.grad`, if it is to be there."""
-    ground = _ground_of(parameter) if _GROUND_OF else None
+    ground = ground_of(parameter) if _GROUND_OF else None
     if ground is not None and parameter.grad is not None:
         parameter.grad = _sent(parameter.grad, ground)
 
@@ -100,7 +101,7 @@ def send_gradient_home(parameter: torch.Tensor) -> None:
 def _send_state_home(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """After each step of any optimizer, what it has made of late."""
     for parameter, state in optimizer.state.items():
-        ground = _ground_of(parameter) if isinstance(parameter, torch.Tensor) else None
+        ground = ground_of(parameter) if isinstance(parameter, torch.Tensor) else None
         if ground is not None and isinstance(state, dict):
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.device == parameter.device:

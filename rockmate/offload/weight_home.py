@@ -146,10 +146,7 @@ class WeightHomes:
         return place is not None and _like(place.mapped) == _like(weight)
 
     def _make_places(
-        self,
-        weights: Iterable[torch.Tensor],
-        request: OffloadRequest,
-        device: torch.device | None,
+        self, weights: Iterable[torch.Tensor], request: OffloadRequest, device: torch.device | None
     ) -> None:
         tier = tier_of(self._root(), replace(request, host_bytes=None))
         offsets, end = list[int](), 0

@@ -177,7 +177,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 def _content(text: str, origin: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise PlanFileError(
             f"{origin} is no JSON ({error}): it is cut off or damaged, or no plan. "
             "Save the plan again."

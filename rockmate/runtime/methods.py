@@ -20,23 +20,27 @@ from rockmate.state.tensors import tensors_in
 
 logger = logging.getLogger(__name__)
 
+_ABOVE = (
+    "Write @rockmate.plan_step(modules=[...], budget=...) above %s, without a batch_idx, with the "
+    "names of the submodules that it calls; or wrap these in place of the LightningModule."
+)
+
+
+def is_of_lightning(owner: object) -> bool:
+    """Whether it is a LightningModule, whose methods call `self.log` of a trainer."""
+    return any(each.__name__ == "LightningModule" for each in owner.__class__.__mro__)
+
 
 def names_of_methods(model: nn.Module, names: Collection[str], *, has_plan: bool) -> list[str]:
-    """The methods to plan beside `forward`, each once.
-
-    Args:
-        model: whose they are.
-        names: as the user gave them.
-        has_plan: whether a plan was given, which is one of `forward`.
+    """The methods to plan beside `forward`, each once; `has_plan` where a plan was given.
 
     Raises:
-        InvalidArgumentError: a plan was given, too; or the names are not in a list; the model has
-            no such method, or it is one of every module.
+        InvalidArgumentError: a plan was given, which is one of `forward`; the names are not in a
+            list; or the model has no such method, or it is one of every module or of Lightning's.
     """
     if isinstance(names, str):
-        raise InvalidArgumentError(
-            f"methods is {names!r}; give a list of names, methods=[{names!r}]."
-        )
+        msg = f"methods is {names!r}; give a list of names, methods=[{names!r}]."
+        raise InvalidArgumentError(msg)
     found = [name for name in dict.fromkeys(names) if name != "forward"]
     if found and has_plan:
         msg = "a given plan is one of forward: leave methods out, or give a budget."
@@ -60,6 +64,9 @@ def names_of_methods(model: nn.Module, names: Collection[str], *, has_plan: bool
                 f"method to train by.{hint}"
             )
             raise InvalidArgumentError(msg)
+        if is_of_lightning(model):
+            msg = f"methods names {name!r}, and what a LightningModule logs is no part of a plan."
+            raise InvalidArgumentError(f"{msg} {_ABOVE % name}")
     return found
 
 
@@ -148,11 +155,11 @@ class Methods:
                 return output
             if any(each.grad_fn is not None for each in tensors_in(output)):
                 self.told.append(name)
-                logger.warning(
-                    "no budget is kept for the method %s, by which this step trains. To have it "
-                    "planned, write RockmateModule(model, ..., methods=%r).",
-                    name, [*self.planned, *self.told],
-                )  # fmt: skip
+                names = [*self.planned, *self.told]
+                advice = f"To have it planned, write RockmateModule(model, ..., methods={names!r})."
+                advice = _ABOVE % name if is_of_lightning(wrapper) else advice
+                msg = "no budget is kept for the method %s, by which this step trains. %s"
+                logger.warning(msg, name, advice)
             return output
 
         return watched

@@ -22,6 +22,7 @@ from rockmate._torch.storage import bytes_of
 from rockmate.budget import size_text
 from rockmate.capture.structure import loss_of
 from rockmate.capture.trace_state import DifferentiatedError
+from rockmate.offload.trained_home import ground_of
 from rockmate.runtime.ddp import is_distributed
 from rockmate.state.digest import Fingerprint
 from rockmate.state.tensors import storages_of, tensors_in
@@ -113,8 +114,8 @@ class PlainGradients:
         Args:
             forward: of the plain model.
             undo: puts the state before the call back.
-            reader: of outcomes. Its writes keep the budget; new gradients do not count, as in the
-                step itself.
+            reader: of outcomes. Its writes keep the budget. As in the step itself, new gradients do
+                not count, but those that a step has at home, and this backward in memory.
             conditions: of the trial.
         """
         before, writes = reader.before, reader.writes
@@ -127,7 +128,8 @@ class PlainGradients:
         try:
             self.reason = self._obstacle()
             if not self.reason:
-                with writes.noted(plain.evict, more_bytes=sum(map(bytes_of, self._leaves))):
+                resident = (each for each in self._leaves if ground_of(each) is None)
+                with writes.noted(plain.evict, more_bytes=sum(map(bytes_of, resident))):
                     self._found = self._numbers(plain.run(), is_plain=True)
                 self.left = reader.outcome(None) if plain.num_runs == 1 else None
         except (OutOfBudget, torch.OutOfMemoryError):

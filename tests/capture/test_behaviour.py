@@ -24,11 +24,15 @@ def does_nothing(*_: Any, **__: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_tried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(behaviour, "_passed", set())
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
-def test_the_installed_versions_behave() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_installed_versions_behave(dtype: torch.dtype) -> None:
+    torch.set_default_dtype(dtype)  # as Lightning's "bf16-true" does
     state = torch.get_rng_state()
     behaviour.check_behaviour()
     assert behaviour._passed == behaviour._CHECKS.keys()

@@ -214,6 +214,10 @@ def test_calls_of_other_sizes_have_the_bits_of_eager(tmp_path: Path) -> None:
     for number in (16, 32, 40, 16):
         x = rows(3, number)
         same_step(module, eager, x)
+    home: dict[str, Any] = {"offload": f"disk:{tmp_path}", "weights": "auto", **QUICK}
+    module = RockmateModule(model, rows(), 2 * frozen_bytes(model), **home)
+    same_step(module, eager, rows(3, 40))  # within the whole bound, not what activations had of it
+    assert not module.plan.schedule.fetches
 
 
 def test_a_kept_graph_and_two_forwards_have_the_bits_of_eager(tmp_path: Path) -> None:

@@ -152,8 +152,7 @@ def moving_averages(wrap: Wrap) -> Numbers:
 
 
 @pytest.mark.parametrize(
-    "script",
-    [digits_with_test_epochs, adversarial, neural_style, moving_averages],
+    "script", [digits_with_test_epochs, adversarial, neural_style, moving_averages]
 )
 def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:
     assert differences(script) == []

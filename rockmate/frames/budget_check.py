@@ -20,7 +20,7 @@ from rockmate._torch.storage import bytes_of
 from rockmate.budget import Budget, parse_budget, size_text
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.frames.memory import Memory
-from rockmate.frames.needs import FrameKey, StepNeeds
+from rockmate.frames.needs import FrameKey
 
 logger = logging.getLogger(__name__)
 
@@ -145,16 +145,6 @@ class PeakCheck:
 
 
 # --- errors and lines of the log ------------------------------------------------------------------
-
-
-def too_small(memory: Memory, budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError | None:
-    """The error for a budget below the smallest peak; None if it is not."""
-    minimum_bytes = memory.minimum_bytes(needs)
-    if budget_bytes >= minimum_bytes:
-        return None
-    largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
-    where = f"{largest} in batches as large as those so far"
-    return InfeasibleBudgetError(budget_bytes, minimum_bytes, where=where)
 
 
 def lowered(memory: Memory, key: FrameKey) -> int | None:

@@ -20,19 +20,19 @@ from rockmate._torch.engine import (
     records_plainly,
 )
 from rockmate._torch.members import module_at, modules_within
-from rockmate.budget import Budget, OnInfeasible, parse_budget, size_text
+from rockmate.budget import Budget, OnInfeasible, parse_budget
 from rockmate.capture.compiled_model import has_compiled, uncompiled
-from rockmate.errors import InfeasibleBudgetError, TrialError
+from rockmate.errors import TrialError
 from rockmate.frames import budget_check
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.budget_check import PeakCheck
 from rockmate.frames.call import Arguments, Call, items_noted, sizes_of
 from rockmate.frames.call_history import state_of
 from rockmate.frames.frame import Frame, unhooked
-from rockmate.frames.knapsack import decidable_bytes
 from rockmate.frames.memory import Counts, Memory
 from rockmate.frames.needs import FrameKey, StepNeeds
 from rockmate.frames.recorder import StepRecorder, call_before_steps
+from rockmate.frames.refusal import Refusal
 from rockmate.frames.report import FramesReport, report_of
 from rockmate.frames.selection import ReplacedForwards, first_paths, frames_to_split, split
 from rockmate.frames.step_size import StepSize
@@ -47,8 +47,6 @@ logger = logging.getLogger(__name__)
 
 _MOST_FORGOTTEN = 4
 """How often all is measured anew because frames have a backward that had none."""
-_MOST_REFUSED = 8
-"""Steps, each of a kind of its own, that are measured before a budget is refused."""
 _MOST_TOGETHER = 256  # forwards of one recording: a script may never call backward
 
 
@@ -87,7 +85,7 @@ class FrameRunner:
             UnsupportedModelError: FSDP1 has sharded the model.
         """
         refuse_flat_parameters(model)
-        self._model, self._on_infeasible, self._is_fallback = model, on_infeasible, is_fallback
+        self._model, self._is_fallback = model, is_fallback
         self._budget: Budget | None = None if isinstance(budget, MemoryLimit) else budget
         self._limit = budget if isinstance(budget, MemoryLimit) else None
         self._keep = frozenset(keep)
@@ -117,10 +115,9 @@ class FrameRunner:
         may_refuse = on_infeasible == "error" and not is_fallback
         self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
         self._asked_bytes = self._lowered_bytes = 0  # as given; the same, or where memory ran out
-        self._refusal: InfeasibleBudgetError | None = None
-        self._num_refused = 0  # steps that ran although the budget is refused
+        self._refusal = Refusal(self._memory, on_infeasible)
         self._trials = FrameTrials(trial)
-        self._told, self._undropped = set[int](), set[str]()  # smallest peaks; paths of frames
+        self._undropped = set[str]()  # paths of frames
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -168,7 +165,7 @@ class FrameRunner:
             self._module_ids = ids
             self._begin_with(first_paths(self._model))
             self._num_forgotten += 1
-        self._refusal = self._refusal or self._check.refusal_of_last_step()
+        self._refusal.error = self._refusal.error or self._check.refusal_of_last_step()
         if self._budget is None:
             assert self._limit is not None
             self._budget = self._limit.activation_budget_bytes(self._model)
@@ -184,13 +181,7 @@ class FrameRunner:
             return self._run_frames(args, kwargs)
 
         is_known, call = self._take_needs(size, shapes), (args, kwargs)
-        if self._refusal is not None:
-            # What another kind of step needs is in the error, if it comes soon.
-            is_other = not (is_known or size.is_profiled) or memory.in_flight.has_more
-            if not is_other or self._num_refused == _MOST_REFUSED:
-                raise self._refusal
-            self._num_refused += 1
-            logger.warning("a step of another kind runs before an error: %s", self._refusal)
+        self._refusal.raise_if_due(is_known=is_known or size.is_profiled)
         if self._is_fallback and memory.needs is None:
             paths = self._trials.repeated(self._paths, self._model, call, step, memory)
             self._keep |= set(self._paths).difference(paths)
@@ -262,7 +253,7 @@ class FrameRunner:
         minimum = memory.minimum_bytes(needs)
         memory.budget_bytes = min(self._asked_bytes, max(self._lowered_bytes, minimum))
         if memory.budget_bytes < minimum and not memory.is_capturing:
-            memory.budget_bytes = self._checked(self._asked_bytes, needs)
+            memory.budget_bytes = self._taken(self._asked_bytes, needs)
         return known is not None
 
     def _end_step_before(self, *, goes_on: bool) -> None:
@@ -308,7 +299,8 @@ class FrameRunner:
         assert self._budget is not None
         if not recorder.has_frames and (is_measured or memory.needs is None):
             self._measured[size] = None  # measured anew where a larger one comes
-            self._refusal = self._check.refusal_without_frames(self._budget, recorder.peak_bytes)
+            refusal = self._check.refusal_without_frames(self._budget, recorder.peak_bytes)
+            self._refusal.error = refusal
             return
         if not is_measured:
             peaks = [each.peak_bytes for each in needs.by_key.values() if recorder.has_ended]
@@ -341,7 +333,7 @@ class FrameRunner:
         self._lowered_bytes = budget_bytes
         # Captured insides may need less than frames as in eager.
         may_need_less = self._captures is not None and budget_bytes >= needs.outside_bytes
-        memory.budget_bytes = budget_bytes if may_need_less else self._checked(budget_bytes, needs)
+        memory.budget_bytes = budget_bytes if may_need_less else self._taken(budget_bytes, needs)
 
     def _begin_with(
         self, paths: Collection[str], before: tuple[list[str], StepNeeds, StepSize] | None = None
@@ -367,22 +359,8 @@ class FrameRunner:
             self._begin_with(reduce(partial(split, self._model), paths, self._paths))
         return bool(paths)
 
-    def _checked(self, budget_bytes: int, needs: StepNeeds) -> int:
-        """The budget, or the least peak where that is allowed."""
-        minimum = self._memory.minimum_bytes(needs)
-        if self._on_infeasible == "error":
-            several = [each for each in self._measured.values() if each is not None] or [needs]
-            largest = max(several, key=self._memory.minimum_bytes)
-            self._refusal = budget_check.too_small(self._memory, budget_bytes, largest)
-        if budget_bytes >= minimum:
-            return budget_bytes
-        if self._on_infeasible == "error":
-            return minimum
-        if minimum not in self._told:
-            self._told.add(minimum)
-            text = "the budget of %s is below the smallest peak of frames, %s, which is taken"
-            logger.warning(text, size_text(budget_bytes), size_text(minimum))
-        return decidable_bytes(minimum, len(needs.by_key))
+    def _taken(self, budget_bytes: int, needs: StepNeeds) -> int:
+        return self._refusal.taken(budget_bytes, needs, self._measured.values())
 
     @contextmanager
     def _frames_installed(self) -> Iterator[None]:

@@ -1,0 +1,75 @@
+"""What becomes of a budget below the smallest peak of frames: an error, or that peak."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from rockmate.budget import OnInfeasible, size_text
+from rockmate.errors import InfeasibleBudgetError
+from rockmate.frames.knapsack import decidable_bytes
+from rockmate.frames.memory import Memory
+from rockmate.frames.needs import StepNeeds
+
+logger = logging.getLogger(__name__)
+
+_MOST_WAITS = 8
+"""Steps, each of a kind of its own, that run at their smallest peak before the error."""
+
+
+class Refusal:
+    """Of the budget of one model.
+
+    Steps of another kind than those so far may need more, and the error is to name a budget that
+    all of them keep. So it waits for those that come next.
+
+    Attributes:
+        error: None while the budget is kept.
+    """
+
+    def __init__(self, memory: Memory, on_infeasible: OnInfeasible) -> None:
+        """The budget is not known to be too small; for the arguments, see `FrameRunner`."""
+        self.error: InfeasibleBudgetError | None = None
+        self._memory, self._is_error = memory, on_infeasible == "error"
+        self._num_waits, self._told = 0, set[int]()
+
+    def raise_if_due(self, *, is_known: bool) -> None:
+        """Raises the error, if there is one.
+
+        Args:
+            is_known: whether a step as large as the one that begins was measured.
+
+        Raises:
+            InfeasibleBudgetError: so it is, or too many steps have run since.
+        """
+        if self.error is None:
+            return
+        is_other = not is_known or self._memory.in_flight.has_more
+        if not is_other or self._num_waits == _MOST_WAITS:
+            raise self.error
+        self._num_waits += 1
+        logger.warning("a step of another kind runs before an error: %s", self.error)
+
+    def taken(
+        self, budget_bytes: int, needs: StepNeeds, measured: Iterable[StepNeeds | None]
+    ) -> int:
+        """The budget, or the smallest peak of a step; of all that were measured in the error."""
+        minimum = self._memory.minimum_bytes(needs)
+        if self._is_error:
+            several = [needs, *(each for each in measured if each is not None)]
+            self.error = self._error(budget_bytes, max(several, key=self._memory.minimum_bytes))
+        if self._is_error or budget_bytes >= minimum:
+            return max(budget_bytes, minimum)
+        if minimum not in self._told:
+            self._told.add(minimum)
+            text = "the budget of %s is below the smallest peak of frames, %s, which is taken"
+            logger.warning(text, size_text(budget_bytes), size_text(minimum))
+        return decidable_bytes(minimum, len(needs.by_key))
+
+    def _error(self, budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError | None:
+        minimum_bytes = self._memory.minimum_bytes(needs)
+        if budget_bytes >= minimum_bytes:
+            return None
+        largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
+        where = f"{largest} in batches as large as those so far"
+        return InfeasibleBudgetError(budget_bytes, minimum_bytes, where=where)

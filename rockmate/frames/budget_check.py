@@ -47,7 +47,7 @@ class PeakCheck:
         """
         self._model, self._memory, self._may_refuse = model, memory, may_refuse
         self._num_steps = self._num_passed = self._real_bytes = self._told_bytes = 0
-        self._was_looked_at = self._is_suspect = False
+        self._was_looked_at, self._num_asked_for = False, 0
         self._cleared_bytes = 0  # an account of so much was of a step within the budget
 
     def is_due(self, *, is_profiled: bool) -> bool:
@@ -69,8 +69,8 @@ class PeakCheck:
             memory.at_end = partial(self._end, begin_bytes, known_bytes, gradient_bytes)
             return False
         is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
-        is_asked_for = self._is_suspect or self._num_passed == 1 or is_power_of_two
-        return not is_profiled and self._num_steps > 1 and is_asked_for
+        is_asked_for = self._num_asked_for or self._num_passed == 1 or is_power_of_two
+        return bool(not is_profiled and self._num_steps > 1 and is_asked_for)
 
     def _end(self, begin_bytes: int, known_bytes: int, gradient_bytes: int) -> None:
         """A backward on CUDA has ended: the peak of the step, without its new gradients."""
@@ -98,9 +98,12 @@ class PeakCheck:
             return None
         allowed_bytes, peak_bytes = _TOLERANCE * budget_bytes, real_bytes
         if not was_looked_at:  # the account may be of too much, as a look at such a step shows
-            self._is_suspect |= memory.peak_bytes > max(allowed_bytes, self._cleared_bytes)
+            if memory.peak_bytes > max(allowed_bytes, self._cleared_bytes):
+                if not self._num_asked_for:
+                    self._tell("may have", memory.peak_bytes, "The next ones are looked at.")
+                self._num_asked_for = 2  # steps of two kinds may take turns
             return None
-        self._is_suspect = False
+        self._num_asked_for = max(0, self._num_asked_for - 1)
         if peak_bytes <= allowed_bytes:
             self._num_passed = 0
             self._cleared_bytes = max(self._cleared_bytes, memory.peak_bytes)
@@ -112,12 +115,15 @@ class PeakCheck:
             return InfeasibleBudgetError(budget_bytes, peak_bytes, where=where)
         if peak_bytes > _TOLERANCE * self._told_bytes:
             self._told_bytes = peak_bytes
-            logger.warning(
-                "a step has taken %s, more than the budget of %s: it ran other ops than the one "
-                "that was measured, or the script held more. The following steps hold less.",
-                size_text(peak_bytes), size_text(budget_bytes),
-            )  # fmt: skip
+            self._tell("has", peak_bytes, "The following steps hold less.")
         return None
+
+    def _tell(self, verb: str, peak_bytes: int, next_step: str) -> None:
+        logger.warning(
+            "a step %s taken %s, more than the budget of %s: it ran other ops than the one that "
+            "was measured, or the script held more. %s",
+            verb, size_text(peak_bytes), size_text(self._memory.budget_bytes or 0), next_step,
+        )  # fmt: skip
 
     def refusal_without_frames(
         self, budget: Budget, peak_bytes: int

@@ -13,6 +13,7 @@ from rockmate._torch.engine import keeps_graph, saving
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError, UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
+from rockmate.frames.in_flight import Step
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey, ScheduleCost
 from rockmate.frames.slots import Saved, Slot, Slots, checked
@@ -259,7 +260,7 @@ class KeptFrame:
     def release(self) -> None:
         """What it saved is free."""
         self._memory.kept_bytes -= self.num_bytes
-        self.num_bytes = 0
+        self.num_bytes, self.step = 0, Step(0)  # the script may hold the graph
 
     def __del__(self) -> None:
         """The graph is free."""

@@ -48,7 +48,7 @@ class StepsInFlight:
         self.present, self.has_backward = Step(0), False
         self._running = weakref.ref(self.present)  # of which a frame runs forward or backward
         self._steps: list[weakref.ref[Step]] = []
-        self._num_before: deque[int] = deque([0], maxlen=_REMEMBERED)
+        self._num_before: deque[int] = deque([0, 0], maxlen=_REMEMBERED)
 
     def begin(self, outside_bytes: int) -> None:
         """A forward begins; see `Step` for the argument."""
@@ -95,9 +95,9 @@ class StepsInFlight:
         """Whether more steps are in flight now than when any of those before began."""
         return self._num_live() > max(self._num_before)
 
-    def most_beside(self, after_bytes: int) -> int:
-        """Bytes of the steps beside which one has run, each with so many when it has ended."""
-        return max(self._num_before) * after_bytes
+    def most_beside(self, after_bytes: int, *, counts_one: bool) -> int:
+        """Bytes of the steps beside which one has run, or several, each with so many at its end."""
+        return sorted(self._num_before)[-1 if counts_one else -2] * after_bytes
 
     def share(self, left_bytes: int, *, least_bytes: int, after_bytes: int) -> int:
         """Of what is left, what the present step may take.

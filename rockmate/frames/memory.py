@@ -178,9 +178,13 @@ class Memory:
             left_bytes = share(self.budget_bytes - held_bytes)
             self.decision = self.calls.decision(needs, left_bytes, self.scale)
 
-    def minimum_bytes(self, needs: StepNeeds) -> int:
-        """The smallest peak, beside as many other steps in flight as there were."""
-        return needs.minimum_bytes + self.in_flight.most_beside(needs.last_bytes)
+    def minimum_bytes(self, needs: StepNeeds, *, counts_one: bool = False) -> int:
+        """The smallest peak, beside as many other steps in flight as there were.
+
+        That so many were in flight once alone counts if it is asked for.
+        """
+        beside_bytes = self.in_flight.most_beside(needs.last_bytes, counts_one=counts_one)
+        return needs.minimum_bytes + beside_bytes
 
     def available_bytes(self, budget_bytes: int) -> int:
         """What frames that cannot be dropped, and those to come, may take.
@@ -350,7 +354,7 @@ class Memory:
         self._in_backward = weakref.ref(frame) if is_kept and not is_differentiated else None
         self.backward_order = frame.order
         self.in_flight.run(frame.step)
-        self.in_flight.has_backward |= not is_kept
+        self.in_flight.has_backward |= not is_differentiated
         # That of its first frame is the last one.
         frame.step.is_over |= frame.order == frame.step.first_order and not is_kept
         self.has_new_backward |= self.is_unmeasured and self.recorder is None

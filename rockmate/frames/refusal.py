@@ -24,12 +24,13 @@ class Refusal:
     all of them keep. So it waits for those that come next.
 
     Attributes:
-        error: None while the budget is kept.
+        of_peak: the error of a real peak; None if none passed the budget.
     """
 
     def __init__(self, memory: Memory, on_infeasible: OnInfeasible) -> None:
         """The budget is not known to be too small; for the arguments, see `FrameRunner`."""
-        self.error: InfeasibleBudgetError | None = None
+        self.of_peak: InfeasibleBudgetError | None = None
+        self._of_minimum: InfeasibleBudgetError | None = None
         self._memory, self._is_error = memory, on_infeasible == "error"
         self._num_waits, self._told = 0, set[int]()
 
@@ -42,13 +43,14 @@ class Refusal:
         Raises:
             InfeasibleBudgetError: so it is, or too many steps have run since.
         """
-        if self.error is None:
+        error = self.of_peak or self._of_minimum
+        if error is None:
             return
         is_other = not is_known or self._memory.in_flight.has_more
         if not is_other or self._num_waits == _MOST_WAITS:
-            raise self.error
+            raise error
         self._num_waits += 1
-        logger.warning("a step of another kind runs before an error: %s", self.error)
+        logger.warning("a step of another kind runs before an error: %s", error)
 
     def taken(
         self, budget_bytes: int, needs: StepNeeds, measured: Iterable[StepNeeds | None]
@@ -57,7 +59,8 @@ class Refusal:
         minimum = self._memory.minimum_bytes(needs)
         if self._is_error:
             several = [needs, *(each for each in measured if each is not None)]
-            self.error = self._error(budget_bytes, max(several, key=self._memory.minimum_bytes))
+            largest = max(several, key=self._memory.minimum_bytes)
+            self._of_minimum = self._error(budget_bytes, largest)
         if self._is_error or budget_bytes >= minimum:
             return max(budget_bytes, minimum)
         if minimum not in self._told:
@@ -67,9 +70,9 @@ class Refusal:
         return decidable_bytes(minimum, len(needs.by_key))
 
     def _error(self, budget_bytes: int, needs: StepNeeds) -> InfeasibleBudgetError | None:
-        minimum_bytes = self._memory.minimum_bytes(needs)
-        if budget_bytes >= minimum_bytes:
+        if budget_bytes >= self._memory.minimum_bytes(needs):
             return None
+        minimum_bytes = self._memory.minimum_bytes(needs, counts_one=True)
         largest = max(needs.by_key, key=lambda key: needs.by_key[key].peak_bytes)
         where = f"{largest} in batches as large as those so far"
         return InfeasibleBudgetError(budget_bytes, minimum_bytes, where=where)

@@ -165,7 +165,7 @@ class FrameRunner:
             self._module_ids = ids
             self._begin_with(first_paths(self._model))
             self._num_forgotten += 1
-        self._refusal.error = self._refusal.error or self._check.refusal_of_last_step()
+        self._refusal.of_peak = self._refusal.of_peak or self._check.refusal_of_last_step()
         if self._budget is None:
             assert self._limit is not None
             self._budget = self._limit.activation_budget_bytes(self._model)
@@ -285,6 +285,7 @@ class FrameRunner:
         """
         memory, recorder = self._memory, self._memory.recorder
         is_within = self._is_running or backward_id() != -1  # as where hooks step optimizers
+        memory.in_flight.has_backward |= not (is_within or only_finished)  # that is differentiated
         if recorder is None or is_within or not recorder.can_stop:
             return
         if only_finished and not recorder.has_ended:
@@ -300,7 +301,7 @@ class FrameRunner:
         if not recorder.has_frames and (is_measured or memory.needs is None):
             self._measured[size] = None  # measured anew where a larger one comes
             refusal = self._check.refusal_without_frames(self._budget, recorder.peak_bytes)
-            self._refusal.error = refusal
+            self._refusal.of_peak = refusal
             return
         if not is_measured:
             peaks = [each.peak_bytes for each in needs.by_key.values() if recorder.has_ended]

@@ -163,6 +163,34 @@ def test_the_budget_that_an_error_names_is_kept(script: Any, share: float, times
     assert timeline(lambda: script(module, x)).peak_bytes <= budget
 
 
+def test_a_second_forward_that_comes_once_does_not_end_the_training() -> None:
+    plain, x, budget = Blocks(), torch.randn(200, WIDTH), 1000
+    for num_steps in (2, 8):
+        module = RockmateModule(plain, None, budget, mode="frames")
+        try:
+            for step in range(num_steps):
+                (module(x) + (module(2 * x) if step == 4 else 0)).backward()
+        except InfeasibleBudgetError as error:
+            budget = error.minimum_bytes
+    assert module.frames is not None
+    assert module.frames.budget_bytes == budget > 1000
+
+
+def test_steps_whose_graphs_are_kept_for_ever_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module, x, measured = (
+        RockmateModule(Blocks(), None, 0.9, mode="frames"),
+        torch.ones(9, WIDTH),
+        [],
+    )
+    monkeypatch.setattr(PeakCheck, "note", lambda _, peak: measured.append(peak))
+    for _ in range(8):
+        loss = module(x)  # lives until the next one has run
+        loss.backward(retain_graph=True)
+    assert measured
+
+
 def test_blocks_that_are_sequences_of_layers() -> None:
     module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
     for _ in range(4):

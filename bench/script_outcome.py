@@ -8,6 +8,7 @@ script is refused, the advice of the error is followed, as a user would, up to s
 from __future__ import annotations
 
 import ast
+import contextlib
 import copy
 import functools
 import logging
@@ -141,10 +142,13 @@ def _attempt(script: Any, settings: Settings, theirs: Any, heard: list[str]) -> 
         difference = random_scripts.difference(ours, theirs, rounding=rounding)
         if difference and is_plan:
             # Under autocast, as docs/guide/limits.md says, a plan adds gradients of several uses of
-            # a weight as eager does without autocast's cache. Elsewhere this changes nothing.
-            with autocast_uncached():
-                theirs = make(script).train()
-            difference = random_scripts.difference(ours, theirs, rounding=rounding)
+            # a weight as eager does without autocast's cache. Elsewhere this changes nothing. With
+            # mode="auto", frames may run the first step.
+            for first in range(2 if settings.mode == "auto" else 1):
+                theirs = _trained_uncached(make(script), first)
+                difference = difference and random_scripts.difference(
+                    ours, theirs, rounding=rounding
+                )
         if difference:
             return {"verdict": "DIFFERS", "detail": difference, "heard": heard}
         if settings.is_plain:
@@ -155,6 +159,20 @@ def _attempt(script: Any, settings: Settings, theirs: Any, heard: list[str]) -> 
     except Exception as error:  # noqa: BLE001
         where = "".join(traceback.format_exception(error)[-4:])
         return {"verdict": "RAW ERROR", "detail": _text(error), "where": where}
+
+
+def _trained_uncached(run: Any, first: int) -> Any:
+    """What a plain run's steps give, from the first of them on without autocast's cache."""
+    prepare = run.prepare_step
+    with contextlib.ExitStack() as stack:
+
+        def prepared(step: int) -> None:
+            if step == first:
+                stack.enter_context(autocast_uncached())
+            prepare(step)
+
+        run.prepare_step = prepared
+        return run.train()
 
 
 def _within(run: Any, settings: Settings, heard: list[str], module: RockmateModule) -> Record:

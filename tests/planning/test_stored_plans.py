@@ -209,7 +209,7 @@ def test_a_file_that_cannot_be_read_is_replaced_with_a_line(
     (file,) = files(folder)
     file.write_text(text)
     start()
-    assert "a stored plan cannot be used, and is made again" in caplog.text
+    assert "a stored plan cannot be used, and is replaced" in caplog.text
     assert Plan.load(file).predicted_peak_bytes == peak_bytes
 
 

@@ -21,7 +21,7 @@ from moves import X, layers, module_of, step
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-import rockmate.runtime.autograd
+import rockmate.runtime.step_arguments
 from rockmate import RockmateModule, send_home
 from rockmate.errors import OffloadError
 from rockmate.offload import pinned_tier, weight_home
@@ -101,7 +101,7 @@ def late_streams(monkeypatch: pytest.MonkeyPatch) -> PinnedTier:
     monkeypatch.setattr(pinned_tier, "_check_device", lambda _: None)
     monkeypatch.setattr(pinned_tier, "_pinned", lambda n: torch.full((n,), 255, dtype=torch.uint8))
     tier = PinnedTier()
-    monkeypatch.setattr(rockmate.runtime.autograd, "tier_of", lambda *_: tier)
+    monkeypatch.setattr(rockmate.runtime.step_arguments, "tier_of", lambda *_: tier)
     return tier
 
 

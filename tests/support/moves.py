@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import rockmate.planning.checked_forms
-import rockmate.runtime.autograd
+import rockmate.runtime.step_arguments
 from rockmate import Plan, Planner, RockmateModule
 from rockmate.costs.cost import Link
 from rockmate.graph.ir import Graph
@@ -171,7 +171,7 @@ class PoisonTier:
 
 def use_poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every step move values to a `PoisonTier`."""
-    monkeypatch.setattr(rockmate.runtime.autograd, "tier_of", lambda *_: PoisonTier())
+    monkeypatch.setattr(rockmate.runtime.step_arguments, "tier_of", lambda *_: PoisonTier())
 
 
 def live_bytes_of_walk(graph: Graph, schedule: Schedule, overhead: Sequence[int]) -> list[int]:

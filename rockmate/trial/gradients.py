@@ -151,7 +151,8 @@ class PlainGradients:
         if any(each.grad_fn is not None for each in tensors_in(self._before.arguments)):
             return "an argument has a graph, whose backward is to run once"
         for each in self._leaves:
-            if each.grad is not None or any(all_hooks_of(each)) or has_node_hooks(each):
+            has_hooks = any(all_hooks_of(each)) or each.is_inference() or has_node_hooks(each)
+            if each.grad is not None or has_hooks:  # an inference tensor has no node for them
                 return f"{self._before.name_of(id(each))} has a gradient or a hook before the step"
         return ""
 

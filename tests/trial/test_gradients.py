@@ -218,3 +218,15 @@ def test_a_hook_at_an_accumulation_node_fires_once(caplog: pytest.LogCaptureFixt
         module(BATCHES[0])["loss"].backward()
     assert "norm.weight has a gradient or a hook before the step" in caplog.text
     assert calls == [1]
+
+
+def test_data_that_an_inference_call_has_assigned(caplog: pytest.LogCaptureFixture) -> None:
+    model = Net()
+    with torch.inference_mode():
+        model.norm.bias.data = 2 * model.norm.bias.data
+    module = RockmateModule(model, None, "1GiB", mode="frames", trial="always")
+    with caplog.at_level(logging.INFO, logger="rockmate"):
+        for _ in range(2):
+            module(BATCHES[0])["loss"].backward()
+            model.zero_grad()
+    assert "norm.bias has a gradient or a hook before the step" in caplog.text

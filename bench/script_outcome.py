@@ -146,9 +146,9 @@ def _attempt(script: Any, settings: Settings, theirs: Any, heard: list[str]) -> 
             # mode="auto", frames may run the first step.
             for first in range(2 if settings.mode == "auto" else 1):
                 theirs = _trained_uncached(make(script), first)
-                difference = difference and random_scripts.difference(
-                    ours, theirs, rounding=rounding
-                )
+                difference = random_scripts.difference(ours, theirs, rounding=rounding)
+                if not difference:
+                    break
         if difference:
             return {"verdict": "DIFFERS", "detail": difference, "heard": heard}
         if settings.is_plain:

@@ -78,7 +78,7 @@ class OpaqueCall:
 
     @property
     def num_draws(self) -> int:
-        """Runs by which its memory is measured, that of the largest counts."""
+        """Runs by which its memory is measured: that of the largest counts."""
         return _NUM_DRAWS if self.draws else 1
 
     @property
@@ -326,6 +326,7 @@ class _OpaqueOp:
     def __init__(self, call: OpaqueCall) -> None:
         """Of this call."""
         self.call, self.__qualname__ = call, self.__name__
+        self.num_draws = call.num_draws
 
     def __str__(self) -> str:
         return f"rockmate.{self.__name__}[{self.call.name}]"

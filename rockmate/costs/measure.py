@@ -298,8 +298,7 @@ class _Call:
             self.times_ms.append(self.first_ms)
 
     def _most_overhead_bytes(self) -> int:
-        call = getattr(self.target, "call", None)  # of an opaque module
-        num_runs = 1 if call is None else call.num_draws
+        num_runs = getattr(self.target, "num_draws", 1)  # of an opaque module
         return max(self._measured_overhead_bytes() for _ in range(num_runs))
 
     def _measured_overhead_bytes(self) -> int:

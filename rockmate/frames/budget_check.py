@@ -96,7 +96,7 @@ class PeakCheck:
         budget_bytes = memory.budget_bytes
         if budget_bytes is None or memory.needs is None or memory.is_capturing:
             return None
-        allowed_bytes, peak_bytes = _TOLERANCE * budget_bytes, real_bytes
+        allowed_bytes = _TOLERANCE * budget_bytes
         if not was_looked_at:  # the account may be of too much, as a look at such a step shows
             if memory.peak_bytes > max(allowed_bytes, self._cleared_bytes):
                 if not self._num_asked_for:
@@ -104,7 +104,7 @@ class PeakCheck:
                 self._num_asked_for = 2  # steps of two kinds may take turns
             return None
         self._num_asked_for = max(0, self._num_asked_for - 1)
-        if peak_bytes <= allowed_bytes:
+        if real_bytes <= allowed_bytes:
             self._num_passed = 0
             self._cleared_bytes = max(self._cleared_bytes, memory.peak_bytes)
             return None
@@ -112,10 +112,10 @@ class PeakCheck:
         memory.needs.add(max(0, int((real_bytes - memory.peak_bytes) / memory.scale)))
         if self._num_passed > 1 and self._may_refuse:
             where = "a step that runs other ops than the one that was measured"
-            return InfeasibleBudgetError(budget_bytes, peak_bytes, where=where)
-        if peak_bytes > _TOLERANCE * self._told_bytes:
-            self._told_bytes = peak_bytes
-            self._tell("has", peak_bytes, "The following steps hold less.")
+            return InfeasibleBudgetError(budget_bytes, real_bytes, where=where)
+        if real_bytes > _TOLERANCE * self._told_bytes:
+            self._told_bytes = real_bytes
+            self._tell("has", real_bytes, "The following steps hold less.")
         return None
 
     def _tell(self, verb: str, peak_bytes: int, next_step: str) -> None:

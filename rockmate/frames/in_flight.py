@@ -70,8 +70,7 @@ class StepsInFlight:
     @property
     def num_together(self) -> int:
         """How many forwards have run since the last backward, whose own is to come."""
-        steps = [] if self.has_backward else [each() for each in self._steps]
-        return sum(step is not None and not step.is_over for step in steps)
+        return 0 if self.has_backward else self._num_live()
 
     def run(self, step: Step) -> None:
         """A frame of a step runs forward or backward."""

@@ -216,9 +216,8 @@ class Memory:
     def bytes_if_kept(self, key: FrameKey, sizes: Any) -> int | None:
         """Bytes that a frame saves if it is kept; None if it is to have hooks."""
         option, needs = self.decision.get(key), self.needs
-        if option is None or not option.is_kept or self.room_bytes is None or needs is None:
-            return None
-        if self.keeps_graphs:
+        is_kept = option is not None and option.is_kept and not self.keeps_graphs
+        if not is_kept or self.room_bytes is None or needs is None:
             return None
         num_bytes = self.calls.saved_bytes(key, sizes)
         least_bytes = self.kept_bytes + int(needs.minimum_bytes * self.scale)

@@ -259,8 +259,9 @@ class FrameRunner:
     def _end_step_before(self, *, goes_on: bool) -> None:
         """Ends a recording, but a peak's: it is that of all forwards in flight together."""
         memory, recorder = self._memory, self._memory.recorder
-        is_on = goes_on and recorder is not None and recorder.can_stop
-        if not is_on or (memory.is_measuring and recorder is not None and recorder.has_frames):
+        if recorder is None:
+            return
+        if not (goes_on and recorder.can_stop) or (memory.is_measuring and recorder.has_frames):
             self.end_recording()
             if memory.recorder is not None:
                 memory.leave_recording()
@@ -285,7 +286,8 @@ class FrameRunner:
         """
         memory, recorder = self._memory, self._memory.recorder
         is_within = self._is_running or backward_id() != -1  # as where hooks step optimizers
-        memory.in_flight.has_backward |= not (is_within or only_finished)  # that is differentiated
+        # Where an optimizer steps, no backward of a differentiated one is to come.
+        memory.in_flight.has_backward |= not (is_within or only_finished)
         if recorder is None or is_within or not recorder.can_stop:
             return
         if only_finished and not recorder.has_ended:

@@ -18,8 +18,8 @@ DIR/PART.jsonl and is not run again, so the same command resumes. A run starts n
 | costs | measured times of ops against the estimate for the machine |
 | batch | largest batch under a cap on the memory of the device, planned and eager |
 
-Only this checkout, PyTorch, transformers, PuLP and HiGHS are needed. The last two can be carried as
-wheels: `pip download pulp highspy -d wheels`, then `pip install --no-index -f wheels pulp highspy`.
+Only this checkout, PyTorch, transformers and HiGHS are needed. The last can be carried as a wheel:
+`pip download highspy -d wheels`, then `pip install --no-index -f wheels highspy`.
 """
 
 from __future__ import annotations

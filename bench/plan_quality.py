@@ -26,14 +26,15 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from bench import command, models
 from bench.command import Record
 from bench.quality_page import SERIES, newest_of_models, page, save_picture
 from rockmate import InfeasibleBudgetError, Plan, Planner
+from rockmate.bound.lower_bound import LowerBound
 from rockmate.plan.faults import fault_of
-from rockmate.schedule.bounds import Bounds
 from rockmate.schedule.simulate import simulate
 
 MODELS = (
@@ -120,10 +121,11 @@ class _ModelPlans:
                 "chunks": str(plan.options.loss_chunks or ""),
             }
 
-    @property
-    def _bounds(self) -> Bounds:
+    @cached_property
+    def _bounds(self) -> LowerBound:
         """The bounds on unchunked schedules."""
-        return self.planner.plan(1.0, strategy="none").bounds
+        plan = self.planner.plan(1.0, strategy="none")
+        return LowerBound(plan.graph, plan.costs, plan.baseline_ms)
 
     def _proved_minimum_bytes(self) -> int:
         """The largest number of bytes that no unchunked schedule fits in.

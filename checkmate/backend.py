@@ -1,80 +1,100 @@
-"""One run of HiGHS: the only file that names the solver, its options and its status.
+"""Linear programs, with whole numbers or without, and one run of HiGHS on them.
 
-With one thread and a fixed seed, the same program gives the same answer, unless the time limit
-stops the solver.
+This is the only file that names the solver, its options and its status. With one thread and a fixed
+seed, the same program gives the same answer, unless the time limit stops the solver.
 """
 
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Any
+from typing import NamedTuple
 
-import pulp
+import highspy
 
 from checkmate.problem import Status
 
 
+class Variable(NamedTuple):
+    """A variable of a `Program`, at an index."""
+
+    index: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The result of a solver's run. The program's variables hold the solution if there is one.
+    """The result of a solver's run.
 
     Attributes:
         status: How much is proven.
-        bound: A lower bound on the objective. Minus infinity if the solver gave none, infinity if
-            it proved that there is no solution.
+        bound: A lower bound on the cost. Minus infinity if the solver gave none, infinity if it
+            proved that there is no solution.
+        values: Of the variables, by index; empty if no solution was found.
     """
 
     status: Status
     bound: float
+    values: tuple[float, ...] = ()
+
+    def value(self, variable: Variable) -> float:
+        """The value of a variable in the solution."""
+        return self.values[variable.index]
 
 
-def run(program: pulp.LpProblem, seconds: float) -> Outcome:
-    """Run the solver once.
+class Program:
+    """Variables, rows that limit sums of them, and the sum of their costs, which is to be least."""
 
-    Args:
-        program: The program to minimize; its objective has no constant term.
-        seconds: Wall time after which the solver stops.
+    def __init__(self) -> None:
+        """Without variables and rows."""
+        self._columns: list[tuple[float, float, bool]] = []
+        self._rows: list[tuple[dict[int, float], float]] = []
 
-    Returns:
-        The status and the proven bound. PuLP's `status` reads Optimal after a time limit with an
-        incumbent too. Only `sol_status` tells the difference.
-    """
-    if seconds <= 0:
-        return Outcome(status=Status.NOT_FOUND, bound=-inf)
-    bound = _solve(program, seconds)
-    if program.status == pulp.LpStatusInfeasible or program.sol_status == pulp.LpSolutionInfeasible:
-        return Outcome(status=Status.INFEASIBLE, bound=inf)
-    status = {
-        pulp.LpSolutionOptimal: Status.OPTIMAL,
-        pulp.LpSolutionIntegerFeasible: Status.FEASIBLE,
-    }.get(program.sol_status, Status.NOT_FOUND)
-    if status is Status.OPTIMAL:
-        assert program.objective is not None
-        bound = sum(
-            coefficient * (variable.value() or 0)
-            for variable, coefficient in program.objective.items()
-        )
-    return Outcome(status=status, bound=bound)
+    def variable(
+        self, cost: float = 0.0, *, most: float = 1.0, is_binary: bool = False
+    ) -> Variable:
+        """A further variable, from 0 to `most`."""
+        self._columns.append((cost, most, is_binary))
+        return Variable(len(self._columns) - 1)
 
+    def at_most(self, row: Mapping[Variable, float], limit: float) -> None:
+        """Demands that a sum, given by its coefficients, is at most `limit`."""
+        self._rows.append(({each.index: factor for each, factor in row.items() if factor}, limit))
 
-def _solve(program: pulp.LpProblem, seconds: float) -> float:
-    """Solve the program and return the dual bound."""
-    solver = _SilentHighs(msg=False, threads=1, timeLimit=seconds, gapRel=0, random_seed=1)
-    program.solve(solver)
-    engine: Any = program.solverModel  # the `highspy.Highs` that PuLP leaves there
-    bound = engine.getInfo().mip_dual_bound
-    return bound if isfinite(bound) else -inf
+    def solve(self, seconds: float) -> Outcome:
+        """Runs the solver once, for so many seconds of wall time at most."""
+        if seconds <= 0:
+            return Outcome(status=Status.NOT_FOUND, bound=-inf)
+        engine = self._engine(seconds)
+        engine.run()
+        info, found = engine.getInfo(), engine.getModelStatus()
+        kinds = highspy.HighsModelStatus
+        if found in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
+            return Outcome(status=Status.INFEASIBLE, bound=inf)
+        values = tuple(engine.getSolution().col_value)
+        if found == kinds.kOptimal:
+            bound = info.objective_function_value
+            return Outcome(status=Status.OPTIMAL, bound=bound, values=values)
+        bound = info.mip_dual_bound if isfinite(info.mip_dual_bound) else -inf
+        if info.primal_solution_status == int(highspy.SolutionStatus.kSolutionStatusFeasible):
+            return Outcome(status=Status.FEASIBLE, bound=bound, values=values)
+        return Outcome(status=Status.NOT_FOUND, bound=bound)
 
-
-class _SilentHighs(pulp.HiGHS):
-    """HiGHS without its banner, which 1.16 prints before it can be told to be silent."""
-
-    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
-        with _no_output():
-            super().createAndConfigureSolver(lp)
+    def _engine(self, seconds: float) -> highspy.Highs:
+        """The solver, with the program."""
+        with _no_output():  # 1.16 prints a banner before it can be told to be silent
+            engine = highspy.Highs()
+        options = {"output_flag": False, "mip_rel_gap": 0.0, "threads": 1, "random_seed": 1}
+        for name, value in {**options, "time_limit": float(seconds)}.items():
+            engine.setOptionValue(name, value)
+        for index, (cost, most, is_whole) in enumerate(self._columns):
+            engine.addCol(cost, 0.0, most, 0, [], [])
+            if is_whole:
+                engine.changeColIntegrality(index, highspy.HighsVarType.kInteger)
+        for row, limit in self._rows:
+            engine.addRow(-inf, limit, len(row), [*row], [*row.values()])
+        return engine
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The staged form of Checkmate as numbers: a whole step, recomputed in stages, within a peak.
 
 The *ops* of a step, forward and backward, stand in one topological list. Each makes *values*. A
-schedule (`steps`) is a list of op runs. Every needed op runs at least once, first runs are in the
-order of the list, and a `recomputable` op may run more often. A read takes the value of its maker's
+schedule (`steps`) is a list of op runs. Every op runs at least once, first runs are in the order of
+the list, and a `recomputable` op may run more often. A read takes the value of its maker's
 latest run.
 
 Live intervals follow from the order. A value is **live** from a run of its maker to the last read
@@ -36,12 +36,9 @@ class StagedOp(Op):
 
     Attributes:
         overhead_bytes: Bytes in use while it runs, beside its inputs and outputs.
-        needed: Whether it must run even if no op reads its outputs, as an op that accumulates a
-            gradient.
     """
 
     overhead_bytes: int = 0
-    needed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,50 +49,22 @@ class StagedProblem:
         ops: The ops in topological order, which is the order of their first runs.
         value_bytes: Size of each value in bytes; a value that no op makes is given, and its size is
             never counted.
-        held: Values that are held from outside once they are made; their makers are needed.
-        border: Index of an op, the first one of the backward say, or the number of ops.
-        barred: Values that must not be live when the stage of the op at the border begins; none is
-            held.
+        held: Values that are held from outside once they are made.
     """
 
     ops: tuple[StagedOp, ...]
     value_bytes: tuple[int, ...]
     held: frozenset[int] = frozenset()
-    border: int = 0
-    barred: frozenset[int] = frozenset()
 
     @cached_property
     def maker(self) -> dict[int, int]:
         """The op that makes each value that is not given."""
         return {value: index for index, op in enumerate(self.ops) for value in op.outputs}
 
-    @cached_property
-    def needed_ops(self) -> tuple[int, ...]:
-        """The ops that must run: needed ones, makers of held values, and all they depend on."""
-        wanted = set(self.held)
-        needed = []
-        for index in reversed(range(len(self.ops))):
-            op = self.ops[index]
-            if op.needed or not wanted.isdisjoint(op.outputs):
-                needed.append(index)
-                wanted.update(op.inputs)
-        return tuple(reversed(needed))
-
-    @cached_property
-    def crossing(self) -> frozenset[int]:
-        """Barred values that the schedule without recomputation has live at the border."""
-        return frozenset(
-            value
-            for value in self.barred
-            if value in self.maker
-            and self.maker[value] < self.border
-            and any(value in op.inputs for op in self.ops[self.border :])
-        )
-
     @property
     def min_time_ms(self) -> float:
         """The time of all first runs, a lower bound on every schedule's time."""
-        return time_of(self, self.needed_ops)
+        return time_of(self, range(len(self.ops)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,6 @@ Variables and rows are left out if they are known:
 
 * R of ops that cannot be recomputed, or whose values no later op can read;
 * S that is always 1, or equal to its successor since no op can read v in that stage;
-* S of barred values at the border, which is 0;
 * rows that cannot be violated;
 * the first stages, as long as all values fit that can be read later: to drop nothing is best there.
 
@@ -50,8 +49,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from math import fsum, gcd, inf
 
-import pulp
-
+from checkmate.backend import Outcome, Program, Variable
 from checkmate.staged import StagedProblem
 
 # Sum of all scaled times of a program.
@@ -61,7 +59,7 @@ _BYTES_TOTAL = 1e4
 # Slack of a row of bytes, in scaled units.
 _BYTES_SLACK = 1e-3
 
-Term = pulp.LpVariable | int
+Term = Variable | int
 """A variable, or its value 0 or 1 if that is known."""
 
 
@@ -69,9 +67,9 @@ class StagedModel:
     """The program for one budget, and the meaning of its variables.
 
     Attributes:
-        program: The program; its objective is the time of recomputation, in units of `ms_per_unit`.
+        program: The program; its cost is the time of recomputation, in units of `ms_per_unit`.
         R: The variables `R[t, i]`.
-        ms_per_unit: Milliseconds in one unit of the objective.
+        ms_per_unit: Milliseconds in one unit of cost.
         is_infeasible: Whether a row is violated whatever the variables are.
     """
 
@@ -81,13 +79,14 @@ class StagedModel:
         """Build the program.
 
         Args:
-            problem: A problem whose ops are all needed.
+            problem: The step.
             budget_bytes: Bound on the peak.
             first_recompute_op: Nothing is recomputed in the stages of earlier ops.
         """
         self.problem = problem
-        self.program = pulp.LpProblem("staged", pulp.LpMinimize)
+        self.program = Program()
         self.is_infeasible = False
+        self.ms_per_unit = (fsum(op.time_ms for op in problem.ops) or 1.0) / _TIME_TOTAL
         self._num_stages = len(problem.ops)
         self._permanent = {
             value
@@ -103,7 +102,7 @@ class StagedModel:
         self._first_tight = self._find_first_tight(budget_bytes)
         self._first_recompute = max(self._first_tight, first_recompute_op)
         self.R = {
-            (stage, index): self.program.add_variable(f"R_{stage}_{index}", cat=pulp.LpBinary)
+            (stage, index): self.program.variable(op.time_ms / self.ms_per_unit, is_whole=True)
             for index, op in enumerate(problem.ops)
             if op.recomputable
             for stage in range(max(index + 1, self._first_recompute), self._last_run(index) + 1)
@@ -117,16 +116,6 @@ class StagedModel:
         for stage in range(self._first_tight, self._num_stages):
             self._link(stage)
             self._bound_peak(stage, budget_bytes)
-        total_ms = fsum(op.time_ms for op in problem.ops)
-        self.ms_per_unit = (total_ms or 1.0) / _TIME_TOTAL
-        self.program.setObjective(
-            pulp.LpAffineExpression(
-                {
-                    R: problem.ops[index].time_ms / self.ms_per_unit
-                    for (_, index), R in self.R.items()
-                }
-            )
-        )
 
     # --- known values ---
 
@@ -157,14 +146,9 @@ class StagedModel:
         )
 
     def _find_first_tight(self, budget_bytes: int) -> int:
-        """The first stage that does not fit if all values are retained that can be read later.
-
-        Where values must not cross the border, at most the stage behind it.
-        """
+        """The first stage that does not fit if all values are retained that can be read later."""
         size, maker = self.problem.value_bytes, self.problem.maker
         for stage, op in enumerate(self.problem.ops):
-            if self.problem.crossing and stage == self.problem.border:
-                return stage
             wanted = (v for v in self._droppable if maker[v] < stage <= self._last_wanted[v])
             used = (
                 sum(size[v] for v in wanted) + sum(size[v] for v in op.outputs) + op.overhead_bytes
@@ -188,16 +172,12 @@ class StagedModel:
         )
         following: Term = 0
         for stage in range(self._last_wanted[value], maker, -1):
-            if stage == self.problem.border and value in self.problem.barred:
-                following = 0
-                yield stage, following
-                continue
             position = bisect_left(first_runs, stage)
             is_read_unremade = position < len(first_runs) and first_runs[position] < remade_from
             if stage < self._first_tight or is_read_unremade:
                 following = 1
             elif stage >= remade_from or self._reads(stage, value):
-                following = self.program.add_variable(f"S_{stage}_{value}", cat=pulp.LpBinary)
+                following = self.program.variable(is_whole=True)
             yield stage, following
 
     # --- terms ---
@@ -220,17 +200,17 @@ class StagedModel:
         """Whether a value is read from op `start` of a stage on: the maximum of those terms."""
         reads = self._reads(stage, value, start)
         following = self._S.get((stage + 1, value), 0)
-        if stage in reads or _is_known(following, 1):
+        if stage in reads or following == 1:
             return 1
         if not reads:
             return following
         key = (stage, value, reads[0])
         if key not in self._tails:
             later = self._tail(stage, value, reads[0] + 1)
-            if _is_known(later, 0):
+            if later == 0:
                 self._tails[key] = self.R[stage, reads[0]]
             else:
-                tail = self.program.add_variable(f"live_{stage}_{value}_{reads[0]}", 0, 1)
+                tail = self.program.variable()
                 self._at_most([self.R[stage, reads[0]]], [tail])
                 self._at_most([later], [tail])
                 self._tails[key] = tail
@@ -254,7 +234,7 @@ class StagedModel:
 
     def _at_most(self, low: Iterable[Term], high: Iterable[Term], limit: float = 0) -> None:
         """Add the row `sum low <= sum high + limit`, unless it always holds."""
-        coefficients: dict[pulp.LpVariable, float] = {}
+        coefficients: dict[Variable, float] = {}
         for terms, sign in ((low, 1), (high, -1)):
             for term in terms:
                 if isinstance(term, int):
@@ -263,18 +243,18 @@ class StagedModel:
                     coefficients[term] = coefficients.get(term, 0) + sign
         self._add(coefficients, limit)
 
-    def _add(self, coefficients: dict[pulp.LpVariable, float], limit: float) -> None:
+    def _add(self, coefficients: dict[Variable, float], limit: float) -> None:
         """Add the row `sum <= limit`, unless it always holds."""
         if sum(coefficient for coefficient in coefficients.values() if coefficient > 0) <= limit:
             return
         if not any(coefficients.values()):
             self.is_infeasible = True
             return
-        self.program.addConstraint(pulp.LpAffineExpression(coefficients) <= limit)
+        self.program.at_most(coefficients, limit)
 
     def _link(self, stage: int) -> None:
         """Inputs of running ops are available, and retained values were available."""
-        for index in [i for i in range(stage + 1) if not _is_known(self._run(stage, i), 0)]:
+        for index in [i for i in range(stage + 1) if self._run(stage, i) != 0]:
             op = self.problem.ops[index]
             for value in sorted(self._readers.keys() & set(op.inputs)):
                 self._at_most([self._run(stage, index)], self._available(stage, value))
@@ -289,9 +269,9 @@ class StagedModel:
         """The bytes in use during each op of a stage are within the budget."""
         for index in range(stage + 1):
             run = self._run(stage, index)
-            if _is_known(run, 0):
+            if run == 0:
                 continue
-            coefficients: dict[pulp.LpVariable, int] = {}
+            coefficients: dict[Variable, int] = {}
             left, most = budget_bytes - self._held_bytes(stage), 0
             beside = self.problem.ops[index].overhead_bytes
             beside += sum(
@@ -308,7 +288,7 @@ class StagedModel:
             ]
             for size, terms in parts:
                 variables = [term for term in terms if not isinstance(term, int)]
-                if any(_is_known(term, 1) for term in terms):
+                if any(term == 1 for term in terms):
                     left -= size
                 elif variables:
                     most += size
@@ -317,7 +297,7 @@ class StagedModel:
             if most > left:
                 self._add_bytes(coefficients, left)
 
-    def _add_bytes(self, coefficients: dict[pulp.LpVariable, int], limit: int) -> None:
+    def _add_bytes(self, coefficients: dict[Variable, int], limit: int) -> None:
         """Add a row of bytes, scaled."""
         unit = gcd(*coefficients.values()) or 1
         scale = min(1.0, _BYTES_TOTAL / (sum(coefficients.values()) // unit or 1))
@@ -329,21 +309,16 @@ class StagedModel:
 
     # --- answers ---
 
-    def stages(self) -> list[list[int]]:
-        """The runs of each stage in order, from the values of the variables."""
+    def steps(self, outcome: Outcome) -> list[int]:
+        """The runs in order, stage by stage, of a solution."""
         recomputed: list[list[int]] = [[] for _ in range(self._num_stages)]
         for (stage, index), variable in sorted(self.R.items()):
-            if round(variable.value() or 0):
+            if round(outcome.value(variable)):
                 recomputed[stage].append(index)
-        return [[*runs, stage] for stage, runs in enumerate(recomputed)]
+        return [index for stage, runs in enumerate(recomputed) for index in (*runs, stage)]
 
     def forbid(self, stage: int, index: int, values: Sequence[int]) -> None:
         """Cut off answers in which all `values` are live while op `index` runs in `stage`."""
         live = self._live(stage, index)
         parts = [[self._run(stage, index)], *(live[value] for value in values if value in live)]
         self._at_most((term for part in parts for term in part), [], len(parts) - 1)
-
-
-def _is_known(term: Term, known: int) -> bool:
-    """Whether a term is a known 0 or 1; `==` on a variable would make a row."""
-    return isinstance(term, int) and term == known

@@ -5,11 +5,9 @@ the program of `staged_model`, and its answer is replayed. The same input gives 
 unless the time limit stops the solver.
 """
 
-from bisect import bisect_left
-from dataclasses import replace
 from time import monotonic
 
-from checkmate.backend import Outcome, run
+from checkmate.backend import Outcome
 from checkmate.problem import Status
 from checkmate.staged import (
     StagedProblem,
@@ -46,42 +44,24 @@ def solve_staged(
         A schedule with its proven bound, or an answer without one whose status says why.
     """
     deadline = monotonic() + time_limit_s
-    once = problem.needed_ops
-    fits = max(in_use_bytes(problem, once), default=0) <= budget_bytes
-    if fits and not problem.crossing:
+    once = tuple(range(len(problem.ops)))
+    if max(in_use_bytes(problem, once), default=0) <= budget_bytes:
         return _answer(problem, once, Status.OPTIMAL, problem.min_time_ms)
-    compact = replace(
-        problem,
-        ops=tuple(problem.ops[index] for index in once),
-        border=bisect_left(once, problem.border),
-    )
-    answer = _search(compact, budget_bytes, deadline, bisect_left(once, first_recompute_op))
-    return replace(answer, steps=tuple(once[index] for index in answer.steps))
-
-
-def _search(
-    problem: StagedProblem, budget_bytes: int, deadline: float, first_recompute_op: int
-) -> StagedSolution:
-    """Run the solver until its schedule is exactly within the budget.
-
-    A solver's tolerance may let a schedule exceed the budget by a few bytes. The set of values live
-    at its peak is then forbidden, and the solver runs once more. The result is exact, whatever the
-    tolerance.
-    """
     model = StagedModel(problem, budget_bytes, first_recompute_op=first_recompute_op)
     if model.is_infeasible:
         return StagedSolution(status=Status.INFEASIBLE)
     while True:
-        outcome = run(model.program, deadline - monotonic())
+        outcome = model.program.solve(deadline - monotonic())
         bound_ms = _bound_ms(problem, model, outcome)
         if outcome.status in (Status.INFEASIBLE, Status.NOT_FOUND):
             return StagedSolution(status=outcome.status, bound_ms=bound_ms)
-        steps = without_dead_runs(problem, [index for runs in model.stages() for index in runs])
+        steps = without_dead_runs(problem, model.steps(outcome))
         used = in_use_bytes(problem, steps)
         if max(used) <= budget_bytes:
             return _answer(problem, steps, outcome.status, bound_ms)
+        # The solver's tolerance let it exceed the budget by a few bytes: what is live at the peak
+        # is forbidden, so that the result is exact. The stage is the number of ops that have run.
         position = used.index(max(used))
-        # The stage is the number of ops that have run for the first time.
         stage = len(set(steps[:position]))
         model.forbid(stage, steps[position], sorted(live_values(problem, steps)[position]))
 

@@ -38,7 +38,7 @@ ORDER = (
     "adoption",
     "cli",
 )
-SOLVERS = ("pulp", "highspy", "rotor", "checkmate")
+SOLVERS = ("highspy", "rotor", "checkmate")
 
 
 def modules() -> dict[str, Path]:

@@ -38,7 +38,7 @@ def test_algorithm_packages_know_no_tensors(package: str, other: str) -> None:
 
 
 def test_rockmate_needs_no_extra_and_no_solver() -> None:
-    none_of = "assert not {'pulp', 'highspy', 'rotor', 'checkmate'} & {*sys.modules}"
+    none_of = "assert not {'highspy', 'rotor', 'checkmate'} & {*sys.modules}"
     loaded = modules_after(
         f"import sys, rockmate\n{none_of}\nimport rockmate.cli.demo, rockmate.cli.demo_report"
     )
@@ -113,11 +113,10 @@ def test_the_backend_is_found_without_an_import(tmp_path: Path) -> None:
     assert finished.stdout.split() == ["1", "True"], finished.stderr
 
 
-def test_solvers_are_free_for_any_use() -> None:
+def test_the_solver_is_free_for_any_use() -> None:
     from importlib.metadata import metadata
 
-    for name in ("pulp", "highspy"):
-        assert metadata(name).get("License-Expression") == "MIT"
+    assert metadata("highspy").get("License-Expression") == "MIT"
 
 
 def test_importing_the_module_class_loads_neither_capture_nor_search() -> None:
@@ -132,7 +131,7 @@ def test_importing_the_module_class_loads_neither_capture_nor_search() -> None:
     found = loaded.stdout.split()
     assert "rockmate.entry.module" in found
     assert len(found) < 60, found
-    slow = {"sympy", "pulp", "torch._dynamo", "torch.distributed.tensor"}
+    slow = {"sympy", "highspy", "torch._dynamo", "torch.distributed.tensor"}
     assert not (slow | {"rockmate.entry.plan_cache"}) & {*found}
 
 

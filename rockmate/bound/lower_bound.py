@@ -24,7 +24,7 @@ microseconds.
 **Not done.** Several points together, in one linear program (decision 29); memory while values are
 recomputed; the staged form's bound, which is tighter but holds only for staged schedules. A bound
 is for the schedules of one graph: a step that may run in chunks has one graph for each way, and its
-bound is the least of theirs (`bound.protocol.MinBound`).
+bound is the least of theirs.
 
 The proofs are in docs/internals/algorithms.md.
 """

@@ -20,26 +20,21 @@ The proof is in docs/internals/algorithms.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
-from weakref import WeakKeyDictionary
-
-import pulp
 
 from checkmate import Knapsack, Status
-from checkmate.backend import run
+from checkmate.backend import Outcome, Program, Variable
 from rockmate.bound.knapsack import knapsack_of
 from rockmate.bound.lower_bound import LowerBound
-from rockmate.bound.program_point import ProgramPoint
-from rockmate.costs.cost import Link
-from rockmate.graph.ir import Phase
-from rockmate.schedule.bounds import Bounds, MinBound
+from rockmate.graph.ir import Phase, Storage
 from rockmate.schedule.move import movable_storages
+from rockmate.schedule.offload_request import OffloadRequest
 
 # A share that a solver's tolerance may have made.
 _LEAST = 1e-6
 # Slack of the byte limits, and the share of the total time deducted from the optimum: above the
-# solvers' own tolerances.
+# solvers' own tolerances, which must not cut off a schedule.
 _TOLERANCE = 1e-6
 # The total time in a program. Solvers stop within an absolute 1e-6 of the optimum.
 _SCALED_TOTAL = 1e4
@@ -48,40 +43,20 @@ _SCALED_TOTAL = 1e4
 _TIME_LIMIT_S = 10.0
 
 
-def with_moves(bounds: Bounds, movable: str, host_bytes: int | None) -> Bounds:
-    """Bounds that hold with moves too, of the same graphs.
-
-    Args:
-        bounds: without moves.
-        movable: type of the devices whose values may move.
-        host_bytes: most bytes in the other tier; None for no limit.
-    """
-    if isinstance(bounds, MinBound):
-        return MinBound(lambda: [with_moves(each, movable, host_bytes) for each in bounds.each()])
-    if not isinstance(bounds, LowerBound):
-        return bounds
-    known = _OF_BOUND.setdefault(bounds, {})
-    if (movable, host_bytes) not in known:
-        known[movable, host_bytes] = MovedBound(bounds, movable, host_bytes)
-    return known[movable, host_bytes]
-
-
 class MovedBound:
     """The bounds of one graph whose values may move.
 
     Args:
         unmoved: the bounds without moves, whose points are used.
-        movable: type of the devices whose values may move.
-        host_bytes: most bytes in the other tier; None for no limit.
+        request: where values move to.
     """
 
-    def __init__(self, unmoved: LowerBound, movable: str, host_bytes: int | None) -> None:
-        self._unmoved = unmoved
-        self._movable, self._host_bytes = movable, host_bytes
+    def __init__(self, unmoved: LowerBound, request: OffloadRequest) -> None:
+        self._unmoved, self._request = unmoved, request
         self._known: dict[int, tuple[float, frozenset[int]]] = {}
 
     def bound_ms(self, budget_bytes: int) -> float:
-        """See `Bounds.bound_ms`."""
+        """See `LowerBound.bound_ms`."""
         if budget_bytes < max((point.min_bytes for point in self._unmoved.points), default=0):
             return inf
         return self._within(budget_bytes)[0]
@@ -98,147 +73,123 @@ class MovedBound:
 
     def _within(self, budget_bytes: int) -> tuple[float, frozenset[int]]:
         """The bound of a budget, and what moves at the first point."""
-        if not self._unmoved.points:
-            return self._unmoved.base_ms, frozenset()
         if budget_bytes not in self._known:
-            point = self._unmoved.points[0]
-            program = _PointProgram(self._unmoved, point, self._movable)
-            least_ms = program.least_ms(budget_bytes - point.min_bytes, self._host_bytes)
-            self._known[budget_bytes] = least_ms, program.moved
+            self._known[budget_bytes] = self._solved(budget_bytes)
         return self._known[budget_bytes]
 
-
-_OF_BOUND: WeakKeyDictionary[LowerBound, dict[tuple[str, int | None], MovedBound]]
-_OF_BOUND = WeakKeyDictionary()
-
-
-class _PointProgram:
-    """The linear program of one point.
-
-    Attributes:
-        moved: indices of storages, see `MovedBound.moved_values`.
-    """
-
-    def __init__(self, bound: LowerBound, point: ProgramPoint, movable: str) -> None:
-        graph, costs = bound.graph, bound.costs
-        assert costs.link is not None
-        self._link: Link = costs.link
-        self._base_ms = bound.base_ms
-        first = costs.first
-        before = [op for op in graph.ops if op.phase is Phase.FORWARD]
-        self._before_ms = sum(first[op.index].time_ms for op in (*before, *point.before))
-        self._after_ms = sum(first[op.index].time_ms for op in (point.op, *point.after))
-        ops = [op for op in graph.ops if op.phase is not Phase.BACKWARD]
-        self._problem, values = knapsack_of(
-            ops, point.after, costs, available=point.live, with_states=True, free=bound.forced
+    def _solved(self, budget_bytes: int) -> tuple[float, frozenset[int]]:
+        bound, base_ms, link = self._unmoved, self._unmoved.base_ms, self._unmoved.costs.link
+        if not bound.points:
+            return base_ms, frozenset()
+        point = bound.points[0]
+        room_bytes = budget_bytes - point.min_bytes
+        if room_bytes < 0:
+            return inf, frozenset()
+        ops = [op for op in bound.graph.ops if op.phase is not Phase.BACKWARD]
+        problem, values = knapsack_of(
+            ops, point.after, bound.costs, available=point.live, with_states=True, free=bound.forced
         )
-        allowed = movable_storages(graph, movable)
-        self._values = values
-        self.moved: frozenset[int] = frozenset()
-        self._movable = [
-            index
-            for index, storage in enumerate(values)
+        program = _PointProgram(problem, self._movable(values), base_ms)
+        program.limit_bytes(room_bytes, self._request.host_bytes)
+        times_ms = [each.time_ms for each in bound.costs.first]
+        before = [op for op in bound.graph.ops if op.phase is Phase.FORWARD]
+        before_ms = sum(times_ms[op.index] for op in (*before, *point.before))
+        after_ms = sum(times_ms[op.index] for op in (point.op, *point.after))
+        assert link is not None
+        out_ms, in_ms = (1e-6 / rate for rate in (link.out_gb_per_s, link.in_gb_per_s))
+        program.limit_time(base_ms, has_runs=True)
+        program.limit_time(before_ms, byte_ms=in_ms)
+        program.limit_time(after_ms, byte_ms=out_ms, has_runs=True)
+        program.limit_time(0.0, byte_ms=out_ms + in_ms)
+        least_ms, moved = program.least()
+        return max(base_ms, least_ms), frozenset(values[i].index for i in moved)
+
+    def _movable(self, values: Sequence[Storage]) -> list[int]:
+        """Those of the values that the forward makes and that may move."""
+        allowed = movable_storages(self._unmoved.graph, self._request.device_type)
+        return [
+            number
+            for number, storage in enumerate(values)
             if storage.index in allowed
             and storage.producer is not None
             and storage.producer.phase is Phase.FORWARD
         ]
 
-    def least_ms(self, room_bytes: int, host_bytes: int | None) -> float:
-        """The least time with so many bytes of the forward's values in memory at the point."""
-        if room_bytes < 0:
-            return inf
-        problem, program = self._problem, _LinearProgram(self._base_ms)
-        rows, scale = program.rows, program.scale
-        saved = [program.variable(f"s{i}") for i in range(len(problem.value_bytes))]
-        moved = {i: program.variable(f"m{i}") for i in self._movable}
-        runs = {i: program.variable(f"r{i}") for i, op in enumerate(problem.ops) if op.recomputable}
-        sizes = zip(problem.value_bytes, saved, strict=True)
-        program.limit_bytes(pulp.lpSum(size * each for size, each in sizes), room_bytes)
-        _demand_reads(rows, problem, saved, moved, runs)
-        recompute_ms = pulp.lpSum(problem.ops[i].time_ms * scale * run for i, run in runs.items())
-        moved_bytes = pulp.lpSum(problem.value_bytes[i] * each for i, each in moved.items())
-        if host_bytes is not None:
-            program.limit_bytes(moved_bytes, host_bytes)
-        out_ms = moved_bytes * (1e-6 * scale / self._link.out_gb_per_s)
-        in_ms = moved_bytes * (1e-6 * scale / self._link.in_gb_per_s)
-        time_ms = rows.add_variable("time", 0)
-        rows.setObjective(1 * time_ms)
-        rows += time_ms >= self._base_ms * scale + recompute_ms
-        rows += time_ms >= self._before_ms * scale + in_ms
-        rows += time_ms >= self._after_ms * scale + recompute_ms + out_ms
-        rows += time_ms >= out_ms + in_ms
-        least_ms = program.least_ms()
-        if least_ms < inf:
-            sizes = problem.value_bytes
-            shares = {i: each.value() or 0.0 for i, each in moved.items()}
-            # As many bytes as it moves: of equal layers it may move a part of each.
-            left, chosen = sum(sizes[i] * share for i, share in shares.items()), list[int]()
-            for i in sorted(shares, key=lambda i: -shares[i]):
-                if shares[i] > _LEAST and sizes[i] <= left * (1 + _LEAST):
-                    chosen.append(self._values[i].index)
-                    left -= sizes[i]
-            self.moved = frozenset(chosen)
-        return max(self._base_ms, least_ms)
 
-
-def _demand_reads(
-    program: pulp.LpProblem,
-    problem: Knapsack,
-    saved: Sequence[pulp.LpVariable],
-    moved: dict[int, pulp.LpVariable],
-    runs: dict[int, pulp.LpVariable],
-) -> None:
-    """Demands what is read behind the point, and what a recomputation reads."""
-    makers: dict[int, list[int]] = {}
-    for index, op in enumerate(problem.ops):
-        for value in op.outputs if index in runs else ():
-            makers.setdefault(value, []).append(index)
-
-    def available(value: int) -> pulp.LpAffineExpression:
-        made = [runs[index] for index in makers.get(value, ())]
-        return pulp.lpSum([saved[value], *made, *([moved[value]] if value in moved else [])])
-
-    for value in problem.required:
-        program += available(value) >= 1
-    for index, op in enumerate(problem.ops):
-        for value in op.inputs if index in runs else ():
-            program += available(value) >= runs[index]
-
-
-class _LinearProgram:
-    """Variables between 0 and 1, rows, and the least time.
-
-    A solver's tolerances must not cut off a schedule. So byte limits are a little loose, and a
-    little is deducted from the optimum.
+class _PointProgram:
+    """The linear program of one point: shares of values saved and moved, and of ops that run again.
 
     Args:
-        total_ms: the time that the tolerance refers to.
-
-    Attributes:
-        rows: the program in PuLP; times in it are multiplied by `scale`.
-        scale: of times.
+        problem: of the point.
+        movable: its values that may move.
+        total_ms: the time that tolerances refer to.
     """
 
-    def __init__(self, total_ms: float) -> None:
-        self.rows = pulp.LpProblem("bound", pulp.LpMinimize)
-        self.scale = _SCALED_TOTAL / max(total_ms, 1e-9)
+    def __init__(self, problem: Knapsack, movable: Sequence[int], total_ms: float) -> None:
+        self._problem, self._program = problem, Program()
+        self._scale = _SCALED_TOTAL / max(total_ms, 1e-9)
         self._tolerance_ms = _TOLERANCE * total_ms
+        variable = self._program.variable
+        self._saved = {value: variable() for value in range(len(problem.value_bytes))}
+        self._moved = {value: variable() for value in movable}
+        self._runs = {i: variable() for i, op in enumerate(problem.ops) if op.recomputable}
+        self._time = variable(1.0, most=inf)
+        self._demand_reads()
 
-    def variable(self, name: str) -> pulp.LpVariable:
-        """A variable between 0 and 1."""
-        return self.rows.add_variable(name, 0, 1)
+    def _demand_reads(self) -> None:
+        """Demands what is read behind the point, and what a recomputation reads."""
+        ways: dict[int, list[Variable]] = {value: [each] for value, each in self._saved.items()}
+        for index, run in self._runs.items():
+            for value in self._problem.ops[index].outputs:
+                ways[value].append(run)
+        for value, each in self._moved.items():
+            ways[value].append(each)
+        for value in self._problem.required:
+            self._program.at_most(dict.fromkeys(ways[value], -1.0), -1.0)
+        for index, run in self._runs.items():
+            for value in self._problem.ops[index].inputs:
+                self._program.at_most({run: 1.0, **dict.fromkeys(ways[value], -1.0)}, 0.0)
 
-    def limit_bytes(self, total: pulp.LpAffineExpression, room_bytes: int) -> None:
-        """Limits a sum of bytes, in shares of the room, with the tolerance as slack."""
-        scale = 1 / max(room_bytes, 1)
-        self.rows += total * scale <= max(room_bytes, 0) * scale + _TOLERANCE
+    def limit_bytes(self, room_bytes: int, host_bytes: int | None) -> None:
+        """Limits what is saved, and what is moved."""
+        self._limit(self._saved, room_bytes)
+        if host_bytes is not None:
+            self._limit(self._moved, host_bytes)
 
-    def least_ms(self) -> float:
-        """The least time; infinite if nothing satisfies the rows.
+    def _limit(self, shares: Mapping[int, Variable], limit_bytes: int) -> None:
+        scale = 1 / max(limit_bytes, 1)
+        sizes = self._problem.value_bytes
+        row = {each: sizes[value] * scale for value, each in shares.items()}
+        self._program.at_most(row, limit_bytes * scale + _TOLERANCE)
+
+    def limit_time(self, own_ms: float, *, byte_ms: float = 0.0, has_runs: bool = False) -> None:
+        """Has the time be at least that of some ops, of moved bytes, and of recomputations."""
+        row = {self._time: -1.0}
+        sizes, ops = self._problem.value_bytes, self._problem.ops
+        row |= {each: sizes[i] * byte_ms * self._scale for i, each in self._moved.items()}
+        for i, run in self._runs.items() if has_runs else ():
+            row[run] = ops[i].time_ms * self._scale
+        self._program.at_most(row, -own_ms * self._scale)
+
+    def least(self) -> tuple[float, list[int]]:
+        """The least time, infinite if nothing satisfies the rows, and the values that it moves.
 
         If the limit ends the solve, what the solver has proved counts, or 0.
         """
-        outcome = run(self.rows, _TIME_LIMIT_S)
+        outcome = self._program.solve(_TIME_LIMIT_S)
         if outcome.status is Status.INFEASIBLE:
-            return inf
-        return max(0.0, outcome.bound / self.scale - self._tolerance_ms)
+            return inf, []
+        return max(0.0, outcome.bound / self._scale - self._tolerance_ms), self._moved_most(outcome)
+
+    def _moved_most(self, outcome: Outcome) -> list[int]:
+        """Values of as many bytes as it moves: of equal layers it may move a part of each."""
+        if not outcome.values:
+            return []
+        sizes = self._problem.value_bytes
+        shares = {value: outcome.value(each) for value, each in self._moved.items()}
+        left, chosen = sum(sizes[value] * share for value, share in shares.items()), list[int]()
+        for value in sorted(shares, key=lambda value: -shares[value]):
+            if shares[value] > _LEAST and sizes[value] <= left * (1 + _LEAST):
+                chosen.append(value)
+                left -= sizes[value]
+        return chosen

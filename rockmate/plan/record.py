@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -20,7 +20,6 @@ from rockmate.graph.snapshot import SnapshotChain, StepSnapshot, StorageKind
 from rockmate.graph.step_options import StepOptions
 from rockmate.plan.block_tree import BlockNode, block_tree
 from rockmate.plan.residency import Residency
-from rockmate.schedule.bounds import Bounds, StoredBound
 from rockmate.schedule.flights import Flights, flights_of, overlapped_ms
 from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.schedule import Schedule
@@ -92,7 +91,8 @@ class PlanRecord:
         chain: the blocks of the step.
         options: how the step was captured, and runs: in chunks, with fused kernels.
         strategy: name of the strategy that made the plan.
-        bounds: lower bounds on the time of schedules; see `lower_bound_ms`.
+        bound: the lower bound on the time of schedules, in milliseconds, or what finds it for a
+            budget; see `lower_bound_ms`.
         num_unproved_blocks: 1 for a plan of "checkmate" without a proof of optimality: stopped at
             its time limit, or made for a smaller budget; else 0.
         gap_tolerance: distance to the lower bound, as a fraction of the baseline's time, at which
@@ -119,7 +119,7 @@ class PlanRecord:
     chain: SnapshotChain
     options: StepOptions
     strategy: str = "rockmate"
-    bounds: Bounds = field(default_factory=StoredBound)
+    bound: float | Callable[[int], float] = 0.0
     num_unproved_blocks: int = 0
     gap_tolerance: float = 1e-3
     is_cut_short: bool = False
@@ -177,7 +177,7 @@ class PlanRecord:
         planner's first read then takes seconds, because the step is rewritten for each number of
         chunks. A loaded plan has the bound that was stored.
         """
-        return self.bounds.bound_ms(self.budget_bytes)
+        return self.bound(self.budget_bytes) if callable(self.bound) else self.bound
 
     @property
     def optimality_gap(self) -> float:

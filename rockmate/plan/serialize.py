@@ -38,7 +38,6 @@ from rockmate.graph.step_options import StepOptions
 from rockmate.plan.faults import fault_of
 from rockmate.plan.record import ChunkingNote, ChunkingNotes, PlanRecord
 from rockmate.plan.residency import Residency
-from rockmate.schedule.bounds import StoredBound
 from rockmate.schedule.fetch import Fetch
 from rockmate.schedule.move import Move
 from rockmate.schedule.offload_request import OffloadRequest
@@ -242,7 +241,7 @@ def _plan(content: Mapping[str, Any]) -> PlanRecord:
     return PlanRecord(
         **{name: content[name] for name in _PLAIN_FIELDS},
         **{name: content[name] for name in _OPTIONAL_FIELDS if name in content},
-        bounds=StoredBound(content["lower_bound_ms"]),
+        bound=content["lower_bound_ms"],
         schedule=schedule,
         simulation=Residency(snapshot, schedule).simulation(costs),
         costs=costs,

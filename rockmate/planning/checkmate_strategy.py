@@ -32,23 +32,24 @@ class CheckmateSearch:
         graph: ops and storages.
         costs: of its ops.
         time_limit_s: limit on the solve of one budget.
-        order: all ops in the order of their first runs; by default the graph's.
+        order: all ops of the step in the order of their first runs; by default the graph's.
 
     Attributes:
         problem: the step as numbers; recomputable ops with the times of their recomputation.
 
     Raises:
-        InvalidArgumentError: the graph has several forwards in flight, which the program does not
-            count.
+        InvalidArgumentError: the graph has several forwards in flight, or values that marks have
+            recomputed, which the program does not know.
     """
 
     def __init__(
         self, graph: Graph, costs: Costs, *, time_limit_s: float, order: Sequence[Op] = ()
     ) -> None:
-        if graph.num_in_flight > 1:
+        if graph.num_in_flight > 1 or graph.must_recompute:
             msg = (
-                f"in_flight is {graph.num_in_flight}, and the strategy 'checkmate' plans one "
-                "forward before its backward; take another strategy"
+                f"in_flight is {graph.num_in_flight}, and {len(graph.must_recompute)} values are "
+                "marked 'recompute'. The strategy 'checkmate' plans one forward before its "
+                "backward, and recomputes what it chooses; take another strategy"
             )
             raise InvalidArgumentError(msg)
         self._graph = graph
@@ -56,8 +57,9 @@ class CheckmateSearch:
         self._time_limit_s = time_limit_s
         # The op behind each op of the program; None where that makes a state or the tangents.
         self._ops = list[Op | None]()
-        self.problem = self._staged_problem(order or (*graph.forward_ops, *graph.backward_ops))
         self._baseline = evaluate(graph, baseline_schedule(graph), costs)
+        steps = self._baseline.schedule.steps
+        self.problem = self._staged_problem(order or [graph.ops[index] for index in steps])
         self._solved: dict[int, Candidate | None] = {}
         self._minimum: Candidate | None = None
 
@@ -104,7 +106,7 @@ class CheckmateSearch:
             self.problem,
             budget_bytes,
             time_limit_s=self._time_limit_s,
-            first_recompute_op=self.problem.border + 1,
+            first_recompute_op=self._border + 1,
         )
 
     def minimum(self) -> Candidate:
@@ -124,7 +126,7 @@ class CheckmateSearch:
 
     def candidate(self, solution: StagedSolution) -> Candidate:
         """The schedule of a solution that has one."""
-        cut = solution.steps.index(self.problem.border)
+        cut = solution.steps.index(self._border)
         forward, backward = (
             [op.index for op in map(self._ops.__getitem__, part) if op is not None]
             for part in (solution.steps[:cut], solution.steps[cut:])
@@ -150,10 +152,10 @@ class CheckmateSearch:
         def numbers(storages: Iterable[Storage]) -> tuple[int, ...]:
             return tuple(number[storage] for storage in storages if storage in number)
 
-        border, held = len(order), set(numbers(s for s in values if s.is_result))
+        held = set(numbers(s for s in values if s.is_result))
         for place, op in enumerate(order):
-            if place == len(self._graph.forward_ops):
-                border = len(ops)
+            if place == len(self._baseline.schedule.forward):
+                self._border = len(ops)
                 # New values of buffers are live until the forward returns.
                 held.update(made_once(tangent_bytes, numbers(self._graph.updates)))
             inputs = numbers(op.reads)
@@ -166,14 +168,7 @@ class CheckmateSearch:
                     outputs=numbers(op.writes),
                     recomputable=op.is_recomputable,
                     overhead_bytes=max(costs[op.index].overhead_bytes for costs in tables),
-                    needed=bool(op.final_gradients) or op.is_random,
                 )
             )
             self._ops.append(op)
-        return StagedProblem(
-            ops=tuple(ops),
-            value_bytes=tuple(value_bytes),
-            held=frozenset(held),
-            border=border,
-            barred=frozenset(numbers(s for s in values if s.must_recompute)),
-        )
+        return StagedProblem(ops=tuple(ops), value_bytes=tuple(value_bytes), held=frozenset(held))

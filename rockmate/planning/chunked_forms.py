@@ -29,7 +29,6 @@ from rockmate.planning.chunkable_blocks import ChunkableBlocks
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.step import CapturedStep
-from rockmate.schedule.bounds import Bounds, StoredBound
 
 # Share by which equal sums of times may differ.
 _ROUNDING = 1e-9
@@ -231,15 +230,11 @@ class ChunkedForms:
                 best = min(best, smallest, key=lambda candidate: candidate.peak_bytes)
         return best
 
-    def bounds(self, budget_bytes: int) -> Iterator[Bounds]:
-        """The bounds of the whole form and of each chunking whose chunk fits the budget."""
-        bound = self.whole.lower_bound
-        yield bound
-        lines = self._considered(budget_bytes)
-        if lines and bound.bound_ms(budget_bytes) <= self.least_ms:
-            yield StoredBound(self.least_ms)
-            return
-        yield from (form.lower_bound for form in self.forms_within(budget_bytes))
+    def bounding(self, budget_bytes: int) -> Iterator[Form]:
+        """The forms one of which has the least bound: the whole one, and those in chunks."""
+        yield self.whole
+        if self.whole.lower_bound.bound_ms(budget_bytes) > self.least_ms:
+            yield from self.forms_within(budget_bytes)
 
     def forms_within(self, budget_bytes: int) -> Iterator[Form]:
         """The forms in chunks that a plan for this budget may have."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from math import inf
 
-from rockmate.bound.moved import with_moves
 from rockmate.budget import Budget, is_share, slowdown_of
 from rockmate.capture.options import Numerics
 from rockmate.errors import InvalidBudgetError
@@ -28,7 +27,6 @@ from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.step import CapturedStep
 from rockmate.planning.strategies import BITWISE, DEFAULT, UNMOVED
 from rockmate.planning.weights import WeightSearch
-from rockmate.schedule.bounds import Bounds, MinBound
 from rockmate.schedule.offload_request import OffloadRequest
 
 # Share of an initial schedule's gap to the lower bound that the rest of the search may close.
@@ -68,7 +66,7 @@ class Forms:
     ) -> None:
         self.captured = whole[0]
         self.chunked = [ChunkedForms(each, form_of, numerics=numerics, rule=rule) for each in whole]
-        self._request, self._moved = request, None
+        self._moved = None
         # Searches for other budgets, and for those of weights, ask for the same again.
         self._searched_within = cache(self._search_within)
         if request is not None:
@@ -206,15 +204,22 @@ class Forms:
 
     # --- bounds and minima ---
 
-    def bounds_within(self, budget_bytes: int) -> Bounds:
-        """Lower bounds that hold for every plan of this budget, whatever the strategy."""
-        bounds = MinBound(
-            lambda: (bound for chunked in self.chunked for bound in chunked.bounds(budget_bytes))
-        )
-        if self._request is None:
-            return bounds
-        bounds = with_moves(bounds, self._request.device_type, self._request.host_bytes)
-        return bounds if self.weights is None else self.weights.bounds(bounds, budget_bytes)
+    def bound_of(self, budget_bytes: int) -> Callable[[int], float]:
+        """The time that no plan in the forms of this budget beats within a budget.
+
+        It holds whatever the strategy, and is infinite where none can fit. With weights at home,
+        whose plans have budgets of their own, it is always that of this budget.
+        """
+
+        def bound_ms(own_bytes: int) -> float:
+            limit_bytes = own_bytes if self.weights is None else budget_bytes
+            forms = (form for each in self.chunked for form in each.bounding(budget_bytes))
+            bounds = (self._moved.bound_of(f) if self._moved else f.lower_bound for f in forms)
+            least_ms = min(bound.bound_ms(limit_bytes) for bound in bounds)
+            copy_ms = 0.0 if self.weights is None else self.weights.copy_ms(budget_bytes)
+            return max(least_ms, copy_ms)
+
+        return bound_ms
 
     def minimum(self, strategy: str) -> Candidate:
         """The schedule of the smallest peak that is the same at any times, without chunks."""

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from math import inf, sqrt
 
-from rockmate.bound.moved import MovedBound, with_moves
+from rockmate.bound.moved import MovedBound
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.planning.candidate import Candidate, around_best, by_peak, by_time, evaluate
@@ -51,7 +51,8 @@ class MovedSearch:
     ) -> None:
         self._captured, self._request = captured, request
         self._unmoved_within, self._forms_within = unmoved_within, forms_within
-        self._finders: dict[Form, MoveFinder] = {}
+        self._finder = cache(lambda form: MoveFinder(form.graph, form.costs, request))
+        self.bound_of = cache(lambda form: MovedBound(form.lower_bound, request))
 
     @cached_property
     def minimum(self) -> Candidate:
@@ -113,8 +114,7 @@ class MovedSearch:
         """Of one form; quickly, or by its search with each share of the budget as room."""
         if form.baseline.time_ms >= time_of(best):
             return []
-        bound = with_moves(form.lower_bound, self._request.device_type, self._request.host_bytes)
-        assert isinstance(bound, MovedBound)
+        bound = self.bound_of(form)
         limit_ms = bound.bound_ms(budget_bytes) + _FAR * form.baseline.time_ms
         if limit_ms >= time_of(best):
             return []
@@ -161,11 +161,6 @@ class MovedSearch:
         if found is None:
             return None
         return Found(form, replace(start, schedule=found[0], simulation=found[1]))
-
-    def _finder(self, form: Form) -> MoveFinder:
-        if form not in self._finders:
-            self._finders[form] = MoveFinder(form.graph, form.costs, self._request)
-        return self._finders[form]
 
 
 def min_of(*found: Found | None) -> Found | None:

@@ -52,7 +52,6 @@ from rockmate.planning.simulated_capture import captured_step, machine_of
 from rockmate.planning.step import CapturedStep
 from rockmate.planning.strategies import DEFAULT, UNMOVED
 from rockmate.runtime.program import PlannedCall
-from rockmate.schedule.bounds import MinBound
 
 logger = logging.getLogger(__name__)
 
@@ -391,7 +390,7 @@ class PlanningSession:
         if (budget_bytes, "rockmate") in self._plans:  # handed on from a smaller one, perhaps
             return self._plans[budget_bytes, "rockmate"].lower_bound_ms
         with gc_paused():
-            return self._forms.bounds_within(budget_bytes).bound_ms(budget_bytes)
+            return self._forms.bound_of(budget_bytes)(budget_bytes)
 
     def _as_plan(self, budget_bytes: int, strategy: str, form: Form, candidate: Candidate) -> Plan:
         broken = broken_mark(form.snapshot, candidate.schedule)
@@ -417,9 +416,15 @@ class PlanningSession:
             offload=self._offload,
             gap_tolerance=self._rule.gap_tolerance,
             is_cut_short=self._rule.is_late,
-            bounds=self._forms.bounds_within(budget_bytes),
+            bound=self._forms.bound_of(budget_bytes),
             num_unproved_blocks=int(not candidate.is_proved),
         )
+
+
+def _least_of(plan: Plan, other: Plan) -> Callable[[int], float]:
+    """The least of two plans' bounds, as they may be of different forms."""
+    bounds = [each.bound for each in (plan, other)]
+    return lambda budget: min(each(budget) if callable(each) else each for each in bounds)
 
 
 def never_slower(plans: Mapping[int, Plan]) -> dict[int, Plan]:
@@ -433,7 +438,6 @@ def never_slower(plans: Mapping[int, Plan]) -> dict[int, Plan]:
     for budget_bytes, plan in sorted(plans.items()):
         chosen = plan
         if fastest is not None and fastest.predicted_ms < plan.predicted_ms:
-            both = partial(tuple, (plan.bounds, fastest.bounds))  # the plan may be of another form
-            chosen = replace(fastest, budget_bytes=budget_bytes, bounds=MinBound(both))
+            chosen = replace(fastest, budget_bytes=budget_bytes, bound=_least_of(plan, fastest))
         found[budget_bytes] = fastest = chosen
     return found

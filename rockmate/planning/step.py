@@ -38,7 +38,6 @@ from rockmate.plan.renumbering import renumbered
 from rockmate.runtime.emit import emit
 from rockmate.runtime.model_checks import check_model
 from rockmate.runtime.program import PlannedCall
-from rockmate.schedule.bounds import StoredBound
 from rockmate.schedule.move import movable_storages
 from rockmate.schedule.schedule import baseline_schedule, find_in_place, moved_like
 from rockmate.schedule.simulate import simulate
@@ -194,7 +193,7 @@ class CapturedStep:
             baseline_peak_bytes=baseline.peak_bytes,
             baseline_ms=baseline.time_ms,
             minimum_peak_bytes=min(plan.minimum_peak_bytes, simulation.peak_bytes),
-            bounds=StoredBound(),
+            bound=0.0,
             schedule=schedule,
             simulation=simulation,
             snapshot=snapshot,

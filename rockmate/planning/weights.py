@@ -32,7 +32,6 @@ from rockmate.offload.weight_home import named_weights
 from rockmate.planning.candidate import Candidate, around_best, by_time
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.strategies import DEFAULT, UNMOVED
-from rockmate.schedule.bounds import Bounds
 from rockmate.schedule.fetch import Fetch
 from rockmate.schedule.simulate import simulate
 
@@ -106,7 +105,7 @@ class WeightSearch:
         best = self._within(room_bytes, strategy) if self._fits(room_bytes, strategy) else None
         if best is not None:
             best = Found(best.form, replace(best.candidate, resident_bytes=num_bytes))
-        least_ms = max(self._captured.baseline.time_ms, self._copy_ms(budget_bytes))
+        least_ms = max(self._captured.baseline.time_ms, self.copy_ms(budget_bytes))
         starts = self._starts(budget_bytes, strategy)
         while time_of(best) > self._most * least_ms and (found := next(starts, None)) is not None:
             last = best
@@ -133,12 +132,8 @@ class WeightSearch:
         assert found is not None
         return found
 
-    def bounds(self, bounds: Bounds, budget_bytes: int) -> Bounds:
-        """Bounds that hold with weights at home: those of activations, and the time of copies."""
-        return _WeightBounds(bounds, budget_bytes, self._copy_ms(budget_bytes))
-
-    def _copy_ms(self, budget_bytes: int) -> float:
-        """The time of copies: each half of the step fetches what it reads beyond the budget."""
+    def copy_ms(self, budget_bytes: int) -> float:
+        """The least time of copies: each half of the step fetches what it reads beyond a budget."""
         form = self._captured
         weights, link = self._of(form), form.costs.link
         assert link is not None
@@ -300,20 +295,6 @@ class _Placement:
             free_from[weight.storage] = last + 1
             fetches.append(Fetch(storage=weight.storage, fetch=issue, fetched=first, last=last))
         return tuple(fetches)
-
-
-@dataclass(frozen=True, slots=True)
-class _WeightBounds:
-    """Bounds for a budget that bounds weights, whatever part of it activations have."""
-
-    activations: Bounds
-    budget_bytes: int
-    copy_ms: float
-
-    def bound_ms(self, budget_bytes: int) -> float:
-        """See `Bounds.bound_ms`."""
-        del budget_bytes
-        return max(self.activations.bound_ms(self.budget_bytes), self.copy_ms)
 
 
 def _weights_of(form: Form, with_trained: bool) -> list[_Weight]:

@@ -5,13 +5,12 @@ from itertools import pairwise
 from math import inf, nextafter
 
 import numpy as np
-import pulp
 import pytest
 from checkmate_cases import exhaustive, first_ops, random_graph, transformer, verify
 from stopwatch import least_seconds
 
 from checkmate import Curve, Knapsack, Op, Solution
-from checkmate.backend import run
+from checkmate.backend import Program
 from rockmate.planning.curve_choice import lower_hull
 
 CURVE = sys.modules["checkmate.curve"]
@@ -176,22 +175,17 @@ def test_rounding_never_lifts_the_bound_above_the_least_sum_of_times() -> None:
 
 def least_ms_by_relaxation(problem: Knapsack, limit: int) -> float:
     """The least recompute time, as a linear program that knows nothing of parts."""
-    program = pulp.LpProblem("knapsack", pulp.LpMinimize)
-    runs = [program.add_variable(f"R{i}", 0, 1) for i in range(len(problem.ops))]
+    program = Program()
+    runs = [program.variable(op.time_ms) for op in problem.ops]
     maker = {value: index for index, op in enumerate(problem.ops) for value in op.outputs}
-    saved = {value: program.add_variable(f"S{value}", 0, 1) for value in maker}
-    program.setObjective(
-        pulp.lpSum(op.time_ms * run for op, run in zip(problem.ops, runs, strict=True))
-    )
-    wanted = [(value, 1) for value in problem.required]
-    wanted += [(v, run) for op, run in zip(problem.ops, runs, strict=True) for v in op.inputs]
-    for value, by in wanted:
-        if value in maker:
-            program += saved[value] + runs[maker[value]] >= by
-    sizes = problem.value_bytes
-    program += pulp.lpSum(sizes[value] / limit * each for value, each in saved.items()) <= 1
-    run(program, 60.0)
-    return sum(op.time_ms * (r.value() or 0) for op, r in zip(problem.ops, runs, strict=True))
+    saved = {value: program.variable() for value in maker}
+    for value in problem.required & maker.keys():
+        program.at_most({saved[value]: -1, runs[maker[value]]: -1}, -1)
+    for op, run in zip(problem.ops, runs, strict=True):
+        for value in maker.keys() & set(op.inputs):
+            program.at_most({run: 1, saved[value]: -1, runs[maker[value]]: -1}, 0)
+    program.at_most({each: problem.value_bytes[v] / limit for v, each in saved.items()}, 1)
+    return program.solve(60.0).bound
 
 
 def test_whole_models_agree_with_a_linear_program() -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import combinations
 from typing import Any
 
-import pulp
+import highspy
 import pytest
 
 import checkmate
@@ -34,7 +34,6 @@ class _Builder:
         inputs: list[int],
         *units: float,
         recompute: bool = True,
-        needed: bool = False,
     ) -> list[int]:
         outputs = [len(self.value_bytes) + i for i in range(len(units))]
         self.value_bytes += [int(size * 1_048_576) for size in units]
@@ -45,13 +44,12 @@ class _Builder:
                 inputs=tuple(inputs),
                 outputs=tuple(outputs),
                 recomputable=recompute,
-                needed=needed,
             )
         )
         return outputs
 
-    def grad(self, time_ms: float, inputs: list[int], units: float, *, needed: bool = False) -> int:
-        return self.op(time_ms, inputs, units, recompute=False, needed=needed)[0]
+    def grad(self, time_ms: float, inputs: list[int], units: float) -> int:
+        return self.op(time_ms, inputs, units, recompute=False)[0]
 
 
 def transformer(num_layers: int, seed: int = 1) -> StagedProblem:
@@ -81,19 +79,19 @@ def transformer(num_layers: int, seed: int = 1) -> StagedProblem:
     (logs,) = op(0.2, [logits], 8)
     (loss,) = op(0.01, [logs], 1 / 65536)
     d_logits = grad(0.2, [logs], 8)
-    grad(1.0, [d_logits, n], 2, needed=True)
+    grad(1.0, [d_logits, n], 2)
     d = grad(0.1, [grad(1.0, [d_logits], 1), x, s], 1)
     for x, n1, s1, qkv, weights, mixed, h, n2, s2, wide, active in reversed(layers):
-        grad(0.8, [d, active], 1, needed=True)
+        grad(0.8, [d, active], 1)
         d_wide = grad(0.15, [grad(0.8, [d], 4), wide], 4)
-        grad(0.8, [d_wide, n2], 1, needed=True)
+        grad(0.8, [d_wide, n2], 1)
         d_h = grad(0.03, [d, grad(0.1, [grad(0.8, [d_wide], 1), h, s2], 1)], 1)
-        grad(0.2, [d_h, mixed], 0.25, needed=True)
+        grad(0.2, [d_h, mixed], 0.25)
         d_mixed = grad(0.2, [d_h], 1)
         d_scores = grad(0.15, [grad(0.3, [d_mixed, qkv], 4), weights], 4)
         d_qkv = grad(0.9, [d_scores, qkv, d_mixed, weights], 3)
-        grad(0.6, [d_qkv, n1], 0.75, needed=True)
-        d = grad(0.03, [d_h, grad(0.1, [grad(0.6, [d_qkv], 1), x, s1], 1)], 1, needed=True)
+        grad(0.6, [d_qkv, n1], 0.75)
+        d = grad(0.03, [d_h, grad(0.1, [grad(0.6, [d_qkv], 1), x, s1], 1)], 1)
     return StagedProblem(
         ops=tuple(builder.ops), value_bytes=tuple(builder.value_bytes), held=frozenset({loss})
     )
@@ -137,21 +135,10 @@ def random_step(seed: int, num_ops: int = 6) -> StagedProblem:
                 outputs=(latest,),
                 recomputable=rng.random() < 0.2,
                 overhead_bytes=rng.choice((0, 0, 2)),
-                needed=rng.random() < 0.4,
             )
         )
     held = {latest} | {value for value in made if rng.random() < 0.08}
     return StagedProblem(ops=tuple(ops), value_bytes=tuple(sizes), held=frozenset(held))
-
-
-def must_run(problem: StagedProblem) -> list[int]:
-    wanted, order = set(problem.held), []
-    for index in range(len(problem.ops) - 1, -1, -1):
-        op = problem.ops[index]
-        if op.needed or wanted & set(op.outputs):
-            order.insert(0, index)
-            wanted |= set(op.inputs)
-    return order
 
 
 def exhaustive(
@@ -163,7 +150,7 @@ def exhaustive(
     Any value may be dropped before any run. With `any_order`, recomputed ops of a stage may run in
     any order and more than once.
     """
-    order = must_run(problem)
+    order = range(len(problem.ops))
     made = {value for op in problem.ops for value in op.outputs}
     sizes = problem.value_bytes
     best: dict[tuple[int, int, frozenset[int]], float] = {(0, -1, frozenset()): 0.0}
@@ -241,20 +228,17 @@ def solve_staged(problem: StagedProblem, budget_bytes: int, **options: Any) -> S
 
 
 def assert_valid(problem: StagedProblem, solution: StagedSolution) -> None:
-    """Reads find their values, needed ops run, and no barred value crosses the border."""
+    """Reads find their values, and all ops run."""
     available = set(range(len(problem.value_bytes)))
     available -= {value for op in problem.ops for value in op.outputs}
-    ran, before_border = set(), set(range(problem.border)) & set(solution.steps)
+    ran = set()
     for index in solution.steps:
         op = problem.ops[index]
         assert index not in ran or op.recomputable
-        if before_border and before_border <= ran:  # the border is behind
-            available -= problem.barred
-            before_border = set()
         assert available.issuperset(op.inputs)
         ran.add(index)
         available.update(op.outputs)
-    assert {index for index, op in enumerate(problem.ops) if op.needed} <= ran
+    assert len(ran) == len(problem.ops)
     assert problem.held <= available
     runs = [problem.ops[index].time_ms for index in solution.steps]
     assert solution.time_ms == pytest.approx(sum(runs), rel=1e-12)
@@ -262,7 +246,7 @@ def assert_valid(problem: StagedProblem, solution: StagedSolution) -> None:
 
 def assert_staged(problem: StagedProblem, solution: StagedSolution) -> None:
     """First runs in order; within a stage each op at most once, in order."""
-    assert list(dict.fromkeys(solution.steps)) == must_run(problem)
+    assert list(dict.fromkeys(solution.steps)) == [*range(len(problem.ops))]
     ran, last = set(), -1
     for index in solution.steps:
         if index in ran:
@@ -280,7 +264,7 @@ def test_equals_exhaustive_search_at_every_budget() -> None:
     num_cases = 150
     for seed in range(num_cases):
         problem = random_step(seed, num_ops=5 + seed % 3)
-        once = must_run(problem)
+        once = range(len(problem.ops))
         loose = replay_peak(problem, tuple(once))
         first = len(problem.ops) // 2 if seed % 3 == 0 else 0
         for budget in range(loose, -1, -1):
@@ -339,8 +323,8 @@ def test_a_chain_made_again_holds_only_what_is_made() -> None:
         StagedOp(time_ms=1.0, inputs=(), outputs=(0,)),
         StagedOp(time_ms=2.0, inputs=(0,), outputs=(1,)),
         StagedOp(time_ms=3.0, inputs=(1,), outputs=(2,)),
-        StagedOp(time_ms=4.0, inputs=(), outputs=(), overhead_bytes=9, needed=True),
-        StagedOp(time_ms=5.0, inputs=(2,), outputs=(), needed=True),
+        StagedOp(time_ms=4.0, inputs=(), outputs=(), overhead_bytes=9),
+        StagedOp(time_ms=5.0, inputs=(2,), outputs=()),
     )
     problem = StagedProblem(ops=ops, value_bytes=(8, 1, 8))
     solution = solve_staged(problem, 9)
@@ -360,8 +344,8 @@ def test_stages_are_a_restriction() -> None:
         StagedOp(time_ms=1.0, inputs=(), outputs=(0,)),
         StagedOp(time_ms=2.0, inputs=(0,), outputs=(1,)),
         StagedOp(time_ms=3.0, inputs=(1,), outputs=(2,)),
-        StagedOp(time_ms=4.0, inputs=(), outputs=(), overhead_bytes=12, needed=True),
-        StagedOp(time_ms=5.0, inputs=(0, 2), outputs=(), needed=True),
+        StagedOp(time_ms=4.0, inputs=(), outputs=(), overhead_bytes=12),
+        StagedOp(time_ms=5.0, inputs=(0, 2), outputs=()),
     )
     problem = StagedProblem(ops=ops, value_bytes=(4, 8, 1))
     assert replay_peak(problem, (0, 1, 2, 3, 0, 1, 2, 0, 4)) == 12
@@ -382,7 +366,7 @@ def test_recomputation_only_from_an_op_on() -> None:
         StagedOp(time_ms=1.0, inputs=(1,), outputs=(2,)),
         StagedOp(time_ms=1.0, inputs=(2,), outputs=(3,)),
         StagedOp(time_ms=1.0, inputs=(3, 1), outputs=(4,)),
-        StagedOp(time_ms=1.0, inputs=(4, 2), outputs=(5,), needed=True),
+        StagedOp(time_ms=1.0, inputs=(4, 2), outputs=(5,)),
     )
     problem = StagedProblem(ops=ops, value_bytes=sizes)
     free, restricted = solve_staged(problem, 14), solve_staged(problem, 14, first_recompute_op=4)
@@ -391,22 +375,20 @@ def test_recomputation_only_from_an_op_on() -> None:
     assert solve_staged(problem, 17, first_recompute_op=4).steps == (0, 1, 2, 3, 1, 4)
 
 
-def test_held_values_needed_ops_and_dead_ops() -> None:
+def test_held_values_and_their_copies() -> None:
     ops = (
         StagedOp(time_ms=1.0, inputs=(), outputs=(0, 1)),
-        StagedOp(time_ms=2.0, inputs=(0,), outputs=(2,)),
-        StagedOp(time_ms=4.0, inputs=(0,), outputs=(3,), needed=True),
-        StagedOp(time_ms=8.0, inputs=(1,), outputs=(4,), overhead_bytes=90, needed=True),
+        StagedOp(time_ms=4.0, inputs=(0,), outputs=(2,)),
+        StagedOp(time_ms=8.0, inputs=(1,), outputs=(3,), overhead_bytes=90),
     )
-    problem = StagedProblem(ops=ops, value_bytes=(10, 10, 100, 100, 10), held=frozenset({0}))
+    problem = StagedProblem(ops=ops, value_bytes=(10, 10, 100, 10), held=frozenset({0}))
     solution = solve_staged(problem, 120)
-    assert (solution.steps, solution.time_ms, solution.peak_bytes) == ((0, 2, 3), 13.0, 120)
-    # Dropping value 1 for op 2 saves 10 bytes there; op 0 then makes a copy of value 0, which is
+    assert (solution.steps, solution.time_ms, solution.peak_bytes) == ((0, 1, 2), 13.0, 120)
+    # Dropping value 1 for op 1 saves 10 bytes there; op 0 then makes a copy of value 0, which is
     # still held.
-    recompute = solve_staged(problem, 119)
-    assert recompute.status is Status.INFEASIBLE
-    lighter = replace(problem, ops=(*ops[:3], replace(ops[3], overhead_bytes=0)))
-    assert solve_staged(lighter, 119).steps == (0, 2, 0, 3)
+    assert solve_staged(problem, 119).status is Status.INFEASIBLE
+    lighter = replace(problem, ops=(*ops[:2], replace(ops[2], overhead_bytes=0)))
+    assert solve_staged(lighter, 119).steps == (0, 1, 0, 2)
     assert solve_staged(lighter, 119).peak_bytes == 110
     assert solve_staged(StagedProblem(ops=(), value_bytes=()), 0).steps == ()
 
@@ -415,8 +397,8 @@ def test_a_schedule_just_above_the_budget_is_cut_off() -> None:
     """One byte in two thousand million is below any solver's tolerance."""
     sizes = (700_000_001, 650_000_003, 600_000_007)
     forward = [StagedOp(time_ms=t, inputs=(), outputs=(i,)) for i, t in enumerate((1.0, 2.0, 3.0))]
-    pause = StagedOp(time_ms=1.0, inputs=(), outputs=(), needed=True)
-    readers = [StagedOp(time_ms=1.0, inputs=(i,), outputs=(), needed=True) for i in range(3)]
+    pause = StagedOp(time_ms=1.0, inputs=(), outputs=())
+    readers = [StagedOp(time_ms=1.0, inputs=(i,), outputs=()) for i in range(3)]
     problem = StagedProblem(
         ops=(*forward, replace(pause, overhead_bytes=1), *readers), value_bytes=sizes
     )
@@ -459,15 +441,9 @@ def test_out_of_time_is_said_and_the_bound_is_true() -> None:
 def test_an_incumbent_at_the_time_limit_is_feasible_not_optimal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """PuLP then says status Optimal; only `sol_status` differs."""
-    whole = pulp.LpProblem.solve
-
-    def stopped(self: pulp.LpProblem, solver: pulp.LpSolver) -> int:
-        status = whole(self, solver)
-        self.sol_status = pulp.LpSolutionIntegerFeasible
-        return status
-
-    monkeypatch.setattr(pulp.LpProblem, "solve", stopped)
+    monkeypatch.setattr(
+        highspy.Highs, "getModelStatus", lambda _: highspy.HighsModelStatus.kTimeLimit
+    )
     problem = transformer(1)
     budget = int(0.7 * replay_peak(problem, tuple(range(len(problem.ops)))))
     solution = solve_staged(problem, budget)

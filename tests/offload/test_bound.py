@@ -15,6 +15,7 @@ from rockmate import InfeasibleBudgetError, Planner
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.bound.moved import MovedBound
 from rockmate.costs.cost import Link
+from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.schedule import with_moves
 from rockmate.schedule.simulate import simulate
 
@@ -38,7 +39,7 @@ def test_no_random_schedule_with_moves_beats_the_bound(seed: int, link: Link) ->
             continue
         costs = replace(plan.costs, link=link)
         unmoved = LowerBound(plan.graph, costs, planner.baseline_ms)
-        bound = MovedBound(unmoved, "cpu", None)
+        bound = MovedBound(unmoved, OffloadRequest("disk"))
         for share in (0.2, 0.7, 1.0):
             found = moves.random_moves(plan.graph, plan.schedule, draw, share)
             schedule = with_moves(plan.graph, plan.schedule, found)

@@ -51,11 +51,9 @@ class Program:
         self._columns: list[tuple[float, float, bool]] = []
         self._rows: list[tuple[dict[int, float], float]] = []
 
-    def variable(
-        self, cost: float = 0.0, *, most: float = 1.0, is_binary: bool = False
-    ) -> Variable:
+    def variable(self, cost: float = 0.0, *, most: float = 1.0, is_whole: bool = False) -> Variable:
         """A further variable, from 0 to `most`."""
-        self._columns.append((cost, most, is_binary))
+        self._columns.append((cost, most, is_whole))
         return Variable(len(self._columns) - 1)
 
     def at_most(self, row: Mapping[Variable, float], limit: float) -> None:

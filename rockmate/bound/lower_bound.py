@@ -32,7 +32,7 @@ The proofs are in docs/internals/algorithms.md.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from checkmate import Curve
@@ -42,7 +42,6 @@ from rockmate.bound.program_point import ProgramPoint, ProgramPoints
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph, Op, Phase, Storage
 from rockmate.graph.marking import forced_recomputations
-from rockmate.schedule.schedule import baseline_schedule
 
 
 class _PointCurve(NamedTuple):
@@ -57,18 +56,6 @@ class _PointCurve(NamedTuple):
     point: ProgramPoint
     curve: Curve
     values: list[Storage]
-
-
-class _Binding(NamedTuple):
-    """The program point that gives the bound of a budget.
-
-    Attributes:
-        index: its index among the points; the first of equal ones.
-        recompute_ms: time that schedules must spend on recomputation because of it.
-    """
-
-    index: int
-    recompute_ms: float
 
 
 class LowerBound:
@@ -93,19 +80,18 @@ class LowerBound:
         self.graph = graph
         self.costs = costs
         # What every schedule takes: all first runs, and the recomputations that marks ask for.
-        self._backward = [graph.ops[index] for index in baseline_schedule(graph).backward]
+        self.program_points = ProgramPoints(graph, costs)
+        self._backward = self.program_points.runs
         self.forced = frozenset(forced_recomputations(graph.forward_ops, self._backward))
         forced_ms = sum(costs.recompute[op.index].time_ms for op in self.forced)
         self.base_ms = baseline_ms + forced_ms
-        self.program_points = ProgramPoints(graph, costs)
-        self._binding_of: dict[int, _Binding] = {}
+        self._binding = cache(self._find_binding)
 
     # --- bounds -------------------------------------------------------------------------------
 
     def bound_ms(self, budget_bytes: int) -> float:
         """A time that no schedule of at most `budget_bytes` beats; infinite if none can fit."""
-        binding = self._binding_point(budget_bytes)
-        return self.base_ms if binding is None else self.base_ms + binding.recompute_ms
+        return self.base_ms + self._binding(budget_bytes)[0]
 
     def saved_values_within(self, budget_bytes: int) -> frozenset[Storage] | None:
         """Values of the forward that are live at the binding point; None if no schedule can fit.
@@ -113,10 +99,10 @@ class LowerBound:
         A schedule that saves them until then and recomputes the rest once takes about the time of
         `bound_ms`, if it fits.
         """
-        binding = self._binding_point(budget_bytes)
+        _, binding = self._binding(budget_bytes)
         if binding is None:
             return None
-        point, curve, values = self._curves[binding.index]
+        point, curve, values = binding
         plan = curve.plan(budget_bytes - point.min_bytes)
         if plan is None:
             return None
@@ -193,13 +179,10 @@ class LowerBound:
             )
             yield _PointCurve(point, Curve(problem), values)
 
-    def _binding_point(self, budget_bytes: int) -> _Binding | None:
-        """The point that demands the most recompute time; None if the graph has no points."""
-        if budget_bytes not in self._binding_of and self._curves:
-            bindings = (
-                _Binding(index, curve.bound_ms(budget_bytes - point.min_bytes))
-                for index, (point, curve, _) in enumerate(self._curves)
-            )
-            most = max(bindings, key=lambda binding: binding.recompute_ms)
-            self._binding_of[budget_bytes] = most
-        return self._binding_of.get(budget_bytes)
+    def _find_binding(self, budget_bytes: int) -> tuple[float, _PointCurve | None]:
+        """The most recompute time that a point demands, and the first of such points, if any."""
+        bindings = (
+            (each.curve.bound_ms(budget_bytes - each.point.min_bytes), each)
+            for each in self._curves
+        )
+        return max(bindings, key=lambda binding: binding[0], default=(0.0, None))

@@ -11,13 +11,12 @@ memory quadratic in their number: about 100 MB at 7,000 ops.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from rockmate._util import Bools, Ints
+from rockmate._util import Bools
 from rockmate.costs.cost import Costs
 from rockmate.graph.in_place import reusable_operand
 from rockmate.graph.ir import Graph, Op, Phase, Storage
@@ -48,52 +47,44 @@ class ProgramPoint:
     min_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Profile:
-    """All program points, in the order of the baseline schedule.
-
-    Attributes:
-        ops: the backward ops.
-        min_bytes: `ProgramPoint.min_bytes` of each.
-        num_after: number of ops after each.
-    """
-
-    ops: list[Op]
-    min_bytes: list[int]
-    num_after: list[int]
-
-
 class ProgramPoints:
     """The program points of one graph.
 
     Attributes:
         graph: ops and storages.
         costs: costs of the ops.
+        runs: the late and backward ops that run in every schedule.
     """
 
     def __init__(self, graph: Graph, costs: Costs) -> None:
         self.graph = graph
         self.costs = costs
+        # An op that is no part of the step does not run in the baseline, so it has no point.
+        self.runs = [graph.ops[index] for index in baseline_schedule(graph).backward]
+        self._ops = [op for op in self.runs if op.phase is Phase.BACKWARD]
+        self._position = {op: position for position, op in enumerate(self._ops)}
+        self._held = frozenset(s for s in graph.storages if s.is_output or s.is_tangent)
 
     def at(self, op: Op) -> ProgramPoint:
         """The point at which a backward op runs."""
-        readers = self.graph.readers
-        before, after = _ancestors(op), _descendants(self.graph, op)
-        live = {s for s in self.graph.storages if s.is_output or s.is_tangent}
-        live.update(storage for storage in (*op.reads, *op.writes) if not storage.is_static)
-        for earlier in before:
-            live.update(
-                storage
-                for storage in earlier.writes
-                if storage.is_kept_to_end or not after.isdisjoint(readers.get(storage, ()))
-            )
-        own = {*op.reads, *op.writes}
-        others_bytes = sum(storage.num_bytes for storage in live if storage not in own)
+        position = self._position[op]
+        after = [self._ops[other] for other in np.flatnonzero(self._follows[position])]
+        before = [self._ops[other] for other in np.flatnonzero(self._follows[:, position])]
+        before, after = before[:-1], after[1:]  # without itself
+        live = self._held.union(each for each in (*op.reads, *op.writes) if not each.is_static)
+        later = set(after)
+        live = live.union(
+            storage
+            for earlier in before
+            for storage in earlier.writes
+            if storage.is_kept_to_end or not later.isdisjoint(self.graph.readers.get(storage, ()))
+        )
+        others_bytes = sum(storage.num_bytes for storage in live.difference(op.reads, op.writes))
         return ProgramPoint(
             op=op,
-            before=_in_order(before),
-            after=_in_order(after),
-            live=frozenset(live),
+            before=tuple(before),
+            after=tuple(after),
+            live=live,
             min_bytes=self.own_bytes(op) + others_bytes + self._in_flight_bytes,
         )
 
@@ -102,16 +93,14 @@ class ProgramPoints:
 
         All that the forward saves is live then, and so are the tangents.
         """
-        runs = [self.graph.ops[index] for index in baseline_schedule(self.graph).backward]
-        if not runs:
+        if not self.runs:
             return None
-        live = {s for s in self.graph.storages if s.is_output or s.is_tangent}
         return ProgramPoint(
-            op=runs[0],
+            op=self.runs[0],
             before=(),
-            after=_in_order(runs),
-            live=frozenset(live),
-            min_bytes=sum(storage.num_bytes for storage in live) + self._in_flight_bytes,
+            after=tuple(self.runs),
+            live=self._held,
+            min_bytes=sum(each.num_bytes for each in self._held) + self._in_flight_bytes,
         )
 
     @cached_property
@@ -127,22 +116,18 @@ class ProgramPoints:
         A later point leaves less to recompute, so it says more only if it needs more bytes. A point
         with nothing after it only tells whether any schedule fits.
         """
-        profile = self._profile
         rising: list[Op] = []
         most_bytes = -1
-        for op, min_bytes, num_after in self._rows():
-            if num_after and min_bytes > most_bytes:
+        sizes, num_after = self._min_bytes(), self._follows.sum(axis=1) - 1
+        for op, min_bytes, number in zip(self._ops, sizes, num_after.tolist(), strict=True):
+            if number and min_bytes > most_bytes:
                 rising.append(op)
                 most_bytes = min_bytes
         step = max(1, -(-len(rising) // _MAX_POINTS))
         chosen = rising[::-1][::step][::-1]
-        if profile.ops and max(profile.min_bytes) > most_bytes:
-            chosen.append(profile.ops[int(np.argmax(profile.min_bytes))])
+        if sizes and max(sizes) > most_bytes:
+            chosen.append(self._ops[int(np.argmax(sizes))])
         return tuple(map(self.at, chosen))
-
-    def _rows(self) -> Iterable[tuple[Op, int, int]]:
-        profile = self._profile
-        return zip(profile.ops, profile.min_bytes, profile.num_after, strict=True)
 
     def own_bytes(self, op: Op) -> int:
         """Bytes of an op's inputs, result and workspace, less the result if it can be in place."""
@@ -153,83 +138,42 @@ class ProgramPoints:
         return sum(storage.num_bytes for storage in own) + overhead_bytes - taken_bytes
 
     @cached_property
-    def _profile(self) -> _Profile:
-        # An op that is no part of the step does not run in the baseline, so it has no point.
-        runs = baseline_schedule(self.graph).backward
-        ops = [op for op in map(self.graph.ops.__getitem__, runs) if op.phase is Phase.BACKWARD]
-        position = {op: index for index, op in enumerate(ops)}
-        readers = {
-            storage: [position[r] for r in self.graph.readers.get(storage, ()) if r in position]
-            for op in ops
-            for storage in op.writes
-        }
-        follows = _follows(ops, readers)
-        waiting_bytes = _waiting_bytes(position, readers, follows)
-        held = [s for s in self.graph.storages if s.is_output or s.is_tangent]
-        min_bytes = []
-        for index, op in enumerate(ops):
-            own = {*op.reads, *op.writes}
-            held_bytes = sum(storage.num_bytes for storage in held if storage not in own)
-            held_bytes += self._in_flight_bytes
-            min_bytes.append(self.own_bytes(op) + held_bytes + int(waiting_bytes[index]))
-        num_after = (follows.sum(axis=1) - 1).tolist()
-        return _Profile(ops=ops, min_bytes=min_bytes, num_after=num_after)
+    def _follows(self) -> Bools:
+        """A matrix whose entry [a, b] says that op b is op a or depends on it."""
+        follows = np.eye(len(self._ops), dtype=bool)
+        for position in range(len(self._ops) - 1, -1, -1):
+            for storage in self._ops[position].writes:
+                for reader in self._readers(storage):
+                    follows[position] |= follows[reader]
+        return follows
 
+    def _readers(self, storage: Storage) -> list[int]:
+        readers = self.graph.readers.get(storage, ())
+        return [self._position[reader] for reader in readers if reader in self._position]
 
-def _follows(ops: Sequence[Op], readers: Mapping[Storage, Sequence[int]]) -> Bools:
-    """A matrix whose entry [a, b] says that op b is op a or depends on it."""
-    follows = np.eye(len(ops), dtype=bool)
-    for position in range(len(ops) - 1, -1, -1):
-        for storage in ops[position].writes:
-            for reader in readers[storage]:
-                follows[position] |= follows[reader]
-    return follows
+    def _min_bytes(self) -> list[int]:
+        """`ProgramPoint.min_bytes` of each backward op."""
+        waiting_bytes = self._waiting_bytes()
+        held_bytes = [
+            sum(each.num_bytes for each in self._held.difference(op.reads, op.writes))
+            for op in self._ops
+        ]
+        return [
+            self.own_bytes(op) + held + self._in_flight_bytes + waiting
+            for op, held, waiting in zip(self._ops, held_bytes, waiting_bytes, strict=True)
+        ]
 
-
-def _waiting_bytes(
-    position: Mapping[Op, int], readers: Mapping[Storage, Sequence[int]], follows: Bools
-) -> Ints:
-    """For each point the bytes of gradients that are made before it and read after it."""
-    precedes = np.ascontiguousarray(follows.T)
-    waiting_bytes = np.zeros(len(position), dtype=np.int64)
-    for storage, positions in readers.items():
-        assert storage.producer is not None
-        maker = position[storage.producer]
-        is_waiting = follows[maker].copy()
-        is_read_later: Bools | bool = False
-        if positions:
-            is_read_later = np.logical_or.reduce([precedes[reader] for reader in positions], axis=0)
-        is_waiting &= storage.is_kept_to_end | np.asarray(is_read_later)
-        # There it counts among the op's own inputs and results.
-        is_waiting[[maker, *positions]] = False
-        waiting_bytes[is_waiting] += storage.num_bytes
-    return waiting_bytes
-
-
-def _ancestors(op: Op) -> set[Op]:
-    """Backward ops that `op` depends on through gradients."""
-    found: set[Op] = set()
-    pending = [op]
-    while pending:
-        for storage in pending.pop().reads:
-            producer = storage.producer
-            if producer is not None and producer.phase is Phase.BACKWARD and producer not in found:
-                found.add(producer)
-                pending.append(producer)
-    return found
-
-
-def _descendants(graph: Graph, op: Op) -> set[Op]:
-    """Ops that depend on `op`, all of them backward ops."""
-    found: set[Op] = set()
-    pending = [op]
-    while pending:
-        for storage in pending.pop().writes:
-            readers = [reader for reader in graph.readers.get(storage, ()) if reader not in found]
-            found.update(readers)
-            pending += readers
-    return found
-
-
-def _in_order(ops: Iterable[Op]) -> tuple[Op, ...]:
-    return tuple(sorted(ops, key=lambda op: op.index))
+    def _waiting_bytes(self) -> list[int]:
+        """For each point the bytes of gradients that are made before it and read after it."""
+        precedes = np.ascontiguousarray(self._follows.T)
+        waiting_bytes = np.zeros(len(self._ops), dtype=np.int64)
+        for maker, op in enumerate(self._ops):
+            for storage in op.writes:
+                readers = self._readers(storage)
+                is_waiting = self._follows[maker].copy()
+                if not storage.is_kept_to_end:
+                    is_waiting &= precedes[readers].any(axis=0)
+                # There it counts among the op's own inputs and results.
+                is_waiting[[maker, *readers]] = False
+                waiting_bytes[is_waiting] += storage.num_bytes
+        return waiting_bytes.tolist()

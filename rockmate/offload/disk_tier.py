@@ -23,6 +23,7 @@ import torch
 
 from rockmate.budget import size_text
 from rockmate.errors import OffloadError
+from rockmate.offload.tier import Slab, Tier
 
 # Bytes of one transfer, and of the buffer through which it goes. The buffer begins at a page, as
 # a transfer past the page cache needs; tensors do not.
@@ -68,8 +69,8 @@ class FileCopy:
             raise OffloadError(msg) from error
 
 
-class DiskTier:
-    """Files in one folder. A file that a step no longer needs serves the next one.
+class DiskTier(Tier["DiskSlab"]):
+    """Files in one folder.
 
     Args:
         folder: where the files are.
@@ -77,34 +78,17 @@ class DiskTier:
     """
 
     def __init__(self, folder: str, limit_bytes: int | None = None) -> None:
-        self._folder, self._limit_bytes = folder, limit_bytes
+        super().__init__(limit_bytes)
+        self._folder = folder
         self._pid = -1
-        self._idle: list[DiskFile] = []
-        self._num_lent_bytes = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files."""
-        return self._num_lent_bytes + sum(file.num_bytes for file in self._idle)
 
     def borrow(self, num_bytes: int) -> DiskSlab:
-        """A slab of at least so many bytes; errors as for `Tier.borrow`."""
+        """See `Tier`."""
         self._start_in_process()
-        fitting = [file for file in self._idle if file.num_bytes >= num_bytes]
-        if fitting:
-            file = min(fitting, key=lambda file: (file.is_busy, file.num_bytes))
-            self._idle.remove(file)
-            file.join()
-        else:
-            # Smaller ones serve no step like this.
-            while self._idle:
-                self._idle.pop().join()
-            limit_bytes = self._limit_bytes
-            if limit_bytes is not None and self._num_lent_bytes + num_bytes > limit_bytes:
-                raise OffloadError(limit_text(num_bytes, self._num_lent_bytes, limit_bytes))
-            file = DiskFile(self._folder, num_bytes)
-        self._num_lent_bytes += file.num_bytes
-        return DiskSlab(file, self)
+        return super().borrow(num_bytes)
+
+    def _new_slab(self, num_bytes: int) -> DiskSlab:
+        return DiskSlab(self, self._folder, num_bytes)
 
     def submit(
         self, copy: Callable[[memoryview], BaseException | None]
@@ -121,11 +105,6 @@ class DiskTier:
             self._pid = -1
             raise OffloadError(_no_thread_text(error)) from error
 
-    def take_back(self, file: DiskFile) -> None:
-        """Takes a file back, whose last copy may still be under way."""
-        self._num_lent_bytes -= file.num_bytes
-        self._idle.append(file)
-
     def _start_in_process(self) -> None:
         """Makes thread and buffer; in a forked process anew, where idle files are its parent's."""
         if self._pid == os.getpid():
@@ -136,15 +115,36 @@ class DiskTier:
             raise OffloadError(_no_thread_text(error)) from error
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rockmate-offload")
         self._pid = os.getpid()
-        self._idle.clear()
+        self._free.clear()
 
 
-class DiskSlab:
-    """A file that one step has to itself."""
+class DiskSlab(Slab):
+    """A file without a name, of a fixed size; closed with its last reference.
 
-    def __init__(self, file: DiskFile, tier: DiskTier) -> None:
-        self._file, self._tier = file, tier
+    Attributes:
+        num_bytes: its size, which the file system has set aside.
+        descriptor: of the open file.
+    """
+
+    def __init__(self, tier: DiskTier, folder: str, num_bytes: int) -> None:
+        """Makes the file.
+
+        Raises:
+            OffloadError: the folder does not exist, cannot be written to, or has too little room.
+        """
+        super().__init__(tier, num_bytes)
+        self._submit = tier.submit
+        self._last: FileCopy | None = None
         self._mapped: mmap.mmap | None = None
+        try:
+            file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            weakref.finalize(self, file.close)
+            self.descriptor = file.fileno()
+            # So a full disk shows before the step begins.
+            os.posix_fallocate(self.descriptor, 0, num_bytes)
+            self._is_cached = not _bypass_cache(self.descriptor)
+        except OSError as error:
+            raise OffloadError(_no_file_text(error, folder, num_bytes)) from error
 
     def copy_out(self, offset: int, source: torch.Tensor) -> FileCopy:
         """See `Slab`."""
@@ -166,69 +166,37 @@ class DiskSlab:
         """See `Slab`. The file is mapped, and the device is the CPU."""
         del device
         if self._mapped is None:
-            self._mapped = mmap.mmap(self._file.descriptor, self._file.num_bytes)
+            self._mapped = mmap.mmap(self.descriptor, self.num_bytes)
         return torch.frombuffer(self._mapped, dtype=torch.uint8, count=num_bytes, offset=offset)
 
-    def release(self) -> None:
-        """See `Slab`."""
-        self._tier.take_back(self._file)
-
     def _begin(self, offset: int, tensor: torch.Tensor, what: str, *, is_out: bool) -> FileCopy:
-        file, tensors, times_s = self._file, [tensor], list[float]()
+        tensors, times_s = [tensor], list[float]()
 
         def copy(buffer: memoryview) -> BaseException | None:
             times_s.append(time.perf_counter())
             try:
-                # Nothing but `file.copy` may hold the tensor, once the step may go on.
-                file.copy(offset, tensors.pop(), buffer, is_out=is_out)
+                # Nothing but `_copy` may hold the tensor, once the step may go on.
+                self._copy(offset, tensors.pop(), buffer, is_out=is_out)
             except BaseException as error:  # noqa: BLE001, the step that waits for it raises it
                 return error.with_traceback(None)
             finally:
                 times_s.append(time.perf_counter())
             return None
 
-        file.last = FileCopy(self._tier.submit(copy), what, times_s)
-        return file.last
-
-
-class DiskFile:
-    """A file without a name, of a fixed size; closed with its last reference.
-
-    Attributes:
-        num_bytes: its size, which the file system has set aside.
-        descriptor: of the open file.
-        last: the last copy to or from it; None before the first.
-    """
-
-    def __init__(self, folder: str, num_bytes: int) -> None:
-        """Makes the file.
-
-        Raises:
-            OffloadError: the folder does not exist, cannot be written to, or has too little room.
-        """
-        self.num_bytes = num_bytes
-        self.last: FileCopy | None = None
-        try:
-            file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
-            weakref.finalize(self, file.close)
-            self.descriptor = file.fileno()
-            # So a full disk shows before the step begins.
-            os.posix_fallocate(self.descriptor, 0, num_bytes)
-            self._is_cached = not _bypass_cache(self.descriptor)
-        except OSError as error:
-            raise OffloadError(_no_file_text(error, folder, num_bytes)) from error
+        self._last = FileCopy(self._submit(copy), what, times_s)
+        return self._last
 
     @property
     def is_busy(self) -> bool:
         """Whether a copy to or from it is under way."""
-        return self.last is not None and not self.last.has_ended
+        return self._last is not None and not self._last.has_ended
 
     def join(self) -> None:
-        """Waits until all copies have ended, well or not."""
-        if self.last is not None:
-            self.last.join()
+        """See `Slab`."""
+        if self._last is not None:
+            self._last.join()
 
-    def copy(self, offset: int, tensor: torch.Tensor, buffer: memoryview, *, is_out: bool) -> None:
+    def _copy(self, offset: int, tensor: torch.Tensor, buffer: memoryview, *, is_out: bool) -> None:
         """Copies a tensor of bytes out or in by way of the buffer. The GIL is free meanwhile."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
         for begin in range(0, tensor.numel(), CHUNK_BYTES):
@@ -290,13 +258,4 @@ def _no_file_text(error: OSError, folder: str, num_bytes: int) -> str:
     return (
         f"no file of {num_bytes:,} bytes can be made in the folder of offload='disk:{folder}': "
         f"{error}. Name a folder that can be written to, on a disk of this machine."
-    )
-
-
-def limit_text(num_bytes: int, taken_bytes: int, limit_bytes: int) -> str:
-    """That a further step's values do not fit the limit, and what to do."""
-    return (
-        f"moved values of this step take {num_bytes:,} bytes beside {taken_bytes:,} of steps whose "
-        f"backward has not run, and host_budget is {limit_bytes:,}. Raise it, or run each backward "
-        "before the next forward."
     )

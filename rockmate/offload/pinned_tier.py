@@ -22,48 +22,23 @@ import torch
 
 from rockmate._torch.cuda import device_view, pinned
 from rockmate.errors import OffloadError
-from rockmate.offload.disk_tier import limit_text
+from rockmate.offload.tier import Slab, Tier
 
 
-class PinnedTier:
-    """Slabs of pinned memory. One that a step no longer needs serves the next one.
+class PinnedTier(Tier["PinnedSlab"]):
+    """Slabs of pinned memory.
 
     Args:
         limit_bytes: most bytes of all slabs together; None for no limit.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
-        self._limit_bytes = limit_bytes
-        self._free: list[torch.Tensor] = []
-        self._num_lent_bytes = 0
+        super().__init__(limit_bytes)
         # Of each device: the streams of copies out and of copies back.
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all slabs."""
-        return self._num_lent_bytes + sum(len(memory) for memory in self._free)
-
-    def borrow(self, num_bytes: int) -> PinnedSlab:
-        """A slab of at least so many bytes; errors as for `Tier.borrow`."""
-        fitting = [memory for memory in self._free if len(memory) >= num_bytes]
-        if fitting:
-            memory = min(fitting, key=len)
-            self._free = [each for each in self._free if each is not memory]
-        else:
-            # Smaller ones serve no step like this.
-            self._free.clear()
-            limit_bytes = self._limit_bytes
-            if limit_bytes is not None and self._num_lent_bytes + num_bytes > limit_bytes:
-                raise OffloadError(limit_text(num_bytes, self._num_lent_bytes, limit_bytes))
-            memory = _pinned(num_bytes)
-        self._num_lent_bytes += len(memory)
-        return PinnedSlab(memory, self)
-
-    def take_back(self, memory: torch.Tensor) -> None:
-        """Takes a slab's memory back."""
-        self._num_lent_bytes -= len(memory)
-        self._free.append(memory)
+    def _new_slab(self, num_bytes: int) -> PinnedSlab:
+        return PinnedSlab(_pinned(num_bytes), self)
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """The streams of copies out and of copies back."""
@@ -72,23 +47,24 @@ class PinnedTier:
         return self._streams[device]
 
 
-class PinnedSlab:
-    """Pinned memory that one step has to itself."""
+class PinnedSlab(Slab):
+    """Pinned memory."""
 
     def __init__(self, memory: torch.Tensor, tier: PinnedTier) -> None:
-        self._memory, self._tier = memory, tier
+        super().__init__(tier, len(memory))
+        self._memory, self._streams = memory, tier.streams
         self._pending: list[StreamCopy] = []
 
     def copy_out(self, offset: int, source: torch.Tensor) -> StreamCopy:
         """See `Slab`."""
         _check_device(source)
-        stream, _ = self._tier.streams(source.device)
+        stream, _ = self._streams(source.device)
         place = self._memory[offset : offset + len(source)]
         return self._issue(stream, source=source, target=place, device=source.device)
 
     def copy_in(self, offset: int, target: torch.Tensor) -> StreamCopy:
         """See `Slab`."""
-        _, stream = self._tier.streams(target.device)
+        _, stream = self._streams(target.device)
         place = self._memory[offset : offset + len(target)]
         return self._issue(stream, source=place, target=target, device=target.device)
 
@@ -99,12 +75,16 @@ class PinnedSlab:
             return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes, offset=offset)
         return device_view(self._memory, offset, num_bytes, device)
 
-    def release(self) -> None:
-        """See `Slab`."""
+    def join(self) -> None:
+        """Has the step's stream wait for all copies."""
         for copy in self._pending:
             copy.wait()
         self._pending.clear()
-        self._tier.take_back(self._memory)
+
+    def release(self) -> None:
+        """See `Slab`. The tensors of the copies may go then."""
+        self.join()
+        super().release()
 
     def _issue(
         self,

@@ -10,7 +10,7 @@ import torch
 
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError, OffloadError
-from rockmate.offload.tiers import Pending, Slab
+from rockmate.offload.tier import Pending, Slab
 from rockmate.offload.weight_home import WeightHomes
 from rockmate.schedule.move import SlotPlan
 

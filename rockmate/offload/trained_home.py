@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from rockmate.offload.tiers import Slab, Tier
+from rockmate.offload.tier import Slab, Tier
 from rockmate.schedule.move import SLOT_ALIGNMENT
 
 
 class Ground:
     """Memory of a home, in pieces. It is set aside as it is needed, an eighth more each time."""
 
-    def __init__(self, tier: Tier, device: torch.device) -> None:
+    def __init__(self, tier: Tier[Any], device: torch.device) -> None:
         self._tier, self._device = tier, device
         self._slabs: list[tuple[Slab, range]] = []  # with its addresses
         self._left_bytes = self._num_bytes = 0  # of the last slab, of all

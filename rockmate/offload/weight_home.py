@@ -28,7 +28,8 @@ from rockmate._torch.subclasses import is_wrapper
 from rockmate.budget import size_text
 from rockmate.capture.tensor_parts import inner_tensors
 from rockmate.errors import InvalidArgumentError, OffloadError
-from rockmate.offload.tiers import Pending, Slab, tier_of
+from rockmate.offload.tier import Pending, Slab
+from rockmate.offload.tiers import tier_of
 from rockmate.offload.trained_home import Ground, keep_at
 from rockmate.schedule.move import SLOT_ALIGNMENT
 from rockmate.schedule.offload_request import OffloadRequest

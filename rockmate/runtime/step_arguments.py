@@ -21,7 +21,8 @@ from rockmate.capture.roles import Role, RoleKind
 from rockmate.errors import BackwardError
 from rockmate.graph.parameters import Binding
 from rockmate.offload.step_moves import StepMoves
-from rockmate.offload.tiers import Pending, tier_of
+from rockmate.offload.tier import Pending
+from rockmate.offload.tiers import tier_of
 from rockmate.offload.weight_home import has_homes, homes_of
 from rockmate.runtime.gradient_sink import GradientSink
 from rockmate.runtime.pending_steps import pending_steps_of

@@ -20,7 +20,7 @@ from rockmate._torch.allocator import Recording
 from rockmate._torch.engine import is_profiling, profiler_label
 from rockmate._torch.fake import is_fake
 from rockmate.budget import size_text
-from rockmate.offload.tiers import Pending
+from rockmate.offload.tier import Pending
 from rockmate.runtime.autograd import Runner, may_be_needed_early
 from rockmate.runtime.program import PlannedCall
 from rockmate.schedule.simulate import simulate

@@ -24,7 +24,7 @@ from moves import X, layers, module_of, step
 from rockmate import RockmateModule
 from rockmate.errors import InvalidBudgetError, OffloadError
 from rockmate.offload import disk_tier, step_moves
-from rockmate.offload.disk_tier import DiskFile, DiskTier
+from rockmate.offload.disk_tier import DiskTier
 
 
 def check_usable(module: RockmateModule, folder: Path) -> None:
@@ -213,7 +213,7 @@ def test_a_disk_is_no_tier_of_a_model_on_a_gpu(
 
 
 def test_files_have_no_name(tmp_path: Path) -> None:
-    file = DiskFile(str(tmp_path), 1 << 20)
+    file = DiskTier(str(tmp_path)).borrow(1 << 20)
     assert not list(tmp_path.iterdir())
     assert os.fstat(file.descriptor).st_size == 1 << 20
     assert os.fstat(file.descriptor).st_blocks * 512 >= 1 << 20
@@ -222,7 +222,7 @@ def test_files_have_no_name(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_nothing(tmp_path: Path) -> None:
     pid = os.fork()
     if not pid:
-        _file = DiskFile(str(tmp_path), 1 << 20)
+        _file = DiskTier(str(tmp_path)).borrow(1 << 20)
         os.kill(os.getpid(), signal.SIGKILL)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     assert not list(tmp_path.iterdir())
@@ -251,7 +251,7 @@ def test_copies_bypass_the_page_cache_where_they_can(tmp_path: Path) -> None:
         os.close(os.open(tmp_path, os.O_TMPFILE | os.O_RDWR | os.O_DIRECT))
     except OSError:
         pytest.skip("this file system has no direct access")
-    file = DiskFile(str(tmp_path), 1 << 20)
+    file = DiskTier(str(tmp_path)).borrow(1 << 20)
     assert fcntl.fcntl(file.descriptor, fcntl.F_GETFL) & os.O_DIRECT
 
 

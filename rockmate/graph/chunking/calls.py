@@ -8,6 +8,7 @@ from math import prod
 import torch
 from torch import fx
 
+from rockmate.capture.nodes import items_of
 from rockmate.graph.chunking.loss_rules import SUMMED_LOSSES, SUMMED_LOSSES_BACKWARD
 from rockmate.graph.fake_values import insert_call
 from rockmate.ops.kernels import target_weight
@@ -46,7 +47,7 @@ def sum_losses(graph: fx.Graph) -> None:
             continue
         scores, target, weight, reduction, ignore_index = node.args
         assert isinstance(scores, fx.Node)
-        items = {user.args[1]: user for user in node.users}
+        items = items_of(node)
         with graph.inserting_before(node):
             total = insert_call(
                 graph,

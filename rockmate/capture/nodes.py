@@ -66,6 +66,11 @@ def reached(
     return found
 
 
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a node is an input of the backward: the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
 def items_of(node: fx.Node) -> dict[Any, fx.Node]:
     """The items of a call's results that are read, by index."""
     return {user.args[1]: user for user in node.users if user.target is operator.getitem}

@@ -63,8 +63,8 @@ def attributes_answered(
     return attributes_set((FunctionalTensor, "__getattr__", value_of))
 
 
-def hint_of(size: Any) -> int:
-    """The number that a symbolic size stands for in its trace. To read it sets no guard."""
+def hint_of(size: Any) -> Any:
+    """The number that a symbolic one stands for in its trace. To read it sets no guard."""
     return size if isinstance(size, int) else size.node.hint
 
 

@@ -6,7 +6,9 @@ tensors that share memory share a storage, whose identity is stable as long as o
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+import operator
+from collections.abc import Callable, Container, Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import fx
@@ -45,11 +47,30 @@ def layout_of(tensor: torch.Tensor) -> Hashable:
 
 def ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:
     """The nodes themselves and all nodes that they depend on."""
+    return reached(ends, lambda node: node.all_input_nodes)
+
+
+def reached(
+    starts: Iterable[fx.Node],
+    step: Callable[[fx.Node], Iterable[fx.Node]],
+    within: Container[fx.Node] | None = None,
+) -> set[fx.Node]:
+    """The nodes of `within`, or of all, on paths of `step` from `starts` that stay in it."""
     found: set[fx.Node] = set()
-    pending = list(ends)
+    pending = list(starts)
     while pending:
         node = pending.pop()
-        if node not in found:
+        if node not in found and (within is None or node in within):
             found.add(node)
-            pending += node.all_input_nodes
+            pending += step(node)
     return found
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a node is an input of the backward: the gradient of an output."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
+def items_of(node: fx.Node) -> dict[Any, fx.Node]:
+    """The items of a call's results that are read, by index."""
+    return {user.args[1]: user for user in node.users if user.target is operator.getitem}

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -165,15 +165,14 @@ def load_machine(machine: str | Path | Machine) -> Machine:
         )
         raise MachineError(msg)
     if isinstance(machine, Path) or machine.endswith(".toml"):
-        path = Path(machine)
-        if not path.is_file():
-            msg = f"there is no machine description {path}. {_how_to()}"
-            raise MachineError(msg)
-        return _read(path.stem, str(path), path.read_text(encoding="utf-8"))
-    if machine not in known_machines():
-        msg = f"machine {machine!r} is not known. {_how_to()}"
-        raise MachineError(msg)
-    return _read(machine, machine, (_shipped() / f"{machine}.toml").read_text(encoding="utf-8"))
+        name, file = Path(machine).stem, Path(machine)
+        if not file.is_file():
+            raise MachineError(f"there is no machine description {file}. {_how_to()}")
+    else:
+        name, file = machine, _shipped() / f"{machine}.toml"
+        if machine not in known_machines():
+            raise MachineError(f"machine {machine!r} is not known. {_how_to()}")
+    return _read(name, str(machine), file.read_text(encoding="utf-8"))
 
 
 def _shipped() -> Any:
@@ -196,57 +195,44 @@ def _read(name: str, origin: str, text: str) -> Machine:
     except tomllib.TOMLDecodeError as error:
         msg = f"{origin} is no TOML ({error}). {_how_to()}"
         raise MachineError(msg) from error
-    unknown = content.keys() - {"device", *_NUMBERS, *_TABLES}
-    if unknown:
-        msg = f"{origin} has {sorted(unknown)[0]!r}, which no machine description has. {_how_to()}"
-        raise MachineError(msg)
-    if content.get("device") not in _DEVICES:
-        devices = ", ".join(map(repr, _DEVICES))
-        msg = f"{origin} has device = {content.get('device')!r}; write one of {devices}."
-        raise MachineError(msg)
+    _check_keys(origin, "the file", content, ("device", *_NUMBERS, *_TABLES), _NUMBERS)
     tables = {table: _figures(origin, f"[{table}]", content.get(table, {})) for table in _TABLES}
+    numbers = _figures(origin, "the file", {key: content[key] for key in _NUMBERS})
     _check_tables(origin, tables)
-    given = {key: content[key] for key in _NUMBERS if key in content}
-    numbers = _figures(origin, "the file", given)
-    _check_keys(origin, "the file", numbers, _NUMBERS, are_required=True)
-    return Machine(
-        name=name,
-        device=content["device"],
-        launch_us=numbers["launch_us"],
-        bandwidth_gb_per_s=numbers["bandwidth_gb_per_s"],
-        allocation_bytes=_whole(origin, numbers["allocation_bytes"]),
-        **tables,
-    )
+    figures: Any = numbers | tables
+    machine = Machine(name=name, device=str(content.get("device")), **figures)
+    fault = _fault(machine)
+    if fault:
+        raise MachineError(f"{origin} has {fault}.")
+    return replace(machine, allocation_bytes=int(machine.allocation_bytes))
 
 
 def _check_tables(origin: str, tables: Mapping[str, Mapping[str, float]]) -> None:
-    efficiency, peaks = tables["efficiency"], tables["peak_tflops"]
-    elements = tables["nanoseconds_per_element"]
-    _check_keys(origin, "[efficiency]", efficiency, _EFFICIENCIES, are_required=True)
+    _check_keys(origin, "[efficiency]", tables["efficiency"], _EFFICIENCIES, _EFFICIENCIES)
+    elements, link = tables["nanoseconds_per_element"], tables["link"]
     _check_keys(origin, "[nanoseconds_per_element]", elements, _ELEMENT_KINDS)
-    link = tables["link"]
-    _check_keys(origin, "[link]", link, (*_RANK_KEYS, *_HOP_KEYS, *_HOST_KEYS))
-    for keys, further in ((_RANK_KEYS, _HOP_KEYS), (_HOST_KEYS, ())):
-        given = {key: value for key, value in link.items() if key in keys}
-        is_meant = any(key in link for key in (*keys, *further))
-        _check_keys(origin, "[link]", given, keys, are_required=is_meant)
-    msg = ""
+    between_ranks = _RANK_KEYS if link.keys() & {*_RANK_KEYS, *_HOP_KEYS} else ()
+    to_host = _HOST_KEYS if link.keys() & {*_HOST_KEYS} else ()
+    allowed = (*_RANK_KEYS, *_HOP_KEYS, *_HOST_KEYS)
+    _check_keys(origin, "[link]", link, allowed, (*between_ranks, *to_host))
+
+
+def _fault(machine: Machine) -> str:
+    """What a description has that no machine has; empty if there is nothing."""
+    peaks = machine.peak_tflops
+    if machine.device not in _DEVICES:
+        return f"device = {machine.device!r}; write one of {', '.join(map(repr, _DEVICES))}"
     if not peaks:
-        msg = (
-            f"{origin} has no peak in [peak_tflops]. Write one for each dtype of your models, as "
-            "`float32 = 19.5`."
-        )
-    elif not all(isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in peaks):
-        msg = f"{origin} has a key in [peak_tflops] that is no dtype of torch: {', '.join(peaks)}."
-    elif link.get("host_duplex", 1) > 1:
-        msg = f"{origin} has a host_duplex above 1. It is the share of a rate that is kept."
-    elif any(share > 1 for share in efficiency.values()):
-        msg = (
-            f"{origin} has an efficiency above 1: {efficiency}. It is the share of a peak that is "
-            "reached."
-        )
-    if msg:
-        raise MachineError(msg)
+        return "no peak in [peak_tflops]; write one for each dtype of your models"
+    if not all(isinstance(getattr(torch, dtype, None), torch.dtype) for dtype in peaks):
+        return f"a key in [peak_tflops] that is no dtype of torch: {', '.join(peaks)}"
+    if machine.link.get("host_duplex", 1) > 1:
+        return "a host_duplex above 1; it is the share of a rate that is kept"
+    if any(share > 1 for share in machine.efficiency.values()):
+        return f"an efficiency above 1: {machine.efficiency}; it is the share of a peak reached"
+    if machine.allocation_bytes % 1:
+        return f"allocation_bytes = {machine.allocation_bytes}; write a whole number"
+    return ""
 
 
 def _figures(origin: str, place: str, values: Any) -> dict[str, float]:
@@ -267,19 +253,12 @@ def _figures(origin: str, place: str, values: Any) -> dict[str, float]:
 def _check_keys(
     origin: str,
     place: str,
-    found: Mapping[str, float],
+    found: Mapping[str, Any],
     allowed: tuple[str, ...],
-    *,
-    are_required: bool = False,
+    required: tuple[str, ...] = (),
 ) -> None:
     wrong = [key for key in found if key not in allowed]
-    missing = [key for key in allowed if key not in found] if are_required else []
+    missing = [key for key in required if key not in found]
     if wrong or missing:
         what = f"has {wrong[0]!r} in {place}" if wrong else f"lacks {missing[0]!r} in {place}"
         raise MachineError(f"{origin} {what}, which holds {', '.join(allowed)}. {_how_to()}")
-
-
-def _whole(origin: str, value: float) -> int:
-    if value != int(value):
-        raise MachineError(f"{origin} has allocation_bytes = {value}; write a whole number.")
-    return int(value)

@@ -19,6 +19,7 @@ import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from rockmate.capture.roles import RoleKind
 from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.layout_check import check_layouts
-from rockmate.costs.synthetic_inputs import InputPool, Layout, synthetic_value
+from rockmate.costs.synthetic_inputs import Fill, InputPool, constant, synthetic_value
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 from rockmate.graph.ir import Graph, Op, SlicedMatmul
 from rockmate.ops.collectives import is_communication
@@ -390,21 +391,14 @@ class _Call:
             torch.ones(num_bytes, dtype=torch.uint8)
 
     def _make_call(self) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-        made: dict[fx.Node, torch.Tensor] = {}
-        taken: dict[Layout, int] = {}
         divides = getattr(self.target, "overloadpacket", None) in _DIVISIONS
-        pool = self.pool if _keeps_inputs(self.target) and not divides else None
+        fill: Fill = partial(constant, integer=int(divides))
+        if self.pool is not None and _keeps_inputs(self.target) and not divides:
+            fill = self.pool.for_call()
 
+        @cache
         def make(node: fx.Node) -> torch.Tensor:
-            if node not in made:
-                made[node] = synthetic_value(
-                    node,
-                    runs_producer=self.has_produced_integers,
-                    pool=pool,
-                    taken=taken,
-                    integer=int(divides),
-                )
-            return made[node]
+            return synthetic_value(node, fill, runs_producer=self.has_produced_integers)
 
         if hasattr(self.target, "on_sample"):
             # An opaque module may fail on synthetic values.

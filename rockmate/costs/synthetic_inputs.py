@@ -8,6 +8,8 @@ its last cache, or larger: one that was just filled is hardly nearer than one of
 from __future__ import annotations
 
 import operator
+from collections import Counter
+from collections.abc import Callable
 
 import torch
 from torch import fx
@@ -19,49 +21,48 @@ _LEAST_POOLED_BYTES = 1 << 25
 # The pool holds no more. Where less than that is free, it keeps nothing.
 _MOST_POOLED_BYTES = 1 << 30
 
-Layout = tuple[torch.dtype, int]
-"""Type of the elements of a memory, and their number."""
+Fill = Callable[[torch.Tensor], torch.Tensor]
+"""Makes a constant memory for a tensor like a fake one."""
+
+
+def constant(fake: torch.Tensor, integer: int = 0) -> torch.Tensor:
+    """A memory for a tensor like a fake one: 0.5 everywhere, or an integer."""
+    value = 0.5 if fake.is_floating_point() or fake.is_complex() else integer
+    return torch.full((_num_elements(fake),), value, dtype=fake.dtype, device=fake.device)
 
 
 class InputPool:
-    """Large constant inputs, kept from call to call; each call gets a memory once."""
+    """Large constant inputs on a CPU, kept from call to call."""
 
     def __init__(self) -> None:
-        self._kept: dict[Layout, list[torch.Tensor]] = {}
+        self._kept: dict[tuple[torch.dtype, int], list[torch.Tensor]] = {}
         self._kept_bytes = 0
 
-    def memory(self, fake: torch.Tensor, taken: dict[Layout, int]) -> torch.Tensor:
-        """A constant memory for a tensor like a fake one.
+    def for_call(self) -> Fill:
+        """The memories of one call, which gets each of them once."""
+        num_taken = Counter[tuple[torch.dtype, int]]()
 
-        Args:
-            fake: the tensor.
-            taken: how many memories of each layout the call has taken; counts this one.
-        """
-        layout = (fake.dtype, _num_elements(fake))
-        num_bytes = layout[1] * fake.dtype.itemsize
-        if num_bytes < _LEAST_POOLED_BYTES:
-            return _constant(fake)
-        index = taken.get(layout, 0)
-        taken[layout] = index + 1
-        kept = self._kept.setdefault(layout, [])
-        if index < len(kept):
-            return kept[index]
-        made = _constant(fake)
-        free = free_bytes(fake.device)
-        has_room = free is None or free >= _MOST_POOLED_BYTES
-        if has_room and self._kept_bytes + num_bytes <= _MOST_POOLED_BYTES:
-            kept.append(made)
-            self._kept_bytes += num_bytes
-        return made
+        def memory(fake: torch.Tensor) -> torch.Tensor:
+            kind = fake.dtype, _num_elements(fake)
+            num_bytes = kind[1] * fake.dtype.itemsize
+            if num_bytes < _LEAST_POOLED_BYTES or fake.device.type != "cpu":
+                return constant(fake)
+            kept, index = self._kept.setdefault(kind, []), num_taken[kind]
+            num_taken[kind] += 1
+            if index < len(kept):
+                return kept[index]
+            made, free = constant(fake), free_bytes(fake.device)
+            has_room = free is None or free >= _MOST_POOLED_BYTES
+            if has_room and self._kept_bytes + num_bytes <= _MOST_POOLED_BYTES:
+                kept.append(made)
+                self._kept_bytes += num_bytes
+            return made
+
+        return memory
 
 
 def synthetic_value(
-    node: fx.Node,
-    *,
-    runs_producer: bool = False,
-    pool: InputPool | None = None,
-    taken: dict[Layout, int] | None = None,
-    integer: int = 0,
+    node: fx.Node, fill: Fill = constant, *, runs_producer: bool = False
 ) -> torch.Tensor:
     """A synthetic input of an op.
 
@@ -70,42 +71,23 @@ def synthetic_value(
 
     Args:
         node: the input.
+        fill: makes its memory.
         runs_producer: whether integers come from a run of the op that returns them, if it returns
             several tensors.
-        pool: where a large input comes from; None to make it.
-        taken: as for `InputPool.memory`.
-        integer: what integers are; another one than 0 needs `pool` to be None.
     """
     fake = node.meta["val"]
     is_item = node.op == "call_function" and node.target is operator.getitem
-    if not is_item or fake.is_floating_point():
-        return synthetic_tensor(fake, pool, taken, integer)
+    if not is_item or fake.is_floating_point() or not (runs_producer or is_seed(node)):
+        return synthetic_tensor(fake, fill)
     producer, index = node.args
     assert isinstance(producer, fx.Node)
-    if not (runs_producer or is_seed(node)):
-        return synthetic_tensor(fake, pool, taken, integer)
     args, kwargs = fx.map_arg((producer.args, producer.kwargs), synthetic_value)
     return producer.target(*args, **kwargs)[index]  # pyright: ignore[reportCallIssue]
 
 
-def synthetic_tensor(
-    fake: torch.Tensor,
-    pool: InputPool | None = None,
-    taken: dict[Layout, int] | None = None,
-    integer: int = 0,
-) -> torch.Tensor:
-    """A constant tensor with the layout of a fake one; arguments as for `synthetic_value`."""
-    if pool is None or taken is None or fake.device.type != "cpu":
-        memory = _constant(fake, integer)
-    else:
-        memory = pool.memory(fake, taken)
-    return memory.as_strided(fake.shape, fake.stride())
-
-
-def _constant(fake: torch.Tensor, integer: int = 0) -> torch.Tensor:
-    """A memory for a tensor like a fake one: 0.5 everywhere, or an integer."""
-    value = 0.5 if fake.is_floating_point() or fake.is_complex() else integer
-    return torch.full((_num_elements(fake),), value, dtype=fake.dtype, device=fake.device)
+def synthetic_tensor(fake: torch.Tensor, fill: Fill = constant) -> torch.Tensor:
+    """A constant tensor with the layout of a fake one; `fill` makes its memory."""
+    return fill(fake).as_strided(fake.shape, fake.stride())
 
 
 def _num_elements(fake: torch.Tensor) -> int:

@@ -134,9 +134,8 @@ class _Growth:
         self.sources = sources_of(graph)
         self._tangents = _tangents_of(graph)
         self._group_of: dict[Op, Group] = {}
-        self._last_draw: dict[Op, Op] = {}
         draws = [op for op in graph.ops if op.is_random]
-        self._last_draw.update(zip(draws[1:], draws, strict=False))
+        self._last_draw = dict(zip(draws[1:], draws, strict=False))
 
     def groups(self) -> list[Group]:
         """The groups, by their first op."""

@@ -26,10 +26,11 @@ from rockmate._torch.inductor import (
     missing_compiler,
 )
 from rockmate._util import progress_bar
+from rockmate.capture.nodes import reached
 from rockmate.errors import MissingCompilerError
 from rockmate.fusion.checks import RANGES, as_tuple, difference, is_in_place, sample_values, time_ms
 from rockmate.fusion.subgraph import Subgraph
-from rockmate.ops.fused import FusedOp, InPlaceKernel
+from rockmate.ops.fused import FusedOp, InPlaceKernel, Kernel
 
 logger = logging.getLogger(__name__)
 
@@ -75,15 +76,17 @@ def check_compiler(device_type: str) -> None:
         raise MissingCompilerError(msg)
 
 
-def uncompiled(subgraph: Subgraph, positions: Sequence[int]) -> CompiledGroup:
+def uncompiled(subgraph: Subgraph, position: int | None) -> CompiledGroup:
     """A group that is planned for another machine, where it is assumed to run in place."""
     op = _op_of(subgraph)
-    shape = tuple(subgraph.results[0].root.meta["val"].shape)
-    op.in_place = {
-        position: InPlaceKernel(position=position, shape=shape, kernel=_not_here)
-        for position in positions[:1]
-    }
+    if position is not None:
+        op.in_place = {position: _in_place(subgraph, position, _not_here)}
     return CompiledGroup(op=op, is_right=True)
+
+
+def _in_place(subgraph: Subgraph, position: int, kernel: Kernel) -> InPlaceKernel:
+    shape = tuple(subgraph.results[0].root.meta["val"].shape)
+    return InPlaceKernel(position=position, shape=shape, kernel=kernel)
 
 
 def _not_here(_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -91,36 +94,34 @@ def _not_here(_: list[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 
 def compiled_groups(
-    wanted: Iterable[tuple[Subgraph, Sequence[int]]], *, deadline: Deadline, progress: bool = False
+    wanted: Iterable[tuple[Subgraph, int | None]], *, deadline: Deadline, progress: bool = False
 ) -> dict[str, CompiledGroup]:
     """Compiles distinct groups, each with one in-place form if it has any; by key.
 
     Args:
-        wanted: groups, with the positions of the inputs whose memory the first result may take,
-            best first.
+        wanted: groups, with the position of the input whose memory the first result may take.
         deadline: when compilers are stopped. Groups that are not ready by then are refused, for as
             long as the process lives.
         progress: shows a progress bar.
     """
     num_threads = torch.get_num_threads()
-    distinct: dict[str, tuple[Subgraph, list[int]]] = {}
-    for subgraph, positions in wanted:
-        known = distinct.setdefault(subgraph.key, (subgraph, []))[1]
-        known += [position for position in positions[:1] if position not in known]
+    distinct: dict[str, tuple[Subgraph, int | None]] = {}
+    for subgraph, position in wanted:
+        if distinct.get(subgraph.key, (subgraph, None))[1] is None:
+            distinct[subgraph.key] = subgraph, position
     found: dict[str, CompiledGroup] = {}
     jobs: list[_Job] = []
-    for key, (subgraph, positions) in distinct.items():
+    for key, (subgraph, position) in distinct.items():
         group = _COMPILED.setdefault((key, num_threads), CompiledGroup(op=_op_of(subgraph)))
-        new = [position for position in positions[:1] if position not in group.tried_in_place]
-        if new or not (group.is_right or group.refusal):
+        new = None if position in group.tried_in_place else position
+        if new is not None or not (group.is_right or group.refusal):
             jobs.append(_Job(subgraph, group, new, deadline))
         found[key] = group
-    stages = [stage for name in ("start", "finish") for stage in [(job, name) for job in jobs]]
-    bar = progress_bar(
+    stages = [*(job.start for job in jobs), *(job.finish for job in jobs)]
+    for run in progress_bar(
         stages, desc="compiling kernels", unit="kernel", disable=not progress, leave=False
-    )
-    for job, stage in bar:
-        job.start() if stage == "start" else job.finish()
+    ):
+        run()
     return found
 
 
@@ -129,17 +130,17 @@ def _op_of(subgraph: Subgraph) -> FusedOp:
 
 
 class _Job:
-    """The compilation of one group and of its in-place forms."""
+    """The compilation of one group and of its in-place form, if it has a new one."""
 
     def __init__(
-        self, subgraph: Subgraph, group: CompiledGroup, positions: Sequence[int], deadline: Deadline
+        self, subgraph: Subgraph, group: CompiledGroup, position: int | None, deadline: Deadline
     ) -> None:
         self._deadline = deadline
         self._subgraph = subgraph
         self._group = group
-        self._positions = positions
+        self._position = position
         self._kernel: PendingKernel | None = None
-        self._forms: dict[int, PendingKernel] = {}
+        self._form: PendingKernel | None = None
 
     def start(self) -> None:
         """Lowers the group; compilers begin to work on its code."""
@@ -153,19 +154,19 @@ class _Job:
         except CompilationError as error:
             group.refusal = f"it cannot be compiled: {error}"
             return
-        group.tried_in_place.update(self._positions)
+        position = self._position
+        if position is None:
+            return
+        group.tried_in_place.add(position)
         if self._subgraph.results[0].num_bytes < _LEAST_IN_PLACE_BYTES:
             return
-        for position in self._positions:
-            try:
-                form = compile_graph(writing(traced, position), mode, layouts, self._deadline)
-            except CompilationError as error:
-                logger.debug("%s has no form in place of %d: %s", group.op, position, error)
-                continue
-            self._forms[position] = form
+        try:
+            self._form = compile_graph(writing(traced, position), mode, layouts, self._deadline)
+        except CompilationError as error:
+            logger.debug("%s has no form in place of %d: %s", group.op, position, error)
 
     def finish(self) -> None:
-        """Waits for the compilers, checks the kernel, and takes its in-place forms."""
+        """Waits for the compilers, checks the kernel, and takes its in-place form."""
         group = self._group
         if self._kernel is not None:
             try:
@@ -177,20 +178,17 @@ class _Job:
             if group.refusal:
                 calls = ", ".join(group.op.calls)
                 logger.info("%s (%s) is not fused: %s", group.op, calls, group.refusal)
-        if group.is_right:
-            self._take_forms()
+        if group.is_right and self._position is not None and self._form is not None:
+            self._take_form(self._position, self._form)
 
-    def _take_forms(self) -> None:
-        shape = tuple(self._subgraph.results[0].root.meta["val"].shape)
-        taken = dict(self._group.op.in_place)
-        for position, pending in self._forms.items():
-            try:
-                form = InPlaceKernel(position=position, shape=shape, kernel=pending.result())
-            except CompilationError:
-                continue
-            if is_in_place(form, self._group.op, sample_values(self._subgraph)):
-                taken[position] = form
-        self._group.op.in_place = taken
+    def _take_form(self, position: int, pending: PendingKernel) -> None:
+        op = self._group.op
+        try:
+            form = _in_place(self._subgraph, position, pending.result())
+        except CompilationError:
+            return
+        if is_in_place(form, op, sample_values(self._subgraph)):
+            op.in_place = {**op.in_place, position: form}
 
 
 def _check(subgraph: Subgraph, group: CompiledGroup) -> None:
@@ -239,7 +237,7 @@ def writing(traced: fx.GraphModule, position: int) -> fx.GraphModule:
     assert isinstance(results, tuple | list)
     first, *rest = results
     assert isinstance(first, fx.Node)
-    later = _dependents(first, output)
+    later = reached([first], lambda node: node.users) - {first, output}
     is_read_later = any(reader in later for reader in target.users)
     output.args = (tuple(rest),)
     with graph.inserting_before(output):
@@ -271,13 +269,3 @@ def _shaped(graph: fx.Graph, node: fx.Node, *, like: fx.Node) -> fx.Node:
     with mode_of(value):
         view.meta["val"] = value.view(shape)
     return view
-
-
-def _dependents(node: fx.Node, output: fx.Node) -> set[fx.Node]:
-    """The calls that depend on a node."""
-    found, pending = set[fx.Node](), [node]
-    while pending:
-        new = [user for user in pending.pop().users if user is not output and user not in found]
-        found.update(new)
-        pending += new
-    return found

@@ -109,7 +109,7 @@ class Fusion:
     ) -> dict[str, CompiledGroup]:
         pairs = [(each, takeable(graph, each)) for each in wanted]
         if not self.is_run:
-            return {each.key: uncompiled(each, positions) for each, positions in pairs}
+            return {each.key: uncompiled(each, position) for each, position in pairs}
         return compiled_groups(pairs, deadline=deadline, progress=self.progress)
 
     def _stays(self, subgraph: Subgraph, left: set[str]) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -223,15 +223,17 @@ def same_memory(storage: Storage, result: Storage) -> bool:
     )
 
 
-def takeable(graph: Graph, subgraph: Subgraph) -> Sequence[int]:
-    """Positions of the inputs whose memory the first result may take, gradients first."""
+def takeable(graph: Graph, subgraph: Subgraph) -> int | None:
+    """Position of the input whose memory the first result may take, a gradient if there is one."""
     result = subgraph.results[0]
-    found = [
+    found = (
         position
         for position, storage in enumerate(subgraph.inputs)
         if same_memory(storage, result) and has_dead_operand(graph, subgraph, storage)
-    ]
-    return sorted(found, key=lambda position: not _is_gradient(subgraph.inputs[position]))
+    )
+    return min(
+        found, key=lambda position: not _is_gradient(subgraph.inputs[position]), default=None
+    )
 
 
 def _is_gradient(storage: Storage) -> bool:

@@ -17,6 +17,7 @@ reads. So the blocks of the backward run one after the other, last block first.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -189,17 +190,13 @@ def _assemble(
     carried: frozenset[Storage],
     boundaries: Sequence[Storage],
 ) -> BlockChain:
-    block_of: dict[Op, int] = {}
+    block_of = {op: bisect_left(cuts, position) for position, op in enumerate(forward)}
     carried |= {storage for op in forward if op.recompute_target is None for storage in op.writes}
-    starts = [0, *(cut + 1 for cut in cuts)]
-    for index, start in enumerate(starts):
-        for op in forward[start : starts[index + 1] if index + 1 < len(starts) else len(forward)]:
-            block_of[op] = index
     _assign_backward(graph, block_of)
     extra = _read_from_afar(graph, block_of, boundaries, carried)
     inputs: list[Storage | None] = [None, *boundaries]
     outputs: list[Storage | None] = [*boundaries, None]
-    members: list[tuple[list[Op], list[Op]]] = [([], []) for _ in starts]
+    members: list[tuple[list[Op], list[Op]]] = [([], []) for _ in inputs]
     for op in graph.ops:
         members[block_of[op]][op.phase is not Phase.FORWARD].append(op)
     blocks = [
@@ -245,22 +242,17 @@ def _read_from_afar(
     carried: frozenset[Storage],
 ) -> frozenset[Storage]:
     """Forward storages that the backward of another block reads, apart from that block's input."""
-    far = set()
-    for op in graph.backward_ops:
-        block = block_of[op]
-        attach_input = boundaries[block - 1] if block else None
-        for storage in op.reads:
-            producer = storage.producer
-            if (
-                producer is None
-                or producer.phase is not Phase.FORWARD
-                or storage is attach_input
-                or storage in carried
-            ):
-                continue
-            if block_of[producer] != block:
-                far.add(storage)
-    return frozenset(far)
+    inputs: list[Storage | None] = [None, *boundaries]
+    return frozenset(
+        storage
+        for op in graph.backward_ops
+        for storage in op.reads
+        if (maker := storage.producer) is not None
+        and maker.phase is Phase.FORWARD
+        and block_of[maker] != block_of[op]
+        and storage is not inputs[block_of[op]]
+        and storage not in carried
+    )
 
 
 def kind_of(op: Op, carried: frozenset[Storage]) -> Hashable:

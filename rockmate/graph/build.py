@@ -6,6 +6,7 @@ The joint graph must be functional: calls that change their arguments are refuse
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from torch import fx
 from rockmate._torch.allocator import CUDA_BLOCK_BYTES, block_bytes
 from rockmate._torch.dispatch import is_op, schema_of
 from rockmate._torch.storage import storage_id
-from rockmate.capture.nodes import call_name
+from rockmate.capture.nodes import call_name, items_of
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.errors import UnsupportedModelError
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD, Graph, Op, Phase, Storage
@@ -88,7 +89,9 @@ class _Builder:
     def finish(self, *, returned_gradients: bool) -> Graph:
         self._mark_outputs(returned_gradients=returned_gradients)
         self._set_phases()
-        self._set_recomputations()
+        for op in self._ops:
+            if op.phase is not Phase.BACKWARD and not _runs_once_in_forward(op):
+                _set_recomputation(op)
         self._refuse_overwritten_reads()
         initial = () if returned_gradients else self._set_final_gradients()
         return Graph(
@@ -145,7 +148,7 @@ class _Builder:
             raise UnsupportedModelError(msg)
         if target in _BY_POSITION:
             _check_storage_is_own(node)
-        if _is_getitem(node):
+        if node.target is operator.getitem:
             self._add_getitem(node)
         elif isinstance(value, torch.Tensor):
             self._add_tensor(node, value)
@@ -178,7 +181,7 @@ class _Builder:
             raise _unsupported(
                 f"{call_name(node)} ({node.name}) makes new memory and views at once"
             )
-        items = {int(index): user for index, user in _items(node).items()}
+        items = items_of(node)
         used = [(tensors[index], items[index]) for index in sorted(items) if index in tensors]
         unused = [(value, node) for index, value in tensors.items() if index not in items]
         self._add_op(node, used + unused)
@@ -276,11 +279,6 @@ class _Builder:
             ):
                 op.phase = Phase.BACKWARD
 
-    def _set_recomputations(self) -> None:
-        for op in self._ops:
-            if op.phase is not Phase.BACKWARD and not _runs_once_in_forward(op):
-                _set_recomputation(op)
-
     def _refuse_overwritten_reads(self) -> None:
         for op in self._ops:
             if op.phase is Phase.FORWARD:
@@ -360,7 +358,7 @@ def _set_recomputation(op: Op) -> None:
 
 def _statistics(op: Op) -> tuple[fx.Node, ...]:
     """Mean and inverse deviation of a batch normalization in training, if a replay can use them."""
-    items, args = _items(op.node), op.node.args
+    items, args = items_of(op.node), op.node.args
     found = tuple(items[index] for index in (1, 2) if index in items)
     is_training = args[5 if op.node.target is FUNCTIONAL_BATCH_NORM else 3]
     if is_training is not True or len(found) < 2:
@@ -375,15 +373,7 @@ def _pooled_indices(op: Op) -> fx.Node | None:
     values, *rest = op.node.args
     assert isinstance(values, fx.Node)
     can = can_recompute_max_pool(values.meta["val"], *rest)  # pyright: ignore[reportArgumentType]
-    return _items(op.node).get(1) if can else None
-
-
-def _items(node: fx.Node) -> dict[Any, fx.Node]:
-    return {user.args[1]: user for user in node.users if _is_getitem(user)}
-
-
-def _is_getitem(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem"
+    return items_of(op.node).get(1) if can else None
 
 
 def _allocated_bytes(value: torch.Tensor, granularity: int | None) -> int:

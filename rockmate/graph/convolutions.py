@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch import fx
 
+from rockmate.capture.nodes import items_of
 from rockmate.capture.roles import Capture
 from rockmate.graph.pass_options import PassOptions
 from rockmate.ops.convolutions import (
@@ -29,7 +29,7 @@ def split_convolution_backwards(graph: fx.Graph) -> None:
     """
     for node in list(graph.find_nodes(op="call_function", target=_BACKWARD)):
         gradient, inputs, weight, _, *how, mask = node.args
-        items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
+        items = items_of(node)
         assert isinstance(inputs, fx.Node)
         values = inputs.meta["val"]
         # The gradient of the bias alone takes as long as the weight's.

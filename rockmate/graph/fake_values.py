@@ -27,13 +27,9 @@ from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 _aten = torch.ops.aten
 
 
-def _masked(
-    values: torch.Tensor,
-    mask: torch.Tensor,
-    _: float,
-    memory_format: torch.memory_format = torch.preserve_format,
-) -> torch.Tensor:
-    return torch.mul(values, mask).clone(memory_format=memory_format)
+def _masked(values: torch.Tensor, mask: torch.Tensor, _: float, *layout: Any) -> torch.Tensor:
+    masked = torch.mul(values, mask)
+    return masked.clone(memory_format=layout[0]) if layout else masked
 
 
 # For a kernel, a call whose result has the same layout. These kernels read values, which fake

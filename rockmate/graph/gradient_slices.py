@@ -50,7 +50,7 @@ def assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
 
     Gradients of hooked parameters get no form, nor do ops that have none in `options.like`.
     """
-    whole = hooked_producers(graph, options)
+    whole = {producer for _, producer in hooked_producers(graph, options)}
     read = {storage for op in graph.ops for storage in op.reads}
     num_contributions = Counter(role.name for op in graph.ops for _, role in op.final_gradients)
     for op in _candidates(graph, options.like):

@@ -83,7 +83,7 @@ def defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:
         if role.kind is RoleKind.PARAMETER
     }
     order = list(graph.ops)
-    for owner, producer in _hooked_producers(graph, options):
+    for owner, producer in hooked_producers(graph, options):
         if any(graph.readers.get(storage) for storage in producer.writes):
             continue
         readers = [
@@ -96,21 +96,16 @@ def defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:
     return graph.with_order(order)
 
 
-def hooked_producers(graph: Graph, options: PassOptions) -> set[Op]:
-    """The ops that make gradients of hooked parameters."""
-    return {producer for _, producer in _hooked_producers(graph, options)}
-
-
-def _hooked_producers(graph: Graph, options: PassOptions) -> list[tuple[str, Op]]:
+def hooked_producers(graph: Graph, options: PassOptions) -> list[tuple[str, Op]]:
     """The owner of each hooked gradient, and the op that makes it."""
-    owners, owner_of, found = options.hooked_owners, options.owner_of, []
-    for node, role in graph.outputs:
-        if role.kind is not RoleKind.PARAMETER_GRADIENT or owner_of[role.name] not in owners:
-            continue
-        producer = graph.storage_of[node].producer
-        if producer is not None:
-            found.append((owner_of[role.name], producer))
-    return found
+    owners, owner_of = options.hooked_owners, options.owner_of
+    return [
+        (owner_of[role.name], producer)
+        for node, role in graph.outputs
+        if role.kind is RoleKind.PARAMETER_GRADIENT
+        and owner_of[role.name] in owners
+        and (producer := graph.storage_of[node].producer)
+    ]
 
 
 def _add(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:

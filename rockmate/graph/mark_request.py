@@ -37,7 +37,7 @@ _LETTERS = {
     CheckpointPolicy.PREFER_SAVE: "-",
     CheckpointPolicy.PREFER_RECOMPUTE: "-",
 }
-_WORD_OF_LETTER = {"s": "save", "r": "recompute"}
+WORD_OF_LETTER = {"s": "save", "r": "recompute"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +119,9 @@ class MarkRequest:
         Args:
             covering: the marks that are on values: (word, source).
         """
-        words = {self.word_of_letter(letter) for letter in self.decisions}
         asked = [(word, pattern) for pattern, word in self.patterns]
-        asked += [(word, "policy") for word in WORDS if word in words]
+        decided = [word for letter, word in WORD_OF_LETTER.items() if letter in self.decisions]
+        asked += [(word, "policy") for word in decided]
         return [each for each in asked if each not in covering]
 
     def decided(self, decisions: Iterable[Any]) -> MarkRequest:
@@ -134,10 +134,6 @@ class MarkRequest:
             MarkError: one is no decision that a plan can keep.
         """
         return replace(self, policy=None, decisions="".join(map(_letter, decisions)))
-
-    def word_of_letter(self, letter: str) -> str | None:
-        """The word of one decision; None if the policy leaves the op to the planner."""
-        return _WORD_OF_LETTER.get(letter)
 
 
 NO_MARKS = MarkRequest()

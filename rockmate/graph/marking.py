@@ -34,10 +34,9 @@ def apply_marks(graph: Graph, _: object) -> Graph:
     for op in graph.ops:
         if op.phase is Phase.BACKWARD:
             continue
-        of_op = marks_of(op.node)
         for storage in op.writes:
-            marks = dict.fromkeys((*of_op, *marks_of(storage.root)))
-            if marks and not _apply(graph, op, storage, list(marks)):
+            marks = _marks_on(op, storage)
+            if marks and not _apply(graph, op, storage, marks):
                 kept.append(storage.name)
     if kept:
         logger.warning(
@@ -59,7 +58,7 @@ def log_uncovered(graph: Graph, request: MarkRequest) -> None:
             _reason(graph, op, storage, mark): None
             for op in graph.ops
             for storage in op.writes
-            for mark in dict.fromkeys((*marks_of(op.node), *marks_of(storage.root)))
+            for mark in _marks_on(op, storage)
             if (mark.word, mark.source) == (word, source)
         }
         logger.warning(
@@ -121,6 +120,10 @@ def _apply(graph: Graph, op: Op, storage: Storage, marks: Sequence[Mark]) -> boo
             readers = graph.readers.get(storage, ())
             return not any(reader.phase is not Phase.FORWARD for reader in readers)
     return True
+
+
+def _marks_on(op: Op, storage: Storage) -> list[Mark]:
+    return list(dict.fromkeys((*marks_of(op.node), *marks_of(storage.root))))
 
 
 def _sources(marks: Sequence[Mark]) -> tuple[str, ...]:

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import difflib
 import logging
+import operator
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from rockmate._torch.dispatch import is_op
 from rockmate.capture.checkpoint_regions import DECISION, REGIONS
 from rockmate.capture.diagnose import needs_values
-from rockmate.capture.nodes import call_name, storage_ids
+from rockmate.capture.nodes import call_name, is_tangent, items_of, storage_ids
 from rockmate.capture.provenance import MADE_BY_FORWARD
 from rockmate.capture.roles import Capture, copied_capture
 from rockmate.errors import MarkError
-from rockmate.graph.mark_request import Mark, MarkRequest
+from rockmate.graph.mark_request import WORD_OF_LETTER, Mark, MarkRequest
 from rockmate.graph.pass_options import PassOptions
 from rockmate.ops.value_mark import marking_line, value_mark
 
@@ -101,7 +103,7 @@ def note_marks(capture: Capture, options: PassOptions) -> Capture:
     named = _named_values(graph)
     for pattern, word in request.patterns:
         _note_pattern(graph, pattern, word, named)
-    for name, word, root, _ in named:
+    for name, word, root in named:
         if word:
             _note(root, Mark(word, name, is_named=True))
     if request.decisions:
@@ -125,10 +127,10 @@ def are_at_odds(one: fx.Node, other: fx.Node) -> bool:
 
 def _note(node: fx.Node, mark: Mark) -> None:
     """Adds a mark to a node and to the items of its result; of a saved item also to its op."""
-    for each in (node, *(user for user in node.users if call_name(user) == "getitem")):
+    for each in (node, *items_of(node).values()):
         if mark not in marks_of(each):
             each.meta[MARKS] = (*marks_of(each), mark)
-    if mark.word == "save" and call_name(node) == "getitem":
+    if mark.word == "save" and node.target is operator.getitem:
         maker = node.all_input_nodes[0]
         maker.meta[MARKS] = (*marks_of(maker), mark)
 
@@ -136,10 +138,10 @@ def _note(node: fx.Node, mark: Mark) -> None:
 # --- named values -----------------------------------------------------------------------------
 
 
-def _named_values(graph: fx.Graph) -> list[tuple[str, str, fx.Node, str]]:
+def _named_values(graph: fx.Graph) -> list[tuple[str, str, fx.Node]]:
     """The name, the word and the node of each value that the forward names; removes the calls.
 
-    The node is the one that makes the value's memory. The last item tells what it is in errors.
+    The node is the one that makes the value's memory.
     """
     roots: dict[int, fx.Node] = {}
     for node in graph.nodes:
@@ -165,7 +167,7 @@ def _named_values(graph: fx.Graph) -> list[tuple[str, str, fx.Node, str]]:
                 "it. Name a value that the forward computes."
             )
             raise MarkError(msg)
-        found.append((str(name), str(word), root, node.meta.get("module", "")))
+        found.append((str(name), str(word), root))
         graph.erase_node(node)
     return found
 
@@ -180,7 +182,7 @@ def _place(node: fx.Node) -> str:
 
 
 def _note_pattern(
-    graph: fx.Graph, pattern: str, word: str, named: Iterable[tuple[str, str, fx.Node, str]]
+    graph: fx.Graph, pattern: str, word: str, named: Iterable[tuple[str, str, fx.Node]]
 ) -> None:
     """Marks what one pattern matches."""
     nodes = list(_forward_nodes(graph))
@@ -193,7 +195,7 @@ def _note_pattern(
         "an op": [(node, Mark(word, pattern)) for node in nodes if _is_of_op(pattern, node)],
         "a name": [
             (root, Mark(word, pattern, is_named=True))
-            for name, _, root, _ in named
+            for name, _, root in named
             if fnmatchcase(name, pattern)
         ],
     }
@@ -253,9 +255,8 @@ def _note_decisions(graph: fx.Graph, request: MarkRequest) -> None:
         )
         raise MarkError(msg)
     for node, letter in zip(nodes, request.decisions, strict=True):
-        word = request.word_of_letter(letter)
-        if word is not None:
-            _note(node, Mark(word, "policy"))
+        if letter in WORD_OF_LETTER:
+            _note(node, Mark(WORD_OF_LETTER[letter], "policy"))
 
 
 def _note_checkpoints(graph: fx.Graph) -> None:
@@ -275,10 +276,8 @@ def _forward_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     """The calls that the model's forward made."""
     return (
         node
-        for node in graph.nodes
-        if node.op == "call_function"
-        and node.meta.get(MADE_BY_FORWARD)
-        and call_name(node) != "getitem"
+        for node in graph.find_nodes(op="call_function")
+        if node.meta.get(MADE_BY_FORWARD) and node.target is not operator.getitem
     )
 
 
@@ -287,15 +286,10 @@ def _decided_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
 
     Detached aliases are passed over, as PyTorch's own selective checkpoints do.
     """
-    for node in graph.nodes:
-        given = (each for each in node.all_input_nodes if each.op == "placeholder")
-        if node.op == "call_function" and any("tangents" in str(each.target) for each in given):
+    passed_over = (value_mark, torch.ops.aten.detach.default)
+    for node in graph.find_nodes(op="call_function"):
+        if any(map(is_tangent, node.all_input_nodes)):
             return
-        if (
-            node.op == "call_function"
-            and node.meta.get(MADE_BY_FORWARD)
-            and is_op(node.target)
-            and node.target is not value_mark
-            and call_name(node) != "aten.detach.default"
-        ):
+        is_made = node.meta.get(MADE_BY_FORWARD) and is_op(node.target)
+        if is_made and node.target not in passed_over:
             yield node

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.capture.nodes import ancestors, storage_ids
+from rockmate.capture.nodes import ancestors, items_of, storage_ids
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.fake_values import fake_result, insert_call, refresh, refresh_views
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD
@@ -68,7 +68,7 @@ def split_dropouts(graph: fx.Graph) -> None:
     for node in _calls(graph, _aten.native_dropout.default):
         values, probability, training = node.args
         assert isinstance(values, fx.Node)
-        fake, items = values.meta["val"], {user.args[1]: user for user in node.users}
+        fake, items = values.meta["val"], items_of(node)
         if fake.device.type != "cpu" or training is False or 0 not in items:
             continue
         drawn = node.meta["val"][1]
@@ -280,7 +280,7 @@ def copy_inputs_of_the_forward(capture: Capture, options: PassOptions) -> Captur
     """
     if options.keeps_inputs:
         return capture
-    forward = _forward_nodes(capture)
+    forward = forward_nodes(capture)
     updated = {role.index for _, role in capture.outputs if role.kind is RoleKind.INPUT_UPDATE}
     returned = {storage for node, _ in capture.outputs for storage in storage_ids(node)}
     last_placeholder = list(capture.joint.graph.find_nodes(op="placeholder"))[-1]
@@ -306,7 +306,7 @@ def _readers(node: fx.Node) -> set[fx.Node]:
     return readers
 
 
-def _forward_nodes(capture: Capture) -> set[fx.Node]:
+def forward_nodes(capture: Capture) -> set[fx.Node]:
     """The nodes that run in the forward; see `Phase`."""
     ends = [node for node, role in capture.outputs if role.kind in FORWARD_ENDS]
     ends += [

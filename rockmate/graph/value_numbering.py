@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from rockmate._torch.dispatch import is_op, schema_of
-from rockmate.capture.nodes import ancestors, layout_of, storage_ids, tensors_of
+from rockmate.capture.nodes import ancestors, is_tangent, layout_of, storage_ids, tensors_of
 from rockmate.graph.fake_values import refresh
 from rockmate.graph.node_marks import are_at_odds, joined_marks
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
@@ -212,8 +212,7 @@ def _late_calls(graph: fx.Graph) -> set[fx.Node]:
     """Calls that depend on no tangent, and on which neither the forward's ends nor draws depend."""
     backward: set[fx.Node] = set()
     for node in graph.nodes:
-        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if is_tangent or not backward.isdisjoint(node.all_input_nodes):
+        if is_tangent(node) or not backward.isdisjoint(node.all_input_nodes):
             backward.add(node)
     ends = [node for node in graph.output_node().all_input_nodes if node not in backward]
     draws = [node for node in graph.nodes if is_random(node.target)]

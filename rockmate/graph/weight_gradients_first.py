@@ -21,7 +21,7 @@ def weight_gradients_first(graph: Graph, options: PassOptions) -> Graph:
     Contributions to one parameter keep their order, so their sum rounds the same. Gradients of
     hooked parameters stay. The ops' `index` changes in place.
     """
-    pinned = hooked_producers(graph, options)
+    pinned = {producer for _, producer in hooked_producers(graph, options)}
     while True:
         order = _earliest_order(graph, _weight_gradient_ops(graph) - pinned)
         swapped = _swapped_contributions(graph, order) - pinned

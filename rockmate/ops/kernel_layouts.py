@@ -73,7 +73,7 @@ Layouts = tuple[Layout | None, ...]
 """Of the results of a call; None for one that is no tensor."""
 
 _observed: dict[Hashable, Layouts] = {}  # by the call's key
-_corrected: dict[str, dict[Hashable, Layouts]] = {}  # those that fakes contradict, by op
+_corrected: dict[Hashable, Layouts] = {}  # those that fakes contradict
 
 
 class Difference(NamedTuple):
@@ -113,7 +113,7 @@ def _frozen(value: Any) -> Hashable:
         return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
     if isinstance(value, tuple | list):
         return tuple(_frozen(item) for item in value)
-    if isinstance(value, torch.SymInt):
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         value = hint_of(value)
     return type(value).__name__, value
 
@@ -146,8 +146,7 @@ def differences(key: Hashable, fakes: Any) -> list[Difference]:
     fakes = _listed(fakes)
     if known is None or len(known) != len(fakes):
         return found
-    name: Any = key[0]  # pyright: ignore[reportIndexIssue]
-    is_known = _corrected.get(name, {}).get(key) == known
+    is_known = _corrected.get(key) == known
     for real, tensor in zip(known, fakes, strict=True):
         # A gradient that is not asked for is no tensor to a kernel, and may be one to its fake.
         if real is None or not isinstance(tensor, torch.Tensor):
@@ -156,7 +155,7 @@ def differences(key: Hashable, fakes: Any) -> list[Difference]:
         if not real.reads_like(fake) or (real != fake and fake.has_two_formats and not is_known):
             found.append(Difference(key, real, fake))
     if found:
-        _corrected.setdefault(name, {})[key] = known
+        _corrected[key] = known
     return found
 
 
@@ -167,18 +166,9 @@ def in_kernel_layout(
 
     Another result is made in the fake mode that is on.
     """
-    observed = _in_observed_layout(target, args, kwargs, result)
-    if observed is not None:
-        return observed
-    return cloned(args[0], result) if target in CLONES else result
-
-
-def _in_observed_layout(target: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> Any:
-    """The fake result of a call in the layout that its kernel gave; None if that is not known."""
-    known = _corrected.get(str(target)) if _corrected else None
-    layouts = known.get(call_key(target, args, kwargs)) if known else None
-    if not layouts:
-        return None
+    layouts = _corrected.get(call_key(target, args, kwargs)) if _corrected else None
+    if layouts is None:
+        return cloned(args[0], result) if target in CLONES else result
     if isinstance(result, torch.Tensor):
         return _laid_out(layouts[0], result)
     return tuple(_laid_out(real, fake) for real, fake in zip(layouts, result, strict=True))

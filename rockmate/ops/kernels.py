@@ -17,6 +17,7 @@ import torch
 
 from rockmate._torch.fake import is_fake
 from rockmate.errors import UnsupportedModelError
+from rockmate.ops.kernel_layouts import CHANNELS_LAST
 
 _aten = torch.ops.aten
 # Size of a chunk of dropout or of the cross-entropy gradient. It is large enough that calls cost
@@ -238,8 +239,7 @@ def can_recompute_normalization(*tensors: torch.Tensor | None) -> bool:
         tensors: the values, then the vectors of `recompute_normalization`.
     """
     values, *vectors = [tensor for tensor in tensors if tensor is not None]
-    layouts = {4: torch.channels_last, 5: torch.channels_last_3d}
-    channels_last = layouts.get(values.ndim, torch.contiguous_format)
+    channels_last = CHANNELS_LAST.get(values.ndim, torch.contiguous_format)
     is_dense = values.is_contiguous() or values.is_contiguous(memory_format=channels_last)
     is_served = values.dtype in (torch.float32, torch.float64) and values.device.type == "cpu"
     return (

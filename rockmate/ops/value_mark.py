@@ -31,16 +31,13 @@ _num_captures = 0
 _FRAME = re.compile(r'File "(.*)", line (\d+), in (\S+)')
 
 
-@torch.library.custom_op("rockmate::value_mark", mutates_args=())
 def _value_mark(value: Tensor, name: str | None, word: str) -> Tensor:
     return torch.empty(0, device=value.device)
 
 
-@_value_mark.register_fake
-def _(value: Tensor, name: str | None, word: str) -> Tensor:
-    return torch.empty(0, device=value.device)
-
-
+torch.library.custom_op("rockmate::value_mark", _value_mark, mutates_args=()).register_fake(
+    _value_mark
+)
 value_mark = torch.ops.rockmate.value_mark.default
 # Without this, the tracer removes a call that nothing reads.
 has_side_effect(value_mark)

@@ -139,13 +139,13 @@ class _Filled(NamedTuple):
 def measured(monkeypatch: pytest.MonkeyPatch, *, least_bytes: int, most_bytes: int) -> _Filled:
     """Costs of a step, with each memory that was filled for an input."""
     filled: list[torch.Tensor] = []
-    fill = inputs._constant
+    fill = inputs.constant
 
     def noted(fake: torch.Tensor) -> torch.Tensor:
         filled.append(fill(fake))
         return filled[-1]
 
-    monkeypatch.setattr(inputs, "_constant", noted)
+    monkeypatch.setattr(inputs, "constant", noted)
     monkeypatch.setattr(inputs, "_LEAST_POOLED_BYTES", least_bytes)
     monkeypatch.setattr(inputs, "_MOST_POOLED_BYTES", most_bytes)
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
@@ -168,11 +168,10 @@ def test_large_inputs_are_filled_once_for_all_calls(monkeypatch: pytest.MonkeyPa
 
 
 def test_two_inputs_of_a_call_never_share_a_memory() -> None:
-    pool, taken = inputs.InputPool(), dict[inputs.Layout, int]()
-    fake = torch.empty(1 << 23, dtype=torch.float32)
-    one, other = pool.memory(fake, taken), pool.memory(fake, taken)
+    pool, fake = inputs.InputPool(), torch.empty(1 << 23, dtype=torch.float32)
+    one, other = map(pool.for_call(), (fake, fake))
     assert one.data_ptr() != other.data_ptr()
-    again = pool.memory(fake, {})
+    again = pool.for_call()(fake)
     assert again.data_ptr() == one.data_ptr()
 
 
@@ -180,5 +179,5 @@ def test_nothing_is_kept_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(inputs, "free_bytes", lambda device: 1 << 29)
     pool = inputs.InputPool()
     fake = torch.empty(1 << 23, dtype=torch.float32)
-    held = pool.memory(fake, {})
-    assert pool.memory(fake, {}).data_ptr() != held.data_ptr()
+    held = pool.for_call()(fake)
+    assert pool.for_call()(fake).data_ptr() != held.data_ptr()

@@ -8,7 +8,8 @@ from math import prod
 import torch
 from torch import fx
 
-from rockmate.graph.chunking.loss_rules import SUMMED_LOSSES, SUMMED_LOSSES_BACKWARD
+from rockmate.capture.nodes import items_of
+from rockmate.graph.chunking.loss_rules import MEAN, SUM, SUMMED_LOSSES, SUMMED_LOSSES_BACKWARD
 from rockmate.graph.fake_values import insert_call
 from rockmate.ops.kernels import target_weight
 
@@ -18,8 +19,6 @@ HALF_PRECISION = {torch.float16, torch.bfloat16}
 FILLS = {_aten.full.default, _aten.zeros.default, _aten.ones.default, _aten.empty.memory_format}
 # The same from a tensor of that dtype and device, and a shape.
 NEW_FILLS = {_aten.new_full.default, _aten.new_zeros.default, _aten.new_ones.default}
-# The values of ATen's argument `reduction`.
-MEAN, SUM = 1, 2
 VIEWS = {
     _aten.t.default,
     _aten.view.default,
@@ -46,7 +45,7 @@ def sum_losses(graph: fx.Graph) -> None:
             continue
         scores, target, weight, reduction, ignore_index = node.args
         assert isinstance(scores, fx.Node)
-        items = {user.args[1]: user for user in node.users}
+        items = items_of(node)
         with graph.inserting_before(node):
             total = insert_call(
                 graph,

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from rockmate._torch.pytree import tree_leaves
 from rockmate.capture.nodes import call_name
 
 
@@ -238,13 +239,4 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 
 def tensors_in(values: Iterable[Any]) -> list[fx.Node]:
     """Returns the nodes among arguments and in their nested lists."""
-    found: list[fx.Node] = []
-    for value in values:
-        found += (
-            tensors_in(value)
-            if isinstance(value, tuple | list)
-            else [value]
-            if isinstance(value, fx.Node)
-            else []
-        )
-    return found
+    return [value for value in tree_leaves(list(values)) if isinstance(value, fx.Node)]

@@ -87,32 +87,33 @@ def is_linear(node: fx.Node, dependent: Collection[fx.Node]) -> bool:
     if target in _BILINEAR:
         return len(inside) == 1
     if target in _SUMS:
-        return all(value in dependent or _is_zero(value) for value in node.args[:2])
+        return all(value in dependent or is_zero(value) for value in node.args[:2])
     if target is _aten.where.self:
         return node.args[0] not in dependent and all(
-            value in dependent or _is_zero(value) for value in node.args[1:]
+            value in dependent or is_zero(value) for value in node.args[1:]
         )
     if target in (_aten.masked_fill.Scalar, _aten.masked_fill.Tensor):
-        return inside == [node.args[0]] and _is_zero(node.args[2])
+        return inside == [node.args[0]] and is_zero(node.args[2])
     if target in (_aten.cat.default, _aten.stack.default):
         return isinstance(node.args[0], tuple | list) and all(
             value in dependent for value in node.args[0]
         )
     if target in (_aten.scatter.src, _aten.scatter_add.default):
         return node.args[2] not in dependent and all(
-            value in dependent or _is_zero(value) for value in (node.args[0], node.args[3])
+            value in dependent or is_zero(value) for value in (node.args[0], node.args[3])
         )
     return False
 
 
-def _is_zero(value: Any) -> bool:
+def is_zero(value: Any) -> bool:
     """Whether a value is known to be zero everywhere."""
     if not isinstance(value, fx.Node):
         return isinstance(value, int | float) and value == 0
     if value.target in (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default):
         return True
     if value.target in (_aten.full.default, _aten.full_like.default):
-        return _is_zero(value.args[1])
+        return is_zero(value.args[1])
     if value.target is _aten.scalar_tensor.default:
-        return _is_zero(value.args[0])
-    return value.target in (_aten.expand.default, _aten.view.default) and _is_zero(value.args[0])
+        return is_zero(value.args[0])
+    views = (_aten.expand.default, _aten.view.default, _aten.slice.Tensor)
+    return value.target in views and is_zero(value.args[0])

@@ -15,7 +15,7 @@ _aten = torch.ops.aten
 
 
 # The values of ATen's argument `reduction`.
-_NONE, _MEAN = 0, 1
+NONE, MEAN, SUM = 0, 1, 2
 
 # Elementwise losses -> the position of the argument `reduction`.
 SUMMED_LOSSES: dict[Any, int] = {
@@ -47,12 +47,12 @@ def nll_loss_rule(call: RegionCall) -> ChunkedCall:
     scores, target, weight, reduction, _ = call.args
     rows, slices = call.known_rows(scores), dict[fx.Node, Rows]()
     call.require_other_dims(rows, [1], len(shape_of(scores)))
-    if reduction == _MEAN:
+    if reduction == MEAN:
         raise call.refuse("divides by a count over all rows")
     of_target = _without_classes(rows)
     call.require_rows(target, of_target, slices)
     call.require_whole(weight)
-    return ChunkedCall(forms=(of_target if reduction == _NONE else PARTIAL, PARTIAL), slices=slices)
+    return ChunkedCall(forms=(of_target if reduction == NONE else PARTIAL, PARTIAL), slices=slices)
 
 
 @rule(
@@ -85,17 +85,17 @@ def _without_classes(rows: Rows) -> Rows:
 @rule(*SUMMED_LOSSES)
 def elementwise_loss_rule(call: RegionCall) -> ChunkedCall:
     """Elementwise losses: unreduced by rows, a sum partial, a mean refused."""
-    reduction = call.option(SUMMED_LOSSES[call.node.target], _MEAN)
-    if reduction == _MEAN:
+    reduction = call.option(SUMMED_LOSSES[call.node.target], MEAN)
+    if reduction == MEAN:
         raise call.refuse("divides by a count over all rows")
     shape = torch.broadcast_shapes(*map(shape_of, call.node.all_input_nodes))
     rows, slices = broadcast_rows(call, shape)
-    return call.result(rows if reduction == _NONE else PARTIAL, slices=slices)
+    return call.result(rows if reduction == NONE else PARTIAL, slices=slices)
 
 
 @rule(*SUMMED_LOSSES_BACKWARD)
 def elementwise_loss_backward_rule(call: RegionCall) -> ChunkedCall:
     """Gradients of elementwise losses: by rows as `elementwise_rule`, a mean refused."""
-    if call.option(SUMMED_LOSSES_BACKWARD[call.node.target], _MEAN) == _MEAN:
+    if call.option(SUMMED_LOSSES_BACKWARD[call.node.target], MEAN) == MEAN:
         raise call.refuse("divides by a count over all rows")
     return elementwise_rule(call)

@@ -11,7 +11,7 @@ first product, and others at the start of the backward. `blocks` finds the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.capture.nodes import storage_ids
+from rockmate.capture.nodes import reached, storage_ids
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.chunking.calls import is_fill
 from rockmate.graph.chunking.forms import (
@@ -267,26 +267,9 @@ def _calls_of_region(
                 found.add(node)
     for part in parts:
         inside = members.intersection(part)
-        members |= _reached(inside, part, lambda node: node.users) & _reached(
-            inside, part, lambda node: node.all_input_nodes
-        )
+        above = reached(inside, lambda node: node.all_input_nodes, part)
+        members |= above & reached(inside, lambda node: node.users, part)
     return [node for node in calls if node in members]
-
-
-def _reached(
-    starts: Iterable[fx.Node],
-    within: Collection[fx.Node],
-    step: Callable[[fx.Node], Iterable[fx.Node]],
-) -> set[fx.Node]:
-    """Returns the nodes of `within` on paths of `step` from `starts` that stay in `within`."""
-    found: set[fx.Node] = set()
-    pending = list(starts)
-    while pending:
-        node = pending.pop()
-        if node not in found and node in within:
-            found.add(node)
-            pending += step(node)
-    return found
 
 
 def has_several_results(node: fx.Node) -> bool:

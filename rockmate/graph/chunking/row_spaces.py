@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.capture.nodes import ancestors
 from rockmate.capture.roles import Capture
 from rockmate.graph.chunking.forms import (
     PARTIAL,
@@ -21,8 +20,7 @@ from rockmate.graph.chunking.forms import (
     shape_of,
 )
 from rockmate.graph.chunking.linearity import is_linear
-from rockmate.graph.ir import FORWARD_ENDS
-from rockmate.ops.rng import is_random
+from rockmate.graph.rewrite import forward_nodes
 
 _aten = torch.ops.aten
 # Matrix products -> the position of the left operand. The result has its rows.
@@ -40,13 +38,9 @@ class Halves:
     """The calls of a joint graph, partitioned into forward and backward."""
 
     def __init__(self, capture: Capture) -> None:
-        nodes = list(capture.joint.graph.nodes)
-        ends = [node for node, role in capture.outputs if role.kind in FORWARD_ENDS]
-        ends += [node for node in nodes if is_random(node.target)]
-        forward = ancestors(ends)
-        calls = [node for node in nodes if node.op == "call_function"]
-        self.forward = frozenset(node for node in calls if node in forward)
-        self.backward = frozenset(node for node in calls if node not in forward)
+        calls = frozenset(capture.joint.graph.find_nodes(op="call_function"))
+        self.forward = calls & forward_nodes(capture)
+        self.backward = calls - self.forward
 
 
 def numel(node: fx.Node) -> int:

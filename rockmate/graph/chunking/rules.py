@@ -37,6 +37,7 @@ from rockmate.graph.chunking.forms import (
     shape_of,
     tensors_in,
 )
+from rockmate.graph.chunking.linearity import is_zero
 from rockmate.ops.kernels import dropout_apply
 
 _aten = torch.ops.aten
@@ -275,7 +276,7 @@ def product_and_sum_rule(call: RegionCall) -> ChunkedCall:
     value, left, right = call.args
     form, slices = _product_form(call, left, right)
     if not isinstance(form, Rows):
-        if _is_zeros(value):
+        if is_zero(value):
             target = _aten.mm if call.node.target is _aten.addmm.default else _aten.bmm
             return call.result(form, target=target.default, args=(left, right), slices=slices)
         raise call.refuse("adds a value to a product that sums over the rows")
@@ -287,9 +288,3 @@ def product_and_sum_rule(call: RegionCall) -> ChunkedCall:
     elif across != 1 or call.rows(value):
         raise call.refuse(f"broadcasts {value.name} along a part of the rows")
     return call.result(form, slices=slices)
-
-
-def _is_zeros(value: fx.Node) -> bool:
-    while value.target is _aten.slice.Tensor:
-        value = value.all_input_nodes[0]
-    return value.target in (_aten.zeros.default, _aten.zeros_like.default)

@@ -45,8 +45,8 @@ from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.nodes import call_name
 from rockmate.capture.opaque_call import OpaqueCall
 from rockmate.capture.opaque_functions import ForeignFunctions
-from rockmate.capture.opaque_module import record_calls
-from rockmate.capture.opaque_ops import install, traced_as_ops
+from rockmate.capture.opaque_module import record_calls, traced_as_ops
+from rockmate.capture.opaque_ops import install
 from rockmate.capture.outer_values import values_read_by
 from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.read_values import SampleValues, UnknownValueError
@@ -238,7 +238,7 @@ def _traced(
         for node in joint.graph.find_nodes(op="get_attr"):
             constant = getattr(joint, str(node.target))
             node.meta["val"] = fakes.get(id(constant), node.meta.get("val"))
-        install(joint.graph, calls)
+        install(joint.graph)
         before.refuse_changes(forward.left.outside.objects)
     forward.left.accesses.add_reads(accesses)  # of hooks and autograd functions in the backward
     forget_tensors(next(iter(joint.graph.nodes)).meta["val"])

@@ -22,6 +22,7 @@ from rockmate.capture.attribute_access import AttributeState, Place
 from rockmate.capture.attribute_values import traced_in
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.opaque_graph import Layout, RunGraph, attach_input
+from rockmate.capture.opaque_ops import OpaqueOp
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, RockmateError, UnsupportedModelError
 from rockmate.state.call_state import CallState
@@ -85,6 +86,24 @@ class OpaqueCall:
     def differentiable(self) -> tuple[bool, ...]:
         """Of the inputs, which require a gradient."""
         return tuple(layout is not None for layout in self.gradients)
+
+    def traced(self, tensors: Sequence[Tensor]) -> Any:
+        """The result in a trace, of the tensors of the arguments and the parameters."""
+
+        def made(_: Sequence[Tensor]) -> list[Tensor]:
+            outputs = [layout.empty() for layout in self.outputs]
+            handle = torch.empty(self.saved_bytes, dtype=torch.uint8, device=outputs[0].device)
+            return [*outputs, handle]
+
+        op = OpaqueOp(
+            forward=OpaqueForward(self),
+            results=made,
+            backward=OpaqueBackward(self),
+            saved=lambda _, results: [results[-1], *(results[at] for at in self.saved_outputs)],
+            gradients=lambda _: [each.empty() for each in self.gradients if each is not None],
+            differentiable=self.differentiable,
+        )
+        return self.result.rebuild(op.traced(tensors)[:-1])
 
     @contextlib.contextmanager
     def _refused(self, what: str) -> Iterator[None]:
@@ -362,11 +381,11 @@ class OpaqueForward(_OpaqueOp):
 class OpaqueBackward(_OpaqueOp):
     """The backward of an untraced submodule.
 
-    `(gradients of the outputs, handle, values) -> gradients of the inputs that need one`.
+    `(gradients of the outputs, [handle, *values]) -> gradients of the inputs that need one`.
 
     The values are the outputs that the handle's graph holds. They are arguments to be live.
 
-    The gradient of an output that the loss does not depend on is None.
+    The gradient of an output that the loss does not depend on is None; the handle has none.
     """
 
     __name__ = "untraced_backward"
@@ -376,10 +395,9 @@ class OpaqueBackward(_OpaqueOp):
         """What the handle stands for, which a run releases on its way."""
         return self.call.saved_bytes - 1
 
-    def __call__(
-        self, gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def __call__(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> list[Tensor]:
         """Differentiates the run that made the handle, and frees what it saved."""
+        handle = saved[0]
         graph: RunGraph | None = getattr(handle, "graph", None)
         if graph is None:
             msg = (
@@ -388,7 +406,7 @@ class OpaqueBackward(_OpaqueOp):
             )
             raise BackwardError(msg)
         del handle.graph  # pyright: ignore[reportAttributeAccessIssue]
-        return graph.differentiate(gradients, self.call.gradients)
+        return graph.differentiate(gradients[:-1], self.call.gradients)
 
     def on_sample(
         self, made_up: Callable[[int], Any]
@@ -404,7 +422,7 @@ class OpaqueBackward(_OpaqueOp):
             *outputs, handle = OpaqueForward(self.call)(self.call.copied_inputs())
             between = self.call.state()
         saved = [outputs[at] for at in self.call.saved_outputs]
-        return self.call.measured(self, between), (made_up(0), handle, saved)
+        return self.call.measured(self, between), (made_up(0), [handle, *saved])
 
 
 def by_place(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

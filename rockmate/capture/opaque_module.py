@@ -27,7 +27,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +38,9 @@ from torch.utils.hooks import RemovableHandle
 
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.storage import versions_of
+from rockmate._util import attributes_set
 from rockmate.capture.diagnose import explain_failure
+from rockmate.capture.input_functions import input_functions_as_ops
 from rockmate.capture.opaque_call import OpaqueCall, input_change_error
 from rockmate.capture.opaque_functions import (
     FunctionCaller,
@@ -45,9 +49,11 @@ from rockmate.capture.opaque_functions import (
     refuse_written,
 )
 from rockmate.capture.opaque_graph import Layout
+from rockmate.capture.opaque_ops import forget_traced
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.tensor_parts import has_parts
 from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
+from rockmate.capture.window_attention import windows_as_ops
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 from rockmate.state.call_state import undone
 from rockmate.state.random_state import random_state_kept
@@ -258,3 +264,46 @@ def _recorded(
     )
     call.observe()
     return call
+
+
+# --- tracing --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def traced_as_ops(calls: Mapping[str, OpaqueCall], model: nn.Module) -> Iterator[None]:
+    """Makes each of the submodules one op of the trace, as functions of inputs and windows are.
+
+    Only one trace may go on at a time.
+    """
+    by_module: dict[nn.Module, list[OpaqueCall]] = {}
+    for call in calls.values():
+        by_module.setdefault(call.module, []).append(call)
+    # The tracer runs the model more than once.
+    forwards = [
+        (module, "forward", partial(_call_op, module, itertools.cycle(own)))
+        for module, own in by_module.items()
+    ]
+    try:
+        with attributes_set(*forwards), input_functions_as_ops(model), windows_as_ops(model):
+            yield
+    finally:
+        forget_traced()
+
+
+def _call_op(module: nn.Module, order: Iterator[OpaqueCall], *args: Any, **kwargs: Any) -> Any:
+    call = next(order)
+    tensors, structure = flatten(
+        (args, kwargs), what=f"the arguments of {call.name}", takes_objects=True
+    )
+    parameters = dict(module.named_parameters())
+    given = [*tensors, *(parameters[name] for name in call.parameter_names)]
+    if (
+        structure != call.arguments
+        or tuple(tensor.requires_grad for tensor in given) != call.differentiable
+    ):
+        msg = (
+            f"the untraced submodule {call.name} is called in another way when the model is traced "
+            "than on the sample."
+        )
+        raise UnsupportedModelError(msg)
+    return call.traced(given)

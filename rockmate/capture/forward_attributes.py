@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -129,35 +128,22 @@ NO_ATTRIBUTES = ForwardAttributes(values=flatten((), what="nothing")[1])
 class AttributeWatch:
     """Notices that an attribute has changed; it runs with every call.
 
-    Most attributes stand in the `__dict__` of their owner and are the same objects in all calls.
-    Others come from a class, or are absent. C functions find out that this is still so. Containers,
-    and what an object computes in its `__getattr__`, are compared one by one.
+    Most attributes are the same objects in all calls, in the `__dict__` of their owner or in the
+    class of a module. Containers, and what `__getattr__` computes, are compared one by one.
     """
 
     def __init__(self, attributes: ForwardAttributes) -> None:
         """Takes the present values."""
-        self._expected: list[_Expected] = []  # of those that C functions compare
+        self._same: list[_Expected] = []
         self._compared: list[_Expected] = []
-        held: dict[int, tuple[dict[str, Any], list[str]]] = {}
-        lacking: dict[int, tuple[dict[str, Any], list[str]]] = {}
-        of_classes: dict[tuple[type, str], Any] = {}
         for place, accepted in zip(attributes.read, attributes.accepted, strict=True):
-            table, value = getattr(place.owner, "__dict__", {}), place.value()
-            if is_mutable(value) or not (
-                place.name in table or isinstance(place.owner, torch.nn.Module)
-            ):
-                self._compared.append((place, accepted))
-                continue
-            self._expected.append((place, accepted))
-            group = held if place.name in table else lacking
-            group.setdefault(id(place.owner), (table, []))[1].append(place.name)
-            if group is lacking:
-                of_classes[type(place.owner), place.name] = value
-        self._tables = [table for table, _ in held.values()]
-        # A name twice: `itemgetter` gives no tuple for one.
-        self._getters = [itemgetter(names[0], *names) for _, names in held.values()]
-        self._lacking = [(table.keys(), frozenset(names)) for table, names in lacking.values()]
-        self._of_classes = [(cls, name, value) for (cls, name), value in of_classes.items()]
+            is_found = isinstance(place.owner, torch.nn.Module) or _is_own(place)
+            is_same = is_found and not is_mutable(place.value())
+            (self._same if is_same else self._compared).append((place, accepted))
+        places = [place for place, _ in self._same]
+        self._own = [(vars(place.owner), place.name) for place in places]
+        inherited = [place for place in places if not _is_own(place)]
+        self._inherited = list({(type(place.owner), place.name) for place in inherited})
         self._values = self._present()
         self._constants = [tensor for tensor, _ in attributes.constants]
         self._versions = versions_of(self._constants)
@@ -166,26 +152,20 @@ class AttributeWatch:
         """Whether an attribute has none of the values that the plan accepts."""
         if self._constants and versions_of(self._constants) != self._versions:
             return True
-        try:
-            values = self._present()
-        except KeyError:
-            return True
-        is_same = (
-            list(map(id, values)) == list(map(id, self._values))
-            and all(table.isdisjoint(names) for table, names in self._lacking)
-            and all(getattr(cls, name, ABSENT) is value for cls, name, value in self._of_classes)
-        )
-        pending = self._compared if is_same else [*self._expected, *self._compared]
-        if not is_same and any(is_mutable(place.value()) for place, _ in self._expected):
-            return True
+        values, pending = self._present(), self._compared
+        if not all(map(operator.is_, values, self._values)):
+            if any(map(is_mutable, values)):
+                return True
+            pending = [*self._same, *self._compared]
         if any(snapshot(place.value()) not in accepted for place, accepted in pending):
             return True
         self._values = values  # other objects, but equal: a number that is computed in each step
         return False
 
     def _present(self) -> list[Any]:
-        return list(
-            chain.from_iterable(
-                [get(table) for get, table in zip(self._getters, self._tables, strict=True)]
-            )
-        )
+        of_classes = [getattr(cls, name, ABSENT) for cls, name in self._inherited]
+        return [*(table.get(name, ABSENT) for table, name in self._own), *of_classes]
+
+
+def _is_own(place: Place) -> bool:
+    return place.name in getattr(place.owner, "__dict__", ())

@@ -9,20 +9,21 @@ function itself. These are what transformers' own exporters compute before a tra
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.fx.node import map_aggregate
 
 from rockmate._torch.storage import storage_id
 from rockmate._util import attributes_set
+from rockmate.capture.opaque_ops import OpaqueOp
 
 _LIBRARY, _PREFIX, _METHOD = "transformers.vision_utils", "get_vision_", "get_rope_index"
 _GIVEN = "kwargs"  # the argument from which such a function takes what the caller has computed
@@ -30,32 +31,7 @@ _TENSOR = object()  # stands in the place of a tensor
 _COMPUTED = re.compile(r"position_ids|(max|cu)_(window_)?seqlens?|window_index|interp_.*|merged_.*")
 
 
-class KnownValues(Protocol):
-    """What a trace knows of tensors that follow from its inputs."""
-
-    def result_of(self, function: InputFunction, tensors: Sequence[Tensor]) -> list[Tensor] | None:
-        """The results of a function; None if it is to be traced."""
-
-    def value_of(self, tensor: Tensor) -> Tensor | None:
-        """The sample's value; None where it is not known."""
-
-
-meets: list[KnownValues] = []  # of the traces that go on
-_traced: dict[str, InputFunction] = {}  # of the capture that is going on
-
-
-@torch.library.custom_op("rockmate::input_function", mutates_args=())
-def _op(tensors: list[Tensor], sizes: Sequence[int], name: str) -> list[Tensor]:
-    raise NotImplementedError
-
-
-@_op.register_fake
-def _(tensors: list[Tensor], sizes: Sequence[int], name: str) -> list[Tensor]:
-    given = iter(sizes)
-    return [
-        torch.empty([*itertools.islice(given, each.ndim)], dtype=each.dtype, device=each.device)
-        for each in _traced[name].results
-    ]
+meets: list[Any] = []  # the `ValueReader`s of the traces that go on
 
 
 class InputFunction:
@@ -99,8 +75,17 @@ class InputFunction:
 
     def traced(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         """Leaves the op in the trace that goes on; its results have these sizes, one by one."""
-        _traced[str(id(self))] = self
-        return torch.ops.rockmate.input_function([*tensors], sizes, str(id(self)))
+
+        def made(_: Sequence[Tensor]) -> list[Tensor]:
+            given = iter(sizes)
+            return [
+                torch.empty(
+                    [*itertools.islice(given, each.ndim)], dtype=each.dtype, device=each.device
+                )
+                for each in self.results
+            ]
+
+        return OpaqueOp(forward=self, results=made).traced(tensors)
 
 
 def parted(value: Any) -> tuple[Any, list[Tensor]]:
@@ -119,15 +104,10 @@ def filled(form: Any, tensors: Sequence[Tensor]) -> Any:
     return map_aggregate(form, lambda item: next(rest) if item is _TENSOR else item)
 
 
-@contextlib.contextmanager
-def input_functions_as_ops(model: nn.Module) -> Iterator[None]:
+def input_functions_as_ops(model: nn.Module) -> AbstractContextManager[None]:
     """Puts stand-ins, which ask whether they are met, in the places that a model calls from."""
     places = [(owner, name, _stand_in(getattr(owner, name))) for owner, name in _places(model)]
-    try:
-        with attributes_set(*places):
-            yield
-    finally:
-        _traced.clear()
+    return attributes_set(*places)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
@@ -150,12 +130,3 @@ def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
         return function(*args, **kwargs) if made is None else filled(op.form, made)
 
     return call
-
-
-def install(graph: fx.Graph) -> None:
-    """Puts the functions in the place of the ops that stand for them in a trace."""
-    for node in graph.find_nodes(
-        op="call_function", target=torch.ops.rockmate.input_function.default
-    ):
-        tensors, _, name = node.args
-        node.target, node.args = _traced[name], (tensors,)

@@ -45,8 +45,8 @@ from rockmate.capture.huggingface import known_masks, training_only_features_off
 from rockmate.capture.nodes import call_name
 from rockmate.capture.opaque_call import OpaqueCall
 from rockmate.capture.opaque_functions import ForeignFunctions
-from rockmate.capture.opaque_module import record_calls
-from rockmate.capture.opaque_ops import install, traced_as_ops
+from rockmate.capture.opaque_module import record_calls, traced_as_ops
+from rockmate.capture.opaque_ops import install
 from rockmate.capture.outer_values import values_read_by
 from rockmate.capture.provenance import record_module_stack
 from rockmate.capture.read_values import SampleValues, UnknownValueError
@@ -56,18 +56,17 @@ from rockmate.capture.tensor_parts import plain_places
 from rockmate.capture.trace_state import (
     CAPTURE_LOCK,
     eager_kernels,
-    nothing_saved,
     random_state_kept,
     tensors_kept,
 )
-from rockmate.capture.traced_forward import RUNS_FIRST, ModuleReplacedError, Outside, TracedForward
+from rockmate.capture.traced_forward import Outside, TracedForward
 from rockmate.capture.wrapping import Wrapping
 from rockmate.errors import InPlaceCollectiveError, InvalidSampleError, UnsupportedModelError
 from rockmate.ops.collectives import wait_for_collectives
 from rockmate.ops.gathering import padded_names, put_padded_parts
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
-from rockmate.state.call_state import CallState, caches_passed_by, outside_of, undone
+from rockmate.state.call_state import caches_passed_by, outside_of, undone
 from rockmate.state.writes import Writes
 
 logger = logging.getLogger(__name__)
@@ -105,6 +104,7 @@ def capture_joint(
         InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
             requires a gradient.
         UnsupportedModelError: it cannot be captured as one static graph; the text names the line.
+        UntestedVersionError: PyTorch does not behave as a capture relies on.
     """
     # Copies: a sample that passes one tensor twice would be captured as a model with one input.
     clone = cloned_with_strides if keeps_strides else torch.Tensor.clone
@@ -114,37 +114,6 @@ def capture_joint(
         keeps_checkpoints=keeps_checkpoints, reads_masks=reads_masks,
         sample=values if values and values.num_carriers else None,
     )  # fmt: skip
-    try:
-        return _captured_with_values(model, make, tensors, values, untraced)
-    except ModuleReplacedError:
-        if not RUNS_FIRST.get():
-            raise
-        logger.warning(
-            "the model runs once before it is captured, since its first call changes it. What its "
-            "first call draws at random for that is not drawn in the first planned step, whose "
-            "dropout is therefore not that of eager's first step."
-        )
-        before = CallState(model, (), {}).objects
-        try:
-            _run_once(model, tensors, structure)
-            return _captured_with_values(model, make, tensors, values, untraced)
-        except BaseException:
-            before.restore()
-            raise
-
-
-def _captured_with_values(
-    model: nn.Module,
-    make: Callable[..., TracedForward],
-    tensors: list[torch.Tensor],
-    values: SampleValues | None,
-    untraced: Sequence[str],
-) -> Capture:
-    """The capture of a model, which may read values that follow from its call and buffers.
-
-    Raises:
-        UntestedVersionError: PyTorch does not behave as a capture relies on.
-    """
     check_behaviour()
     with uncompiled(model), caches_passed_by(model):
         try:
@@ -221,17 +190,6 @@ def _captured(
     return replace(capture, attributes=attributes)
 
 
-def _run_once(model: nn.Module, tensors: list[torch.Tensor], structure: Structure) -> None:
-    """Has the model change itself as its first call does, less its buffers and random state."""
-    args, kwargs = structure.rebuild(tensors)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    with random_state_kept(tensors), torch.enable_grad(), nothing_saved(), uncompiled(model):
-        model(*args, **kwargs)
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
-
-
 @contextlib.contextmanager
 def _answers(
     forward: TracedForward, tensors: list[torch.Tensor], has_flags: bool
@@ -280,7 +238,7 @@ def _traced(
         for node in joint.graph.find_nodes(op="get_attr"):
             constant = getattr(joint, str(node.target))
             node.meta["val"] = fakes.get(id(constant), node.meta.get("val"))
-        install(joint.graph, calls)
+        install(joint.graph)
         before.refuse_changes(forward.left.outside.objects)
     forward.left.accesses.add_reads(accesses)  # of hooks and autograd functions in the backward
     forget_tensors(next(iter(joint.graph.nodes)).meta["val"])

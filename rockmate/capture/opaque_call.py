@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from rockmate._torch.allocator import net_allocated
 from rockmate._torch.members import tensor_tables
@@ -22,6 +20,7 @@ from rockmate.capture.attribute_access import AttributeState, Place
 from rockmate.capture.attribute_values import traced_in
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.opaque_graph import Layout, RunGraph, attach_input
+from rockmate.capture.opaque_ops import OpaqueOp
 from rockmate.capture.structure import Structure, flatten
 from rockmate.errors import BackwardError, RockmateError, UnsupportedModelError
 from rockmate.state.call_state import CallState
@@ -86,6 +85,24 @@ class OpaqueCall:
         """Of the inputs, which require a gradient."""
         return tuple(layout is not None for layout in self.gradients)
 
+    def traced(self, tensors: Sequence[Tensor]) -> Any:
+        """The result in a trace, of the tensors of the arguments and the parameters."""
+
+        def made(_: Sequence[Tensor]) -> list[Tensor]:
+            outputs = [layout.empty() for layout in self.outputs]
+            handle = torch.empty(self.saved_bytes, dtype=torch.uint8, device=outputs[0].device)
+            return [*outputs, handle]
+
+        op = OpaqueOp(
+            forward=OpaqueForward(self),
+            results=made,
+            backward=OpaqueBackward(self),
+            saved=lambda _, results: [results[-1], *(results[at] for at in self.saved_outputs)],
+            gradients=lambda _: [each.empty() for each in self.gradients if each is not None],
+            differentiable=self.differentiable,
+        )
+        return self.result.rebuild(op.traced(tensors)[:-1])
+
     @contextlib.contextmanager
     def _refused(self, what: str) -> Iterator[None]:
         """An error within is one of a part that does not run by itself."""
@@ -142,15 +159,14 @@ class OpaqueCall:
             run: the half.
             begin: the state that it begins in; None for the present one.
         """
-        return partial(self._without_effects, run, begin) if self.changes_state else run
 
-    def _without_effects(
-        self, run: Callable[..., list[Tensor]], begin: CallState | None, *given: Any
-    ) -> list[Tensor]:
-        with self.state().undone(self.writes):
-            if begin is not None:
-                begin.objects.restore()
-            return run(*given)
+        def without_effects(*given: Any) -> list[Tensor]:
+            with self.state().undone(self.writes):
+                if begin is not None:
+                    begin.objects.restore()
+                return run(*given)
+
+        return without_effects if self.changes_state else run
 
     def state(self) -> CallState:
         """All that a run can change: of the submodule, and objects among its arguments."""
@@ -232,23 +248,39 @@ class OpaqueCall:
             )
         ]
         args, kwargs = self.arguments.rebuild([value for _, value in pairs])
-        state = dict(zip(self.parameter_names, parameters, strict=True))
-        state = {f"module.{name}": tensor for name, tensor in by_place(self.module, state).items()}
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for device_type, dtype in self.autocast.items():
                 stack.enter_context(torch.autocast(device_type, dtype=dtype))
             before = versions_of(arguments)
-            with uncompiled(self.module):
-                result = functional_call(
-                    _Hookless(self.module), state, args, kwargs, tie_weights=False
-                )
+            with uncompiled(self.module), self._replaced(parameters):
+                result = self.module.forward(*args, **kwargs)  # its hooks are traced around it
             if versions_of(arguments) != before:
                 raise input_change_error(self.name)
         outputs, structure = flatten(result, what=f"the result of {self.name}")
         self._check(outputs, structure)
         graph = RunGraph.of([*(leaf for leaf, _ in pairs), *parameters], outputs)
         return self._values(inputs, outputs), graph
+
+    @contextlib.contextmanager
+    def _replaced(self, parameters: Sequence[Tensor]) -> Iterator[None]:
+        """Puts others in each place of the parameters; a tied one has several."""
+        own = map(self.module.get_parameter, self.parameter_names)
+        pairs = zip(own, parameters, strict=True)
+        replaced = {id(each): with_attributes_of(each, other) for each, other in pairs}
+        places = [
+            (table, name, each)
+            for table in (tensor_tables(part)[0] for part in self.module.modules())
+            for name, each in table.items()
+            if id(each) in replaced
+        ]
+        try:
+            for table, name, each in places:
+                table[name] = replaced[id(each)]
+            yield
+        finally:
+            for table, name, each in places:
+                table[name] = each
 
     def _values(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
         """The outputs as the plan has them: in memory of their own, laid out as on the sample."""
@@ -307,24 +339,12 @@ class OpaqueCall:
             raise UnsupportedModelError(msg)
 
 
-class _Hookless(nn.Module):
-    """A submodule without its own hooks, which are part of what is traced around it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module.forward(*args, **kwargs)
-
-
 class _OpaqueOp:
     """A half of the call of an untraced submodule."""
 
     __name__: str
 
     def __init__(self, call: OpaqueCall) -> None:
-        """Of this call."""
         self.call, self.__qualname__ = call, self.__name__
         self.num_draws = call.num_draws
 
@@ -362,11 +382,11 @@ class OpaqueForward(_OpaqueOp):
 class OpaqueBackward(_OpaqueOp):
     """The backward of an untraced submodule.
 
-    `(gradients of the outputs, handle, values) -> gradients of the inputs that need one`.
+    `(gradients of the outputs, [handle, *values]) -> gradients of the inputs that need one`.
 
     The values are the outputs that the handle's graph holds. They are arguments to be live.
 
-    The gradient of an output that the loss does not depend on is None.
+    The gradient of an output that the loss does not depend on is None; the handle has none.
     """
 
     __name__ = "untraced_backward"
@@ -376,10 +396,9 @@ class OpaqueBackward(_OpaqueOp):
         """What the handle stands for, which a run releases on its way."""
         return self.call.saved_bytes - 1
 
-    def __call__(
-        self, gradients: Sequence[Tensor | None], handle: Tensor, values: Sequence[Tensor]
-    ) -> list[Tensor]:
+    def __call__(self, gradients: Sequence[Tensor | None], saved: Sequence[Tensor]) -> list[Tensor]:
         """Differentiates the run that made the handle, and frees what it saved."""
+        handle = saved[0]
         graph: RunGraph | None = getattr(handle, "graph", None)
         if graph is None:
             msg = (
@@ -388,7 +407,7 @@ class OpaqueBackward(_OpaqueOp):
             )
             raise BackwardError(msg)
         del handle.graph  # pyright: ignore[reportAttributeAccessIssue]
-        return graph.differentiate(gradients, self.call.gradients)
+        return graph.differentiate(gradients[:-1], self.call.gradients)
 
     def on_sample(
         self, made_up: Callable[[int], Any]
@@ -404,23 +423,7 @@ class OpaqueBackward(_OpaqueOp):
             *outputs, handle = OpaqueForward(self.call)(self.call.copied_inputs())
             between = self.call.state()
         saved = [outputs[at] for at in self.call.saved_outputs]
-        return self.call.measured(self, between), (made_up(0), handle, saved)
-
-
-def by_place(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Replacements of parameters, once for each place that holds one.
-
-    A tied tensor has several places. A module with two names has one: PyTorch, left to find them,
-    swaps it twice and puts back the wrong one.
-    """
-    places = ((module.get_parameter(name), tensor) for name, tensor in state.items())
-    replacement = {id(own): with_attributes_of(own, tensor) for own, tensor in places}
-    return {
-        f"{path}.{name}" if path else name: replacement[id(tensor)]
-        for path, part in module.named_modules()
-        for name, tensor in tensor_tables(part)[0].items()
-        if id(tensor) in replacement
-    }
+        return self.call.measured(self, between), (made_up(0), [handle, *saved])
 
 
 def input_change_error(name: str) -> UnsupportedModelError:

@@ -27,16 +27,19 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.storage import versions_of
+from rockmate._util import attributes_set
 from rockmate.capture.diagnose import explain_failure
+from rockmate.capture.input_functions import input_functions_as_ops
 from rockmate.capture.opaque_call import OpaqueCall, input_change_error
 from rockmate.capture.opaque_functions import (
     FunctionCaller,
@@ -45,9 +48,11 @@ from rockmate.capture.opaque_functions import (
     refuse_written,
 )
 from rockmate.capture.opaque_graph import Layout
+from rockmate.capture.opaque_ops import forget_traced
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.tensor_parts import has_parts
 from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
+from rockmate.capture.window_attention import windows_as_ops
 from rockmate.errors import InvalidSampleError, RockmateError, UnsupportedModelError
 from rockmate.state.call_state import undone
 from rockmate.state.random_state import random_state_kept
@@ -121,36 +126,26 @@ def _calls_seen(
 ) -> list[_Seen]:
     """The calls of opaque submodules, and of functions, in a run of the model within `saving`."""
     seen: list[_Seen] = []
-    running: list[list[int]] = []  # of opaque modules that are running, versions of their inputs
-    args, kwargs = structure.rebuild(tensors)
-    with undone(model):  # it would empty `seen`, too, if that were within reach as it begins
-        handles = [
-            handle
-            for path, module in modules.items()
-            for handle in _watch_calls(module, path, seen, running)
-        ]
-        try:
-            with (
-                random_state_kept(tensor.device for tensor in tensors),
-                torch.enable_grad(),
-                saving,
-                calls_seen(_note_functions(seen, running)),
-            ):
-                model(*args, **kwargs)
-        except RockmateError:
-            raise
-        except Exception as error:
-            raise explain_failure(error, model, "") from error
-        finally:
-            for handle in handles:
-                handle.remove()
-    return seen
+    running: list[str] = []  # paths of opaque modules
 
+    def versions(path: str, given: Any) -> list[int]:
+        what = f"the arguments of {path}"
+        return versions_of(flatten(given, what=what, takes_objects=True)[0])
 
-def _note_functions(
-    seen: list[_Seen], running: Sequence[Any]
-) -> Callable[[FunctionCaller, Callable[..., Any], tuple[Any, ...]], Any]:
-    """Has each call of a registered function added to `seen`, but not those in opaque modules."""
+    def watched(path: str, module: nn.Module) -> Callable[..., Any]:
+        forward = module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = versions(path, (args, kwargs))
+            running.append(path)
+            result = forward(*args, **kwargs)
+            running.pop()
+            if versions(path, (args, kwargs)) != before:
+                raise input_change_error(path)
+            seen.append(_Seen(path, module, (args, kwargs), result, autocast_dtypes()))
+            return result
+
+        return call
 
     def see(caller: FunctionCaller, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         if running:
@@ -160,34 +155,23 @@ def _note_functions(
         seen.append(_Seen(name, caller, (args, {}), result, autocast_dtypes()))
         return result
 
-    return see
-
-
-def _watch_calls(
-    module: nn.Module, path: str, seen: list[_Seen], given_versions: list[list[int]]
-) -> list[RemovableHandle]:
-    """Has each call of a submodule added to `seen`; a call that changes an input is refused.
-
-    While it runs, the versions of its inputs stand in `given_versions`.
-    """
-
-    def versions(args: Any, kwargs: Any) -> list[int]:
-        return versions_of(
-            flatten((args, kwargs), what=f"the arguments of {path}", takes_objects=True)[0]
-        )
-
-    def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-        given_versions.append(versions(args, kwargs))
-
-    def note(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-        if versions(args, kwargs) != given_versions.pop():
-            raise input_change_error(path)
-        seen.append(_Seen(path, module, (args, kwargs), result, autocast_dtypes()))
-
-    return [
-        module.register_forward_pre_hook(begin, with_kwargs=True),
-        module.register_forward_hook(note, with_kwargs=True),
-    ]
+    args, kwargs = structure.rebuild(tensors)
+    forwards = [(each, "forward", watched(path, each)) for path, each in modules.items()]
+    try:
+        with (
+            undone(model),  # it would empty `seen`, too, if that were within reach as it begins
+            attributes_set(*forwards),
+            random_state_kept(tensor.device for tensor in tensors),
+            torch.enable_grad(),
+            saving,
+            calls_seen(see),
+        ):
+            model(*args, **kwargs)
+    except RockmateError:
+        raise
+    except Exception as error:
+        raise explain_failure(error, model, "") from error
+    return seen
 
 
 def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Module]:
@@ -258,3 +242,46 @@ def _recorded(
     )
     call.observe()
     return call
+
+
+# --- tracing --------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def traced_as_ops(calls: Mapping[str, OpaqueCall], model: nn.Module) -> Iterator[None]:
+    """Makes each of the submodules one op of the trace, as functions of inputs and windows are.
+
+    Only one trace may go on at a time.
+    """
+    by_module: dict[nn.Module, list[OpaqueCall]] = {}
+    for call in calls.values():
+        by_module.setdefault(call.module, []).append(call)
+    # The tracer runs the model more than once.
+    forwards = [
+        (module, "forward", partial(_call_op, module, itertools.cycle(own)))
+        for module, own in by_module.items()
+    ]
+    try:
+        with attributes_set(*forwards), input_functions_as_ops(model), windows_as_ops(model):
+            yield
+    finally:
+        forget_traced()
+
+
+def _call_op(module: nn.Module, order: Iterator[OpaqueCall], *args: Any, **kwargs: Any) -> Any:
+    call = next(order)
+    tensors, structure = flatten(
+        (args, kwargs), what=f"the arguments of {call.name}", takes_objects=True
+    )
+    parameters = dict(module.named_parameters())
+    given = [*tensors, *(parameters[name] for name in call.parameter_names)]
+    if (
+        structure != call.arguments
+        or tuple(tensor.requires_grad for tensor in given) != call.differentiable
+    ):
+        msg = (
+            f"the untraced submodule {call.name} is called in another way when the model is traced "
+            "than on the sample."
+        )
+        raise UnsupportedModelError(msg)
+    return call.traced(given)

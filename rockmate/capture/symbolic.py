@@ -35,7 +35,7 @@ from rockmate._torch.fake import FakeTensorMode
 from rockmate._torch.symbolic_sizes import ConstantSource, DimDynamic, ShapeEnv
 from rockmate.capture.fake_device import fake_device_tensors, move_to
 from rockmate.capture.joint import capture_joint
-from rockmate.capture.read_values import ReadValues, SampleValues
+from rockmate.capture.read_values import SampleValues
 from rockmate.capture.roles import Capture, Role, RoleKind, traced_calls, with_graph
 from rockmate.capture.signature import CallSignature
 from rockmate.capture.size_template import (
@@ -55,7 +55,13 @@ _MAX_DISTANCE = 64  # of generic sizes from those of the sample
 
 
 class SymbolicCapture:
-    """The joint graph of a model for one kind of call, whatever the sizes of its tensors."""
+    """The joint graph of a model for one kind of call, whatever the sizes of its tensors.
+
+    Attributes:
+        mode: of its fake tensors.
+        capture: with symbols for sizes; the values that it reads are those of the call traced.
+        template: its graph.
+    """
 
     def __init__(
         self,
@@ -90,20 +96,10 @@ class SymbolicCapture:
         fakes = fake_device_tensors(model, [], device, mode) if device else nullcontext()
         self._num_inputs = len(tensors) - (values.num_carriers if values else 0)
         with fakes, lengths_as_sizes(model):
-            self._capture = capture_joint(model, tensors, call.structure, values=values, **options)
+            self.capture = capture_joint(model, tensors, call.structure, values=values, **options)
         if device is not None:
-            move_to(self._capture.joint, device)
-        self._template = GraphTemplate(self._capture.joint.graph, mode)
-
-    @property
-    def read_values(self) -> ReadValues:
-        """What the forward reads; its `expected` are those of the call that was traced."""
-        return self._capture.read_values
-
-    @property
-    def num_checkpoints(self) -> int:
-        """Number of checkpointed calls in the model's forward."""
-        return self._capture.num_checkpoints
+            move_to(self.capture.joint, device)
+        self.template = GraphTemplate(self.capture.joint.graph, mode)
 
     def instance(self, call: CallSignature) -> Capture:
         """The capture at the sizes of `call`, not rewritten yet.
@@ -111,7 +107,7 @@ class SymbolicCapture:
         Raises:
             SizesNotCoveredError: the symbolic graph may not be the model's at these sizes.
         """
-        capture = self.copied(self._capture, self._template, self.values(call))
+        capture = self.copied(self.capture, self.template, self.values(call))
         values = [node.meta.get("val") for node in capture.joint.graph.nodes]
         for each in filter(lambda value: isinstance(value, torch.Tensor), values):
             if any(not isinstance(size, int) for size in (*each.shape, *each.stride())):
@@ -162,9 +158,9 @@ class SymbolicCapture:
                 self._check_guards(values)
             except SizesNotCoveredError:
                 continue
-            sizes = self._template.sizes(values)
+            sizes = self.template.sizes(values)
             if are_equal(sizes.values(), given) and are_equal(sizes.values(), other):
-                return GenericCapture(self, self._capture, self._template, values, passes)
+                return GenericCapture(self, values, passes)
         raise SizesNotCoveredError("no sizes near the sample's keep all expressions apart")
 
     def values(self, call: CallSignature) -> dict[sympy.Symbol, sympy.Integer]:
@@ -211,21 +207,19 @@ class GenericCapture:
     def __init__(
         self,
         symbolic: SymbolicCapture,
-        capture: Capture,
-        template: GraphTemplate,
         values: Mapping[sympy.Symbol, sympy.Integer],
         passes: Callable[[Capture], Capture],
     ) -> None:
-        """Copies a capture and its template at generic `values`, and rewrites the copy.
+        """Copies a capture at generic `values`, and rewrites the copy.
 
         For `passes` see `SymbolicCapture.generic`.
         """
         self._symbolic = symbolic
-        sizes = template.sizes(values)
+        sizes = symbolic.template.sizes(values)
         self._equal = [group for group in sizes.values() if len(group) > 1]
         names, numbers = SizeNames(), SizeValues(values)
         # The template is read after the passes, since it has to know every node.
-        self.capture = passes(symbolic.copied(capture, template, values, names))
+        self.capture = passes(symbolic.copied(symbolic.capture, symbolic.template, values, names))
         self._template = GraphTemplate(
             self.capture.joint.graph,
             symbolic.mode,

@@ -6,9 +6,7 @@ It leaves the model's attributes as they were, and tells what it did to them.
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,32 +37,16 @@ from rockmate.errors import InvalidSampleError, NothingToTrainError, Unsupported
 from rockmate.ops.gathering import gathered_by_ops
 from rockmate.state.objects import ABSENT, Objects
 
-# Whether a model that puts another submodule in place of one runs once before it is captured.
-RUNS_FIRST = ContextVar("RUNS_FIRST", default=True)
-
-
-@contextmanager
-def first_call_awaited() -> Iterator[None]:
-    """Has a capture end in `ModuleReplacedError` where the model's first call sets it up."""
-    token = RUNS_FIRST.set(False)
-    try:
-        yield
-    finally:
-        RUNS_FIRST.reset(token)
-
 
 class ModuleReplacedError(UnsupportedModelError):
     """The forward has put another submodule in place of one, as a first call may."""
 
     def __init__(self, path: str) -> None:
-        """The error for a submodule that is replaced in every call.
-
-        Args:
-            path: of the submodule.
-        """
+        """The error for the submodule at a path."""
         super().__init__(
-            f"the model's forward puts another submodule at {path} in each call, which a plan "
-            "cannot repeat. Make the submodules in __init__, and choose among them in the forward."
+            f"the model's forward puts another submodule at {path}, which a plan cannot repeat. "
+            "Run the plain model once before it is planned, if its first call alone does so. Else "
+            "make the submodules in __init__, and choose among them in the forward."
         )
 
 

@@ -141,7 +141,7 @@ class SizedSteps:
                     device=self._sample.device,
                     **self._options.traced,
                 )
-            self._log_checkpoints(symbolic.num_checkpoints)
+            self._log_checkpoints(symbolic.capture.num_checkpoints)
             return symbolic
         except (InvalidSampleError, UnsupportedModelError, SizesNotCoveredError) as error:
             self._has_symbolic = False

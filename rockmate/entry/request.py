@@ -17,7 +17,6 @@ from rockmate._util import begin_stage, gc_paused, stages_shown
 from rockmate.budget import Budget, OnInfeasible, is_share, parse_budget, size_text, slowdown_of
 from rockmate.capture.compiled_model import plain_model
 from rockmate.capture.signature import SampleCall
-from rockmate.capture.traced_forward import first_call_awaited
 from rockmate.errors import InfeasibleBudgetError, InfeasibleMemoryLimitError
 from rockmate.memory_limit import MemoryLimit
 from rockmate.offload.weight_home import homes_of
@@ -115,7 +114,7 @@ class PlanRequest:
         capture = partial(captured_step, plain_model(model), sample, self.options)
         captured, stored = list[CapturedStep](), None
         if may_store(self.options):
-            with first_call_awaited(), gc_paused():
+            with gc_paused():
                 begin_stage("capturing the model")
                 captured.append(capture())
                 stored = StoredPlan.of(captured[0], self._asked(budget), self.options)
@@ -123,8 +122,7 @@ class PlanRequest:
                     return call
         from rockmate.planning.session import PlanningSession  # loads the solvers
 
-        with first_call_awaited():
-            session = PlanningSession.capturing(model, capture, self.options, captured)
+        session = PlanningSession.capturing(model, capture, self.options, captured)
         if budget is None or share_bytes is None:
             budget = self._left(session, model, budget)
         return self._session_call(session, budget, stored)

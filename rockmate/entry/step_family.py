@@ -243,7 +243,7 @@ class StepFamily:
         """
         carriers = self._first.tensors[len(call.tensors) :]
         symbolic = self._symbolic_capture(call, replace(call, tensors=(*call.tensors, *carriers)))
-        read = symbolic.read_values
+        read = symbolic.capture.read_values
         if read.read is None:
             return call, read
         values = read.values(self._model, tensors)
@@ -322,7 +322,7 @@ class StepFamily:
             symbolic = SymbolicCapture(
                 self._model, self._first, groups, values=values, **options.traced
             )
-        if [*map(str, symbolic.read_values.expected)] != [*map(str, read.expected)]:
+        if [*map(str, symbolic.capture.read_values.expected)] != [*map(str, read.expected)]:
             raise SizesNotCoveredError("the forward reads other values where sizes are symbols")
         capture = symbolic.instance(self._first)
         capture = run_passes(REWRITES, capture, self._pass_options)

@@ -664,7 +664,7 @@ def test_a_submodule_that_is_replaced_in_each_call_is_refused() -> None:
     module = RockmateModule(model, torch.randn(6, 8), budget=1.0)
     module(torch.randn(6, 8))
     part = model.part
-    with pytest.raises(UnsupportedModelError, match="another submodule at part in each call"):
+    with pytest.raises(UnsupportedModelError, match="another submodule at part"):
         module(torch.randn(6, 8))
     assert model.part is part
 

@@ -217,8 +217,7 @@ class DroppingSink(GradientSink):
         """Of no parameters."""
         super().__init__({}, fires_hooks=False)
 
-    def _drop(self, *_: Any, **__: Any) -> None:
-        """Computes nothing."""
+    def _drop(self, *_: Any, **__: Any) -> None: ...
 
     accumulate: Any = _drop
     accumulate_matmul: Any = _drop

@@ -1085,7 +1085,6 @@ class TestMembers:
         assert [members.has_tensor_hooks(each) for each in (first, second)] == [True, False]
         assert [members.has_accumulation_hooks(each) for each in (first, second)] == [False, True]
         assert members.tensor_hooks_of(first)
-        assert members.accumulation_hooks_of(second)
         assert [bool(hooks) for hooks in members.all_hooks_of(first)] == [False, True]
 
     @pytest.mark.parametrize("register", ["register_hook", "register_prehook"])

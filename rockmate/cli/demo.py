@@ -180,7 +180,6 @@ def _train_in_turn(
     *,
     show: bool,
 ) -> tuple[_Steps, _Steps]:
-    """Losses and times in ms of the eager run and of the planned one."""
     lanes = ((model, model), planned)
     optimizers = [torch.optim.AdamW(owner.parameters(), lr=_LEARNING_RATE) for owner, _ in lanes]
     steps: tuple[_Steps, _Steps] = (([], []), ([], []))

@@ -117,7 +117,6 @@ def _token_places(call: CallSignature) -> list[tuple[int, int]]:
 
 
 def _holds_numbers(tensor: TensorSignature) -> bool:
-    """Whether a tensor holds integers, as token ids are."""
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
 
 

@@ -104,13 +104,7 @@ class GraphModule(nn.Module):
     def __init__(
         self, graph: fx.GraphModule, arguments: Sequence[Any], *, loss: int | None = None
     ) -> None:
-        """Takes a graph and the arguments of its first call.
-
-        Args:
-            graph: Dynamo's graph.
-            arguments: of its first call.
-            loss: which of the output tensors alone is differentiated; None if all are.
-        """
+        """With `loss`, that one of the output tensors alone is differentiated, else all."""
         super().__init__()
         self._loss = loss
         self.graph = graph
@@ -219,7 +213,6 @@ class Outputs:
     """
 
     def __init__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> None:
-        """Takes a graph and the fake values of its outputs."""
         self._examples = list(examples)
         tensors = [each for each in self._examples if isinstance(each, torch.Tensor)]
         trained = [place for place, each in enumerate(tensors) if each.requires_grad]

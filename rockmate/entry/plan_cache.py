@@ -76,14 +76,6 @@ class PlanCache:
         replans: bool = False,
         trial: TrialOption = "log",
     ) -> None:
-        """A cache without a plan.
-
-        Args:
-            model: the module whose calls are planned.
-            request: how to plan; None refuses every call that the adopted plan does not serve.
-            replans: see the class.
-            trial: which steps are held against eager; see `RockmateModule`.
-        """
         self.runnables: list[RunnableCall] = []
         self.request, self._model, self.replans = request, model, replans
         self.refuses_in_flight = request is None or request.on_infeasible == "error"

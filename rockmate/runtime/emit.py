@@ -102,13 +102,11 @@ def _saved_outputs(
     saved: Sequence[Storage],
     storage_of: Mapping[fx.Node, Storage],
 ) -> tuple[int, ...]:
-    """See `Program.saved_outputs`."""
     outputs = {storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
     return tuple(index for index, storage in enumerate(saved) if storage in outputs)
 
 
 def _uncounted(results: Sequence[tuple[fx.Node, Role]]) -> frozenset[int]:
-    """See `Results`."""
     return frozenset(at for at, (node, _) in enumerate(results) if _is_running_statistic(node))
 
 
@@ -152,7 +150,6 @@ def _has_any_strides(matrix: fx.Node) -> bool:
 
 
 def _wrappings(graph: Graph) -> dict[str, Wrapping]:
-    """How to wrap the gradient of each parameter whose gradient is a wrapper."""
     return {
         role.name: role.wrapping
         for _, role in graph.outputs
@@ -238,7 +235,6 @@ def _slots(graph: Graph, schedule: Schedule) -> SlotPlan | None:
 
 
 def _fetched(graph: Graph, schedule: Schedule) -> tuple[Role, ...]:
-    """The weight of each fetch."""
     roles = {graph.storage_of[node].index: role for node, role in graph.inputs if role.name}
     return tuple(roles[each.storage] for each in schedule.fetches)
 
@@ -256,7 +252,6 @@ def _own_gradients(
     saved: Sequence[Storage],
     storage_of: Mapping[fx.Node, Storage],
 ) -> frozenset[int]:
-    """See `Gradients`."""
     storages = [storage_of[node] for node, _ in gradients]
     numbers = Counter(storages)
     others = set(saved)

@@ -69,7 +69,6 @@ class ForwardArguments:
     """
 
     def __init__(self, program: Program, model: nn.Module, binding: Binding) -> None:
-        """Finds the places of statics; reads none of them."""
         self.copies: list[tuple[int, Pending]] | None = None
         self._model, self._moved, self._binding = model, program.moved, binding
         self._statics = Statics(program, binding, program.forward.arguments)
@@ -214,7 +213,6 @@ class DroppingSink(GradientSink):
     """Drops the gradients of parameters."""
 
     def __init__(self) -> None:
-        """Of no parameters."""
         super().__init__({}, fires_hooks=False)
 
     def _drop(self, *_: Any, **__: Any) -> None: ...

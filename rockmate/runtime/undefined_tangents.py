@@ -86,8 +86,6 @@ def variants_of(
 
 
 class _VariantWriter:
-    """Changes one copy of a backward into a variant."""
-
     def __init__(self, graph: fx.Graph, sources: Mapping[fx.Node, fx.Node]) -> None:
         self.sizes: dict[Size, None] = {}
         self._graph, self._sources = graph, dict(sources)

@@ -159,5 +159,4 @@ class Wrapper(nn.Module):
         return name != "forward" and (name in wrapped.__dict__ or not is_own)
 
     def __dir__(self) -> list[str]:
-        """Names of both modules."""
         return sorted({*dir(type(self)), *self.__dict__, *dir(self.original)})

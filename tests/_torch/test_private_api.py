@@ -485,8 +485,8 @@ class TestDispatch:
         values = torch.ones(2)
         call = dispatch.dispatched_call(torch.relu_, (values,), {})
         assert call is not None
-        assert call.op is aten.relu_.default
-        assert call.args[0] is values
+        assert call[0] is aten.relu_.default
+        assert call[1][0] is values
         assert storage.version_of(values) == 0
         with torch.inference_mode():
             uncounted = torch.ones(2)

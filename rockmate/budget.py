@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import re
+import reprlib
 from collections.abc import Iterable
 from fractions import Fraction
 from typing import Literal
@@ -86,6 +87,25 @@ def parse_budget(budget: Budget, baseline_peak_bytes: int) -> int:
         msg = f"budget {budget} as a float is a fraction and must lie in (0, 1]. {_FORMS}"
         raise InvalidBudgetError(msg)
     return math.floor(fraction * baseline_peak_bytes)
+
+
+def parse_memory(memory: int | str, what: str) -> int:
+    """The memory of a device in bytes, of which nothing is a share.
+
+    Raises:
+        InvalidBudgetError: it is neither bytes above 0 nor a size; the text says `what` it is.
+    """
+    if isinstance(memory, float):
+        msg = (
+            f'{what} {memory} is a float. Write bytes as an int, or a size as "24GiB": there is '
+            "nothing to take a share of."
+        )
+        raise InvalidBudgetError(msg)
+    try:
+        return parse_budget(memory, 0)
+    except InvalidBudgetError as error:
+        msg = f"{what} {reprlib.repr(memory)} cannot be read. Write bytes above 0, or a size as "
+        raise InvalidBudgetError(f"{msg}24GiB or 800MB.") from error
 
 
 def _parse_size(text: str) -> int:

@@ -86,7 +86,6 @@ class InfeasibleMemoryLimitError(RockmateError, ValueError):
     """
 
     def __init__(self, text: str, *, limit_bytes: int, held_bytes: int) -> None:
-        """Takes the text, and the numbers that are in it."""
         super().__init__(text)
         self.limit_bytes = limit_bytes
         self.held_bytes = held_bytes
@@ -126,7 +125,6 @@ class KernelLayoutError(UnsupportedModelError):
     """
 
     def __init__(self, text: str, differences: frozenset[object]) -> None:
-        """Takes the text, which names the first of the calls, and the differences."""
         super().__init__(text)
         self.differences = differences
 
@@ -163,7 +161,6 @@ class UntestedVersionError(RockmateError, ImportError):
     """
 
     def __init__(self, name: str, found: str) -> None:
-        """Build the text."""
         package = name.partition(".")[0]
         version = getattr(sys.modules.get(package), "__version__", "")
         super().__init__(

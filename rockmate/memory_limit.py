@@ -43,7 +43,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.cuda import make_workspaces, used_bytes
-from rockmate.budget import parse_budget, size_text
+from rockmate.budget import parse_memory, size_text
 from rockmate.errors import InfeasibleMemoryLimitError, InvalidBudgetError
 
 Optimizer = torch.optim.Optimizer | type[torch.optim.Optimizer] | str
@@ -87,20 +87,14 @@ class MemoryLimit:
 
     def __post_init__(self) -> None:
         """Raises `InvalidBudgetError` for a limit or an optimizer that cannot be read."""
-        if isinstance(self.limit, float):
-            msg = (
-                f"memory_limit {self.limit} is a float. Write bytes as an int, or a size as "
-                '"24GiB": there is nothing to take a share of.'
-            )
-            raise InvalidBudgetError(msg)
-        parse_budget(self.limit, 0)
+        _ = self.limit_bytes
         if not isinstance(self.optimizer, torch.optim.Optimizer):
             _rule_of(self.optimizer)
 
     @property
     def limit_bytes(self) -> int:
         """The bound in bytes, rounded down."""
-        return parse_budget(self.limit, 0)
+        return parse_memory(self.limit, "memory_limit")
 
     def holdings(self, model: nn.Module, weights: str = "resident") -> Holdings:
         """What is and will be held beside activations, as of now; arguments as below."""

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, ClassVar
 
 import torch
@@ -173,21 +174,22 @@ def timeline(function: Callable[[], Any]) -> Timeline:
     The size of a release is right for memory that `function` allocates itself. Run `function` once
     beforehand, so that caches are filled and older allocations are released.
     """
-    result, threads = _record(function)
+    refuse_profiler()
+    with gc_paused():  # what older objects release would count as released here
+        _enable_profiler_legacy(_profiler_config())
+        try:
+            result = function()
+        finally:
+            events = _events_of_all_threads()
     del result
-    events = [event for thread in threads for event in thread]
-    start = next(event for event in events if event.name() == "__start_profile")
-    timed = sorted(
-        ((start.cpu_elapsed_us(event) / 1e6, event) for event in events), key=lambda pair: pair[0]
-    )
     points, marks, live = [(0.0, 0)], {}, 0
-    for seconds, event in timed:
+    for seconds, event in events:
         if event.kind() == "memory_alloc":
             live += event.cpu_memory_usage()
             points.append((seconds, live))
         elif event.kind() == "push":
             marks.setdefault(event.name(), seconds)
-    return Timeline(points=points, marks=marks, duration_s=timed[-1][0])
+    return Timeline(points=points, marks=marks, duration_s=events[-1][0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,11 +288,8 @@ class Recording:
         if self._device.type == "cuda":
             self._end_stretch_cuda()
             return
-        events = [event for thread in _disable_profiler_legacy() for event in thread]
-        start = next(event for event in events if event.name() == "__start_profile")
-        events.sort(key=start.cpu_elapsed_us)
         live = begin = peak = 0
-        for event in events:
+        for _, event in _events_of_all_threads():
             if event.kind() == "memory_alloc":
                 live += event.cpu_memory_usage()
                 peak = max(peak, live)
@@ -361,16 +360,9 @@ def _profiler_config() -> ProfilerConfig:
     )
 
 
-def _record(function: Callable[[], Any]) -> tuple[Any, list[list[Any]]]:
-    """The function's result, and the profiler's events of each thread, in order.
-
-    No garbage is collected meanwhile: what older objects release would count as released here.
-    """
-    refuse_profiler()
-    with gc_paused():
-        _enable_profiler_legacy(_profiler_config())
-        try:
-            result = function()
-        finally:
-            threads = _disable_profiler_legacy()
-    return result, threads
+def _events_of_all_threads() -> list[tuple[float, Any]]:
+    """Ends the profiler; its events in order, each with the seconds since the start."""
+    events = [event for thread in _disable_profiler_legacy() for event in thread]
+    start = next(event for event in events if event.name() == "__start_profile")
+    timed = ((start.cpu_elapsed_us(event) / 1e6, event) for event in events)
+    return sorted(timed, key=itemgetter(0))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeGuard
 
@@ -20,13 +19,8 @@ _COLUMN_BACKENDS = (_CONVOLUTIONS.Slow3d, _CONVOLUTIONS.SlowDilated3d)
 _NN_FUNCTIONS: Any = torch._C._nn  # pyright: ignore[reportAttributeAccessIssue]
 
 
-@dataclass(frozen=True, slots=True)
-class DispatchedCall:
-    """An op as the dispatcher receives it, with its arguments."""
-
-    op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+DispatchedCall = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+"""An op as the dispatcher receives it, with its arguments."""
 
 
 def generated_functions(op: OpOverload) -> Iterator[Callable[..., Any]]:
@@ -55,13 +49,13 @@ def dispatched_call(
     """
 
     def intercept(op: OpOverload, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        raise _Intercepted(DispatchedCall(op, tuple(given), dict(named)))
+        raise _Intercepted(op, tuple(given), dict(named))
 
     try:
         with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), _Observer(intercept):
             function(*args, **kwargs)
     except _Intercepted as intercepted:
-        return intercepted.call
+        return intercepted.args
     except (TypeError, RuntimeError, ValueError, IndexError):
         return None
     return None
@@ -103,9 +97,7 @@ class _Observer(TorchDispatchMode):
 class _Intercepted(Exception):
     """Carries the first dispatched call out of the function, before anything is run."""
 
-    def __init__(self, call: DispatchedCall) -> None:
-        super().__init__(call)
-        self.call = call
+    args: DispatchedCall
 
 
 __all__ = ["OpOverload", "is_op", "schema_of"]

@@ -99,7 +99,6 @@ def ranks_of(group_name: str) -> list[int]:
 
 
 def _group_named(name: str) -> Any:
-    """The process group that ops know by a name."""
     resolve: Any = torch.distributed.distributed_c10d._resolve_process_group
     return resolve(name)
 

@@ -79,12 +79,10 @@ def _source_of(node: fx.Node) -> Any:
 
 
 def _source_name(source: Any) -> Any:
-    """The expression of a source; empty without one."""
     return "" if source is None else source.name
 
 
 def _expression(size: Any) -> Any:
-    """The symbolic expression of a size; an integer as it is."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
@@ -242,7 +240,6 @@ def guard_training(graph: fx.GraphModule) -> bool | None:
 
 
 def _outermost_modules(graph: fx.GraphModule) -> list[Any]:
-    """The sources of the outermost modules, each once."""
     found: dict[str, Any] = {}
     for node in graph.graph.nodes:
         if node.op != "placeholder":

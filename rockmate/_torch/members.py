@@ -47,7 +47,6 @@ def hooks_within(modules: Iterable[nn.Module]) -> list[Callable[..., Any]]:
 
 # Readers of a tensor's hooks.
 tensor_hooks_of = attrgetter("_backward_hooks")
-accumulation_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 all_hooks_of = attrgetter("_post_accumulate_grad_hooks", "_backward_hooks")
 
 

@@ -95,7 +95,6 @@ class Adopted(InPlace):
         logger.warning(_AS_IN_EAGER, self.what, reason)
 
     def __str__(self) -> str:
-        """How it has trained."""
         shapes = len(self.module._plans.runnables)
         how = f"planned, shapes: {shapes}; " if shapes and not self.module.frames else ""
         how = f"as in eager, since {self.trouble}" if self.trouble else how + self.module._line()
@@ -179,7 +178,6 @@ class Session:
         return self.adopted[-1]
 
     def _bound(self, model: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
-        """The bound as arguments of `RockmateModule`."""
         if self.settings.budget is not None:
             return {"budget": self.settings.budget}
         memory, device = self.settings.memory, device_of(model)

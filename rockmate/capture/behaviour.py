@@ -160,7 +160,7 @@ def _ops() -> None:
         _ROWS.sin()
     _expect(seen == [torch.ops.aten.sin.default], "an op is not seen")
     call = dispatch.dispatched_call(torch.sin, (_ROWS,), {})
-    _expect(call is not None and call.op is torch.ops.aten.sin.default, "a call is not told")
+    _expect(call is not None and call[0] is torch.ops.aten.sin.default, "a call is not told")
 
 
 def _accumulation() -> None:

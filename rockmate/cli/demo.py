@@ -19,7 +19,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +45,11 @@ _NUM_RECORDED_STEPS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One of the two runs: loss and time of each step, and memory over one step."""
+    """One of the two runs: memory over one step, then loss and time of each."""
 
-    losses: Sequence[float]
-    times_ms: Sequence[float]
     memory: Timeline
+    losses: list[float] = field(default_factory=list)
+    times_ms: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,23 +104,21 @@ def run(arguments: Namespace) -> DemoResult:
     ours = copy.deepcopy(model)
 
     say("measuring eager's activation peak")
-    eager_memory = _memory_of_step(model, model, batches[0])
+    eager = Run(memory=_memory_of_step(model, model, batches[0]))
     say(
-        f"eager's peak is {size_text(eager_memory.peak_bytes)}; planning for {arguments.budget} of "
+        f"eager's peak is {size_text(eager.memory.peak_bytes)}; planning for {arguments.budget} of "
         "the peak without recomputation"
     )
     start = time.perf_counter()
     module, stage_s = _wrap(ours, batches[0], arguments)
     planning_s = time.perf_counter() - start
-    planned_memory = _memory_of_step(module, ours, batches[0])
-
-    eager_steps, planned_steps = _train_in_turn(
-        model, (ours, module), batches, show=not arguments.quiet
-    )
+    planned = Run(memory=_memory_of_step(module, ours, batches[0]))
+    lanes = [(model, model, eager), (ours, module, planned)]
+    _train_in_turn(lanes, batches, show=not arguments.quiet)
     return DemoResult(
         title=_title(model, arguments),
-        eager=Run(losses=eager_steps[0], times_ms=eager_steps[1], memory=eager_memory),
-        planned=Run(losses=planned_steps[0], times_ms=planned_steps[1], memory=planned_memory),
+        eager=eager,
+        planned=planned,
         plan=module.plan,
         planning_s=planning_s,
         stage_s=stage_s,
@@ -170,35 +168,25 @@ def _wrap(
     return module, dict(planner.timings)
 
 
-_Steps = tuple[list[float], list[float]]
-
-
 def _train_in_turn(
-    model: nn.Module,
-    planned: tuple[nn.Module, Callable[..., Any]],
+    lanes: Sequence[tuple[nn.Module, Callable[..., Any], Run]],
     batches: Sequence[Batch],
     *,
     show: bool,
-) -> tuple[_Steps, _Steps]:
-    """Losses and times in ms of the eager run and of the planned one."""
-    lanes = ((model, model), planned)
-    optimizers = [torch.optim.AdamW(owner.parameters(), lr=_LEARNING_RATE) for owner, _ in lanes]
-    steps: tuple[_Steps, _Steps] = (([], []), ([], []))
+) -> None:
+    owners = [owner for owner, *_ in lanes]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=_LEARNING_RATE) for each in owners]
     bar = progress_bar(
         batches, desc="training, eager and planned in turn", unit="step", disable=not show
     )
     for index, batch in enumerate(bar):
-        for (owner, call), optimizer, (losses, times_ms) in zip(
-            lanes, optimizers, steps, strict=True
-        ):
+        for (owner, call, run), optimizer in zip(lanes, optimizers, strict=True):
             start = time.perf_counter()
-            loss = _step(call, batch, seed=index + 1)
-            times_ms.append((time.perf_counter() - start) * 1e3)
-            losses.append(loss)
+            run.losses.append(_step(call, batch, seed=index + 1))
+            run.times_ms.append((time.perf_counter() - start) * 1e3)
             optimizer.step()
             owner.zero_grad(set_to_none=False)
-        bar.set_postfix_str(" | ".join(f"loss {losses[-1]:.4f}" for losses, _ in steps))
-    return steps
+        bar.set_postfix_str(" | ".join(f"loss {run.losses[-1]:.4f}" for *_, run in lanes))
 
 
 # --- model and text -------------------------------------------------------------------------------

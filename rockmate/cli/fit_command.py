@@ -49,7 +49,6 @@ def add_to(commands: Any) -> None:
 
 
 def _add_training(fit: argparse.ArgumentParser) -> None:
-    """What is trained, how, and in which memory."""
     fit.add_argument(
         "--memory", required=True, help="of the device, as 24GiB, 80GB or a number of bytes"
     )
@@ -77,7 +76,6 @@ def _add_training(fit: argparse.ArgumentParser) -> None:
 
 
 def _add_search(fit: argparse.ArgumentParser) -> None:
-    """What is looked for, and whether it is measured."""
     fit.add_argument(
         "--longest",
         action="store_true",
@@ -134,7 +132,6 @@ def _sizes(text: str) -> tuple[int, ...]:
 
 
 def _axis(text: str) -> dict[str | int, int]:
-    """Dimensions by keyword or place."""
     dims: dict[str | int, int] = {}
     for part in text.split(","):
         name, _, dim = part.strip().partition("=")
@@ -166,7 +163,6 @@ def _check(arguments: argparse.Namespace, options: Any) -> None:
 
 
 def _check_sample(sample: Any) -> None:
-    """Raises `FitError` unless the sample is that of a language model."""
     from rockmate.curves.errors import FitError
 
     shapes = {name: tuple(value.shape) for name, value in sample.items()}
@@ -203,7 +199,6 @@ def _write(arguments: argparse.Namespace, model: Any, found: Fit) -> None:
 
 
 def _next(arguments: argparse.Namespace, found: Fit) -> str:
-    """The command to go on with."""
     if ":" in arguments.model:
         budget_bytes = found.fastest.peak_bytes
         return f"rockmate plan {arguments.model} --budget {budget_bytes} --out plan.json"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rockmate.adoption.script import after_import, hide_own_frames, run_module, run_script
-from rockmate.budget import parse_budget, parse_budgets
+from rockmate.budget import parse_budgets, parse_memory
 from rockmate.cli.arguments import add_option
 from rockmate.errors import InvalidArgumentError
 from rockmate.planning.options import AT_HOME
@@ -60,7 +60,7 @@ def check(arguments: argparse.Namespace) -> None:
         msg = f"--weights {arguments.weights} needs a home for them: --offload host or disk:FOLDER"
         raise InvalidArgumentError(msg)
     if arguments.memory not in (None, "auto"):
-        parse_budget(arguments.memory, 0)
+        parse_memory(arguments.memory, "--memory")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -130,7 +130,6 @@ def _device_bytes(model: nn.Module, device: torch.device) -> int:
 
 
 def _held_state(optimizer: Optimizer) -> int:
-    """State that an optimizer has allocated already."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         return 0
     return sum(
@@ -142,7 +141,6 @@ def _held_state(optimizer: Optimizer) -> int:
 
 
 def _step_bytes(optimizer: Optimizer, sizes: list[int], device: torch.device) -> int:
-    """Temporary tensors of a step over parameters of these sizes."""
     if not sizes:
         return 0
     name = optimizer_name(optimizer).lower()

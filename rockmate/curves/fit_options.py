@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate.budget import parse_budget
+from rockmate.budget import parse_memory
 from rockmate.costs.machine import Machine, known_machines, load_machine
 from rockmate.curves.errors import FitError, check_measuring
 from rockmate.curves.size_axis import Dims, Kind
@@ -177,15 +176,7 @@ def _is_zero(value: int | str) -> bool:
 
 
 def _num_bytes(value: int | str, what: str) -> int:
-    if isinstance(value, float):
-        raise FitError(
-            f'{what} {value} is a float. Write bytes as an int, or a size as "24GiB": there is '
-            "nothing to take a share of."
-        )
     try:
-        return parse_budget(value, 0)
+        return parse_memory(value, what)
     except InvalidBudgetError as error:
-        raise FitError(
-            f"{what} {reprlib.repr(value)} cannot be read. Write bytes above 0, or a size as 24GiB "
-            "or 800MB."
-        ) from error
+        raise FitError(str(error)) from error

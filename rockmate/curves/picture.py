@@ -96,7 +96,6 @@ def _draw_measured(axes: Any, rows: Sequence[SweepRow], num_bytes: int) -> None:
 
 
 def _curves(rows: Sequence[SweepRow]) -> dict[str, list[SweepRow]]:
-    """The rows of each strategy."""
     curves: dict[str, list[SweepRow]] = {}
     for row in rows:
         curves.setdefault(row.strategy, []).append(row)

@@ -83,7 +83,8 @@ class SizeAxis:
         """The call at another size."""
         tensors = list(self.call.tensors)
         for index, dim in self.places:
-            tensors[index] = _resized(tensors[index], dim, size)
+            shape = tensors[index].shape
+            tensors[index] = replace(tensors[index], shape=(*shape[:dim], size, *shape[dim + 1 :]))
         return replace(self.call, tensors=tuple(tensors))
 
     def sample_at(self, sample_input: Any, size: int) -> SampleCall:
@@ -96,10 +97,6 @@ class SizeAxis:
 def input_bytes(call: CallSignature) -> int:
     """Bytes of the tensors of a call."""
     return sum(torch.Size(tensor.shape).numel() * tensor.dtype.itemsize for tensor in call.tensors)
-
-
-def _resized(tensor: TensorSignature, dim: int, size: int) -> TensorSignature:
-    return replace(tensor, shape=(*tensor.shape[:dim], size, *tensor.shape[dim + 1 :]))
 
 
 def _token_places(call: CallSignature) -> list[tuple[int, int]]:
@@ -117,7 +114,6 @@ def _token_places(call: CallSignature) -> list[tuple[int, int]]:
 
 
 def _holds_numbers(tensor: TensorSignature) -> bool:
-    """Whether a tensor holds integers, as token ids are."""
     return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
 
 

@@ -23,7 +23,6 @@ from rockmate.curves.size_axis import SizeAxis
 from rockmate.errors import InvalidSampleError, UnsupportedModelError
 from rockmate.graph.hooked_gradients import shared_names
 from rockmate.graph.parameters import owner_names
-from rockmate.graph.pass_options import PassOptions
 from rockmate.graph.passes import JOINT_PASSES, REWRITES, run_passes
 from rockmate.graph.step_options import StepOptions
 from rockmate.planning.step import CapturedStep, capture_step, hooked_of, step_of
@@ -114,16 +113,12 @@ class SizedSteps:
                 logger.info("the graph is rewritten at each size, since %s", reason)
         if self._generic is not None:
             return self._generic.instance(call)
-        options = PassOptions(marks=self._options.marks)
-        return run_passes(REWRITES, self._symbolic.instance(call), options)
+        return run_passes(REWRITES, self._symbolic.instance(call), self._options.for_passes({}))
 
     def _rewritten(self, capture: Capture) -> Capture:
-        options = PassOptions(
-            hooked=tuple(sorted(self._state().hooked)),
-            owner_of=owner_names(self._model),
-            marks=self._options.marks,
-        )
-        return run_passes((*REWRITES, *JOINT_PASSES), capture, options)
+        options = replace(self._options, hooked=hooked_of(self._state(), self._options))
+        passes = options.for_passes(owner_names(self._model))
+        return run_passes((*REWRITES, *JOINT_PASSES), capture, passes)
 
     def _state(self) -> ModelSignature:
         """The model's state, with all parameters that have whole gradients as hooked."""

@@ -70,7 +70,6 @@ class Sweep(Curve[SweepRow]):
 
     @property
     def _first(self) -> list[SweepRow]:
-        """The feasible rows of the first strategy."""
         return [row for row in self.feasible if row.strategy == self.strategies[0]]
 
     def best(self, *, max_slowdown: float = 1.05) -> SweepRow:
@@ -179,7 +178,6 @@ class Sweep(Curve[SweepRow]):
 
 
 def _gradients(row: SweepRow) -> str:
-    """How the measured gradients compare with eager's."""
     if row.gradient_difference is None:
         return "not compared" if row.is_measured else ""
     return "bitwise" if row.gradient_difference == 0 else f"{row.gradient_difference:.0e}"

@@ -13,7 +13,6 @@ parameters and buffers are those of the call at hand.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,29 +31,6 @@ from rockmate._torch.dynamo import (
     placeholders_of,
 )
 from rockmate._torch.members import is_member, submodule_table, tensor_tables
-
-
-@dataclass(frozen=True, slots=True)
-class _Member:
-    """A parameter or buffer: the module that has it, and its name there."""
-
-    owner: nn.Module
-    name: str
-
-    def get(self) -> torch.Tensor:
-        return getattr(self.owner, self.name)
-
-    def put(self, value: torch.Tensor) -> None:
-        table = tensor_tables(self.owner)[not isinstance(value, nn.Parameter)]
-        table[self.name] = value
-
-
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """A size that a tensor of the graph has, as an input: (input of the graph, dim)."""
-
-    place: int
-    dim: int
 
 
 class Place(nn.Module):
@@ -104,19 +80,14 @@ class GraphModule(nn.Module):
     def __init__(
         self, graph: fx.GraphModule, arguments: Sequence[Any], *, loss: int | None = None
     ) -> None:
-        """Takes a graph and the arguments of its first call.
-
-        Args:
-            graph: Dynamo's graph.
-            arguments: of its first call.
-            loss: which of the output tensors alone is differentiated; None if all are.
-        """
+        """With `loss`, that one of the output tensors alone is differentiated, else all."""
         super().__init__()
         self._loss = loss
         self.graph = graph
         placeholders = placeholders_of(graph)
-        self._members: dict[int, _Member] = {}
-        self._sizes: dict[int, _Size] = {}
+        # Input -> the table of a module in which a parameter or buffer stands, and its name there.
+        self._members: dict[int, tuple[dict[str, Any], str]] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}  # input -> the input and dim of that size
         self._inputs: list[int] = []
         self.constants: dict[int, Any] = {}
         for place, (placeholder, value) in enumerate(zip(placeholders, arguments, strict=True)):
@@ -144,12 +115,12 @@ class GraphModule(nn.Module):
         arguments: list[Any] = [None] * self._num_arguments
         for place, tensor in zip(self._inputs, tensors, strict=True):
             arguments[place] = tensor
-        for place, member in self._members.items():
-            arguments[place] = member.get()
+        for place, (table, name) in self._members.items():
+            arguments[place] = table[name]
         for place, value in self.constants.items():
             arguments[place] = value
-        for place, size in self._sizes.items():
-            arguments[place] = arguments[size.place].shape[size.dim]
+        for place, (tensor, dim) in self._sizes.items():
+            arguments[place] = arguments[tensor].shape[dim]
         places = {path: each for path, each in self.named_modules() if isinstance(each, Place)}
         with traceback.preserve_node_meta():
             outputs = _InPlaces(self.graph, places).run(*arguments)
@@ -164,20 +135,21 @@ class GraphModule(nn.Module):
         Returns:
             The other tensors of the call.
         """
-        for place, member in self._members.items():
-            if member.get() is not arguments[place]:
-                member.put(arguments[place])
+        for place, (table, name) in self._members.items():
+            table[name] = arguments[place]
         return [arguments[place] for place in self._inputs]
 
-    def _register(self, placeholder: Placeholder, value: torch.Tensor) -> _Member:
+    def _register(
+        self, placeholder: Placeholder, value: torch.Tensor
+    ) -> tuple[dict[str, Any], str]:
         """Makes a tensor a member of a submodule, under its path if that is free."""
         path, _, name = placeholder.path.rpartition(".")
         owner = self._place(path) if name else None
         if owner is None or is_member(owner, name) or hasattr(owner, name):
             owner, name = self, placeholder.name
-        member = _Member(owner, name)
-        member.put(value)
-        return member
+        table = tensor_tables(owner)[not isinstance(value, nn.Parameter)]
+        table[name] = value
+        return table, name
 
     def _place(self, path: str) -> nn.Module | None:
         """The module at a path, which is made if it is not there; None if another one is there."""
@@ -199,14 +171,14 @@ def _is_member(placeholder: Placeholder, value: Any) -> bool:
     return placeholder.is_buffer and isinstance(value, torch.Tensor) and not value.requires_grad
 
 
-def _size_among(placeholders: Sequence[Placeholder], wanted: Placeholder) -> _Size | None:
-    """A dim of an input tensor that has the wanted size; None if no tensor has it."""
+def _size_among(placeholders: Sequence[Placeholder], wanted: Placeholder) -> tuple[int, int] | None:
+    """An input tensor and a dim of it that has the wanted size; None if no tensor has it."""
     if wanted.size is None:
         return None
     for place, each in enumerate(placeholders):
         for dim, size in enumerate(each.shape):
             if size == wanted.size:
-                return _Size(place, dim)
+                return place, dim
     return None
 
 
@@ -219,7 +191,6 @@ class Outputs:
     """
 
     def __init__(self, graph: fx.GraphModule, examples: Sequence[Any]) -> None:
-        """Takes a graph and the fake values of its outputs."""
         self._examples = list(examples)
         tensors = [each for each in self._examples if isinstance(each, torch.Tensor)]
         trained = [place for place, each in enumerate(tensors) if each.requires_grad]

@@ -12,10 +12,6 @@ from rockmate.errors import InvalidArgumentError, InvalidBudgetError, check_choi
 from rockmate.planning.options import PlanOptions
 from rockmate.planning.strategies import STRATEGIES
 
-# The values of an option.
-_CHOICES = {
-    "strategy": STRATEGIES,
-}
 # Options that speak of a module or a device that Dynamo's graph has not. It returns a flat tuple,
 # in which no output has a name.
 _NOT_OF_GRAPHS = ("machine", "untraced", "outputs", "mesh", "shard")
@@ -74,9 +70,7 @@ class Options:
                 'needs one: bytes, "6GiB", or a fraction in (0, 1].'
             )
         parse_budget(given["budget"], 1 << 62)  # an unreadable one fails before all else
-        for name, values in _CHOICES.items():
-            if name in given:
-                check_choice(name, given[name], values)
+        check_choice("strategy", given.get("strategy", "rockmate"), STRATEGIES)
         check_on_infeasible(given.get("on_infeasible", "error"))
         return cls(**given, planner=planning)
 

@@ -37,8 +37,7 @@ class PlannedGraph:
         self.number = next(_NUMBERS)
         self._outputs = Outputs(graph, output_examples(graph))
         # By the inputs that are neither tensors nor their sizes.
-        self._graphs: dict[Hashable, GraphModule] = {}
-        self._planned: dict[Hashable, RockmateModule] = {}
+        self._planned: dict[Hashable, tuple[GraphModule, RockmateModule]] = {}
         self._last: RockmateModule | None = None
 
     @property
@@ -60,11 +59,10 @@ class PlannedGraph:
             UnsupportedModelError: the graph is a part of a step, and another part waits for its
                 backward.
         """
-        module = self._graph_for(arguments)
-        tensors = module.take(arguments)
+        graph, planned = self._planned_for(arguments)
+        tensors = graph.take(arguments)
         if self.is_part:
             self.step.refuse_second_part()
-        planned = self._module_for(module)
         returned = planned(*tensors)
         self._last = planned
         if is_share(self.step.budget):
@@ -74,17 +72,17 @@ class PlannedGraph:
             self.step.note_part(outputs)
         return outputs
 
-    def _graph_for(self, arguments: Sequence[Any]) -> GraphModule:
-        """The graph as a module, for the constants of a call."""
-        first = next(iter(self._graphs.values()), None)
+    def _planned_for(self, arguments: Sequence[Any]) -> tuple[GraphModule, RockmateModule]:
+        """The graph as a module, for the constants of a call, and what plans and runs it."""
+        first, _ = next(iter(self._planned.values()), (None, None))
         places = first.constants if first is not None else ()
         key = tuple(arguments[place] for place in places)
-        if key not in self._graphs:
-            module = GraphModule(self.graph, arguments, loss=self._loss())
-            share_pending_steps(module, self.step.pending)
-            self._graphs[tuple(module.constants.values())] = module
-            return module
-        return self._graphs[key]
+        if key not in self._planned:
+            graph = GraphModule(self.graph, arguments, loss=self._loss())
+            share_pending_steps(graph, self.step.pending)
+            key = tuple(graph.constants.values())
+            self._planned[key] = graph, self.step.options.module_of(graph, self.step.budget)
+        return self._planned[key]
 
     def _loss(self) -> int | None:
         """Which output tensor alone is differentiated; None if all are.
@@ -99,10 +97,3 @@ class PlannedGraph:
             'scalar output alone, options={"differentiable": "loss", ...} needs less memory.'
         )
         return None
-
-    def _module_for(self, graph: GraphModule) -> RockmateModule:
-        """What plans for and runs a graph within the whole budget."""
-        key = tuple(graph.constants.values())
-        if key not in self._planned:
-            self._planned[key] = self.step.options.module_of(graph, self.step.budget)
-        return self._planned[key]

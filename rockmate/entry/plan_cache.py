@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -55,20 +55,6 @@ MAX_PLANS = 64
 _MOST_FAMILIES = 4  # for what calls read; each may have a symbolic capture
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedSample:
-    """The first call with a set of keywords.
-
-    Attributes:
-        call: its signature.
-        share_bytes: bytes that a fractional budget stands for; None for a fraction of the baseline
-            peak of this call.
-    """
-
-    call: CallSignature
-    share_bytes: int | None = None
-
-
 class PlanCache:
     """The plans of one model, the one in use first.
 
@@ -90,20 +76,14 @@ class PlanCache:
         replans: bool = False,
         trial: TrialOption = "log",
     ) -> None:
-        """A cache without a plan.
-
-        Args:
-            model: the module whose calls are planned.
-            request: how to plan; None refuses every call that the adopted plan does not serve.
-            replans: see the class.
-            trial: which steps are held against eager; see `RockmateModule`.
-        """
         self.runnables: list[RunnableCall] = []
         self.request, self._model, self.replans = request, model, replans
         self.refuses_in_flight = request is None or request.on_infeasible == "error"
         self._has_told_in_flight = self._has_told_shapes = self._knows_outputs = False
         self._optional = optional_keywords(model)
-        self._samples: list[PlannedSample] = []  # one for each set of keywords
+        # The first call with each set of keywords, and the bytes that a fractional budget stands
+        # for in it; None for a fraction of its own baseline peak.
+        self._samples: list[tuple[CallSignature, int | None]] = []
         self.largest: Callable[[CallSignature], CallSignature] | None = None
         self.new_plans = NewPlans()
         self._first: RunnableCall | None = None  # with gradients for outputs beside a loss
@@ -123,7 +103,7 @@ class PlanCache:
         except ModuleReplacedError:
             logger.warning("nothing is planned yet, since the first call sets the model up")
             return
-        self._samples.append(PlannedSample(planned.call))
+        self._samples.append((planned.call, None))
         self.request = request if self.replans else None
 
     def adopt(
@@ -262,7 +242,7 @@ class PlanCache:
         """The runnable call that serves `call`; it is planned for if there is none."""
         if not self.runnables:
             if self.largest is not None:
-                self._samples.append(PlannedSample(self.largest(call)))
+                self._samples.append((self.largest(call), None))
                 self.largest = None
             return self._plan(call, tensors, reason="this is the first training call")
         first = self.runnables[0]
@@ -304,7 +284,7 @@ class PlanCache:
 
     def _difference_in(self, call: CallSignature) -> tuple[str, bool]:
         """How a call differs from the samples, in words, and whether in a constant."""
-        known = [sample.call for sample in self._samples]
+        known = [sample for sample, _ in self._samples]
         if any(call.kind == sample.kind for sample in known):
             return "requires_grad of an input has changed", False
         alike = next((sample for sample in known if call.keywords == sample.keywords), known[0])
@@ -383,15 +363,12 @@ class PlanCache:
         A fractional budget is thereby one of the sample's peak, whatever the size of the call.
         """
         assert self.request is not None
-        sample = next(
-            (sample for sample in self._samples if has_same_form(sample.call, call)), None
-        )
-        if sample is None:
-            sample = PlannedSample(call, self._share_bytes(call))
-        sized = resized_call(tensors, call, sample.call)
-        planned, self.request = self.request.answered(self._model, sized, sample.share_bytes)
-        if sample not in self._samples:
-            self._samples.append(sample)
+        known = next((each for each in self._samples if has_same_form(each[0], call)), None)
+        sample, share_bytes = known or (call, self._share_bytes(call))
+        sized = resized_call(tensors, call, sample)
+        planned, self.request = self.request.answered(self._model, sized, share_bytes)
+        if known is None:
+            self._samples.append((sample, share_bytes))
         self.adopt(planned)
         self._log_plan(reason)
         if planned.call == call:
@@ -403,7 +380,7 @@ class PlanCache:
 
         None if the call is as large as a sample: the fraction is then one of its own peak.
         """
-        pairs = [(sample.call.part_in(call), call.part_in(sample.call)) for sample in self._samples]
+        pairs = [(each.part_in(call), call.part_in(each)) for each, _ in self._samples]
         is_sample_sized = any(
             mine.tensors
             and has_same_form(mine, theirs, with_constants=False)

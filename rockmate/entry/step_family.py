@@ -70,16 +70,19 @@ class StepFamily:
     A smaller call takes over a schedule. Its program is the planned one's with other numbers:
     emitted once from the generic capture, and held against the planned program, line by line,
     before it is used. Nothing is built or written for a size that comes after that.
+
+    Attributes:
+        founder: the planned call whose step is known.
+        num_separate: captures of one call's sizes alone.
     """
 
     def __init__(
         self, model: nn.Module, planned: PlannedCall, *, compile_limit_s: float = COMPILE_LIMIT_S
     ) -> None:
         """Takes a model, the planned call whose step is known, and a limit as for `Planner`."""
-        self._model = model
-        self._planned = planned
-        self._compile_limit_s = compile_limit_s
-        self._fused_calls: list[CallSignature] = []  # of other sizes, in order of their coming
+        self._model, self.founder, self._compile_limit_s = model, planned, compile_limit_s
+        # For whose sizes kernels are compiled, and which were captured alone, in their order.
+        self._fused_calls, self._separate_calls = [planned.call], [planned.call]
         self._is_warned_of_kernels = False
         self._symbolic: SymbolicCapture | None = None
         self._generic: GenericCapture | None = None
@@ -87,18 +90,17 @@ class StepFamily:
         # What there is not, of which call, and why.
         self._refusals: dict[tuple[str, PlannedCall | None], str] = {}
         self._other_batch: CallSignature | None = None
-        self.num_separate = 0  # captures of one call's sizes alone
-        self._captured_separately: list[CallSignature] = []  # in order of their coming
+        self.num_separate = 0
 
     @cached_property
     def _options(self) -> StepOptions:
         """Those of the capture."""
-        return replace(self._planned.plan.options, loss_chunks=None)
+        return replace(self.founder.plan.options, loss_chunks=None)
 
     @cached_property
     def _first(self) -> CallSignature:
         """The known step's call, with its carriers."""
-        return self._planned.read_values.sized(self._planned.call) or self._planned.call
+        return self.founder.read_values.sized(self.founder.call) or self.founder.call
 
     @cached_property
     def _groups(self) -> SizeGroups:
@@ -108,13 +110,8 @@ class StepFamily:
     @cached_property
     def _fixed(self) -> set[tuple[int, int]]:
         """Places without a symbol. Where numbers are read, much hangs on dims that never change."""
-        places = chain.from_iterable(SizeGroups.of(self._planned.call).places)
-        return set() if self._planned.read_values.read is None else set(places)
-
-    @property
-    def founder(self) -> PlannedCall:
-        """The planned call whose step is known."""
-        return self._planned
+        places = chain.from_iterable(SizeGroups.of(self.founder.call).places)
+        return set() if self.founder.read_values.read is None else set(places)
 
     def serves(self, call: CallSignature, tensors: Sequence[Tensor]) -> bool:
         """Whether the symbolic capture, which may be made for this, holds for what a call reads."""
@@ -221,17 +218,17 @@ class StepFamily:
 
     def _warn_of_lengths(self, call: CallSignature, reason: str) -> None:
         """Warns once of many lengths that were captured one by one."""
-        if _differs_in_batch(self._planned.call, call):
+        if _differs_in_batch(self.founder.call, call):
             return
-        self._captured_separately.append(call)
-        if len(self._captured_separately) == _MANY_LENGTHS:
-            size = _multiple_for([self._planned.call, *self._captured_separately])
+        self._separate_calls.append(call)
+        if len(self._separate_calls) == 1 + _MANY_LENGTHS:
             logger.warning(
                 "the model has been captured for %d lengths one by one, since %s. Each capture "
-                "takes time. Pad batches so that few lengths occur, multiples of %d, say: "
-                "pad_to_multiple_of=%d in a Hugging Face data collator.",
-                _MANY_LENGTHS, " ".join(reason.split()), size, size,
-            )  # fmt: skip
+                "takes time. %s",
+                _MANY_LENGTHS,
+                " ".join(reason.split()),
+                _advice_on_sizes(self._separate_calls),
+            )
 
     def _sized(
         self, call: CallSignature, tensors: Sequence[Tensor]
@@ -263,8 +260,8 @@ class StepFamily:
             self._sized_programs.clear()
             self._refusals.clear()
         if self._symbolic is None:
-            is_other = call != self._planned.call and self._other_batch is None
-            if is_other and _differs_in_batch(self._planned.call, call):
+            is_other = call != self.founder.call and self._other_batch is None
+            if is_other and _differs_in_batch(self.founder.call, call):
                 self._other_batch = call
             if call == self._other_batch:
                 raise SizesNotCoveredError(
@@ -285,7 +282,7 @@ class StepFamily:
 
     @property
     def _pass_options(self) -> PassOptions:
-        return self._planned.plan.options.for_passes(owner_names(self._model))
+        return self.founder.plan.options.for_passes(owner_names(self._model))
 
     def _once(self, what: str, make: Callable[[], _Made], of: PlannedCall | None = None) -> _Made:
         """What `make` makes; where it cannot be made, that is not tried again, and said once."""
@@ -300,7 +297,7 @@ class StepFamily:
     def _equal_capture(self) -> SymbolicCapture:
         """A symbolic capture that equals the planned step at that one's sizes."""
         begin = time.perf_counter()
-        planned, options = self._planned, self._options
+        planned, options = self.founder, self._options
         read, values = planned.read_values, None
         if read.read is not None:
             number = len(self._first.tensors) - len(planned.call.tensors)
@@ -345,23 +342,22 @@ class StepFamily:
         if options.kernels == "fused":
             fusion = Fusion(
                 refused=options.unfused,
-                is_for_other_sizes=call != self._planned.call,
+                is_for_other_sizes=call != self.founder.call,
                 compile_limit_s=self._compile_limit_s,
             )
         return step_of(
-            capture, self._model, call, self._planned.state, options, like=like, fusion=fusion
+            capture, self._model, call, self.founder.state, options, like=like, fusion=fusion
         )
 
     def has_kernels_alike(self, call: CallSignature, planned: CallSignature) -> bool:
         """Whether a call will run the same kind of kernels as one that was planned."""
         return self._options.kernels == "eager" or self._is_fused(call) == (
-            planned == self._planned.call or planned in self._fused_calls
+            planned in self._fused_calls
         )
 
     def _is_fused(self, call: CallSignature) -> bool:
         """Whether kernels are compiled for a call: only for the first few sizes."""
-        is_known = call in (self._planned.call, *self._fused_calls)
-        return is_known or len(self._fused_calls) < MAX_FUSED_SIZES
+        return call in self._fused_calls or len(self._fused_calls) <= MAX_FUSED_SIZES
 
     def _options_for(self, call: CallSignature) -> StepOptions:
         """The options of the capture."""
@@ -369,7 +365,7 @@ class StepFamily:
         if options.kernels == "eager":
             return options
         if self._is_fused(call):
-            if call not in (self._planned.call, *self._fused_calls):
+            if call not in self._fused_calls:
                 self._fused_calls.append(call)
             return options
         if not self._is_warned_of_kernels:
@@ -378,7 +374,7 @@ class StepFamily:
                 "kernels have been compiled for %d sizes of calls. Calls of further sizes run "
                 "PyTorch's own kernels, within the same budget. %s",
                 1 + MAX_FUSED_SIZES,
-                _advice_on_sizes([self._planned.call, *self._fused_calls, call]),
+                _advice_on_sizes([*self._fused_calls, call]),
             )
         return replace(options, kernels="eager", unfused=None)
 
@@ -403,21 +399,14 @@ def _advice_on_sizes(calls: Sequence[CallSignature]) -> str:
     """How fewer sizes would occur."""
     if all(_differs_in_batch(calls[0], call) for call in calls):
         return "Give batches of few sizes, as a data loader with drop_last=True does."
-    size = _multiple_for(calls)
-    return (
-        f"Pad batches to multiples of {size}, so that few sizes occur: pad_to_multiple_of={size} "
-        "in a Hugging Face data collator."
-    )
-
-
-def _multiple_for(calls: Sequence[CallSignature]) -> int:
-    """A power of two of which at most `_NUM_LENGTHS` lengths are multiples.
-
-    The largest size that differs between the calls counts, the batch aside.
-    """
     places = zip(
         *([size for tensor in call.tensors for size in tensor.shape[1:]] for call in calls),
         strict=True,
     )
     largest = max(max(sizes) for sizes in places if len(set(sizes)) > 1)
-    return max(_LEAST_LENGTH, 1 << (-(-largest // _NUM_LENGTHS) - 1).bit_length())
+    # A power of two of which at most `_NUM_LENGTHS` lengths are multiples.
+    size = max(_LEAST_LENGTH, 1 << (-(-largest // _NUM_LENGTHS) - 1).bit_length())
+    return (
+        f"Pad batches to multiples of {size}, so that few sizes occur: pad_to_multiple_of={size} "
+        "in a Hugging Face data collator."
+    )

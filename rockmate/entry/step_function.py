@@ -151,7 +151,6 @@ class PlannedMethod:
     def __init__(
         self, function: types.FunctionType, modules: Modules, options: dict[str, Any]
     ) -> None:
-        """Plans nothing yet; arguments are those of `plan_step`."""
         self._function, self._given, self._options = function, modules, options
         self._name = function.__name__
         functools.update_wrapper(self, function)
@@ -175,7 +174,6 @@ class StepFunction(nn.Module):
     """The modules of a step; its forward is the function. Its mode is not that of the modules."""
 
     def __init__(self, function: Callable[..., Any], modules: Mapping[str, nn.Module]) -> None:
-        """Takes the modules by name."""
         super().__init__()
         self.forward = function
         for name, module in modules.items():

@@ -160,7 +160,6 @@ def explain(plan: PlanRecord, name: str) -> Explanation:
 
 
 def _storages_of(plan: PlanRecord, name: str) -> list[int]:
-    """Indices of the storages that a name stands for."""
     if not isinstance(name, str) or not name.strip():
         raise UnknownNameError(
             f"{name!r} is no name. Give that of a value, parameter, buffer or input, or the path "

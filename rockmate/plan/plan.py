@@ -29,7 +29,6 @@ class Plan(PlanRecord):
     """
 
     def __repr__(self) -> str:
-        """One line; `summary` says more."""
         return f"Plan({line_of(self)})"
 
     # --- reports ------------------------------------------------------------------------------

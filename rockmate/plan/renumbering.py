@@ -34,7 +34,6 @@ def renumbered(plan: _Record, step: StepSnapshot) -> _Record:
 
 
 def _places(own: Sequence[int], other: Sequence[int]) -> list[int]:
-    """For each index of one step that of the other."""
     return [place for _, place in sorted(zip(own, other, strict=True))]
 
 

@@ -86,7 +86,6 @@ class Residency:
         return intervals
 
     def _add_tangents(self) -> None:
-        """Adds the intervals of tangents: from the start of the backward to its end."""
         steps, num_forward = self.schedule.steps, len(self.schedule.forward)
         for storage, described in enumerate(self.snapshot.storages):
             if described.kind is StorageKind.TANGENT and self.schedule.backward:

@@ -54,7 +54,6 @@ def _content_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
 
 
 def _moved_text(plan: PlanRecord) -> str:
-    """How many values move, of how many bytes, and for how long the step waits for them."""
     moves, lanes = plan.schedule.moves, plan.simulation.lanes
     assert lanes is not None
     moved_bytes = sum(plan.snapshot.storages[move.storage].num_bytes for move in moves)
@@ -68,7 +67,6 @@ def _moved_text(plan: PlanRecord) -> str:
 
 
 def _fetched_text(plan: PlanRecord) -> str:
-    """How many weights are at home, of how many bytes, and how long the step waits."""
     fetches, lanes = plan.schedule.fetches, plan.simulation.lanes
     assert lanes is not None
     sizes = {each.storage: plan.snapshot.storages[each.storage].num_bytes for each in fetches}
@@ -82,7 +80,6 @@ def _fetched_text(plan: PlanRecord) -> str:
 
 
 def _mark_rows(plan: PlanRecord) -> Iterator[tuple[str, str]]:
-    """A row for each source of marks: how many values it marks, of how many bytes."""
     marked: dict[tuple[str, str], list[int]] = {}
     for storage in plan.snapshot.storages:
         for source in storage.mark_sources:

@@ -255,5 +255,5 @@ def _sink(ctx: Any) -> GradientSink:
             raise BackwardError(msg)
         held = None
     if ctx.visited:
-        return LastHooksSink(ctx.owners, wrappings, held)
+        return LastHooksSink(ctx.owners, fires_hooks=False, wrappings=wrappings, held=held)
     return GradientSink(ctx.owners, earlier, fires_hooks=is_last, wrappings=wrappings, held=held)

@@ -16,18 +16,16 @@ FSDP's first generation is refused: its parameters are views of a flat one. What
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import distributed, nn
 
 from rockmate._torch.distributed import active_data_parallel, is_gathered_by_fsdp1
 from rockmate._torch.fsdp import sharded_groups, unplanned_setting
-from rockmate._torch.members import accumulation_hooks_of, has_accumulation_hooks
-from rockmate.capture.wrapping import Wrapping
+from rockmate._torch.members import has_accumulation_hooks
 from rockmate.errors import UnsupportedModelError
 from rockmate.runtime.gradient_sink import GradientSink, empty_gradient
-from rockmate.runtime.held_gradients import HeldGradients
 
 SHARDED = (
     "FullyShardedDataParallel (FSDP1) keeps parameters in one flat tensor, which neither plans nor "
@@ -84,23 +82,12 @@ def finds_unused_parameters() -> bool:
 class LastHooksSink(GradientSink):
     """Accumulates gradients and fires no hooks: the engine does that when the step is done."""
 
-    def __init__(
-        self,
-        parameters: Mapping[str, torch.Tensor],
-        wrappings: Mapping[str, Wrapping],
-        held: HeldGradients | None,
-    ) -> None:
-        """See `GradientSink`."""
-        super().__init__(parameters, fires_hooks=False, wrappings=wrappings, held=held)
-
     def remaining_gradients(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """The gradient that the engine has to accumulate for each parameter.
 
         It is the whole gradient for a tensor hook, an empty one for accumulation hooks, which fire
         with a gradient only, and None otherwise. A parameter without a gradient has none to fire.
         """
-        if not self._hooked and not any(map(accumulation_hooks_of, parameters)):
-            return [None] * len(parameters)
         return list(map(self._remaining_gradient, parameters))
 
     def _remaining_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:

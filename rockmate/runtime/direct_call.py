@@ -89,13 +89,7 @@ def _find_function(
     if expected is None:
         return None
     for function in generated_functions(op):
-        call = dispatched_call(function, args, kwargs)
-        if (
-            call is not None
-            and call.op is expected.op
-            and _are_equal(call.args, expected.args)
-            and _are_equal(call.kwargs, expected.kwargs)
-        ):
+        if _are_equal(dispatched_call(function, args, kwargs), expected):
             return function
     return None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from rockmate.runtime.direct_call import compiled
 from rockmate.runtime.graph_writer import GraphWriter, HookSchedule, accumulated_names
 from rockmate.runtime.program import Argument, ArgumentKind, Moved, PlannedLayouts, Program
 from rockmate.runtime.results import Gradients, Results
-from rockmate.runtime.undefined_tangents import BackwardVariants
+from rockmate.runtime.undefined_tangents import variants_of
 from rockmate.schedule.flights import Flights
 from rockmate.schedule.move import MoveEvent, PlacedEvent, SlotPlan, placed_events, plan_slots
 from rockmate.schedule.offload_request import OffloadRequest
@@ -73,11 +73,11 @@ def emit(
     )  # fmt: skip
     gradients = _returned_gradients(graph)
     _write_backward(backward, saved, [node for node, _ in gradients])
-    variants = BackwardVariants(backward.graph, tuple(backward.arguments), backward.sources)
+    without = variants_of(backward.graph, tuple(backward.arguments), backward.sources)
     return Program(
         forward=compiled(forward.graph, forward.arguments),
         backward=compiled(backward.graph, backward.arguments),
-        backward_without=variants.without,
+        backward_without=without,
         results=Results([role for _, role in results], _uncounted(results), _differentiable(graph)),
         gradients=Gradients(
             [role for _, role in gradients],
@@ -102,13 +102,11 @@ def _saved_outputs(
     saved: Sequence[Storage],
     storage_of: Mapping[fx.Node, Storage],
 ) -> tuple[int, ...]:
-    """See `Program.saved_outputs`."""
     outputs = {storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
     return tuple(index for index, storage in enumerate(saved) if storage in outputs)
 
 
 def _uncounted(results: Sequence[tuple[fx.Node, Role]]) -> frozenset[int]:
-    """See `Results`."""
     return frozenset(at for at, (node, _) in enumerate(results) if _is_running_statistic(node))
 
 
@@ -152,7 +150,6 @@ def _has_any_strides(matrix: fx.Node) -> bool:
 
 
 def _wrappings(graph: Graph) -> dict[str, Wrapping]:
-    """How to wrap the gradient of each parameter whose gradient is a wrapper."""
     return {
         role.name: role.wrapping
         for _, role in graph.outputs
@@ -182,9 +179,11 @@ def _write_forward(
     """Writes the forward; returns the arguments by which the backward takes its further results."""
     events = _Events(writer.schedule, is_forward=True)
     for position in range(len(writer.schedule.forward)):
-        events.write_until(position, writer)
+        for placed in events.until(position):
+            writer.move(placed)
         writer.run(position)
-    events.write_until(len(writer.schedule.forward), writer)
+    for placed in events.until(len(writer.schedule.forward)):
+        writer.move(placed)
     values = [Argument(ArgumentKind.SAVED, storage) for storage in saved_storages]
     recomputed = [op for op in writer.states if op.index in writer.recomputed]
     returned = [writer.value(node) for node in results]
@@ -204,7 +203,8 @@ def _write_backward(
         writer.emit_gradient(node, role)
     events = _Events(schedule, is_forward=False)
     for offset in range(len(schedule.backward)):
-        events.write_until(len(schedule.forward) + offset, writer)
+        for placed in events.until(len(schedule.forward) + offset):
+            writer.move(placed)
         writer.run(len(schedule.forward) + offset)
         writer.fire_hooks_after(offset)
     writer.graph.output(tuple(writer.value(node) for node in gradients))
@@ -221,10 +221,10 @@ class _Events:
             if placed.is_in_forward(num_forward) == is_forward
         ]
 
-    def write_until(self, gap: int, writer: GraphWriter) -> None:
-        """Writes the events up to a gap."""
+    def until(self, gap: int) -> Iterator[PlacedEvent]:
+        """Those up to a gap that are left."""
         while self._waiting and self._waiting[-1].gap <= gap:
-            writer.move(self._waiting.pop())
+            yield self._waiting.pop()
 
 
 def _slots(graph: Graph, schedule: Schedule) -> SlotPlan | None:
@@ -235,7 +235,6 @@ def _slots(graph: Graph, schedule: Schedule) -> SlotPlan | None:
 
 
 def _fetched(graph: Graph, schedule: Schedule) -> tuple[Role, ...]:
-    """The weight of each fetch."""
     roles = {graph.storage_of[node].index: role for node, role in graph.inputs if role.name}
     return tuple(roles[each.storage] for each in schedule.fetches)
 
@@ -253,7 +252,6 @@ def _own_gradients(
     saved: Sequence[Storage],
     storage_of: Mapping[fx.Node, Storage],
 ) -> frozenset[int]:
-    """See `Gradients`."""
     storages = [storage_of[node] for node, _ in gradients]
     numbers = Counter(storages)
     others = set(saved)
@@ -270,12 +268,9 @@ def _saved_storages(graph: Graph, schedule: Schedule) -> list[Storage]:
     written: set[Storage] = set()
     saved: set[Storage] = set()
     num_forward = len(schedule.forward)
-    events = [
-        placed for placed in placed_events(schedule.copies) if not placed.is_in_forward(num_forward)
-    ][::-1]
+    events = _Events(schedule, is_forward=False)
     for position, index in enumerate(schedule.backward, start=num_forward):
-        while events and events[-1].gap <= position:
-            placed = events.pop()
+        for placed in events.until(position):
             moved = graph.storages[schedule.copies[placed.index].storage]
             if placed.event is MoveEvent.FETCH:
                 written.add(moved)

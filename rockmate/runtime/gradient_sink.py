@@ -334,7 +334,6 @@ def _add_slices(
 
 
 def _grad_or_zeros(parameter: torch.Tensor) -> torch.Tensor:
-    """The parameter's `.grad`, set to zeros if it has none."""
     if parameter.grad is None:
         parameter.grad = _new_gradient(parameter).zero_()
     return parameter.grad
@@ -357,7 +356,6 @@ class Anchor:
     """The empty leaf that makes a planned step's outputs require grad, and its node."""
 
     def __init__(self, device: torch.device) -> None:
-        """On the device of the step."""
         self.leaf = torch.empty(0, device=device, requires_grad=True)
         self.node = torch.autograd.graph.get_gradient_edge(self.leaf).node
 
@@ -370,7 +368,6 @@ class GradientOwners:
     """The parameters of a model to whose `.grad` a program's backward adds."""
 
     def __init__(self, binding: Binding, names: Sequence[str]) -> None:
-        """Finds their places."""
         self._names, self._places = names, [binding.places[name] for name in names]
         # Those of the last call and their accumulation nodes. Autograd makes a node anew for each
         # gradient if nobody holds it, at the cost of a small addition.

@@ -54,14 +54,8 @@ class GraphWriter:
     ) -> None:
         """Begins an empty graph.
 
-        Args:
-            source: ops and storages.
-            schedule: the order of ops.
-            ends: for each position of the schedule, the storages that are read last there.
-            recomputed: indices of the ops that run more than once.
-            has_run: indices of the ops that run before this graph.
-            hook_schedule: when hooks fire; None in the forward.
-            flights: which collectives are issued ahead of their run or awaited after it.
+        `ends` has the storages that are read last at each position of the schedule;
+        `hook_schedule` says when hooks fire, and is None in the forward.
         """
         self.source, self.schedule = source, schedule
         self.recomputed, self.has_run = recomputed, set(has_run)
@@ -365,7 +359,6 @@ class HookSchedule:
     def __init__(
         self, graph: Graph, schedule: Schedule, owner_of: Mapping[str, str], flights: Flights
     ) -> None:
-        """See `emit` for the arguments."""
         names = accumulated_names(graph, schedule)
         self._owner_of = owner_of
         self._num_left = Counter(owner_of[name] for name in names)

@@ -26,7 +26,6 @@ class HeldGradients:
     """
 
     def __init__(self) -> None:
-        """None are held yet."""
         self.groups: list[ShardedGroup] = []
         self._held: dict[int, torch.Tensor] = {}  # by the address of the parameter
 

@@ -118,7 +118,6 @@ class Methods:
     """
 
     def __init__(self) -> None:
-        """None is planned."""
         self.planned: dict[str, Any] = {}
         self.told: list[str] = []
         self._calls: dict[tuple[str, Any], Callable[..., Any]] = {}

@@ -9,16 +9,11 @@ from rockmate.errors import FRAMES_ADVICE, UnsupportedModelError
 
 logger = logging.getLogger(__name__)
 
-FEW_VALUES = 4
-"""Plans for values that may go on for ever: constants of calls, what the forward reads."""
-FEW_FORMS = 16
-"""Plans for what has few values, as a rule: keywords, sizes."""
-_FEW_SLOW = 1
-"""Of the former, where no plan has served a second call, and they have taken long."""
-_LONG_S, _LONG_STEPS = 20.0, 300
-"""Seconds, and times of a step without recomputation."""
-_FEW_TOLD = 2
-"""Of the former, where there is no other way than to tell of them."""
+# Plans for values that may go on for ever: constants of calls, what the forward reads. Fewer where
+# no plan has served a second call and they have taken long, or where they can only be told of.
+FEW_VALUES, _FEW_SLOW, _FEW_TOLD = 4, 1, 2
+FEW_FORMS = 16  # plans for what has few values, as a rule: keywords, sizes
+_LONG_S, _LONG_STEPS = 20.0, 300  # seconds, and times of a step without recomputation
 
 
 class ManyPlansError(UnsupportedModelError):

@@ -36,7 +36,6 @@ class PendingSteps:
     """The planned forwards of all models with the same parameters, and the backward that runs."""
 
     def __init__(self) -> None:
-        """None yet."""
         self._nodes: list[weakref.ref[Any]] = []
         self._id = -1
         self._begun: set[int] = set()

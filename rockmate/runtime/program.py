@@ -105,7 +105,6 @@ class PlannedLayouts:
     """
 
     def __init__(self, fakes: Mapping[Role, torch.Tensor]) -> None:
-        """Takes the layouts of fake tensors."""
         self.roles = tuple(fakes)
         self.inputs, self.tangents = (
             {

@@ -70,7 +70,6 @@ class ForwardArguments:
     """
 
     def __init__(self, program: Program, model: nn.Module, binding: Binding) -> None:
-        """Finds the places of statics; reads none of them."""
         self.copies: list[tuple[int, Pending]] | None = None
         self._model, self._moved, self._binding = model, program.moved, binding
         self._statics = Statics(program, binding, program.forward.arguments)
@@ -215,11 +214,9 @@ class DroppingSink(GradientSink):
     """Drops the gradients of parameters."""
 
     def __init__(self) -> None:
-        """Of no parameters."""
         super().__init__({}, fires_hooks=False)
 
-    def _drop(self, *_: Any, **__: Any) -> None:
-        """Computes nothing."""
+    def _drop(self, *_: Any, **__: Any) -> None: ...
 
     accumulate: Any = _drop
     accumulate_matmul: Any = _drop

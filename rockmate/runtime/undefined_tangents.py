@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -53,53 +54,41 @@ class _State(enum.Enum):
     UNDEFINED = enum.auto()
 
 
-class BackwardVariants:
-    """Writes the variants of an emitted backward, each at its first use."""
+def variants_of(
+    graph: fx.Graph, arguments: Sequence[Argument], sources: Mapping[fx.Node, fx.Node]
+) -> Callable[[frozenset[int]], EmittedFunction]:
+    """Writes a backward without the tangents of some outputs, each variant at its first use.
 
-    def __init__(
-        self, graph: fx.Graph, arguments: Sequence[Argument], sources: Mapping[fx.Node, fx.Node]
-    ) -> None:
-        """Notes the ops of the graph, which direct calls may replace afterwards.
+    Args:
+        graph: the backward with all tangents, whose ops direct calls may replace afterwards.
+        arguments: its arguments, in order.
+        sources: node of `graph` -> node of the joint graph whose value it holds.
+    """
+    targets = {node: node.target for node in graph.nodes}
 
-        Args:
-            graph: the backward with all tangents.
-            arguments: its arguments, in order.
-            sources: node of `graph` -> node of the joint graph whose value it holds.
-        """
-        self._graph, self._targets = graph, {node: node.target for node in graph.nodes}
-        self._arguments, self._sources = tuple(arguments), sources
-        self._variants: dict[frozenset[int], EmittedFunction] = {}
-
-    def without(self, undefined: frozenset[int]) -> EmittedFunction:
-        """The backward without the tangents of some outputs."""
-        if undefined not in self._variants:
-            self._variants[undefined] = self._write(undefined)
-        return self._variants[undefined]
-
-    def _write(self, undefined: frozenset[int]) -> EmittedFunction:
-        graph, copies = fx.Graph(), {}
-        graph.output(graph.graph_copy(self._graph, copies))
+    @cache
+    def without(undefined: frozenset[int]) -> EmittedFunction:
+        variant, copies = fx.Graph(), {}
+        variant.output(variant.graph_copy(graph, copies))
         for node, copied in copies.items():
-            copied.target = self._targets[node]
-        sources = {copies[node]: source for node, source in self._sources.items()}
-        writer = _VariantWriter(graph, sources)
-        writer.leave_out(self._arguments, undefined)
-        inputs, kept = graph.find_nodes(op="placeholder"), list[Argument]()
-        for node, argument in zip(inputs, self._arguments, strict=True):
+            copied.target = targets[node]
+        writer = _VariantWriter(variant, {copies[node]: of for node, of in sources.items()})
+        writer.leave_out(arguments, undefined)
+        inputs, kept = variant.find_nodes(op="placeholder"), list[Argument]()
+        for node, argument in zip(inputs, arguments, strict=True):
             if node.users:
                 kept.append(argument)
             else:
-                graph.erase_node(node)
-        return compiled(graph, kept, writer.sizes)
+                variant.erase_node(node)
+        return compiled(variant, kept, writer.sizes)
+
+    return without
 
 
 class _VariantWriter:
-    """Changes one copy of a backward into a variant."""
-
     def __init__(self, graph: fx.Graph, sources: Mapping[fx.Node, fx.Node]) -> None:
         self.sizes: dict[Size, None] = {}
-        self._graph = graph
-        self._sources = dict(sources)
+        self._graph, self._sources = graph, dict(sources)
         self._names = SizeNames("gradient_size")
 
     def leave_out(self, arguments: Sequence[Argument], undefined: frozenset[int]) -> None:

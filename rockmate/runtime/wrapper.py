@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -135,14 +135,7 @@ class Wrapper(nn.Module):
 
     train, eval, to, cuda, cpu = map(delegate, ("train", "eval", "to", "cuda", "cpu"))
     half, bfloat16, float, double = map(delegate, ("half", "bfloat16", "float", "double"))
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's."""
-        return self.original.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """The wrapped module's."""
-        return self.original.load_state_dict(state_dict, *args, **kwargs)
+    state_dict, load_state_dict = map(delegate, ("state_dict", "load_state_dict"))
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -166,5 +159,4 @@ class Wrapper(nn.Module):
         return name != "forward" and (name in wrapped.__dict__ or not is_own)
 
     def __dir__(self) -> list[str]:
-        """Names of both modules."""
         return sorted({*dir(type(self)), *self.__dict__, *dir(self.original)})

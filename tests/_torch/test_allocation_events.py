@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,15 +15,13 @@ from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfi
 from torch.profiler import ProfilerActivity
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rockmate._torch.allocator import _record
+from rockmate._torch.allocator import timeline
 
 Events = list[int]
 
 
 def legacy(function: Callable[[], Any]) -> Events:
-    _, threads = _record(function)
-    events = [event for thread in threads for event in thread]
-    return [event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc"]
+    return [after - before for (_, before), (_, after) in pairwise(timeline(function).points)]
 
 
 def kineto(function: Callable[[], Any]) -> Events:

@@ -181,6 +181,7 @@ class FrameRunner:
             return self._run_frames(args, kwargs)
 
         is_known, call = self._take_needs(size, shapes), (args, kwargs)
+        self._check.note_profiler(self._budget, is_unmeasured=size.is_profiled and not is_known)
         self._refusal.raise_if_due(is_known=is_known or size.is_profiled)
         if self._is_fallback and memory.needs is None:
             paths = self._trials.repeated(self._paths, self._model, call, step, memory)

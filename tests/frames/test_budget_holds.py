@@ -117,6 +117,20 @@ def test_what_a_frame_that_cannot_be_dropped_holds_counts_once() -> None:
     assert peak_of(module, x, cuts) <= (module.frames.budget_bytes or 0)
 
 
+def test_steps_that_a_profiler_watches_cannot_be_measured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        for _ in range(2):
+            module(x).backward()
+    assert caplog.text.count("nothing keeps the budget of 0.5") == 1
+    for _ in range(2):
+        module(x).backward()
+    assert module.frames is not None
+    assert module.frames.needs is not None
+
+
 def test_calls_of_equal_sizes_that_run_other_ops() -> None:
     module = RockmateModule(Packed(), None, 0.5, mode="frames")
     x = torch.randn(200, WIDTH)

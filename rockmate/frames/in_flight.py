@@ -57,6 +57,11 @@ class StepsInFlight:
         self._num_before.append(self._num_live())
         self._steps.append(weakref.ref(self.present))
 
+    def undo(self) -> None:
+        """The last forward was undone. Somebody may hold its graph all the same."""
+        self._steps.pop()
+        self._num_before.pop()
+
     def end(self) -> Step:
         """The forward has run. From now on frames alone, or the caller, hold the step."""
         ended, self.present = self.present, Step(0)

@@ -101,7 +101,7 @@ class Memory:
         writing: paths of frames that were seen to write outside of their modules.
         num_items: that forwards have taken of iterators, in measured steps.
         taking: paths of frames that take some.
-        undropped: paths of frames that this step could not drop, if it is measured.
+        undropped: paths of frames that this step could not drop, if it is measured or undone.
     """
 
     def __init__(
@@ -287,10 +287,10 @@ class Memory:
         self.calls.note_saved(frame.key, sizes, frame.num_bytes)
         if self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
-        if self.is_measuring and self.recorder is not None:
-            if frame.num_bytes and not frame.can_be_dropped:
-                self.undropped.add(frame.key.path)
-        elif self.needs is not None:
+        is_looked_at = self.tried is not None or (self.is_measuring and self.agreement is None)
+        if is_looked_at and frame.num_bytes and not frame.can_be_dropped:
+            self.undropped.add(frame.key.path)
+        if self.needs is not None and not self.is_measuring:
             # A step that saves as much as the recorded one is as large, whatever its inputs are.
             known_bytes = self.needs.of(frame.key).saved_bytes
             self.scale = max(self.scale, min(1.0, frame.num_bytes / max(1, known_bytes)))

@@ -117,6 +117,24 @@ def test_what_a_frame_that_cannot_be_dropped_holds_counts_once() -> None:
     assert peak_of(module, x, cuts) <= (module.frames.budget_bytes or 0)
 
 
+def test_frames_that_cannot_be_dropped_are_refused_at_the_second_step() -> None:
+    """By a budget that works, though it is known only later what frames within them need."""
+    x, cuts = torch.randn(200, WIDTH), torch.tensor([0, 200])
+    budget, num_steps = 1000, []
+    for _ in range(2):
+        plain = Packed()
+        plain.blocks = nn.ModuleList(Decayed() if number else Segments() for number in range(6))
+        module = RockmateModule(plain, None, budget, mode="frames")
+        try:
+            for step in range(6):
+                num_steps.append(step)
+                module(x, cuts).backward()
+        except InfeasibleBudgetError as error:
+            budget = error.minimum_bytes
+    assert num_steps == [0, 1, *range(6)]
+    assert budget <= 1.05 * peak_of(plain, x, cuts)
+
+
 def test_steps_that_a_profiler_watches_cannot_be_measured(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

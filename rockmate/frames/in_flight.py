@@ -16,8 +16,10 @@ from typing import Any, Protocol
 from rockmate._torch.engine import after_backward
 from rockmate.frames.needs import FrameKey, ScheduleCost
 
-_REMEMBERED = 16
+REMEMBERED = 16
 """Steps by which it is known how many forwards run before their backwards."""
+_MOST_DIFFERENTIATED = 4
+"""Steps whose gradients are differentiated before a backward of these is no more waited for."""
 
 
 class Step:
@@ -48,7 +50,9 @@ class StepsInFlight:
         self.present, self.has_backward = Step(0), False
         self._running = weakref.ref(self.present)  # of which a frame runs forward or backward
         self._steps: list[weakref.ref[Step]] = []
-        self._num_before: deque[int] = deque([0, 0], maxlen=_REMEMBERED)
+        self._num_before: deque[int] = deque([0, 0], maxlen=REMEMBERED)
+        self._differentiated = weakref.WeakSet[Step]()
+        self._num_differentiated = 0
 
     def begin(self, outside_bytes: int) -> None:
         """A forward begins; see `Step` for the argument."""
@@ -71,6 +75,23 @@ class StepsInFlight:
         """The backward begins of a step without frames; `at_end` is called when it has run."""
         step.is_over = self.has_backward = True
         after_backward(at_end)
+
+    def note_backward(self, step: Step, *, is_differentiated: bool, is_last: bool) -> None:
+        """A frame's backward begins.
+
+        Args:
+            step: of the frame.
+            is_differentiated: whether another backward is to come, as a rule: that of gradients.
+            is_last: whether it is that of the first frame, and no other one is to come.
+        """
+        self.run(step)
+        step.is_over |= is_last
+        if not is_differentiated:
+            self.has_backward, self._num_differentiated = True, 0
+        elif step not in self._differentiated:
+            self._differentiated.add(step)
+            self._num_differentiated += 1
+        self.has_backward |= self._num_differentiated > _MOST_DIFFERENTIATED
 
     @property
     def num_together(self) -> int:

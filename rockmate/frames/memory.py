@@ -90,8 +90,9 @@ class Memory:
         clock: seconds, by which frames are timed.
         in_flight: steps whose backward has not run.
         is_measuring: whether this step holds nothing and is measured.
-        keeps_graphs: whether a backward has run with retain_graph=True or create_graph=True. What
-            cannot be dropped is held from then on until the next one has run: so nothing is.
+        keeps_graphs: for how many steps it counts that a backward has run with retain_graph=True;
+            for ever with create_graph=True. What cannot be dropped would be held until the next
+            one has run: so nothing is.
         has_new_backward: whether one ran that the measured step did not have.
         is_unmeasured: whether steps of this size were without a backward when they were measured.
         at_end: is called at the end of each backward.
@@ -352,10 +353,10 @@ class Memory:
             before.take_back()
         self._in_backward = weakref.ref(frame) if is_kept and not is_differentiated else None
         self.backward_order = frame.order
-        self.in_flight.run(frame.step)
-        self.in_flight.has_backward |= not is_differentiated
-        # That of its first frame is the last one.
-        frame.step.is_over |= frame.order == frame.step.first_order and not is_kept
+        is_last = frame.order == frame.step.first_order and not is_kept
+        self.in_flight.note_backward(
+            frame.step, is_differentiated=is_differentiated, is_last=is_last
+        )
         self.has_new_backward |= self.is_unmeasured and self.recorder is None
         is_new, self._backward_id = self._backward_id != backward_id(), backward_id()
         if is_new and self.at_end is not None:

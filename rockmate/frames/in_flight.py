@@ -29,11 +29,12 @@ class Step:
         outside_bytes: live when it has ended, beside what frames hold.
         first_order: of its first frame that has saved something.
         is_over: whether its backward has run.
+        has_begun: whether one has run through some of its frames.
     """
 
     def __init__(self, outside_bytes: int) -> None:
         """Has no frames yet."""
-        self.outside_bytes, self.is_over = outside_bytes, False
+        self.outside_bytes, self.is_over, self.has_begun = outside_bytes, False, False
         self.first_order: int | None = None
 
 
@@ -51,11 +52,21 @@ class StepsInFlight:
         self._running = weakref.ref(self.present)  # of which a frame runs forward or backward
         self._steps: list[weakref.ref[Step]] = []
         self._num_before: deque[int] = deque([0, 0], maxlen=REMEMBERED)
+        self._passed = weakref.WeakSet[Step]()  # a forward has begun since their backward
+        self._goes_back = False  # whether one of them had another backward
         self._differentiated = weakref.WeakSet[Step]()
         self._num_differentiated = 0
 
     def begin(self, outside_bytes: int) -> None:
-        """A forward begins; see `Step` for the argument."""
+        """A forward begins; see `Step` for the argument.
+
+        Frames of steps before without a backward, as of outputs that the loss does not read, do not
+        count if those of no step had a later one.
+        """
+        for step in [step for each in self._steps if (step := each()) is not None]:
+            if step.has_begun and not self._goes_back:
+                step.is_over = True
+                self._passed.add(step)
         self.present, self.has_backward = Step(outside_bytes), False
         self.run(self.present)
         self._num_before.append(self._num_live())
@@ -85,9 +96,10 @@ class StepsInFlight:
             is_last: whether it is that of the first frame, and no other one is to come.
         """
         self.run(step)
+        self._goes_back |= step in self._passed
         step.is_over |= is_last
         if not is_differentiated:
-            self.has_backward, self._num_differentiated = True, 0
+            step.has_begun, self.has_backward, self._num_differentiated = True, True, 0
         elif step not in self._differentiated:
             self._differentiated.add(step)
             self._num_differentiated += 1

@@ -229,6 +229,24 @@ def test_steps_whose_graphs_are_kept_for_ever_are_looked_at(
     assert measured
 
 
+@made_of(lambda: {"first": Blocks(), "second": Blocks()})
+class Detached(nn.Module):
+    """No gradient of its second output reaches the first frame, which holds what it saves."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first.blocks[0](x)
+        return y, self.second(y.detach())
+
+
+def test_outputs_that_the_script_keeps_are_no_forwards_in_flight() -> None:
+    module, kept = RockmateModule(Detached(), None, 0.9, mode="frames", plan_frames=False), []
+    assert module.frames is not None
+    for _ in range(5):
+        kept.append(module(torch.randn(100, WIDTH)))
+        kept[-1][1].backward()
+    assert module.frames._memory.in_flight.most_beside(1, counts_one=True) == 0
+
+
 def test_blocks_that_are_sequences_of_layers() -> None:
     module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
     for _ in range(4):

@@ -16,6 +16,7 @@ room for a step that holds nothing else, so the budget holds whatever calls foll
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -31,7 +32,7 @@ from rockmate._torch.engine import after_backward, at_end_of_backward, backward_
 from rockmate.budget import size_text
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.call_history import CallHistory
-from rockmate.frames.in_flight import Droppable, Running, StepsInFlight
+from rockmate.frames.in_flight import REMEMBERED, Droppable, Running, StepsInFlight
 from rockmate.frames.knapsack import Decision
 from rockmate.frames.needs import FrameKey, ScheduleCost, StepNeeds
 from rockmate.frames.recorder import StepRecorder, clock_of, logical_clock
@@ -134,7 +135,7 @@ class Memory:
         self.peak_bytes = 0
         self.is_inside = self.has_new_backward = self.is_unmeasured = False
         self.has_compiled_modules = False
-        self.is_measuring = self.keeps_graphs = False
+        self.is_measuring, self.keeps_graphs = False, 0.0
         self.calls, self.in_flight = CallHistory(), StepsInFlight()
         self.decision: Decision = {}
         self.dropped: dict[FrameKey, str] = {}
@@ -160,6 +161,7 @@ class Memory:
         """
         self.counts, self.peak_bytes, self.backward_order = Counts(), 0, None
         self.dropped, self.undropped = {}, set()
+        self.keeps_graphs = max(0.0, self.keeps_graphs - 1)
         self.calls.begin_step(state)
         self.decision, self.room_bytes = {}, None
         needs = self.needs
@@ -345,7 +347,8 @@ class Memory:
         """Makes room for a frame's backward, when it begins."""
         is_differentiated = torch.is_grad_enabled()  # what it reads is saved again
         is_kept = keeps_graph() or is_differentiated  # another backward is to come
-        self.keeps_graphs |= is_kept
+        kept_for = math.inf if is_differentiated else REMEMBERED if is_kept else 0
+        self.keeps_graphs = max(self.keeps_graphs, kept_for)
         if self.backward_order == frame.order:
             return
         before = self._in_backward and self._in_backward()

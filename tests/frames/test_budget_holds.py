@@ -229,6 +229,16 @@ def test_steps_whose_graphs_are_kept_for_ever_are_looked_at(
     assert measured
 
 
+def test_insides_are_planned_again_where_graphs_are_kept_no_more() -> None:
+    module, x = RockmateModule(Blocks(), None, 0.9, mode="frames"), torch.randn(100, WIDTH)
+    assert module.frames is not None
+    num_planned = list[int]()
+    for step in range(22):
+        module(x).backward(retain_graph=step == 4)
+        num_planned.append(module.frames.counts.num_planned)
+    assert num_planned[4] > 0 == num_planned[5] < num_planned[21]
+
+
 @made_of(lambda: {"first": Blocks(), "second": Blocks()})
 class Detached(nn.Module):
     """No gradient of its second output reaches the first frame, which holds what it saves."""

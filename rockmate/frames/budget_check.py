@@ -49,6 +49,17 @@ class PeakCheck:
         self._num_steps = self._num_passed = self._real_bytes = self._told_bytes = 0
         self._was_looked_at, self._num_asked_for = False, 0
         self._cleared_bytes = 0  # an account of so much was of a step within the budget
+        self._was_unmeasured = False
+
+    def note_profiler(self, budget: Budget, *, is_unmeasured: bool) -> None:
+        """Says so at the first of some steps that cannot be measured, since a profiler is on."""
+        if is_unmeasured and not self._was_unmeasured:
+            logger.warning(
+                "a profiler is running, so this step cannot be measured, and nothing keeps the "
+                "budget of %s until one as large has run without it. Start it after the first "
+                "steps, or leave it out.", size_text(budget) if isinstance(budget, int) else budget,
+            )  # fmt: skip
+        self._was_unmeasured = is_unmeasured
 
     def is_due(self, *, is_profiled: bool) -> bool:
         """Whether the step that begins is to be recorded.

@@ -16,8 +16,10 @@ from typing import Any, Protocol
 from rockmate._torch.engine import after_backward
 from rockmate.frames.needs import FrameKey, ScheduleCost
 
-_REMEMBERED = 16
+REMEMBERED = 16
 """Steps by which it is known how many forwards run before their backwards."""
+_MOST_DIFFERENTIATED = 4
+"""Steps whose gradients are differentiated before a backward of these is no more waited for."""
 
 
 class Step:
@@ -27,11 +29,12 @@ class Step:
         outside_bytes: live when it has ended, beside what frames hold.
         first_order: of its first frame that has saved something.
         is_over: whether its backward has run.
+        has_begun: whether one has run through some of its frames.
     """
 
     def __init__(self, outside_bytes: int) -> None:
         """Has no frames yet."""
-        self.outside_bytes, self.is_over = outside_bytes, False
+        self.outside_bytes, self.is_over, self.has_begun = outside_bytes, False, False
         self.first_order: int | None = None
 
 
@@ -48,14 +51,31 @@ class StepsInFlight:
         self.present, self.has_backward = Step(0), False
         self._running = weakref.ref(self.present)  # of which a frame runs forward or backward
         self._steps: list[weakref.ref[Step]] = []
-        self._num_before: deque[int] = deque([0, 0], maxlen=_REMEMBERED)
+        self._num_before: deque[int] = deque([0, 0], maxlen=REMEMBERED)
+        self._passed = weakref.WeakSet[Step]()  # a forward has begun since their backward
+        self._goes_back = False  # whether one of them had another backward
+        self._differentiated = weakref.WeakSet[Step]()
+        self._num_differentiated = 0
 
     def begin(self, outside_bytes: int) -> None:
-        """A forward begins; see `Step` for the argument."""
+        """A forward begins; see `Step` for the argument.
+
+        Frames of steps before without a backward, as of outputs that the loss does not read, do not
+        count if those of no step had a later one.
+        """
+        for step in [step for each in self._steps if (step := each()) is not None]:
+            if step.has_begun and not self._goes_back:
+                step.is_over = True
+                self._passed.add(step)
         self.present, self.has_backward = Step(outside_bytes), False
         self.run(self.present)
         self._num_before.append(self._num_live())
         self._steps.append(weakref.ref(self.present))
+
+    def undo(self) -> None:
+        """The last forward was undone. Somebody may hold its graph all the same."""
+        self._steps.pop()
+        self._num_before.pop()
 
     def end(self) -> Step:
         """The forward has run. From now on frames alone, or the caller, hold the step."""
@@ -66,6 +86,24 @@ class StepsInFlight:
         """The backward begins of a step without frames; `at_end` is called when it has run."""
         step.is_over = self.has_backward = True
         after_backward(at_end)
+
+    def note_backward(self, step: Step, *, is_differentiated: bool, is_last: bool) -> None:
+        """A frame's backward begins.
+
+        Args:
+            step: of the frame.
+            is_differentiated: whether another backward is to come, as a rule: that of gradients.
+            is_last: whether it is that of the first frame, and no other one is to come.
+        """
+        self.run(step)
+        self._goes_back |= step in self._passed
+        step.is_over |= is_last
+        if not is_differentiated:
+            step.has_begun, self.has_backward, self._num_differentiated = True, True, 0
+        elif step not in self._differentiated:
+            self._differentiated.add(step)
+            self._num_differentiated += 1
+        self.has_backward |= self._num_differentiated > _MOST_DIFFERENTIATED
 
     @property
     def num_together(self) -> int:

@@ -16,6 +16,7 @@ room for a step that holds nothing else, so the budget holds whatever calls foll
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -31,7 +32,7 @@ from rockmate._torch.engine import after_backward, at_end_of_backward, backward_
 from rockmate.budget import size_text
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.call_history import CallHistory
-from rockmate.frames.in_flight import Droppable, Running, StepsInFlight
+from rockmate.frames.in_flight import REMEMBERED, Droppable, Running, StepsInFlight
 from rockmate.frames.knapsack import Decision
 from rockmate.frames.needs import FrameKey, ScheduleCost, StepNeeds
 from rockmate.frames.recorder import StepRecorder, clock_of, logical_clock
@@ -90,8 +91,9 @@ class Memory:
         clock: seconds, by which frames are timed.
         in_flight: steps whose backward has not run.
         is_measuring: whether this step holds nothing and is measured.
-        keeps_graphs: whether a backward has run with retain_graph=True or create_graph=True. What
-            cannot be dropped is held from then on until the next one has run: so nothing is.
+        keeps_graphs: for how many steps it counts that a backward has run with retain_graph=True;
+            for ever with create_graph=True. What cannot be dropped would be held until the next
+            one has run: so nothing is.
         has_new_backward: whether one ran that the measured step did not have.
         is_unmeasured: whether steps of this size were without a backward when they were measured.
         at_end: is called at the end of each backward.
@@ -101,7 +103,7 @@ class Memory:
         writing: paths of frames that were seen to write outside of their modules.
         num_items: that forwards have taken of iterators, in measured steps.
         taking: paths of frames that take some.
-        undropped: paths of frames that this step could not drop, if it is measured.
+        undropped: paths of frames that this step could not drop, if it is measured or undone.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class Memory:
         self.peak_bytes = 0
         self.is_inside = self.has_new_backward = self.is_unmeasured = False
         self.has_compiled_modules = False
-        self.is_measuring = self.keeps_graphs = False
+        self.is_measuring, self.keeps_graphs = False, 0.0
         self.calls, self.in_flight = CallHistory(), StepsInFlight()
         self.decision: Decision = {}
         self.dropped: dict[FrameKey, str] = {}
@@ -159,6 +161,7 @@ class Memory:
         """
         self.counts, self.peak_bytes, self.backward_order = Counts(), 0, None
         self.dropped, self.undropped = {}, set()
+        self.keeps_graphs = max(0.0, self.keeps_graphs - 1)
         self.calls.begin_step(state)
         self.decision, self.room_bytes = {}, None
         needs = self.needs
@@ -287,10 +290,10 @@ class Memory:
         self.calls.note_saved(frame.key, sizes, frame.num_bytes)
         if self.recorder is not None:
             self.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
-        if self.is_measuring and self.recorder is not None:
-            if frame.num_bytes and not frame.can_be_dropped:
-                self.undropped.add(frame.key.path)
-        elif self.needs is not None:
+        is_looked_at = self.tried is not None or (self.is_measuring and self.agreement is None)
+        if is_looked_at and frame.num_bytes and not frame.can_be_dropped:
+            self.undropped.add(frame.key.path)
+        if self.needs is not None and not self.is_measuring:
             # A step that saves as much as the recorded one is as large, whatever its inputs are.
             known_bytes = self.needs.of(frame.key).saved_bytes
             self.scale = max(self.scale, min(1.0, frame.num_bytes / max(1, known_bytes)))
@@ -344,7 +347,8 @@ class Memory:
         """Makes room for a frame's backward, when it begins."""
         is_differentiated = torch.is_grad_enabled()  # what it reads is saved again
         is_kept = keeps_graph() or is_differentiated  # another backward is to come
-        self.keeps_graphs |= is_kept
+        kept_for = math.inf if is_differentiated else REMEMBERED if is_kept else 0
+        self.keeps_graphs = max(self.keeps_graphs, kept_for)
         if self.backward_order == frame.order:
             return
         before = self._in_backward and self._in_backward()
@@ -352,10 +356,10 @@ class Memory:
             before.take_back()
         self._in_backward = weakref.ref(frame) if is_kept and not is_differentiated else None
         self.backward_order = frame.order
-        self.in_flight.run(frame.step)
-        self.in_flight.has_backward |= not is_differentiated
-        # That of its first frame is the last one.
-        frame.step.is_over |= frame.order == frame.step.first_order and not is_kept
+        is_last = frame.order == frame.step.first_order and not is_kept
+        self.in_flight.note_backward(
+            frame.step, is_differentiated=is_differentiated, is_last=is_last
+        )
         self.has_new_backward |= self.is_unmeasured and self.recorder is None
         is_new, self._backward_id = self._backward_id != backward_id(), backward_id()
         if is_new and self.at_end is not None:

@@ -31,6 +31,7 @@ class Refusal:
         """The budget is not known to be too small; for the arguments, see `FrameRunner`."""
         self.of_peak: InfeasibleBudgetError | None = None
         self._of_minimum: InfeasibleBudgetError | None = None
+        self._of_whole: InfeasibleBudgetError | None = None
         self._memory, self._is_error = memory, on_infeasible == "error"
         self._num_waits, self._told = 0, set[int]()
 
@@ -51,6 +52,19 @@ class Refusal:
             raise error
         self._num_waits += 1
         logger.warning("a step of another kind runs before an error: %s", error)
+
+    def note_undropped(self, budget_bytes: int, needs: StepNeeds) -> None:
+        """Takes what a step has needed that could not drop frames which are now left whole."""
+        self._of_whole = self._error(budget_bytes, needs) if self._is_error else None
+
+    def raise_if_held(self, num_bytes: int) -> None:
+        """Raises an error if frames that are left whole hold more than the budget with the rest.
+
+        What is named is the peak of that step: the smallest one, with frames within these, is known
+        only when another step above the budget has run.
+        """
+        if self._of_whole is not None and num_bytes > self._of_whole.budget_bytes:
+            raise self._of_whole
 
     def taken(
         self, budget_bytes: int, needs: StepNeeds, measured: Iterable[StepNeeds | None]

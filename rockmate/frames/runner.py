@@ -117,7 +117,6 @@ class FrameRunner:
         self._asked_bytes = self._lowered_bytes = 0  # as given; the same, or where memory ran out
         self._refusal = Refusal(self._memory, on_infeasible)
         self._trials = FrameTrials(trial)
-        self._undropped = set[str]()  # paths of frames
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -180,12 +179,12 @@ class FrameRunner:
             self._num_calls.clear()
             return self._run_frames(args, kwargs)
 
-        is_known, call = self._take_needs(size, shapes), (args, kwargs)
+        call, is_unknown = (args, kwargs), memory.needs is None and self._is_fallback
+        if is_unknown or (memory.undropped and not self._trials.have_tried(self._paths)):
+            self._leave_whole(call, step)
+        is_known = self._take_needs(size, shapes)
+        self._check.note_profiler(self._budget, is_unmeasured=size.is_profiled and not is_known)
         self._refusal.raise_if_due(is_known=is_known or size.is_profiled)
-        if self._is_fallback and memory.needs is None:
-            paths = self._trials.repeated(self._paths, self._model, call, step, memory)
-            self._keep |= set(self._paths).difference(paths)
-            self._paths = paths
         is_new = not is_known and not size.is_profiled
         self._record(size, is_new=is_new, is_first=num_together == 0)
         if memory.is_measuring and self._captures is not None:
@@ -297,9 +296,13 @@ class FrameRunner:
         size = self._recorded_size
         assert size is not None
         needs = recorder.stop(size.num_elements)
-        if self._agreement is None and self._leave_whole():
-            return
         assert self._budget is not None
+        if memory.undropped and not self._trials.have_tried(self._paths):
+            for key, each in needs.by_key.items():  # in what was measured it counts already
+                each.saved_bytes *= key.path not in memory.undropped
+            budget_bytes = parse_budget(self._budget, needs.baseline_bytes)
+            self._refusal.note_undropped(budget_bytes, needs)
+            return
         if not recorder.has_frames and (is_measured or memory.needs is None):
             self._measured[size] = None  # measured anew where a larger one comes
             refusal = self._check.refusal_without_frames(self._budget, recorder.peak_bytes)
@@ -348,19 +351,28 @@ class FrameRunner:
         self._memory.calls.forget()
         self._measured.clear()
 
-    def _leave_whole(self) -> bool:
-        """Has frames run whole that two steps could not drop; those within may be frames.
+    def _leave_whole(
+        self, call: tuple[tuple[Any, ...], Mapping[str, Any]], step: Callable[[], Any]
+    ) -> None:
+        """Has frames run whole that do not run again, as forwards show that are undone.
 
-        What such a frame holds would count twice, as it is held and in what was measured. A first
-        step may set up the model, and is not measured.
+        What one that cannot be dropped holds would count twice, as it is held and in what was
+        measured. Those within it may be frames.
         """
-        paths, known = self._memory.undropped, self._undropped
-        self._undropped = known | paths
-        if paths and paths <= known:
-            logger.warning("left whole, as by keep=%r: a forward cannot run again", sorted(paths))
-            self._keep |= paths
-            self._begin_with(reduce(partial(split, self._model), paths, self._paths))
-        return bool(paths)
+        undropped, live_bytes = self._memory.undropped, 0
+        if undropped:
+            self._begin_with(self._paths)
+        while True:
+            whole, within, num_bytes = self._trials.not_repeated(
+                self._paths, self._model, call, step, self._memory, undropped
+            )
+            live_bytes = num_bytes or live_bytes
+            self._keep |= whole | within
+            self._paths = [each for each in self._paths if each not in whole]
+            if not within:
+                break
+            self._begin_with(reduce(partial(split, self._model), within, self._paths))
+        self._refusal.raise_if_held(live_bytes)
 
     def _taken(self, budget_bytes: int, needs: StepNeeds) -> int:
         return self._refusal.taken(budget_bytes, needs, self._measured.values())

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.allocator import net_allocated
 from rockmate._torch.autocast import autocast_uncached
 from rockmate.frames.memory import Memory
 from rockmate.state.call_state import CallState
@@ -37,7 +38,7 @@ class FrameTrials:
         """None has been made yet; `is_joined` ones are beside frames of the same step."""
         self._steps, self._is_joined = TrialSteps(option), is_joined
         self._tried = {0}  # numbers of the schedules of steps
-        self._repeated: list[str] = []  # paths of frames
+        self._tried_paths: tuple[list[str], bool] | None = None
 
     def repeat(self) -> None:
         """Has the next steps tried again, those without schedules, too."""
@@ -80,29 +81,40 @@ class FrameTrials:
         )
         return run_beside_eager(model, *call, ours, conditions, self._steps)
 
-    def repeated(
+    def have_tried(self, paths: list[str]) -> bool:
+        """Whether it is known which of some frames cannot be dropped."""
+        return self._tried_paths == (paths, True)
+
+    def not_repeated(
         self,
         paths: list[str],
         model: nn.Module,
         call: tuple[tuple[Any, ...], Mapping[str, Any]],
         ours: Callable[[], Any],
         memory: Memory,
-    ) -> list[str]:
-        """Those of some frames that run again as in a first run; a line says why others do not.
+        undropped: set[str],
+    ) -> tuple[set[str], set[str], int]:
+        """Those of some frames that do not run again as in a first run, with a line.
 
-        The step runs forward, then each frame once more, as in a backward. All of it is undone. For
-        the arguments, see `run`.
+        The step runs forward, then each frame once more, as in a backward. All of it is undone.
+        If a step has left some `undropped` (else a first one may set up the model), those of this
+        run are returned apart, with the bytes that are live at its end: what such frames hold, and
+        what is outside of frames. For the other arguments, see `run`.
         """
-        is_on = self._steps.option != "never" and memory.agreement is None
-        if not is_on or paths == self._repeated:
-            return paths
+        known, num_bytes = (paths, bool(undropped)), 0
+        if known == self._tried_paths or memory.agreement is not None:
+            return set(), set(), 0
         before, found = CallState(model, *call), dict[str, str]()
-        if before.has_iterators():
-            return paths
+        alone = set[str](), undropped.intersection(paths), 0
+        if self._steps.option == "never" or before.has_iterators():
+            return alone
         memory.tried = []
         try:
             with before.undone(), random_state_kept([memory.device]), autocast_uncached():
-                output = ours()  # it holds the frames
+                if undropped:
+                    num_bytes, output = net_allocated(ours, memory.device)
+                else:
+                    output = ours()  # it holds the frames
                 for frame in reversed(memory.tried):
                     try:
                         frame.recompute()
@@ -111,11 +123,15 @@ class FrameTrials:
                     frame.drop()
                 del output
         except Exception:  # noqa: BLE001 - of the forward: the step itself raises, or takes items
-            return paths
+            return alone
         finally:
             memory.tried = None
             memory.calls.forget()
+            memory.in_flight.undo()
+        within = memory.undropped.difference(found) if undropped else set[str]()
+        found |= dict.fromkeys(sorted(within), "a forward cannot run again")
         for reason in list(found.values())[:1]:
             logger.warning("left whole, as by keep=%r, since %s", sorted(found), reason)
-        self._repeated = [each for each in paths if each not in found]
-        return self._repeated
+        if not within:
+            self._tried_paths = [each for each in paths if each not in found], bool(undropped)
+        return found.keys() - within, within, num_bytes

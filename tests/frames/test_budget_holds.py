@@ -117,6 +117,38 @@ def test_what_a_frame_that_cannot_be_dropped_holds_counts_once() -> None:
     assert peak_of(module, x, cuts) <= (module.frames.budget_bytes or 0)
 
 
+def test_frames_that_cannot_be_dropped_are_refused_at_the_second_step() -> None:
+    """By a budget that works, though it is known only later what frames within them need."""
+    x, cuts = torch.randn(200, WIDTH), torch.tensor([0, 200])
+    budget, num_steps = 1000, []
+    for _ in range(2):
+        plain = Packed()
+        plain.blocks = nn.ModuleList(Decayed() if number else Segments() for number in range(6))
+        module = RockmateModule(plain, None, budget, mode="frames")
+        try:
+            for step in range(6):
+                num_steps.append(step)
+                module(x, cuts).backward()
+        except InfeasibleBudgetError as error:
+            budget = error.minimum_bytes
+    assert num_steps == [0, 1, *range(6)]
+    assert budget <= 1.05 * peak_of(plain, x, cuts)
+
+
+def test_steps_that_a_profiler_watches_cannot_be_measured(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        for _ in range(2):
+            module(x).backward()
+    assert caplog.text.count("nothing keeps the budget of 0.5") == 1
+    for _ in range(2):
+        module(x).backward()
+    assert module.frames is not None
+    assert module.frames.needs is not None
+
+
 def test_calls_of_equal_sizes_that_run_other_ops() -> None:
     module = RockmateModule(Packed(), None, 0.5, mode="frames")
     x = torch.randn(200, WIDTH)
@@ -176,19 +208,53 @@ def test_a_second_forward_that_comes_once_does_not_end_the_training() -> None:
     assert module.frames.budget_bytes == budget > 1000
 
 
+def keep_graph(module: nn.Module, loss: Tensor) -> None:
+    loss.backward(retain_graph=True)
+
+
+def differentiate(module: nn.Module, loss: Tensor) -> None:
+    torch.autograd.grad(loss, [*module.parameters()], create_graph=True)
+
+
+@pytest.mark.parametrize("script", [keep_graph, differentiate])
 def test_steps_whose_graphs_are_kept_for_ever_are_looked_at(
-    monkeypatch: pytest.MonkeyPatch,
+    script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, x, measured = (
-        RockmateModule(Blocks(), None, 0.9, mode="frames"),
-        torch.ones(9, WIDTH),
-        [],
-    )
+    module, x = RockmateModule(Blocks(), None, "8 MiB", mode="frames"), torch.ones(9, WIDTH)
+    measured = list[int]()
     monkeypatch.setattr(PeakCheck, "note", lambda _, peak: measured.append(peak))
     for _ in range(8):
         loss = module(x)  # lives until the next one has run
-        loss.backward(retain_graph=True)
+        script(module, loss)
     assert measured
+
+
+def test_insides_are_planned_again_where_graphs_are_kept_no_more() -> None:
+    module, x = RockmateModule(Blocks(), None, 0.9, mode="frames"), torch.randn(100, WIDTH)
+    assert module.frames is not None
+    num_planned = list[int]()
+    for step in range(22):
+        module(x).backward(retain_graph=step == 4)
+        num_planned.append(module.frames.counts.num_planned)
+    assert num_planned[4] > 0 == num_planned[5] < num_planned[21]
+
+
+@made_of(lambda: {"first": Blocks(), "second": Blocks()})
+class Detached(nn.Module):
+    """No gradient of its second output reaches the first frame, which holds what it saves."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first.blocks[0](x)
+        return y, self.second(y.detach())
+
+
+def test_outputs_that_the_script_keeps_are_no_forwards_in_flight() -> None:
+    module, kept = RockmateModule(Detached(), None, 0.9, mode="frames", plan_frames=False), []
+    assert module.frames is not None
+    for _ in range(5):
+        kept.append(module(torch.randn(100, WIDTH)))
+        kept[-1][1].backward()
+    assert module.frames._memory.in_flight.most_beside(1, counts_one=True) == 0
 
 
 def test_blocks_that_are_sequences_of_layers() -> None:

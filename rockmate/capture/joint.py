@@ -218,7 +218,10 @@ def _traced(
         stack.enter_context(linalg_checks_kept())
         stack.enter_context(eager_kernels())
         fakes = stack.enter_context(results_corrected(in_kernel_layout))
-        stack.enter_context(training_only_features_off(model, forward.keeps_checkpoints))
+        keeps = forward.keeps_checkpoints
+        stack.enter_context(
+            training_only_features_off(model, keeps_checkpoints=keeps, is_told=True)
+        )
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))

@@ -71,16 +71,12 @@ def description(tensor: torch.Tensor) -> str:
     if is_wrapper(tensor):
         parts, context = wrapped_parts(tensor)
         others = {n: part for n, part in parts.items() if not isinstance(part, torch.Tensor)}
-        inner = [description(part) for part in parts.values() if is_subclassed_tensor(part)]
+        tensors = [part for part in parts.values() if isinstance(part, torch.Tensor)]
+        inner = map(description, filter(is_subclassed, tensors))
         text = f"{kind}({context}, {others}{''.join(inner)})"
     else:
         text = f"{kind}({_constants_of(tensor)})"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
-
-
-def is_subclassed_tensor(value: Any) -> bool:
-    """Whether a value is a tensor of a class of its own."""
-    return isinstance(value, torch.Tensor) and is_subclassed(value)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ from rockmate._torch.fake import is_fake
 from rockmate._torch.members import module_hooks_of, modules_within
 from rockmate.budget import size_text
 from rockmate.capture.compiled_model import uncompiled
-from rockmate.capture.huggingface import switched_off
+from rockmate.capture.huggingface import training_only_features_off
 from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
 from rockmate.errors import NotRepeatableError, TrialError
 from rockmate.state.call_state import CallState
@@ -249,7 +249,8 @@ class _Trial:
 @contextlib.contextmanager
 def _as_in(conditions: Conditions, model: nn.Module) -> Iterator[None]:
     """Runs a plain model as the step runs: uncompiled, and as it was captured."""
-    switches = switched_off(model) if conditions.is_captured else contextlib.nullcontext()
+    is_captured = conditions.is_captured
+    switches = training_only_features_off(model) if is_captured else contextlib.nullcontext()
     with switches, uncompiled(model), autocast_uncached():
         yield
 

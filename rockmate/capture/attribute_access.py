@@ -146,7 +146,6 @@ class AttributeState:
     """The attributes and submodules of a model before its forward runs."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Takes the present state of `model`."""
         self._model = model
         self._submodules = set(map(id, model.modules()))
         self._saved: dict[int, tuple[Any, dict[str, Any]]] = {}  # owner, and snapshots

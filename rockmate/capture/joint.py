@@ -31,6 +31,7 @@ from rockmate._torch.aot import (
     linalg_checks_kept,
     scripts_traced,
     value_checks_as_ops,
+    without_decompositions,
 )
 from rockmate._torch.fake import errors_unlogged, forget_tensors, is_fake, results_corrected
 from rockmate._torch.members import hooks_within
@@ -55,7 +56,7 @@ from rockmate.capture.structure import Structure
 from rockmate.capture.tensor_parts import plain_places
 from rockmate.capture.trace_state import (
     CAPTURE_LOCK,
-    eager_kernels,
+    EAGER_KERNELS,
     random_state_kept,
     tensors_kept,
 )
@@ -216,7 +217,7 @@ def _traced(
         stack.enter_context(values_marked())
         stack.enter_context(value_checks_as_ops())
         stack.enter_context(linalg_checks_kept())
-        stack.enter_context(eager_kernels())
+        stack.enter_context(without_decompositions(EAGER_KERNELS))
         fakes = stack.enter_context(results_corrected(in_kernel_layout))
         keeps = forward.keeps_checkpoints
         stack.enter_context(
@@ -321,9 +322,9 @@ def _input_role(descriptor: Any) -> Role:
     kind = type(descriptor).__name__
     match kind:
         case "ParamAOTInput":
-            return Role(RoleKind.PARAMETER, name=_own_name(descriptor.target))
+            return Role(RoleKind.PARAMETER, name=descriptor.target.removeprefix("model."))
         case "BufferAOTInput":
-            return Role(RoleKind.BUFFER, name=_own_name(descriptor.target))
+            return Role(RoleKind.BUFFER, name=descriptor.target.removeprefix("model."))
         case "PlainAOTInput":
             return Role(RoleKind.INPUT, index=descriptor.idx)
         case "TangentAOTInput" if type(descriptor.output).__name__ == "PlainAOTOutput":
@@ -401,7 +402,3 @@ def _changed_in_place(role: Role) -> UnsupportedModelError:
             "repeat. Change a copy: x = x * 2 in place of x.mul_(2)."
         )
     return UnsupportedModelError(msg)
-
-
-def _own_name(target: str) -> str:
-    return target.removeprefix("model.")

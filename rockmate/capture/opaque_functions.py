@@ -26,7 +26,6 @@ class FunctionCaller(nn.Module):
     """Stands for a function where a submodule is needed."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
-        """Of this function."""
         super().__init__()
         self.function = function
 

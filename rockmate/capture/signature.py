@@ -115,15 +115,12 @@ class CallSignature:
 
     def part_in(self, other: CallSignature) -> CallSignature:
         """The same call without the keywords that `other` has not."""
-        fake_device_tensors = [torch.empty(0) for _ in self.tensors]
-        args, named = self.structure.rebuild(list(fake_device_tensors))
+        stand_ins = [torch.empty(0) for _ in self.tensors]
+        args, named = self.structure.rebuild([*stand_ins])
         kept = {name: value for name, value in named.items() if name in other.keywords}
         tensors, structure = flatten((args, kept), what="the call", takes_objects=True)
-        signature_of = {
-            id(stand_in): signature
-            for stand_in, signature in zip(fake_device_tensors, self.tensors, strict=True)
-        }
-        return CallSignature(tuple(signature_of[id(tensor)] for tensor in tensors), structure)
+        place_of = {id(stand_in): place for place, stand_in in enumerate(stand_ins)}
+        return CallSignature(tuple(self.tensors[place_of[id(each)]] for each in tensors), structure)
 
     def __str__(self) -> str:
         return str(self.structure.shown([str(tensor) for tensor in self.tensors]))
@@ -223,14 +220,9 @@ def _call_of_tensors(
     Making and comparing it would take longer than all else about a call.
     """
     signatures = tuple(TensorSignature(tuple(shape), *others) for shape, *others in metadata)
-    return CallSignature(signatures, _structure_of_tensors(num_positional, names))
-
-
-@lru_cache(maxsize=64)
-def _structure_of_tensors(num_positional: int, names: tuple[str, ...]) -> Structure:
     anything = torch.empty(0)
     call = (anything,) * num_positional, dict.fromkeys(names, anything)
-    return flatten(call, what="the call")[1]
+    return CallSignature(signatures, flatten(call, what="the call")[1])
 
 
 def check_call(planned: CallSignature, actual: CallSignature) -> None:

@@ -108,7 +108,6 @@ class HeldTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Takes the tensors as they stand in the model now."""
         self._places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._names: list[str] = []  # of those tensors
         self.inputs: dict[str, tuple[str, Path]] = {}

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.aot import without_decompositions
 from rockmate._torch.engine import saving
 from rockmate._torch.fake import attributes_answered, is_plain
 from rockmate._torch.members import named_members, writable_tables
@@ -25,8 +24,9 @@ from rockmate.capture.attribute_access import Accesses
 from rockmate.errors import UnsupportedModelError
 from rockmate.state import random_state
 
-# Differentiable ATen ops with a kernel of their own that PyTorch traces as a formula of small ops.
-_KERNELS = (
+# Differentiable ATen ops with a kernel of their own. PyTorch would trace a formula of smaller ops,
+# which rounds otherwise.
+EAGER_KERNELS = (
     *(f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")),
     *(f"upsample_nearest{dims}d" for dims in (1, 2, 3)),
     *(f"_upsample_nearest_exact{dims}d" for dims in (1, 2, 3)),
@@ -36,11 +36,6 @@ _KERNELS = (
 # Functions of `torch` and of `torch.random`.
 _SETS_RANDOM_STATE = ("manual_seed", "seed", "set_rng_state")
 CAPTURE_LOCK = threading.RLock()
-
-
-def eager_kernels() -> contextlib.AbstractContextManager[None]:
-    """Traces as one op what eager runs as one kernel: a formula of smaller ops rounds otherwise."""
-    return without_decompositions(_KERNELS)
 
 
 @contextlib.contextmanager

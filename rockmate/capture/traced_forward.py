@@ -25,7 +25,7 @@ from rockmate.capture.attribute_access import (
 from rockmate.capture.attribute_values import copied, snapshot, traced_in
 from rockmate.capture.read_values import SampleValues, ValueReader
 from rockmate.capture.signature import refuse_attributes
-from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
+from rockmate.capture.structure import Structure, flatten, loss_of
 from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import (
     attributes_of_members,
@@ -129,9 +129,8 @@ class LeftBehind:
             if not all(isinstance(each, torch.Tensor) for each in traced_in(value)):
                 raise _attribute_error(place, value)
         self.writes, written = [write for write, _ in log.writes], [args for _, args in log.writes]
-        self.values = flatten_further(
-            (*(value for _, value in (*values, *tables)), *written), flat, what="an attribute"
-        )
+        values_of_all = (*(value for _, value in (*values, *tables)), *written)
+        self.values = flatten(values_of_all, what="an attribute", tensors=flat)[1]
         log.writes.clear()
         places = {id(tensor): index for index, tensor in enumerate(flat)}
         self.carried_outputs = {

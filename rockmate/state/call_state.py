@@ -62,7 +62,6 @@ class CallState:
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Takes the present state."""
         classes = dict.fromkeys(map(type, modules_within(model)))
         held = [
             v for each in modules_within(model) for v in vars(each).values() if isinstance(v, type)

@@ -97,7 +97,6 @@ class _Trial:
     def __init__(
         self, model: nn.Module, before: CallState, conditions: Conditions, steps: TrialSteps
     ) -> None:
-        """Takes the state; see `run_beside_eager`."""
         self._model, self._before = model, before
         self._conditions, self._steps = conditions, steps
         self._writes = Writes(conditions.most_bytes, conditions.largest_bytes)
@@ -109,11 +108,7 @@ class _Trial:
         )  # fmt: skip
 
     def run(self, ours: Callable[[], Any], eager: Outcome) -> Any:
-        """The output of the step, whose outcome is to be that of eager.
-
-        Raises:
-            TrialError, NotRepeatableError: see `run_beside_eager`.
-        """
+        """The output of the step, whose outcome is to be that of eager; errors as there."""
         gradients = None
         if self._conditions.has_backward and self._steps.has_time:
             gradients = self._gradients()
@@ -177,11 +172,7 @@ class _Trial:
         """Those of the differences of a step that are none from run to run, as the clock's are.
 
         What counts the runs is left, since they have changed it, and what the step has fixed.
-
-        Args:
-            found: the differences.
-            plain: outcomes of runs of the plain model.
-            step: those of the step.
+        `plain` and `step` are outcomes of the runs of both so far.
         """
 
         def varied(runs: list[Outcome]) -> set[str]:

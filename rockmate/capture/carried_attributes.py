@@ -51,8 +51,7 @@ def attributes_left(
         places = [place for place in places if place.key not in logging.log.read]
     attributes = _forward_attributes(model, joint, forward, trace)
     if forward.reader.note_escapes(also_delivered=True):
-        msg = "a number that the forward reads goes where no plan brings it"
-        raise UnsupportedModelError(msg)
+        raise UnsupportedModelError("a number that the forward reads goes where no plan brings it")
     return attributes, joint, forward
 
 
@@ -170,12 +169,11 @@ def _carried_error(model: nn.Module, place: Place, after: Any) -> UnsupportedMod
         f'(`self.register_buffer("{place.name}", torch.tensor(0.0))`, '
         f"`self.{place.name}.add_(1)`)"
     )
-    msg = (
+    return UnsupportedModelError(
         f"the model's forward reads {f'{path}.{place.name}' if path else place} and leaves it with "
         f"another value ({_short(place.value())} -> {_short(after)}), on which the next call "
         f"depends. A plan cannot repeat that. {advice}, or{advice_to_leave(model, path)}."
     )
-    return UnsupportedModelError(msg)
 
 
 def _short(value: Any) -> str:

@@ -273,11 +273,10 @@ def _with_roles(
     for node in made_by_code:
         if not isinstance(getattr(joint, str(node.target)), torch.Tensor):
             kind = type(getattr(joint, str(node.target))).__name__
-            msg = (
+            raise UnsupportedModelError(
                 f"the model's forward uses a {kind} object, which cannot be captured. Use the "
                 "default random generator, and tensors that are inputs or buffers."
             )
-            raise UnsupportedModelError(msg)
     constants = {str(node.target): getattr(joint, str(node.target)) for node in made_by_code}
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     returned = joint.graph.output_node()
@@ -291,12 +290,11 @@ def _with_roles(
     tangents = {role.index for _, role in inputs if role.kind is RoleKind.TANGENT}
     if tangents != set(forward.outputs.differentiable):
         missing = sorted(set(forward.outputs.differentiable) - tangents)
-        msg = (
+        raise UnsupportedModelError(
             f"output tensors {missing} of the model, or tensors that its forward assigns to "
             "attributes, require grad but are its own inputs or parameters, or views of them. "
             "Return or assign a copy, or detach them."
         )
-        raise UnsupportedModelError(msg)
     return Capture(
         joint,
         inputs,
@@ -363,12 +361,11 @@ def _output_role(descriptor: Any, wrappings: Mapping[Role, Wrapping]) -> Role:
     if kind == "SubclassGetAttrAOTOutput":
         base = _output_role(descriptor.base, wrappings)
         if base.kind is RoleKind.OUTPUT:
-            msg = (
+            raise UnsupportedModelError(
                 f"output tensor {base.index} of the model, or a tensor that its forward assigns to "
                 "an attribute, wraps other tensors, which a plan does not return. Return a plain "
                 "tensor, such as `output.to_local()` or `output.full_tensor()` of a DTensor."
             )
-            raise UnsupportedModelError(msg)
         return replace(base, inner=(*base.inner, descriptor.attr))
     if kind == "PlainAOTOutput":
         return Role(RoleKind.OUTPUT, index=descriptor.idx)

@@ -148,11 +148,10 @@ class SampleCall:
             return cls((), {str(name): value for name, value in sample_input.items()})
         if isinstance(sample_input, tuple | list):
             return cls(tuple(sample_input), {})
-        msg = (
+        raise InvalidSampleError(
             f"the sample input is a {type(sample_input).__name__}. Pass a tensor, a tuple or list "
             "of positional arguments, or a mapping of keyword arguments."
         )
-        raise InvalidSampleError(msg)
 
 
 def refuse_attributes(tensors: Sequence[torch.Tensor], *, of: str = "call") -> None:
@@ -163,11 +162,10 @@ def refuse_attributes(tensors: Sequence[torch.Tensor], *, of: str = "call") -> N
     """
     for name in chain.from_iterable(vars(each) for each in tensors if not is_wrapper(each)):
         if not name.startswith("_") and name not in _OF_TENSORS:
-            msg = (
+            raise UnsupportedModelError(
                 f"a tensor of the {of} has an attribute of its own, {name}, which a plan does not "
                 f"pass on. Have {name} be a part of the {of} by itself."
             )
-            raise UnsupportedModelError(msg)
 
 
 def optional_keywords(model: nn.Module) -> frozenset[str]:
@@ -228,13 +226,12 @@ def _call_of_tensors(
 def check_call(planned: CallSignature, actual: CallSignature) -> None:
     """Raises `SignatureMismatchError`, naming both, unless the call equals the planned one."""
     if actual != planned:
-        msg = (
+        raise SignatureMismatchError(
             "this call differs from the sample that the plan was made for.\n  planned: "
             f"{planned}\n  called:  {actual}\n"
             f"{_advice(planned, actual)}, or make another RockmateModule (or Planner) with a "
             "sample like this call."
         )
-        raise SignatureMismatchError(msg)
 
 
 def _advice(planned: CallSignature, actual: CallSignature) -> str:

@@ -147,12 +147,11 @@ class HeldTensors:
         """
         for name, (_, _, tensor) in zip(self._names, self._places, strict=True):
             if name.rpartition(".")[0] == path:
-                msg = (
+                return UnsupportedModelError(
                     f"{error} Its {name} is of class {type(tensor).__name__}. A capture puts a "
                     "plain tensor with the same attributes in its place, without properties and "
                     f'methods of that class. Run the submodule as it is: untraced=["{path}"].'
                 )
-                return UnsupportedModelError(msg)
         return error
 
 

@@ -170,11 +170,10 @@ class TracedOutputs:
         loss = next((index for index, tensor in enumerate(flat) if tensor is loss_tensor), None)
         if outputs == "loss":
             if loss is None:
-                msg = (
+                raise InvalidSampleError(
                     'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave '
                     '`outputs` at "all".'
                 )
-                raise InvalidSampleError(msg)
             structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
         found = cls(structure)
         if differentiable == "loss" and loss is not None:
@@ -277,11 +276,10 @@ class TracedForward(nn.Module):
                 has_labels=kwargs.get("labels") is not None,
             )
             if not any(tensor.requires_grad for tensor in flat):
-                msg = (
+                raise NothingToTrainError(
                     "no output of the model requires a gradient, so there is nothing to train. "
                     "Unfreeze a parameter, pass labels, or call the plain model."
                 )
-                raise NothingToTrainError(msg)
             inputs = {id(tensor) for tensor in tensors}
             self.left.add_tensors([*assigned.values(), *replaced], self.log, flat, inputs)
             del assigned, replaced
@@ -296,11 +294,10 @@ class TracedForward(nn.Module):
 
 
 def _attribute_error(place: Place, value: Any) -> UnsupportedModelError:
-    msg = (
+    return UnsupportedModelError(
         f"the model's forward assigns a {type(value).__name__} to {place}, and a plan can assign "
         "tensors, constants, and containers or dataclasses of them. Assign one of these."
     )
-    return UnsupportedModelError(msg)
 
 
 def _replaced(
@@ -314,11 +311,10 @@ def _replaced(
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name in sorted(before.keys() | buffers.keys()):
         if name not in after:
-            msg = (
+            raise UnsupportedModelError(
                 f"the model's forward removes its {name}, which a captured graph cannot repeat. "
                 "Leave the tensor there, and change it."
             )
-            raise UnsupportedModelError(msg)
         if name in buffers and before.get(name) is not after[name]:
             path, _, own = name.rpartition(".")
             found.append((Place(model.get_submodule(path), own), after[name]))

@@ -181,11 +181,10 @@ def _caches_of(model: nn.Module) -> list[tuple[Any, str, Any]]:
 def _without_draws(function: Any) -> Any:
     def observe(op: Any, args: Any, kwargs: Any) -> Any:
         if is_op(op) and torch.Tag.nondeterministic_seeded in op.tags:
-            msg = (
+            raise UnsupportedModelError(
                 f"{function.__qualname__} draws random numbers that functools.lru_cache keeps, "
                 "and a plan would draw them in each step. Draw them before the forward."
             )
-            raise UnsupportedModelError(msg)
         return op(*args, **kwargs)
 
     @functools.wraps(function)

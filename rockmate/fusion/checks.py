@@ -15,6 +15,7 @@ from rockmate._torch.allocator import workspace_bytes
 from rockmate._torch.cuda import kernel_ms
 from rockmate.costs.measure import cpu_seconds
 from rockmate.fusion.subgraph import Subgraph, layout
+from rockmate.ops.kernel_layouts import as_tuple
 
 _NUM_ROUNDS = 7
 
@@ -41,11 +42,6 @@ def sample_values(
         value = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         values.append(value.copy_(drawn.to(dtype)))
     return values
-
-
-def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
-    """The results of an op as a tuple."""
-    return (results,) if isinstance(results, torch.Tensor) else tuple(results)
 
 
 def difference(

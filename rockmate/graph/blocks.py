@@ -287,12 +287,6 @@ def wiring_of(block: Block) -> tuple[int, ...]:
 
 
 def _common_path(paths: Sequence[str]) -> str:
-    if not paths:
-        return ""
-    parts = [path.split(".") for path in paths]
-    shared = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return ".".join(shared) or f"{paths[0]} to {paths[-1]}"
+    levels = zip(*(path.split(".") for path in paths), strict=False)
+    shared = [first for first, *_ in itertools.takewhile(lambda level: len({*level}) == 1, levels)]
+    return ".".join(shared) or (f"{paths[0]} to {paths[-1]}" if paths else "")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.capture.nodes import reached, storage_ids
+from rockmate.capture.nodes import calls_in, reached, storage_ids
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.chunking.calls import is_fill
 from rockmate.graph.chunking.forms import (
@@ -250,11 +250,7 @@ def _calls_of_region(
 
     They read or write large values, or lie between two such calls in the same one of `parts`.
     """
-    calls = [
-        node
-        for node in capture.joint.graph.nodes
-        if node.op == "call_function" and node not in input_rows
-    ]
+    calls = [node for node in calls_in(capture.joint.graph) if node not in input_rows]
     members: set[fx.Node] = set(starts)
     found: set[fx.Node] = set()
     chunked_calls: dict[fx.Node, ChunkedCall] = {}

@@ -47,13 +47,7 @@ def sample_values(
 def difference(
     subgraph: Subgraph, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 ) -> str:
-    """How a kernel's results differ from what is captured and from its ops'; empty if they do not.
-
-    Args:
-        subgraph: the group.
-        results: of the kernel.
-        expected: of the ops one by one, on the same values.
-    """
+    """How results of a kernel differ from its ops' or from what is captured; empty if they do not."""
     for storage, result, other in zip(subgraph.results, results, expected, strict=True):
         fake = storage.root.meta["val"]
         if layout(result) != layout(fake):

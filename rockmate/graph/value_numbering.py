@@ -60,9 +60,7 @@ _SUMS = {_aten.add.Tensor, _aten.add.Scalar, _aten.sub.Tensor, _aten.sub.Scalar}
 def merge_equal_values(graph: fx.Graph) -> None:
     """Merges equal values and removes copies and views that change nothing, in place.
 
-    Args:
-        graph: a functional joint graph whose nodes carry fake tensors. The nodes that it returns
-            and its placeholders stay.
+    The graph is functional. What it returns and its placeholders stay.
     """
     _ValueNumbering(graph).run()
 

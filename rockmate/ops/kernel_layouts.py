@@ -93,10 +93,7 @@ class Difference(NamedTuple):
 def call_key(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Hashable:
     """Equal for calls of one target with equal constants and equal metadata of tensors.
 
-    Args:
-        target: the function.
-        args: its arguments: tensors, or nodes with fake ones.
-        kwargs: its keywords.
+    Arguments have tensors, or nodes with fake ones.
     """
     return str(target), frozen(args, _constant), frozen(kwargs, _constant)
 

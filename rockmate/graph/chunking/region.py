@@ -151,10 +151,16 @@ def _region(
     large = Large(product, operand, space)
     if space.num_rows < 2:
         raise InseparableError(product, "has a single row")
+
+    def grown(
+        input_rows: Mapping[fx.Node, Rows], starts: Sequence[fx.Node]
+    ) -> tuple[list[fx.Node], dict[fx.Node, ChunkedCall]]:
+        nodes = _calls_of_region(capture, parts, input_rows, starts, space, large, sum_readers)
+        return nodes, separate(nodes, input_rows, space, sum_readers=sum_readers)
+
     starts = [product]
     while True:
-        nodes = _calls_of_region(capture, parts, input_rows, starts, space, large, sum_readers)
-        chunked_calls = separate(nodes, input_rows, space, sum_readers=sum_readers)
+        nodes, chunked_calls = grown(input_rows, starts)
         further = {
             call: operand
             for call, operand in _further_starts(chunked_calls, space, large, halves).items()
@@ -174,8 +180,7 @@ def _region(
             node: form for node in outputs if isinstance(form := chunked_calls[node].forms[0], Rows)
         }
         readers = [user for node in input_rows for user in node.users if user not in input_rows]
-        nodes = _calls_of_region(capture, parts, input_rows, readers, space, large, sum_readers)
-        chunked_calls = separate(nodes, input_rows, space, sum_readers=sum_readers)
+        nodes, chunked_calls = grown(input_rows, readers)
     forward = tuple(node for node in nodes if node in halves.forward)
     backward = tuple(node for node in nodes if node in halves.backward)
     if not forward:

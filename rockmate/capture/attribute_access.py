@@ -146,7 +146,6 @@ class AttributeState:
     """The attributes and submodules of a model before its forward runs."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Takes the present state of `model`."""
         self._model = model
         self._submodules = set(map(id, model.modules()))
         self._saved: dict[int, tuple[Any, dict[str, Any]]] = {}  # owner, and snapshots
@@ -183,12 +182,11 @@ class AttributeState:
         ]
         for place in changed or starmap(Place, outside.changed()):
             self.restore()
-            msg = (
+            raise UnsupportedModelError(
                 f"the model's backward changes {place}, in a hook or an autograd function, and a "
                 "planned backward runs no Python. Change it behind the backward, or keep the "
                 'budget without a plan: mode="frames".'
             )
-            raise UnsupportedModelError(msg)
 
     def replaced_module(self) -> str:
         """Path of a submodule that is not the one that it was; empty if there is none."""

@@ -13,7 +13,6 @@ import torch
 from rockmate._torch.fake import is_plain
 from rockmate._torch.storage import version_of
 from rockmate.capture.deferred_values import Deferred
-from rockmate.state.objects import objects_of_python
 from rockmate.state.opened_object import copied_with
 
 _PLAIN = frozenset({type(None), bool, int, complex, str, bytes})
@@ -96,13 +95,6 @@ def items_of(value: Any) -> list[Any]:
     kinds = (list, tuple, set, frozenset, deque)
     kind: Any = next((each for each in kinds if isinstance(value, each)), None)
     return [] if kind is None else list(kind.__iter__(value))
-
-
-def refill(container: Any, content: Any) -> None:
-    """Gives a container the content of another one of its class, in place."""
-    handler = objects_of_python(type(container))
-    assert handler is not None
-    handler.put(container, handler.take(content))
 
 
 def copied(value: Any) -> Any:

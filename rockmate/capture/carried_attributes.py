@@ -29,8 +29,16 @@ def attributes_left(
 ) -> tuple[ForwardAttributes, fx.GraphModule, TracedForward]:
     """What a forward has to do with attributes, and the trace that shows it.
 
-    Containers that it changes may be ones that it only writes to: a further trace tells. Args and
-    errors are those of `_forward_attributes`.
+    Containers that it changes may be ones that it only writes to: a further trace tells.
+
+    Args:
+        model: the model.
+        joint: its joint graph.
+        forward: the forward that the graph was traced from.
+        trace: traces the model from the present values of attributes.
+
+    Raises:
+        UnsupportedModelError: calls leave one another a value that changes from call to call.
     """
     places = [*(place for place, _ in forward.left.carried), *forward.left.outside.places]
     places = [place for place in places if can_watch(place.value())]
@@ -43,8 +51,7 @@ def attributes_left(
         places = [place for place in places if place.key not in logging.log.read]
     attributes = _forward_attributes(model, joint, forward, trace)
     if forward.reader.note_escapes(also_delivered=True):
-        msg = "a number that the forward reads goes where no plan brings it"
-        raise UnsupportedModelError(msg)
+        raise UnsupportedModelError("a number that the forward reads goes where no plan brings it")
     return attributes, joint, forward
 
 
@@ -55,16 +62,7 @@ def _forward_attributes(
 
     A forward that changes an attribute which it reads may do so in its first call alone, as one
     that notes a warning or chooses a kernel. So it is traced once more as the next call would run
-    it. If that changes an attribute again, there is no plan.
-
-    Args:
-        model: the model.
-        joint: its joint graph.
-        forward: the forward that the graph was traced from.
-        trace: traces the model from the present values of attributes.
-
-    Raises:
-        UnsupportedModelError: calls leave one another a value that changes from call to call.
+    it. If that changes an attribute again, there is no plan: `UnsupportedModelError`.
     """
     _refuse_carried_tensors(model, joint, forward)
     of_tensors = {place.key for place in forward.left.carried_outputs.values()}
@@ -101,15 +99,8 @@ def _is_same_later(
 ) -> bool:
     """Whether the second call has the graph of the first one and leaves the same attributes.
 
-    Args:
-        model: the model.
-        joint: its joint graph in the first call.
-        forward: the forward that the graph was traced from.
-        settled: attributes that the first call reads and changes, with the values that it leaves.
-        trace: see `_forward_attributes`.
-
-    Raises:
-        UnsupportedModelError: the second call changes such an attribute again.
+    What is `settled` are attributes that the first call reads and changes, with the values that it
+    leaves. If the second call changes one again, this raises `UnsupportedModelError`.
     """
     before = [(place, vars(place.owner).get(place.name, ABSENT)) for place, _ in settled]
     try:
@@ -178,12 +169,11 @@ def _carried_error(model: nn.Module, place: Place, after: Any) -> UnsupportedMod
         f'(`self.register_buffer("{place.name}", torch.tensor(0.0))`, '
         f"`self.{place.name}.add_(1)`)"
     )
-    msg = (
+    return UnsupportedModelError(
         f"the model's forward reads {f'{path}.{place.name}' if path else place} and leaves it with "
         f"another value ({_short(place.value())} -> {_short(after)}), on which the next call "
         f"depends. A plan cannot repeat that. {advice}, or{advice_to_leave(model, path)}."
     )
-    return UnsupportedModelError(msg)
 
 
 def _short(value: Any) -> str:

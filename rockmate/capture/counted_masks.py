@@ -18,11 +18,11 @@ _READS = (torch.Tensor.item, torch.Tensor.tolist)  # whose results may be deferr
 class CountedMasks(TorchFunctionMode):
     """Has what depends on the number of a mask's true elements work with their indices.
 
-    Reads may be deferred. It stands above autograd, so that backwards work with them, too.
+    It asks a `ValueReader`, which may defer reads. It stands above autograd, so that backwards work
+    with them, too.
     """
 
     def __init__(self, reader: Any) -> None:
-        """Asks a `ValueReader`."""
         super().__init__()
         self._reader = reader
 

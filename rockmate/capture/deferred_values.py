@@ -8,6 +8,7 @@ nothing asks for it, it is put where the forward puts it, after each planned for
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ def methods_of(*kinds: type) -> set[str]:
     return {*_OF_ALL, *(name for kind in kinds for name in dir(kind) if not hasattr(object, name))}
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Deferred:
     """Stands for the number, or the list of numbers, that `read` gives of a tensor.
 
@@ -33,20 +35,17 @@ class Deferred:
         is_delivered: whether it is among what each step leaves behind.
     """
 
-    __slots__ = ("__weakref__", "_number", "is_delivered", "number_of", "read", "tensor")
-
-    def __init__(
-        self, read: Callable[..., Any], tensor: torch.Tensor, number_of: Callable[..., Any]
-    ) -> None:
-        """Takes the attributes."""
-        self.read, self.tensor, self.number_of = read, tensor, number_of
-        self.is_delivered = False
+    read: Callable[..., Any]
+    tensor: torch.Tensor
+    number_of: Callable[..., Any]
+    is_delivered: bool = False
+    _numbers: list[Any] = field(default_factory=list)
 
     def number(self) -> Any:
         """The number itself, which is asked for once."""
-        if not hasattr(self, "_number"):
-            self._number = self.number_of(self.read, self.tensor)
-        return self._number
+        if not self._numbers:
+            self._numbers.append(self.number_of(self.read, self.tensor))
+        return self._numbers[0]
 
 
 for _name in methods_of(bool, int, float, list):

@@ -57,22 +57,20 @@ def explain_failure(
     text = str(error).strip().split("\n")[0][:300]
     causes = _causes(error)
     if any(_makes_shape(cause) for cause in causes):
-        msg = (
+        return UnknownValueError(
             f"{type(model).__name__} cannot be captured as one graph: it makes a tensor whose "
             f"shape depends on values{where}, in forward or backward ({text}). Such shapes have no "
             "single schedule; replace it by a tensor operation of fixed shape (`torch.where` for "
             f"`x[mask]` and `x[mask] = y`), or{advice_to_leave(model, path)}."
         )
-        return UnknownValueError(msg)
     if any(_reads_values(cause) for cause in causes):
-        msg = (
+        return UnknownValueError(
             f"{type(model).__name__} cannot be captured as one graph: its forward reads the value "
             f"of a tensor{where}. Control flow or shapes that depend on data have no single "
             "schedule; replace it by a tensor operation (or return, assign or append what is only "
             "logged, by `.item()`), "
             f"or{advice_to_leave(model, path)}.{_layerdrop_advice(model, path)} ({text})"
         )
-        return UnknownValueError(msg)
     for pattern, reason in _REASONS.items():
         if re.search(pattern, str(error)):
             reason = reason.format(where=where)
@@ -110,11 +108,10 @@ def refuse_effects(graph: fx.Graph, model: nn.Module) -> None:
                 if "linalg" in op
                 else "Remove it"
             )
-            msg = (
+            raise UnsupportedModelError(
                 f"{type(model).__name__} cannot be captured: {op}{f' in {path}' if path else ''} "
                 f"has an effect but no result. {instead}, or{advice_to_leave(model, path)}."
             )
-            raise UnsupportedModelError(msg)
 
 
 def advice_to_leave(model: nn.Module, path: str) -> str:

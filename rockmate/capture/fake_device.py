@@ -57,12 +57,11 @@ def fake_device_tensors(
     if device.type == "cuda" and (
         torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")
     ):
-        msg = (
+        raise UnsupportedModelError(
             "autocast is on, and the model is captured for a GPU that it is not on, where autocast "
             "cannot be followed. Convert the model "
             "(`model.to(torch.bfloat16)`), or plan on the GPU."
         )
-        raise UnsupportedModelError(msg)
     made = _StandIns(mode or FakeTensorMode())
     attention = _GpuAttention() if device.type == "cuda" else contextlib.nullcontext()
     with tensors_kept(model) as tables:
@@ -96,12 +95,11 @@ class _StandIns:
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         if has_attributes(tensor):
-            msg = (
+            raise UnsupportedModelError(
                 f"the model has a parameter or buffer of class {type(tensor).__name__}, whose "
                 "attributes belong to the tensors that are here, so it cannot be planned for a "
                 "device that is not. Plan on the machine itself."
             )
-            raise UnsupportedModelError(msg)
         if id(tensor) not in self._made:
             made = self._wrapper(tensor) if is_wrapper(tensor) else self._plain(tensor)
             if isinstance(tensor, nn.Parameter) and not isinstance(made, nn.Parameter):

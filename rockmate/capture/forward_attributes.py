@@ -11,10 +11,10 @@ import torch
 
 from rockmate._torch.storage import version_of, versions_of
 from rockmate.capture.attribute_access import Place
-from rockmate.capture.attribute_values import is_container, is_mutable, refill, snapshot, text_of
+from rockmate.capture.attribute_values import is_container, is_mutable, snapshot, text_of
 from rockmate.capture.structure import Structure, flatten
 from rockmate.capture.write_log import Write
-from rockmate.state.objects import ABSENT
+from rockmate.state.objects import ABSENT, objects_of_python
 
 # An attribute and the snapshots of the values that a plan accepts.
 _Expected = tuple[Place, tuple[Any, ...]]
@@ -94,7 +94,8 @@ class ForwardAttributes:
             if isinstance(present, dict) and isinstance(value, dict):
                 present.update(value)
             elif is_container(present) and type(present) is type(value):
-                refill(present, value)
+                handler: Any = objects_of_python(type(present))
+                handler.put(present, handler.take(value))
             else:
                 place.put(value)
         if self.writes:
@@ -133,7 +134,6 @@ class AttributeWatch:
     """
 
     def __init__(self, attributes: ForwardAttributes) -> None:
-        """Takes the present values."""
         self._same: list[_Expected] = []
         self._compared: list[_Expected] = []
         for place, accepted in zip(attributes.read, attributes.accepted, strict=True):

@@ -45,35 +45,26 @@ def known_masks(
 
 
 @contextlib.contextmanager
-def training_only_features_off(model: nn.Module, keeps_checkpoints: bool = False) -> Iterator[None]:
+def training_only_features_off(
+    model: nn.Module, *, keeps_checkpoints: bool = False, is_told: bool = False
+) -> Iterator[None]:
     """Switches off the key/value cache and gradient checkpointing.
 
     A training step has no use for the cache; the plan replaces checkpointing, unless its calls are
-    to be recorded (`keeps_checkpoints`).
+    to be recorded (`keeps_checkpoints`). One line in the log tells of the cache, if `is_told`.
     """
-    with switched_off(model, keeps_checkpoints=keeps_checkpoints) as switches:
-        if any(name == "use_cache" for _, name in switches):
-            logger.info(
-                "use_cache is off in the planned forward: a training step does not use "
-                "past_key_values"
-            )
-        yield
-
-
-@contextlib.contextmanager
-def switched_off(
-    model: nn.Module, *, keeps_checkpoints: bool = False
-) -> Iterator[list[tuple[Any, str]]]:
-    """Switches them off; yields owners and names of those that were on."""
     names = {"use_cache"} if keeps_checkpoints else {"use_cache", "gradient_checkpointing"}
-    found = {(id(owner), name): (owner, name) for owner, name in switches_of(model)}
     switches = [
-        (owner, name)
-        for owner, name in found.values()
+        (owner, name, False)
+        for owner, name in switches_of(model)
         if name in names and getattr(owner, name) is True
     ]
-    with attributes_set(*((holder, name, False) for holder, name in switches)):
-        yield switches
+    if is_told and any(name == "use_cache" for _, name, _ in switches):
+        logger.info(
+            "use_cache is off in the planned forward: a training step does not use past_key_values"
+        )
+    with attributes_set(*switches):
+        yield
 
 
 def switches_of(model: nn.Module) -> list[tuple[Any, str]]:

@@ -19,15 +19,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx.node import map_aggregate
 
 from rockmate._torch.storage import storage_id
 from rockmate._util import attributes_set
 from rockmate.capture.opaque_ops import OpaqueOp
+from rockmate.capture.structure import Structure, flatten
 
 _LIBRARY, _PREFIX, _METHOD = "transformers.vision_utils", "get_vision_", "get_rope_index"
 _GIVEN = "kwargs"  # the argument from which such a function takes what the caller has computed
-_TENSOR = object()  # stands in the place of a tensor
 _COMPUTED = re.compile(r"position_ids|(max|cu)_(window_)?seqlens?|window_index|interp_.*|merged_.*")
 
 
@@ -35,12 +34,19 @@ meets: list[Any] = []  # the `ValueReader`s of the traces that go on
 
 
 class InputFunction:
-    """One call of such a function as an op: `(tensors) -> tensors`."""
+    """One call of such a function as an op: `(tensors) -> tensors`.
 
-    def __init__(self, run: Callable[..., Any], call: Any) -> None:
-        """Of a call of `run`, whose arguments are a form."""
-        self._run, self._call = run, call
-        self.form, self.results, self._sample = None, list[Tensor](), list[Tensor]()
+    Attributes:
+        results: on the sample's values.
+        structure: rebuilds what the function returns from them.
+    """
+
+    structure: Structure
+
+    def __init__(self, run: Callable[..., Any], arguments: Structure) -> None:
+        """Of a call of `run`."""
+        self._run, self._arguments = run, arguments
+        self.results, self._sample = list[Tensor](), list[Tensor]()
         self.__name__ = self.__qualname__ = f"input_function_{run.__name__}"
 
     def __str__(self) -> str:
@@ -48,11 +54,11 @@ class InputFunction:
 
     def __call__(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The tensors that the function returns, contiguous and in memory of their own."""
-        return self._parted(tensors)[1]
+        return self._flattened(tensors)[0]
 
-    def _parted(self, tensors: Sequence[Tensor]) -> tuple[Any, list[Tensor]]:
-        args, kwargs = filled(self._call, tensors)
-        form, made = parted(self._run(*args, **kwargs))
+    def _flattened(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Structure]:
+        args, kwargs = self._arguments.rebuild([*tensors])
+        made, structure = flatten(self._run(*args, **kwargs), what=str(self), takes_objects=True)
         given = {storage_id(each) for each in tensors}
 
         def own(result: Tensor) -> Tensor:
@@ -60,7 +66,7 @@ class InputFunction:
             is_larger = result.untyped_storage().nbytes() > result.nbytes
             return result.clone() if is_larger or storage_id(result) in given else result
 
-        return form, [own(result.contiguous()) for result in made]
+        return [own(result.contiguous()) for result in made], structure
 
     def on_sample(self, _: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """What to measure, and its arguments: the sample's."""
@@ -69,9 +75,8 @@ class InputFunction:
     def on_values(self, tensors: list[Tensor]) -> list[Tensor] | None:
         """The results on the sample's values; None if it returns more than tensors."""
         self._sample = tensors
-        self.form, self.results = self._parted([each.clone() for each in tensors])
-        parts = self.form if isinstance(self.form, tuple) else (self.form,)
-        return self.results if all(each in (None, _TENSOR) for each in parts) else None
+        self.results, self.structure = self._flattened([each.clone() for each in tensors])
+        return self.results if all(each is None for each in self.structure.held()) else None
 
     def traced(self, tensors: Sequence[Tensor], sizes: Sequence[Any]) -> list[Tensor]:
         """Leaves the op in the trace that goes on; its results have these sizes, one by one."""
@@ -86,22 +91,6 @@ class InputFunction:
             ]
 
         return OpaqueOp(forward=self, results=made).traced(tensors)
-
-
-def parted(value: Any) -> tuple[Any, list[Tensor]]:
-    """The form of nested containers, and the tensors in them."""
-    tensors = list[Tensor]()
-
-    def part(item: Any) -> Any:
-        return tensors.append(item) or _TENSOR if isinstance(item, Tensor) else item
-
-    return map_aggregate(value, part), tensors
-
-
-def filled(form: Any, tensors: Sequence[Tensor]) -> Any:
-    """The containers of a form with these tensors."""
-    rest = iter(tensors)
-    return map_aggregate(form, lambda item: next(rest) if item is _TENSOR else item)
 
 
 def input_functions_as_ops(model: nn.Module) -> AbstractContextManager[None]:
@@ -123,10 +112,11 @@ def _places(model: nn.Module) -> Iterator[tuple[Any, str]]:
 def _stand_in(function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        form, tensors = parted((args, {n: x for n, x in kwargs.items() if n != _GIVEN}))
-        op = InputFunction(function, form)
+        given = args, {name: each for name, each in kwargs.items() if name != _GIVEN}
+        tensors, arguments = flatten(given, what=function.__name__, takes_objects=True)
+        op = InputFunction(function, arguments)
         is_given = any(map(_COMPUTED.fullmatch, kwargs.get(_GIVEN) or ()))
         made = meets[-1].result_of(op, tensors) if meets and tensors and not is_given else None
-        return function(*args, **kwargs) if made is None else filled(op.form, made)
+        return function(*args, **kwargs) if made is None else op.structure.rebuild(made)
 
     return call

@@ -31,6 +31,7 @@ from rockmate._torch.aot import (
     linalg_checks_kept,
     scripts_traced,
     value_checks_as_ops,
+    without_decompositions,
 )
 from rockmate._torch.fake import errors_unlogged, forget_tensors, is_fake, results_corrected
 from rockmate._torch.members import hooks_within
@@ -55,7 +56,7 @@ from rockmate.capture.structure import Structure
 from rockmate.capture.tensor_parts import plain_places
 from rockmate.capture.trace_state import (
     CAPTURE_LOCK,
-    eager_kernels,
+    EAGER_KERNELS,
     random_state_kept,
     tensors_kept,
 )
@@ -216,9 +217,12 @@ def _traced(
         stack.enter_context(values_marked())
         stack.enter_context(value_checks_as_ops())
         stack.enter_context(linalg_checks_kept())
-        stack.enter_context(eager_kernels())
+        stack.enter_context(without_decompositions(EAGER_KERNELS))
         fakes = stack.enter_context(results_corrected(in_kernel_layout))
-        stack.enter_context(training_only_features_off(model, forward.keeps_checkpoints))
+        keeps = forward.keeps_checkpoints
+        stack.enter_context(
+            training_only_features_off(model, keeps_checkpoints=keeps, is_told=True)
+        )
         stack.enter_context(random_state_kept(tensors))
         stack.enter_context(tensors_kept(model))
         stack.enter_context(plain_places(model))
@@ -269,11 +273,10 @@ def _with_roles(
     for node in made_by_code:
         if not isinstance(getattr(joint, str(node.target)), torch.Tensor):
             kind = type(getattr(joint, str(node.target))).__name__
-            msg = (
+            raise UnsupportedModelError(
                 f"the model's forward uses a {kind} object, which cannot be captured. Use the "
                 "default random generator, and tensors that are inputs or buffers."
             )
-            raise UnsupportedModelError(msg)
     constants = {str(node.target): getattr(joint, str(node.target)) for node in made_by_code}
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     returned = joint.graph.output_node()
@@ -287,12 +290,11 @@ def _with_roles(
     tangents = {role.index for _, role in inputs if role.kind is RoleKind.TANGENT}
     if tangents != set(forward.outputs.differentiable):
         missing = sorted(set(forward.outputs.differentiable) - tangents)
-        msg = (
+        raise UnsupportedModelError(
             f"output tensors {missing} of the model, or tensors that its forward assigns to "
             "attributes, require grad but are its own inputs or parameters, or views of them. "
             "Return or assign a copy, or detach them."
         )
-        raise UnsupportedModelError(msg)
     return Capture(
         joint,
         inputs,
@@ -318,9 +320,9 @@ def _input_role(descriptor: Any) -> Role:
     kind = type(descriptor).__name__
     match kind:
         case "ParamAOTInput":
-            return Role(RoleKind.PARAMETER, name=_own_name(descriptor.target))
+            return Role(RoleKind.PARAMETER, name=descriptor.target.removeprefix("model."))
         case "BufferAOTInput":
-            return Role(RoleKind.BUFFER, name=_own_name(descriptor.target))
+            return Role(RoleKind.BUFFER, name=descriptor.target.removeprefix("model."))
         case "PlainAOTInput":
             return Role(RoleKind.INPUT, index=descriptor.idx)
         case "TangentAOTInput" if type(descriptor.output).__name__ == "PlainAOTOutput":
@@ -359,12 +361,11 @@ def _output_role(descriptor: Any, wrappings: Mapping[Role, Wrapping]) -> Role:
     if kind == "SubclassGetAttrAOTOutput":
         base = _output_role(descriptor.base, wrappings)
         if base.kind is RoleKind.OUTPUT:
-            msg = (
+            raise UnsupportedModelError(
                 f"output tensor {base.index} of the model, or a tensor that its forward assigns to "
                 "an attribute, wraps other tensors, which a plan does not return. Return a plain "
                 "tensor, such as `output.to_local()` or `output.full_tensor()` of a DTensor."
             )
-            raise UnsupportedModelError(msg)
         return replace(base, inner=(*base.inner, descriptor.attr))
     if kind == "PlainAOTOutput":
         return Role(RoleKind.OUTPUT, index=descriptor.idx)
@@ -398,7 +399,3 @@ def _changed_in_place(role: Role) -> UnsupportedModelError:
             "repeat. Change a copy: x = x * 2 in place of x.mul_(2)."
         )
     return UnsupportedModelError(msg)
-
-
-def _own_name(target: str) -> str:
-    return target.removeprefix("model.")

@@ -15,6 +15,7 @@ from torch import fx
 
 from rockmate._torch.dispatch import is_op
 from rockmate._torch.storage import storage_id
+from rockmate.ops.kernel_layouts import as_tuple
 
 
 def call_name(node: fx.Node) -> str:
@@ -25,10 +26,10 @@ def call_name(node: fx.Node) -> str:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """The dense fake tensors that a node returns; sparse ones have no storage."""
-    value = node.meta.get("val")
-    items = value if isinstance(value, tuple | list) else (value,)
     return [
-        item for item in items if isinstance(item, torch.Tensor) and item.layout is torch.strided
+        item
+        for item in as_tuple(node.meta.get("val"))
+        if isinstance(item, torch.Tensor) and item.layout is torch.strided
     ]
 
 
@@ -43,6 +44,11 @@ def layout_of(tensor: torch.Tensor) -> Hashable:
     shape, is_dense = tuple(tensor.shape), tensor.layout == torch.strided
     strides, offset = (tensor.stride(), tensor.storage_offset()) if is_dense else ((), 0)
     return tensor.dtype, tensor.device, tensor.layout, shape, strides, offset, lazy_bits
+
+
+def calls_in(graph: fx.Graph) -> list[fx.Node]:
+    """The calls of a graph, in order."""
+    return [node for node in graph.nodes if node.op == "call_function"]
 
 
 def ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:

@@ -186,12 +186,11 @@ class OpaqueCall:
         """Raises if a run assigns a tensor with a gradient, which would end in the submodule."""
         for place, value in changes:
             if any(isinstance(found, Tensor) and found.grad_fn for found in traced_in(value)):
-                msg = (
+                raise UnsupportedModelError(
                     f"the untraced submodule {self.name} assigns a tensor that requires a gradient "
                     f"to {place}, and that gradient would not reach its parameters. Assign "
                     "`tensor.detach()`, or return the tensor."
                 )
-                raise UnsupportedModelError(msg)
 
     def _measured_saved(self) -> tuple[int, Sequence[int]]:
         """How many bytes the autograd graph holds beside the outputs, and which of these.
@@ -308,13 +307,12 @@ class OpaqueCall:
             seen.add(node)
             variable = getattr(node, "variable", None)  # of a node that accumulates into a leaf
             if variable is not None and id(variable) not in known:
-                msg = (
+                raise UnsupportedModelError(
                     f"the untraced submodule {self.name} uses a tensor of shape "
                     f"{tuple(variable.shape)} that needs a gradient and is "
                     "neither its input nor its parameter. Pass it in, or leave a larger part of "
                     "the model untraced."
                 )
-                raise UnsupportedModelError(msg)
             pending += [parent for parent, _ in node.next_functions if parent is not None]
 
     def _check(self, outputs: Sequence[Tensor], structure: Structure) -> None:
@@ -322,21 +320,19 @@ class OpaqueCall:
         planned = [(layout.shape, layout.dtype) for layout in self.outputs]
         if len(found) == len(planned) and structure != self.result:
             kinds = ["tensor"] * len(found)
-            msg = (
+            raise UnsupportedModelError(
                 f"the untraced submodule {self.name} returned {structure.rebuild(kinds)}, and "
                 f"{self.result.rebuild(kinds)} for the sample. "
                 "What it returns beside tensors is fixed when the step is planned: return it as a "
                 "tensor, or leave a larger part of the "
                 "model untraced."
             )
-            raise UnsupportedModelError(msg)
         if found != planned:
-            msg = (
+            raise UnsupportedModelError(
                 f"the untraced submodule {self.name} returned {found}, and {planned} for the "
                 "sample. What it returns must have the same "
                 "shapes in every step: pad it, or leave a larger part of the model untraced."
             )
-            raise UnsupportedModelError(msg)
 
 
 class _OpaqueOp:
@@ -401,11 +397,10 @@ class OpaqueBackward(_OpaqueOp):
         handle = saved[0]
         graph: RunGraph | None = getattr(handle, "graph", None)
         if graph is None:
-            msg = (
+            raise BackwardError(
                 f"retain_graph=True is not possible with the untraced submodule {self.call.name}, "
                 'which runs its backward once. Keep the budget without a plan: mode="frames".'
             )
-            raise BackwardError(msg)
         del handle.graph  # pyright: ignore[reportAttributeAccessIssue]
         return graph.differentiate(gradients[:-1], self.call.gradients)
 
@@ -428,9 +423,8 @@ class OpaqueBackward(_OpaqueOp):
 
 def input_change_error(name: str) -> UnsupportedModelError:
     """The error for a submodule that changes an input in place."""
-    msg = (
+    return UnsupportedModelError(
         f"the untraced submodule {name} changes an input in place, which the rest of the step "
         "would not see. Change a copy in its forward "
         "(x = x.clone()), or leave a larger part of the model untraced."
     )
-    return UnsupportedModelError(msg)

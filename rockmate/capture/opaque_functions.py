@@ -26,7 +26,6 @@ class FunctionCaller(nn.Module):
     """Stands for a function where a submodule is needed."""
 
     def __init__(self, function: type[torch.autograd.Function]) -> None:
-        """Of this function."""
         super().__init__()
         self.function = function
 
@@ -63,12 +62,11 @@ def register_opaque(kind: type) -> type:
     elif isinstance(kind, type) and issubclass(kind, nn.Module):
         _modules.add(kind)
     else:
-        msg = (
+        raise InvalidArgumentError(
             f"register_opaque was given {kind!r}; give a subclass of torch.autograd.Function or a "
             "class of modules. For a function without a class, register the module that calls it, "
             'or name that: untraced=["path"].'
         )
-        raise InvalidArgumentError(msg)
     return kind
 
 
@@ -120,8 +118,7 @@ class ForeignFunctions:
             if caller is not None:
                 self.calls_registered = True
                 if not self.are_recorded:
-                    msg = f"calls of {cls.__qualname__} are not recorded yet"
-                    raise UnsupportedModelError(msg)
+                    raise UnsupportedModelError(f"calls of {cls.__qualname__} are not recorded yet")
                 return caller(*args)
             self.met[cls] = None
             try:
@@ -169,10 +166,9 @@ def refuse_written(name: str, args: tuple[Any, ...], run: Callable[[], Any]) -> 
     result = run()
     for tensor, value in zip(tensors, before, strict=True):
         if not torch.equal(tensor.detach().nan_to_num(), value.nan_to_num()):
-            msg = (
+            raise UnsupportedModelError(
                 f"the autograd function {name} writes into an input of shape "
                 f"{tuple(tensor.shape)}, which the rest of the step would not see. Give it a copy "
                 "(x.clone()), or leave a larger part of the model untraced."
             )
-            raise UnsupportedModelError(msg)
     return result

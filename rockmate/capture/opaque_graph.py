@@ -87,12 +87,11 @@ class RunGraph:
 
 def _refuse(_: Tensor) -> None:
     """Raises where a backward other than that of the run has come to one of its inputs."""
-    msg = (
+    raise BackwardError(
         "a value within an untraced submodule reaches the loss by a hook or an attribute, so that "
         "what is before the submodule would miss its gradient. Return the value from the "
         'submodule, or keep the budget without a plan: mode="frames".'
     )
-    raise BackwardError(msg)
 
 
 def attach_input(value: Tensor) -> tuple[Tensor, Tensor]:

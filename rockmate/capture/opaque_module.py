@@ -93,11 +93,10 @@ def record_calls(
     called = {call.module for call in seen}
     missing = [path for path, module in modules.items() if module in named and module not in called]
     if missing:
-        msg = (
+        raise InvalidSampleError(
             f"the forward does not call the submodule {missing[0]} on this sample. Leave it out of "
             "`untraced`."
         )
-        raise InvalidSampleError(msg)
     numbers: dict[str, int] = {}
     calls = {}
     for call in seen:
@@ -187,10 +186,9 @@ def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Modul
     if unknown:
         nearest = difflib.get_close_matches(unknown[0], paths, n=3, cutoff=0.3)
         hint = f" Near it: {', '.join(nearest)}." if nearest else ""
-        msg = (
+        raise InvalidSampleError(
             f"untraced names {unknown[0]!r}, which is no submodule of {type(model).__name__}.{hint}"
         )
-        raise InvalidSampleError(msg)
     named = {paths[name] for name in names}
     chosen = {
         path: module
@@ -217,11 +215,10 @@ def _recorded(
         if not has_parts(parameter):
             parameters[own_name] = parameter
         elif parameter.requires_grad:
-            msg = (
+            raise UnsupportedModelError(
                 f"the untraced submodule {name} trains {own_name}, a {type(parameter).__name__}, "
                 "which it cannot be given as an input. Freeze it, or leave the submodule traced."
             )
-            raise UnsupportedModelError(msg)
     inputs = (
         *(tensor.detach() for tensor in given),
         *(parameter.detach() for parameter in parameters.values()),
@@ -279,9 +276,8 @@ def _call_op(module: nn.Module, order: Iterator[OpaqueCall], *args: Any, **kwarg
         structure != call.arguments
         or tuple(tensor.requires_grad for tensor in given) != call.differentiable
     ):
-        msg = (
+        raise UnsupportedModelError(
             f"the untraced submodule {call.name} is called in another way when the model is traced "
             "than on the sample."
         )
-        raise UnsupportedModelError(msg)
     return call.traced(given)

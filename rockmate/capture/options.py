@@ -41,11 +41,10 @@ class CaptureOptions:
             check_choice(name, getattr(self, name), values)
         number = self.in_flight
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            msg = (
+            raise InvalidArgumentError(
                 f"in_flight is {number!r}; give the number of forwards before a backward, at "
                 "least 1"
             )
-            raise InvalidArgumentError(msg)
         given = self.untraced.split(",") if isinstance(self.untraced, str) else self.untraced
         object.__setattr__(self, "untraced", tuple(name for name in given if name))
 

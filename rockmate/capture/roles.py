@@ -18,7 +18,7 @@ from rockmate.capture.read_values import NO_VALUES, ReadValues
 from rockmate.capture.structure import Structure
 from rockmate.capture.wrapping import Wrapping
 from rockmate.ops.collectives import is_communication
-from rockmate.ops.kernel_layouts import call_key
+from rockmate.ops.kernel_layouts import as_tuple, call_key
 from rockmate.ops.rng import is_seed
 
 
@@ -148,7 +148,7 @@ class TracedCall:
     @property
     def cuda_devices(self) -> set[int]:
         """Indices of the GPUs of its results."""
-        results = self.results if isinstance(self.results, tuple | list) else (self.results,)
+        results = as_tuple(self.results)
         devices = [each.device for each in results if isinstance(each, torch.Tensor)]
         return {each.index or 0 for each in devices if each.type == "cuda"}
 

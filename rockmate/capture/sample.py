@@ -73,12 +73,11 @@ def read_sample(model: nn.Module, sample_input: Any, device: torch.device | None
         return Sample(tensors=tensors, call=call.on(device), device=device)
     is_meta = any(each.device.type == "meta" for each in (*model.parameters(), *model.buffers()))
     if device is None and is_meta:
-        msg = (
+        raise InvalidSampleError(
             "the model is on the meta device, where nothing can be measured. Say what to plan for "
             '(machine="h100", or the path of a description), or move it and its sample to a device '
             "that is here."
         )
-        raise InvalidSampleError(msg)
     _check_devices(model, tensors)
     return Sample(tensors=tensors, call=call)
 
@@ -89,11 +88,10 @@ def _refuse_nested(model: nn.Module, tensors: list[torch.Tensor]) -> None:
     places |= dict(model.named_parameters()) | dict(model.named_buffers())
     nested = next((place for place, tensor in places.items() if tensor.is_nested), None)
     if nested is not None:
-        msg = (
+        raise UnsupportedModelError(
             f"{nested} is a nested tensor, whose rows have lengths of their own, and a plan is for "
             "one shape. Pad it (`torch.nested.to_padded_tensor`), with a mask."
         )
-        raise UnsupportedModelError(msg)
 
 
 def _check_devices(model: nn.Module, tensors: list[torch.Tensor]) -> None:
@@ -101,17 +99,15 @@ def _check_devices(model: nn.Module, tensors: list[torch.Tensor]) -> None:
     of_model = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     of_sample = {tensor.device for tensor in tensors if tensor.ndim or tensor.device.type != "cpu"}
     if len(of_model) > 1:
-        msg = (
+        raise InvalidSampleError(
             f"the model is spread over {sorted(map(str, of_model))}; a plan is for one device. "
             "Move it to one."
         )
-        raise InvalidSampleError(msg)
     if of_model and not of_sample <= of_model:
-        msg = (
+        raise InvalidSampleError(
             f"the sample is on {sorted(map(str, of_sample))} and the model on {of_model.pop()}. "
             "Move the sample there."
         )
-        raise InvalidSampleError(msg)
 
 
 def trace_sample(model: nn.Module, sample: Sample, **options: Any) -> Capture:

@@ -115,15 +115,12 @@ class CallSignature:
 
     def part_in(self, other: CallSignature) -> CallSignature:
         """The same call without the keywords that `other` has not."""
-        fake_device_tensors = [torch.empty(0) for _ in self.tensors]
-        args, named = self.structure.rebuild(list(fake_device_tensors))
+        stand_ins = [torch.empty(0) for _ in self.tensors]
+        args, named = self.structure.rebuild([*stand_ins])
         kept = {name: value for name, value in named.items() if name in other.keywords}
         tensors, structure = flatten((args, kept), what="the call", takes_objects=True)
-        signature_of = {
-            id(stand_in): signature
-            for stand_in, signature in zip(fake_device_tensors, self.tensors, strict=True)
-        }
-        return CallSignature(tuple(signature_of[id(tensor)] for tensor in tensors), structure)
+        place_of = {id(stand_in): place for place, stand_in in enumerate(stand_ins)}
+        return CallSignature(tuple(self.tensors[place_of[id(each)]] for each in tensors), structure)
 
     def __str__(self) -> str:
         return str(self.structure.shown([str(tensor) for tensor in self.tensors]))
@@ -151,11 +148,10 @@ class SampleCall:
             return cls((), {str(name): value for name, value in sample_input.items()})
         if isinstance(sample_input, tuple | list):
             return cls(tuple(sample_input), {})
-        msg = (
+        raise InvalidSampleError(
             f"the sample input is a {type(sample_input).__name__}. Pass a tensor, a tuple or list "
             "of positional arguments, or a mapping of keyword arguments."
         )
-        raise InvalidSampleError(msg)
 
 
 def refuse_attributes(tensors: Sequence[torch.Tensor], *, of: str = "call") -> None:
@@ -166,11 +162,10 @@ def refuse_attributes(tensors: Sequence[torch.Tensor], *, of: str = "call") -> N
     """
     for name in chain.from_iterable(vars(each) for each in tensors if not is_wrapper(each)):
         if not name.startswith("_") and name not in _OF_TENSORS:
-            msg = (
+            raise UnsupportedModelError(
                 f"a tensor of the {of} has an attribute of its own, {name}, which a plan does not "
                 f"pass on. Have {name} be a part of the {of} by itself."
             )
-            raise UnsupportedModelError(msg)
 
 
 def optional_keywords(model: nn.Module) -> frozenset[str]:
@@ -223,26 +218,20 @@ def _call_of_tensors(
     Making and comparing it would take longer than all else about a call.
     """
     signatures = tuple(TensorSignature(tuple(shape), *others) for shape, *others in metadata)
-    return CallSignature(signatures, _structure_of_tensors(num_positional, names))
-
-
-@lru_cache(maxsize=64)
-def _structure_of_tensors(num_positional: int, names: tuple[str, ...]) -> Structure:
     anything = torch.empty(0)
     call = (anything,) * num_positional, dict.fromkeys(names, anything)
-    return flatten(call, what="the call")[1]
+    return CallSignature(signatures, flatten(call, what="the call")[1])
 
 
 def check_call(planned: CallSignature, actual: CallSignature) -> None:
     """Raises `SignatureMismatchError`, naming both, unless the call equals the planned one."""
     if actual != planned:
-        msg = (
+        raise SignatureMismatchError(
             "this call differs from the sample that the plan was made for.\n  planned: "
             f"{planned}\n  called:  {actual}\n"
             f"{_advice(planned, actual)}, or make another RockmateModule (or Planner) with a "
             "sample like this call."
         )
-        raise SignatureMismatchError(msg)
 
 
 def _advice(planned: CallSignature, actual: CallSignature) -> str:

@@ -86,8 +86,6 @@ class _TensorTemplate:
     Attributes:
         memory: which storage it lies in; the first tensor of a storage tells its size.
         layout: offset, then sizes, then strides.
-        dtype: its dtype.
-        device: its device.
         fixed: the fake tensor itself, if nothing in it or its storage is symbolic.
     """
 

@@ -60,14 +60,7 @@ class _Opened:
 
     @classmethod
     def of(cls, value: Any, names: tuple[Any, ...], inner: Structure, given: list[Any]) -> _Opened:
-        """Takes an object apart.
-
-        Args:
-            value: the object.
-            names: see the attribute.
-            inner: see the attribute.
-            given: the tensors in it.
-        """
+        """Takes an object apart, in which the given tensors are."""
         markers = tuple(Marker() for _ in given)
         held = {id(each): each for each in inner.held()}
         place = {id(tensor): marker for tensor, marker in zip(given, markers, strict=True)}
@@ -150,7 +143,11 @@ class Structure:
 
 
 def flatten(
-    value: Any, *, what: str, takes_objects: bool = False
+    value: Any,
+    *,
+    what: str,
+    takes_objects: bool = False,
+    tensors: list[torch.Tensor] | None = None,
 ) -> tuple[list[torch.Tensor], Structure]:
     """Separates the tensors of a nested object from its structure.
 
@@ -159,21 +156,14 @@ def flatten(
         what: how an error calls the object ("the model's output").
         takes_objects: whether objects without tensors are constants, too, as functions and arrays.
             What a model makes may be another one in each run.
+        tensors: of other objects, to which its tensors are added; None for none.
 
     Raises:
         UnsupportedModelError: a leaf is neither a tensor nor a constant, and what it holds cannot
             be seen.
     """
-    tensors: list[torch.Tensor] = []
+    tensors = [] if tensors is None else tensors
     return tensors, _Flattening(tensors, what, takes_objects=takes_objects).structure(value)
-
-
-def flatten_further(value: Any, tensors: list[torch.Tensor], *, what: str) -> Structure:
-    """The structure of one more object; its tensors are added to those of others.
-
-    Args and errors are those of `flatten`.
-    """
-    return _Flattening(tensors, what, takes_objects=False).structure(value)
 
 
 class _Flattening:

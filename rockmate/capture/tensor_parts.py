@@ -71,16 +71,12 @@ def description(tensor: torch.Tensor) -> str:
     if is_wrapper(tensor):
         parts, context = wrapped_parts(tensor)
         others = {n: part for n, part in parts.items() if not isinstance(part, torch.Tensor)}
-        inner = [description(part) for part in parts.values() if is_subclassed_tensor(part)]
+        tensors = [part for part in parts.values() if isinstance(part, torch.Tensor)]
+        inner = map(description, filter(is_subclassed, tensors))
         text = f"{kind}({context}, {others}{''.join(inner)})"
     else:
         text = f"{kind}({_constants_of(tensor)})"
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
-
-
-def is_subclassed_tensor(value: Any) -> bool:
-    """Whether a value is a tensor of a class of its own."""
-    return isinstance(value, torch.Tensor) and is_subclassed(value)
 
 
 @contextlib.contextmanager
@@ -112,7 +108,6 @@ class HeldTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Takes the tensors as they stand in the model now."""
         self._places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self._names: list[str] = []  # of those tensors
         self.inputs: dict[str, tuple[str, Path]] = {}
@@ -152,12 +147,11 @@ class HeldTensors:
         """
         for name, (_, _, tensor) in zip(self._names, self._places, strict=True):
             if name.rpartition(".")[0] == path:
-                msg = (
+                return UnsupportedModelError(
                     f"{error} Its {name} is of class {type(tensor).__name__}. A capture puts a "
                     "plain tensor with the same attributes in its place, without properties and "
                     f'methods of that class. Run the submodule as it is: untraced=["{path}"].'
                 )
-                return UnsupportedModelError(msg)
         return error
 
 

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.aot import without_decompositions
 from rockmate._torch.engine import saving
 from rockmate._torch.fake import attributes_answered, is_plain
 from rockmate._torch.members import named_members, writable_tables
@@ -25,8 +24,9 @@ from rockmate.capture.attribute_access import Accesses
 from rockmate.errors import UnsupportedModelError
 from rockmate.state import random_state
 
-# Differentiable ATen ops with a kernel of their own that PyTorch traces as a formula of small ops.
-_KERNELS = (
+# Differentiable ATen ops with a kernel of their own. PyTorch would trace a formula of smaller ops,
+# which rounds otherwise.
+EAGER_KERNELS = (
     *(f"upsample_{kind}" for kind in ("linear1d", "bilinear2d", "trilinear3d", "bicubic2d")),
     *(f"upsample_nearest{dims}d" for dims in (1, 2, 3)),
     *(f"_upsample_nearest_exact{dims}d" for dims in (1, 2, 3)),
@@ -36,11 +36,6 @@ _KERNELS = (
 # Functions of `torch` and of `torch.random`.
 _SETS_RANDOM_STATE = ("manual_seed", "seed", "set_rng_state")
 CAPTURE_LOCK = threading.RLock()
-
-
-def eager_kernels() -> contextlib.AbstractContextManager[None]:
-    """Traces as one op what eager runs as one kernel: a formula of smaller ops rounds otherwise."""
-    return without_decompositions(_KERNELS)
 
 
 @contextlib.contextmanager
@@ -60,13 +55,12 @@ def random_state_kept(tensors: list[torch.Tensor]) -> Iterator[None]:
             failure = error
         drawn = {"Python", "NumPy"} & set(before.differences(random_state.RandomState(devices)))
     if drawn:
-        msg = (
+        raise UnsupportedModelError(
             "the model's forward draws from Python's or NumPy's random numbers, which a captured "
             "graph cannot repeat: every step would train with one outcome. Draw with torch, and "
             "let no control flow depend on it. In Hugging Face speech models, set "
             "config.apply_spec_augment=False."
-        )
-        raise UnsupportedModelError(msg) from failure
+        ) from failure
     if failure is not None:
         raise failure
 
@@ -83,12 +77,11 @@ def no_random_state_set() -> Iterator[None]:
     def refuse(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if threading.get_ident() != thread:
             return function(*args, **kwargs)
-        msg = (
+        raise UnsupportedModelError(
             "the model's forward sets torch's random state (manual_seed, set_rng_state or "
             "fork_rng), which a plan does not repeat. Set it before the call, or keep that part "
             "outside of the model."
         )
-        raise UnsupportedModelError(msg)
 
     places = [
         (owner, name, partial(refuse, getattr(owner, name)))
@@ -112,25 +105,23 @@ def members_of_tensors_left() -> Iterator[None]:
 
     def assign(self: torch.Tensor, value: torch.Tensor) -> None:
         if threading.get_ident() == thread and not (is_plain(self) and is_plain(value)):
-            msg = (
+            raise UnsupportedModelError(
                 "the model's forward assigns to .data, which a plan cannot repeat. Write "
                 "`tensor.copy_(value)` under torch.no_grad() for a buffer, and change parameters "
                 "outside of the forward."
             )
-            raise UnsupportedModelError(msg)
         data.__set__(self, value)
 
     def refuse(self: torch.Tensor) -> None:
         if threading.get_ident() != thread:
             retain(self)
         elif self.requires_grad and not self.is_leaf:
-            msg = (
+            raise UnsupportedModelError(
                 f"the model's forward calls retain_grad on a tensor of shape "
                 f"{tuple(self.shape)}, and a planned step has no .grad of what it computes "
                 "within. Call it on outputs, after the call; or in the forward take the gradient "
                 "by a hook (tensor.register_hook)."
             )
-            raise UnsupportedModelError(msg)
 
     own = property(data.__get__, assign)
     with attributes_set((torch.Tensor, "retain_grad", refuse), (torch.Tensor, "data", own)):
@@ -193,11 +184,10 @@ def nothing_saved() -> Iterator[None]:
     """
 
     def refuse(_: Any) -> torch.Tensor:
-        msg = (
+        raise DifferentiatedError(
             "the forward takes a gradient itself (torch.autograd.grad or backward) of what an "
             "untraced submodule or function computes, which a plan cannot repeat."
         )
-        raise DifferentiatedError(msg)
 
     with saving(lambda _: None, refuse):
         yield

@@ -25,7 +25,7 @@ from rockmate.capture.attribute_access import (
 from rockmate.capture.attribute_values import copied, snapshot, traced_in
 from rockmate.capture.read_values import SampleValues, ValueReader
 from rockmate.capture.signature import refuse_attributes
-from rockmate.capture.structure import Structure, flatten, flatten_further, loss_of
+from rockmate.capture.structure import Structure, flatten, loss_of
 from rockmate.capture.tensor_parts import HeldTensors
 from rockmate.capture.trace_state import (
     attributes_of_members,
@@ -129,9 +129,8 @@ class LeftBehind:
             if not all(isinstance(each, torch.Tensor) for each in traced_in(value)):
                 raise _attribute_error(place, value)
         self.writes, written = [write for write, _ in log.writes], [args for _, args in log.writes]
-        self.values = flatten_further(
-            (*(value for _, value in (*values, *tables)), *written), flat, what="an attribute"
-        )
+        values_of_all = (*(value for _, value in (*values, *tables)), *written)
+        self.values = flatten(values_of_all, what="an attribute", tensors=flat)[1]
         log.writes.clear()
         places = {id(tensor): index for index, tensor in enumerate(flat)}
         self.carried_outputs = {
@@ -171,11 +170,10 @@ class TracedOutputs:
         loss = next((index for index, tensor in enumerate(flat) if tensor is loss_tensor), None)
         if outputs == "loss":
             if loss is None:
-                msg = (
+                raise InvalidSampleError(
                     'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave '
                     '`outputs` at "all".'
                 )
-                raise InvalidSampleError(msg)
             structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
         found = cls(structure)
         if differentiable == "loss" and loss is not None:
@@ -278,11 +276,10 @@ class TracedForward(nn.Module):
                 has_labels=kwargs.get("labels") is not None,
             )
             if not any(tensor.requires_grad for tensor in flat):
-                msg = (
+                raise NothingToTrainError(
                     "no output of the model requires a gradient, so there is nothing to train. "
                     "Unfreeze a parameter, pass labels, or call the plain model."
                 )
-                raise NothingToTrainError(msg)
             inputs = {id(tensor) for tensor in tensors}
             self.left.add_tensors([*assigned.values(), *replaced], self.log, flat, inputs)
             del assigned, replaced
@@ -297,11 +294,10 @@ class TracedForward(nn.Module):
 
 
 def _attribute_error(place: Place, value: Any) -> UnsupportedModelError:
-    msg = (
+    return UnsupportedModelError(
         f"the model's forward assigns a {type(value).__name__} to {place}, and a plan can assign "
         "tensors, constants, and containers or dataclasses of them. Assign one of these."
     )
-    return UnsupportedModelError(msg)
 
 
 def _replaced(
@@ -315,11 +311,10 @@ def _replaced(
     buffers = dict(model.named_buffers(remove_duplicate=False))
     for name in sorted(before.keys() | buffers.keys()):
         if name not in after:
-            msg = (
+            raise UnsupportedModelError(
                 f"the model's forward removes its {name}, which a captured graph cannot repeat. "
                 "Leave the tensor there, and change it."
             )
-            raise UnsupportedModelError(msg)
         if name in buffers and before.get(name) is not after[name]:
             path, _, own = name.rpartition(".")
             found.append((Place(model.get_submodule(path), own), after[name]))

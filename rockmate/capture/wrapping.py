@@ -51,12 +51,11 @@ class Wrapping:
         parts, context = wrapped_parts(wrapper)
         tensors = [name for name, part in parts.items() if isinstance(part, torch.Tensor)]
         if len(tensors) != 1 or type(parts[tensors[0]]).__name__ != "FakeTensor":
-            msg = (
+            raise UnsupportedModelError(
                 f"{what} is a {type(wrapper).__name__}, which wraps {len(tensors)} tensors or "
                 "another wrapper, and a plan can wrap one plain tensor. Freeze the parameter, or "
                 "detach the input."
             )
-            raise UnsupportedModelError(msg)
         others = {name: part for name, part in parts.items() if name != tensors[0]}
         # The trace has a stand-in for an object that is no tensor.
         real = {name: getattr(part, "real_obj", part) for name, part in others.items()}

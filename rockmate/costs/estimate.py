@@ -322,11 +322,8 @@ def _workspaces(node: fx.Node, machine: Machine) -> Iterator[int]:
 def _group_norm_bytes(node: fx.Node, position: int) -> Iterator[int]:
     """Bytes of the sums of a group normalization, and of the copy of its gradient.
 
-    A gradient that autograd has copied is in the layout of the values.
-
-    Args:
-        node: the call.
-        position: of the values among its arguments; a gradient stands before them.
+    Its values stand at `position`, behind the gradient. One that autograd has copied is in the
+    layout of the values.
     """
     *gradients, values = (each.meta["val"] for each in node.args[: position + 1])  # pyright: ignore
     if gradients or not values.is_contiguous():

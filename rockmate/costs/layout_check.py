@@ -68,10 +68,7 @@ def check_traced(calls: Iterable[TracedCall]) -> None:
 
 
 def check_layouts(calls: Iterable[tuple[str, Hashable, Any]]) -> None:
-    """Compares the layouts of calls that have run.
-
-    Args:
-        calls: for each its place, its key and its fake results.
+    """Compares the layouts of calls that have run: each its place, its key and its fake results.
 
     Raises:
         KernelLayoutError: some are others. The next capture has those of the kernels.

@@ -264,12 +264,12 @@ class _Call:
     @property
     def kernel_ms(self) -> float:
         """The median of the times; 0 if the call is known and was not timed."""
-        return statistics.median_low(self.times_ms) if self.times_ms else 0.0
+        return statistics.median_low(self.times_ms or [0.0])
 
     @property
     def launch_ms(self) -> float:
         """The median of the host's times; 0 on a CPU."""
-        return statistics.median_low(self.launches_ms) if self.launches_ms else 0.0
+        return statistics.median_low(self.launches_ms or [0.0])
 
     def cost(self, *, is_host_bound: bool) -> Cost:
         """The call's time, at least its launch if the host bounds the step, and its workspace."""

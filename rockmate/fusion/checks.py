@@ -15,6 +15,7 @@ from rockmate._torch.allocator import workspace_bytes
 from rockmate._torch.cuda import kernel_ms
 from rockmate.costs.measure import cpu_seconds
 from rockmate.fusion.subgraph import Subgraph, layout
+from rockmate.ops.kernel_layouts import as_tuple
 
 _NUM_ROUNDS = 7
 
@@ -43,21 +44,10 @@ def sample_values(
     return values
 
 
-def as_tuple(results: Any) -> tuple[torch.Tensor, ...]:
-    """The results of an op as a tuple."""
-    return (results,) if isinstance(results, torch.Tensor) else tuple(results)
-
-
 def difference(
     subgraph: Subgraph, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 ) -> str:
-    """How a kernel's results differ from what is captured and from its ops'; empty if they do not.
-
-    Args:
-        subgraph: the group.
-        results: of the kernel.
-        expected: of the ops one by one, on the same values.
-    """
+    """How results of a kernel differ from its ops' or from what is captured; empty if they do not."""
     for storage, result, other in zip(subgraph.results, results, expected, strict=True):
         fake = storage.root.meta["val"]
         if layout(result) != layout(fake):

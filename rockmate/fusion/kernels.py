@@ -28,9 +28,10 @@ from rockmate._torch.inductor import (
 from rockmate._util import progress_bar
 from rockmate.capture.nodes import reached
 from rockmate.errors import MissingCompilerError
-from rockmate.fusion.checks import RANGES, as_tuple, difference, is_in_place, sample_values, time_ms
+from rockmate.fusion.checks import RANGES, difference, is_in_place, sample_values, time_ms
 from rockmate.fusion.subgraph import Subgraph
 from rockmate.ops.fused import FusedOp, InPlaceKernel, Kernel
+from rockmate.ops.kernel_layouts import as_tuple
 
 logger = logging.getLogger(__name__)
 

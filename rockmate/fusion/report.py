@@ -48,30 +48,29 @@ class FusionReport:
     compile_s: float
 
     @property
+    def fused(self) -> list[GroupReport]:
+        """The groups that run as one kernel."""
+        return [group for group in self.groups if not group.refusal]
+
+    @property
     def num_places(self) -> int:
         """The number of fused ops in the step."""
-        return sum(group.num_places for group in self.groups if not group.refusal)
+        return sum(group.num_places for group in self.fused)
 
     @property
     def num_kernels(self) -> int:
         """The number of distinct fused groups."""
-        return sum(not group.refusal for group in self.groups)
+        return len(self.fused)
 
     @property
     def saved_ms(self) -> float:
         """The time that the kernels save in a step in which each runs once per place."""
-        return sum(
-            group.num_places * (group.separate_ms - group.fused_ms)
-            for group in self.groups
-            if not group.refusal
-        )
+        return sum(each.num_places * (each.separate_ms - each.fused_ms) for each in self.fused)
 
     @property
     def saved_bytes(self) -> int:
         """Bytes of all values inside of groups, which the step no longer makes."""
-        return sum(
-            group.num_places * group.saved_bytes for group in self.groups if not group.refusal
-        )
+        return sum(group.num_places * group.saved_bytes for group in self.fused)
 
     def summary(self) -> str:
         """One line for a person."""

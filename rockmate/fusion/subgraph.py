@@ -106,11 +106,7 @@ def subgraph_of(
 ) -> Subgraph | None:
     """The function of a group; None if nothing outside of it reads a result.
 
-    Args:
-        graph: the ops.
-        group: the group.
-        group_of: the group of each op that has one.
-        absorbing: the groups that absorb an op.
+    Others are known by the group of each op and by the groups that absorb an op.
     """
     returned = {graph.storage_of[node] for node, _ in graph.outputs}
     results = [

@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left
-from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rockmate.graph.ir import Graph, Op, Phase, Storage
@@ -255,44 +254,7 @@ def _read_from_afar(
     )
 
 
-def kind_of(op: Op, carried: frozenset[Storage]) -> Hashable:
-    """A key of an op. Equal keys mean equal calls on storages of equal sizes and roles."""
-    return (
-        op.call_key,
-        op.phase,
-        op.recompute_target is None,
-        len(op.final_gradients),
-        tuple(storage.is_static for storage in op.reads),
-        tuple(
-            (s.num_bytes, s in carried, s.is_output, s.is_kept_to_end, s.must_recompute)
-            for s in op.writes
-        ),
-    )
-
-
-def wiring_of(block: Block) -> tuple[int, ...]:
-    """The numbers of the storages that its ops read and write, in order.
-
-    Blocks with equal wiring and equal kinds of ops (`kind_of`) are equal. Storages are numbered in
-    order of appearance, so the n-th storage of one block corresponds to the n-th of an equal one.
-    """
-    number: dict[Storage, int] = defaultdict(itertools.count().__next__)
-    ops = (*block.forward, *block.backward)
-    wiring = [
-        -1 if storage.is_static else number[storage]
-        for op in ops
-        for storage in (*op.reads, *op.writes)
-    ]
-    return *wiring, *(number.get(end, -1) if end else -1 for end in (block.input, block.output))
-
-
 def _common_path(paths: Sequence[str]) -> str:
-    if not paths:
-        return ""
-    parts = [path.split(".") for path in paths]
-    shared = []
-    for level in zip(*parts, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return ".".join(shared) or f"{paths[0]} to {paths[-1]}"
+    levels = zip(*(path.split(".") for path in paths), strict=False)
+    shared = [first for first, *_ in itertools.takewhile(lambda level: len({*level}) == 1, levels)]
+    return ".".join(shared) or (f"{paths[0]} to {paths[-1]}" if paths else "")

@@ -48,13 +48,7 @@ def fake_result(
 ) -> Any:
     """The result of a call on the fake values of the nodes among its arguments.
 
-    Results have the layouts of kernels.
-
-    Args:
-        target: the function to call.
-        args: its arguments.
-        kwargs: its keywords.
-        like: a node of the graph, whose fake mode serves for calls that take no tensor.
+    It has the layout of the kernel. The fake mode is that of `like`, any node of the graph.
     """
     given = fx.map_arg((args, dict(kwargs)), lambda argument: argument.meta["val"])
     with mode_of(tensors_of(like)[0]), torch.no_grad(), autocast_off():

@@ -14,7 +14,6 @@ forms. They are chosen here, since they decide what the planner counts.
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
 
 import torch
 from torch import fx
@@ -26,23 +25,11 @@ from rockmate.graph.pass_options import PassOptions
 _aten = torch.ops.aten
 
 
-class _Sizes(NamedTuple):
-    """The sizes of slices on one kind of device.
-
-    Attributes:
-        min_sliced_bytes: gradients of fewer bytes are computed as a whole.
-        slice_bytes: bytes of a slice of a matrix product.
-        min_slice_rows: least rows or columns of a slice; thinner products are slow.
-    """
-
-    min_sliced_bytes: int
-    slice_bytes: int
-    min_slice_rows: int
-
-
-_CPU_SIZES = _Sizes(min_sliced_bytes=1 << 22, slice_bytes=1 << 21, min_slice_rows=512)
-# A GPU needs larger products to be busy: here its rate is far from that of its memory.
-_CUDA_SIZES = _Sizes(min_sliced_bytes=1 << 26, slice_bytes=1 << 25, min_slice_rows=2048)
+# Bytes of a slice of a matrix product, and its least rows or columns: thinner products are slow. A
+# GPU needs larger products to be busy: here its rate is far from that of its memory.
+_CPU_SLICE, _CUDA_SLICE = (1 << 21, 512), (1 << 25, 2048)
+# Gradients of fewer bytes than those of so many slices are computed as a whole.
+_LEAST_SLICES = 2
 
 
 def assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
@@ -58,7 +45,7 @@ def assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
         if op in whole or not makes_one_gradient or op.writes[0] in read:
             continue
         name = op.final_gradients[0][1].name
-        is_large = op.writes[0].num_bytes >= _sizes_on(op.device).min_sliced_bytes
+        is_large = op.writes[0].num_bytes >= _LEAST_SLICES * _slice_on(op.device)[0]
         if op.node.target is _aten.mm.default:
             if num_contributions[name] > 1:
                 _accumulate_product(op)
@@ -69,8 +56,8 @@ def assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
     return graph
 
 
-def _sizes_on(device: torch.device) -> _Sizes:
-    return _CUDA_SIZES if device.type == "cuda" else _CPU_SIZES
+def _slice_on(device: torch.device) -> tuple[int, int]:
+    return _CUDA_SLICE if device.type == "cuda" else _CPU_SLICE
 
 
 def _candidates(graph: Graph, like: Graph | None) -> list[Op]:
@@ -97,10 +84,10 @@ def _slice_product(op: Op) -> None:
     rows, columns = fake.shape
     is_same, is_flipped = _orientation(op)
     longer = max(rows, columns)
-    sizes = _sizes_on(op.device)
-    wanted = -(-op.writes[0].num_bytes // sizes.slice_bytes)
-    num_slices = min(wanted, longer // sizes.min_slice_rows)
-    if num_slices >= 2 and (is_same or is_flipped):
+    slice_bytes, least_rows = _slice_on(op.device)
+    wanted = -(-op.writes[0].num_bytes // slice_bytes)
+    num_slices = min(wanted, longer // least_rows)
+    if num_slices >= _LEAST_SLICES and (is_same or is_flipped):
         size = -(-longer // num_slices)
         dim = 0 if rows >= columns else 1
         op.gradient_sink_form = SlicedMatmul(is_flipped=is_flipped, dim=dim, slice_size=size)

@@ -33,7 +33,7 @@ from torch import fx
 
 from rockmate.capture.nodes import call_name
 from rockmate.capture.roles import Role, RoleKind
-from rockmate.ops.kernel_layouts import call_key
+from rockmate.ops.kernel_layouts import as_tuple, call_key
 from rockmate.ops.rng import CPU_STATE_BYTES
 
 # Roles of outputs that the forward makes.
@@ -217,10 +217,8 @@ class Op:
     @property
     def device(self) -> torch.device:
         """The device of its first result."""
-        value = self.node.meta["val"]
-        if isinstance(value, torch.Tensor):
-            return value.device
-        return next(item.device for item in value if isinstance(item, torch.Tensor))
+        results = as_tuple(self.node.meta["val"])
+        return next(item.device for item in results if isinstance(item, torch.Tensor))
 
     @property
     def place(self) -> str:

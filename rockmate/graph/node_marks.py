@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 from rockmate._torch.dispatch import is_op
 from rockmate.capture.checkpoint_regions import DECISION, REGIONS
 from rockmate.capture.diagnose import needs_values
-from rockmate.capture.nodes import call_name, is_tangent, items_of, storage_ids
+from rockmate.capture.nodes import call_name, calls_in, is_tangent, items_of, storage_ids
 from rockmate.capture.provenance import MADE_BY_FORWARD
 from rockmate.capture.roles import Capture, copied_capture
 from rockmate.errors import MarkError
@@ -276,7 +276,7 @@ def _forward_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     """The calls that the model's forward made."""
     return (
         node
-        for node in graph.find_nodes(op="call_function")
+        for node in calls_in(graph)
         if node.meta.get(MADE_BY_FORWARD) and node.target is not operator.getitem
     )
 
@@ -287,7 +287,7 @@ def _decided_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     Detached aliases are passed over, as PyTorch's own selective checkpoints do.
     """
     passed_over = (value_mark, torch.ops.aten.detach.default)
-    for node in graph.find_nodes(op="call_function"):
+    for node in calls_in(graph):
         if any(map(is_tangent, node.all_input_nodes)):
             return
         is_made = node.meta.get(MADE_BY_FORWARD) and is_op(node.target)

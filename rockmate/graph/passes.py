@@ -44,13 +44,7 @@ Pass = Callable[[_IR, PassOptions], _IR]
 
 
 def run_passes(passes: Iterable[Pass[_IR]], graph: _IR, options: PassOptions | None = None) -> _IR:
-    """Runs passes one after the other.
-
-    Args:
-        passes: in order.
-        graph: the first one's argument; it may be changed in place.
-        options: for all of them.
-    """
+    """Runs passes in their order on a graph, which may be changed in place."""
     options = options or PassOptions()
     for each in passes:
         graph = each(graph, options)

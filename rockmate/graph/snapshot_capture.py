@@ -35,12 +35,7 @@ _FRAME = re.compile(
 
 
 def snapshot_of(graph: Graph, call: CallSignature) -> StepSnapshot:
-    """The snapshot of a captured step.
-
-    Args:
-        graph: its ops and storages.
-        call: signature of the calls that it serves.
-    """
+    """The snapshot of a captured step, which serves calls of a signature."""
     roles = {graph.storage_of[node]: role for node, role in graph.inputs}
     keywords = _keywords(call)
     aliases: dict[Storage, dict[str, None]] = {storage: {} for storage in graph.storages}

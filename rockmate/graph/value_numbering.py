@@ -26,7 +26,7 @@ live in between. A large constant does not merge: filling it again is cheaper th
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ from rockmate._torch.dispatch import is_op, schema_of
 from rockmate.capture.nodes import ancestors, is_tangent, layout_of, storage_ids, tensors_of
 from rockmate.graph.fake_values import refresh
 from rockmate.graph.node_marks import are_at_odds, joined_marks
+from rockmate.ops.kernel_layouts import frozen
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 from rockmate.ops.rng import is_random
 
@@ -59,9 +60,7 @@ _SUMS = {_aten.add.Tensor, _aten.add.Scalar, _aten.sub.Tensor, _aten.sub.Scalar}
 def merge_equal_values(graph: fx.Graph) -> None:
     """Merges equal values and removes copies and views that change nothing, in place.
 
-    Args:
-        graph: a functional joint graph whose nodes carry fake tensors. The nodes that it returns
-            and its placeholders stay.
+    The graph is functional. What it returns and its placeholders stay.
     """
     _ValueNumbering(graph).run()
 
@@ -145,7 +144,7 @@ class _ValueNumbering:
         """The earlier node with the values of a call; neither of them may be held outside."""
         is_pure = node.op == "call_function" and _is_pure(node.target)
         self._origin[node] = node
-        key = (str(node.target), self._freeze(node.args), self._freeze(node.kwargs))
+        key = str(node.target), *(frozen(each, self._leaf) for each in (node.args, node.kwargs))
         self._number[node] = self._intern(key if is_pure else node)
         if is_pure and self._is_free(node):
             twin = self._copy_source(node) or self._equal_call(node)
@@ -181,19 +180,13 @@ class _ValueNumbering:
     def _intern(self, key: Hashable) -> int:
         return self._numbers.setdefault(key, len(self._numbers))
 
-    def _freeze(self, value: Any) -> Hashable:
-        """Equal for equal arguments.
+    def _leaf(self, value: Any) -> Hashable:
+        """The value number of a node; type and exact value of a constant.
 
-        Nodes count by value number, constants by type and exact value: 1, 1.0 and True differ, and
-        so do 0.0 and -0.0.
+        1, 1.0 and True differ, and so do 0.0 and -0.0.
         """
-        if isinstance(value, fx.Node):
-            return "node", self._number[value]
-        if isinstance(value, Mapping):
-            return tuple((name, self._freeze(item)) for name, item in sorted(value.items()))
-        if isinstance(value, tuple | list):
-            return tuple(self._freeze(item) for item in value)
-        return type(value).__name__, repr(value)
+        is_node = isinstance(value, fx.Node)
+        return ("node", self._number[value]) if is_node else (type(value).__name__, repr(value))
 
     def _replace(self, node: fx.Node, twin: fx.Node) -> None:
         has_moved = storage_ids(node) != storage_ids(twin)

@@ -11,7 +11,7 @@ not tell is the memory behind a result (`CLONES`).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,15 +93,21 @@ class Difference(NamedTuple):
 def call_key(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Hashable:
     """Equal for calls of one target with equal constants and equal metadata of tensors.
 
-    Args:
-        target: the function.
-        args: its arguments: tensors, or nodes with fake ones.
-        kwargs: its keywords.
+    Arguments have tensors, or nodes with fake ones.
     """
-    return str(target), _frozen(args), _frozen(kwargs)
+    return str(target), frozen(args, _constant), frozen(kwargs, _constant)
 
 
-def _frozen(value: Any) -> Hashable:
+def frozen(value: Any, leaf: Callable[[Any], Hashable]) -> Hashable:
+    """Equal for equal nestings of arguments whose leaves are equal."""
+    if isinstance(value, Mapping):
+        return tuple((key, frozen(item, leaf)) for key, item in sorted(value.items()))
+    if isinstance(value, tuple | list):
+        return tuple(frozen(item, leaf) for item in value)
+    return leaf(value)
+
+
+def _constant(value: Any) -> Hashable:
     if isinstance(value, fx.Node):
         value = value.meta["val"]
         if not isinstance(value, torch.Tensor):
@@ -109,10 +115,6 @@ def _frozen(value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         is_sparse = value.layout != torch.strided
         return str(value.layout) if is_sparse else Layout.of(value), value.device
-    if isinstance(value, Mapping):
-        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
-    if isinstance(value, tuple | list):
-        return tuple(_frozen(item) for item in value)
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         value = hint_of(value)
     return type(value).__name__, value
@@ -132,7 +134,7 @@ def observe(key: Hashable, results: Any, args: Sequence[Any]) -> None:
         Layout.of(each)._replace(is_own=each.untyped_storage().data_ptr() not in given - {0})
         if isinstance(each, torch.Tensor)
         else None
-        for each in _listed(results)
+        for each in as_tuple(results)
     )
 
 
@@ -143,7 +145,7 @@ def differences(key: Hashable, fakes: Any) -> list[Difference]:
     difference if the same elements lie at the same places.
     """
     known, found = _observed.get(key), list[Difference]()
-    fakes = _listed(fakes)
+    fakes = as_tuple(fakes)
     if known is None or len(known) != len(fakes):
         return found
     is_known = _corrected.get(key) == known
@@ -188,7 +190,8 @@ def _laid_out(real: Layout | None, fake: Any) -> Any:
     return made if Layout.of(made) == real else fake
 
 
-def _listed(results: Any) -> tuple[Any, ...]:
+def as_tuple(results: Any) -> tuple[Any, ...]:
+    """The results of a call, also of one that returns a tensor alone."""
     return tuple(results) if isinstance(results, tuple | list) else (results,)
 
 

@@ -62,7 +62,6 @@ class CallState:
     """
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Takes the present state."""
         classes = dict.fromkeys(map(type, modules_within(model)))
         held = [
             v for each in modules_within(model) for v in vars(each).values() if isinstance(v, type)
@@ -182,11 +181,10 @@ def _caches_of(model: nn.Module) -> list[tuple[Any, str, Any]]:
 def _without_draws(function: Any) -> Any:
     def observe(op: Any, args: Any, kwargs: Any) -> Any:
         if is_op(op) and torch.Tag.nondeterministic_seeded in op.tags:
-            msg = (
+            raise UnsupportedModelError(
                 f"{function.__qualname__} draws random numbers that functools.lru_cache keeps, "
                 "and a plan would draw them in each step. Draw them before the forward."
             )
-            raise UnsupportedModelError(msg)
         return op(*args, **kwargs)
 
     @functools.wraps(function)

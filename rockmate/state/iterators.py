@@ -42,11 +42,10 @@ class _Guard(Generator[Any, Any, None]):
 
 
 def _refuse(place: str) -> None:
-    msg = (
+    raise IteratorError(
         f"the forward takes an item of the iterator {place}, which a capture or a trial "
         "would use up. Take the item outside of the model, and pass it as an argument."
     )
-    raise IteratorError(msg)
 
 
 def reach_iterators(objects: Objects) -> bool:

@@ -145,11 +145,10 @@ def _completed(copied: Any, value: Any, replaced: dict[int, Any]) -> Any:
 
 def cannot_copy(cls: type) -> UnsupportedModelError:
     """The error for an object whose class makes copies that are none."""
-    msg = (
+    return UnsupportedModelError(
         f"an object of the class {cls.__module__}.{cls.__qualname__} cannot be copied with other "
         "tensors in it (copy.deepcopy). Pass or return its tensors in a tuple or dict."
     )
-    return UnsupportedModelError(msg)
 
 
 def tensors_within(value: Any) -> list[torch.Tensor]:

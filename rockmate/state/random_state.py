@@ -46,14 +46,14 @@ class RandomState:
 
     def differences(self, other: RandomState) -> list[str]:
         """Whose states are other ones."""
-        pairs = [("PyTorch on the CPU", self._torch, other._torch)]
+        pairs: list[Any] = [("PyTorch on the CPU", self._torch, other._torch)]
         for device, one, two in zip(self._devices, self._cuda, other._cuda, strict=True):
             pairs.append((f"PyTorch on {device}", one, two))
-        found = [name for name, one, two in pairs if one != two]
-        if self._foreign is None or other._foreign is None:
-            return found
-        found += ["Python"] if self._foreign.python != other._foreign.python else []
-        return found + (["NumPy"] if self._foreign.numpy != other._foreign.numpy else [])
+        mine, theirs = self._foreign, other._foreign
+        if mine is not None and theirs is not None:
+            pairs.append(("Python", mine.python, theirs.python))
+            pairs.append(("NumPy", mine.numpy, theirs.numpy))
+        return [name for name, one, two in pairs if one != two]
 
 
 class ForeignState(NamedTuple):

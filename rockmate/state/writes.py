@@ -113,10 +113,7 @@ class Writes:
             self._save(tensors_in(values))
         makes_new = places is not None and _makes_new(op)
         if makes_new and self.most_bytes is not None and self._exceeds(self._largest_bytes):
-            num_bytes = _result_bytes(op, args, kwargs, otherwise=self._largest_bytes)
-            if self._exceeds(num_bytes):
-                self._is_over = True
-                raise OutOfBudget
+            self._require(_result_bytes(op, args, kwargs, otherwise=self._largest_bytes))
         result = op(*args, **kwargs)
         if makes_new:
             self._note_new(result)
@@ -124,8 +121,6 @@ class Writes:
 
     def _save(self, tensors: list[torch.Tensor]) -> None:
         for part in (part for tensor in tensors for part in parts_of(tensor)):
-            if part.layout != torch.strided:
-                continue
             key = storage_id(part)
             if key in self.changed or key in self._new:
                 continue
@@ -136,8 +131,6 @@ class Writes:
     def _note_new(self, result: Any) -> None:
         tensors = tensors_in(result)
         for part in (part for tensor in tensors for part in parts_of(tensor)):
-            if part.layout != torch.strided:
-                continue
             memory = part.untyped_storage()
             key, num_bytes = storage_id(memory), memory.nbytes()
             _, known_bytes = self._new.get(key, (None, 0))
@@ -145,10 +138,13 @@ class Writes:
             self._new[key] = StorageWeakRef(memory), num_bytes
 
     def _add(self, num_bytes: int) -> None:
+        self._require(num_bytes)
+        self._new_bytes += num_bytes
+
+    def _require(self, num_bytes: int) -> None:
         if self._exceeds(num_bytes):
             self._is_over = True
             raise OutOfBudget
-        self._new_bytes += num_bytes
 
     def _exceeds(self, num_bytes: int) -> bool:
         """Whether so much more would be too much."""

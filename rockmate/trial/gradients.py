@@ -61,8 +61,7 @@ class Saving:
         with saving(self._pack, self._unpack):
             output = self._forward()
         if self._number not in (-1, self._next):
-            msg = "the forward does not save the same when it runs again"
-            raise DifferentiatedError(msg)
+            raise DifferentiatedError("the forward does not save the same when it runs again")
         self._number = self._next
         return output
 

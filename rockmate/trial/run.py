@@ -34,7 +34,7 @@ from rockmate._torch.fake import is_fake
 from rockmate._torch.members import module_hooks_of, modules_within
 from rockmate.budget import size_text
 from rockmate.capture.compiled_model import uncompiled
-from rockmate.capture.huggingface import switched_off
+from rockmate.capture.huggingface import training_only_features_off
 from rockmate.capture.trace_state import DifferentiatedError, nothing_saved
 from rockmate.errors import NotRepeatableError, TrialError
 from rockmate.state.call_state import CallState
@@ -97,7 +97,6 @@ class _Trial:
     def __init__(
         self, model: nn.Module, before: CallState, conditions: Conditions, steps: TrialSteps
     ) -> None:
-        """Takes the state; see `run_beside_eager`."""
         self._model, self._before = model, before
         self._conditions, self._steps = conditions, steps
         self._writes = Writes(conditions.most_bytes, conditions.largest_bytes)
@@ -109,11 +108,7 @@ class _Trial:
         )  # fmt: skip
 
     def run(self, ours: Callable[[], Any], eager: Outcome) -> Any:
-        """The output of the step, whose outcome is to be that of eager.
-
-        Raises:
-            TrialError, NotRepeatableError: see `run_beside_eager`.
-        """
+        """The output of the step, whose outcome is to be that of eager; errors as there."""
         gradients = None
         if self._conditions.has_backward and self._steps.has_time:
             gradients = self._gradients()
@@ -177,11 +172,7 @@ class _Trial:
         """Those of the differences of a step that are none from run to run, as the clock's are.
 
         What counts the runs is left, since they have changed it, and what the step has fixed.
-
-        Args:
-            found: the differences.
-            plain: outcomes of runs of the plain model.
-            step: those of the step.
+        `plain` and `step` are outcomes of the runs of both so far.
         """
 
         def varied(runs: list[Outcome]) -> set[str]:
@@ -249,7 +240,8 @@ class _Trial:
 @contextlib.contextmanager
 def _as_in(conditions: Conditions, model: nn.Module) -> Iterator[None]:
     """Runs a plain model as the step runs: uncompiled, and as it was captured."""
-    switches = switched_off(model) if conditions.is_captured else contextlib.nullcontext()
+    is_captured = conditions.is_captured
+    switches = training_only_features_off(model) if is_captured else contextlib.nullcontext()
     with switches, uncompiled(model), autocast_uncached():
         yield
 

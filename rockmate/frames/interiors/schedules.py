@@ -17,8 +17,7 @@ from rockmate.capture.roles import RoleKind
 from rockmate.costs.cost import Costs
 from rockmate.frames.interiors.gradients import casts_of
 from rockmate.frames.needs import ScheduleCost
-from rockmate.graph.blocks import Block, kind_of, wiring_of
-from rockmate.graph.ir import Graph
+from rockmate.graph.ir import Graph, Op, Storage
 from rockmate.planning.form import Form
 from rockmate.planning.search_problem import StoppingRule
 from rockmate.planning.starts import KnapsackFamily
@@ -79,8 +78,17 @@ class PlannedSchedules:
 
 def structure_of(graph: Graph) -> Hashable:
     """Equal for graphs of equal calls, which run by the same schedules."""
-    kinds = tuple([kind_of(op, frozenset()) for op in graph.ops])
-    return kinds, wiring_of(Block(tuple(graph.ops), (), None, None))
+    return tuple([(_kind_of(op), *map(_use_of, (*op.reads, *op.writes))) for op in graph.ops])
+
+
+def _kind_of(op: Op) -> Hashable:
+    is_recomputed = op.recompute_target is not None
+    return op.call_key, op.phase, is_recomputed, len(op.reads), len(op.final_gradients)
+
+
+def _use_of(storage: Storage) -> Hashable:
+    number = -1 if storage.is_static else storage.index
+    return number, storage.num_bytes, storage.is_result, storage.is_output, storage.must_recompute
 
 
 def _schedules(step: CapturedStep, costs: Costs) -> Iterator[Schedule]:

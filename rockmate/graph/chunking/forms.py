@@ -218,11 +218,6 @@ class RegionCall:
         """Returns how a call with one result runs on one chunk."""
         return ChunkedCall(forms=(rows,), **more)
 
-    def getitem(self, chunked_calls: Mapping[fx.Node, ChunkedCall]) -> ChunkedCall:
-        """Returns how a `getitem` runs: its form is that of the selected result."""
-        parent, index = self.args
-        return ChunkedCall(forms=(chunked_calls[parent].forms[index],))
-
     def require_other_dims(self, rows: Rows, dims: Iterable[int], num_dims: int) -> None:
         """Raises `InseparableError` if one of the dims runs over the rows."""
         if any(rows.start <= dim % num_dims < rows.stop for dim in dims):

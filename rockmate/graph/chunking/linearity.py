@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate.capture.nodes import calls_in
 from rockmate.graph.chunking.forms import InseparableError
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 
@@ -54,9 +55,9 @@ _SUMS = {_aten.add.Tensor, _aten.sub.Tensor}
 def dependents(gradient: fx.Node, graph: fx.Graph, *, of_shape: bool = False) -> set[fx.Node]:
     """Returns the gradient and every call whose values depend on it; with `of_shape`, its shape."""
     found = {gradient}
-    for node in graph.nodes:
+    for node in calls_in(graph):
         reads = of_shape or node.target not in _SHAPE_ONLY
-        if node.op == "call_function" and reads and not found.isdisjoint(node.all_input_nodes):
+        if reads and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.capture.nodes import reached, storage_ids
+from rockmate.capture.nodes import calls_in, reached, storage_ids
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.chunking.calls import is_fill
 from rockmate.graph.chunking.forms import (
@@ -151,10 +151,16 @@ def _region(
     large = Large(product, operand, space)
     if space.num_rows < 2:
         raise InseparableError(product, "has a single row")
+
+    def grown(
+        input_rows: Mapping[fx.Node, Rows], starts: Sequence[fx.Node]
+    ) -> tuple[list[fx.Node], dict[fx.Node, ChunkedCall]]:
+        nodes = _calls_of_region(capture, parts, input_rows, starts, space, large, sum_readers)
+        return nodes, separate(nodes, input_rows, space, sum_readers=sum_readers)
+
     starts = [product]
     while True:
-        nodes = _calls_of_region(capture, parts, input_rows, starts, space, large, sum_readers)
-        chunked_calls = separate(nodes, input_rows, space, sum_readers=sum_readers)
+        nodes, chunked_calls = grown(input_rows, starts)
         further = {
             call: operand
             for call, operand in _further_starts(chunked_calls, space, large, halves).items()
@@ -174,8 +180,7 @@ def _region(
             node: form for node in outputs if isinstance(form := chunked_calls[node].forms[0], Rows)
         }
         readers = [user for node in input_rows for user in node.users if user not in input_rows]
-        nodes = _calls_of_region(capture, parts, input_rows, readers, space, large, sum_readers)
-        chunked_calls = separate(nodes, input_rows, space, sum_readers=sum_readers)
+        nodes, chunked_calls = grown(input_rows, readers)
     forward = tuple(node for node in nodes if node in halves.forward)
     backward = tuple(node for node in nodes if node in halves.backward)
     if not forward:
@@ -250,11 +255,7 @@ def _calls_of_region(
 
     They read or write large values, or lie between two such calls in the same one of `parts`.
     """
-    calls = [
-        node
-        for node in capture.joint.graph.nodes
-        if node.op == "call_function" and node not in input_rows
-    ]
+    calls = [node for node in calls_in(capture.joint.graph) if node not in input_rows]
     members: set[fx.Node] = set(starts)
     found: set[fx.Node] = set()
     chunked_calls: dict[fx.Node, ChunkedCall] = {}

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from rockmate.capture.nodes import calls_in
 from rockmate.capture.roles import Capture
 from rockmate.graph.chunking.forms import (
     PARTIAL,
@@ -38,7 +39,7 @@ class Halves:
     """The calls of a joint graph, partitioned into forward and backward."""
 
     def __init__(self, capture: Capture) -> None:
-        calls = frozenset(capture.joint.graph.find_nodes(op="call_function"))
+        calls = frozenset(calls_in(capture.joint.graph))
         self.forward = calls & forward_nodes(capture)
         self.backward = calls - self.forward
 

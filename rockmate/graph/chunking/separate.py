@@ -62,7 +62,9 @@ def add_chunked_call(
     """Adds to `chunked_calls` and `forms` what the rule of one call gives."""
     call = RegionCall(node, forms, region, space, sum_readers)
     chunked_call = chunked_calls[node] = (
-        call.getitem(chunked_calls) if node.target is operator.getitem else rule_of(node)(call)
+        call.result(chunked_calls[node.all_input_nodes[0]].forms[call.args[1]])
+        if node.target is operator.getitem
+        else rule_of(node)(call)
     )
     if len(chunked_call.forms) == 1 and chunked_call.forms[0] is not None:
         forms[node] = chunked_call.forms[0]

@@ -46,6 +46,12 @@ _FULL_EFFORT = 10.0
 _LEAST_SHARE = 1 / 8
 # A round gains something if it takes more than this fraction off the baseline's time.
 _MIN_GAIN = 1e-5
+# Limit on the runs, in all starts together, that are shrunk by eviction. The smallest always is.
+_MAX_SHRUNK_RUNS = 10_000
+# Share of its peak by which a schedule is first shrunk in one step.
+_MAX_SHRINK_STEP = 0.06
+# Smallest such share: the step is halved after each failure, down to this.
+_MIN_SHRINK_STEP = 0.01
 
 
 class LocalSearch:
@@ -53,21 +59,18 @@ class LocalSearch:
 
     Attributes:
         problem: the graph with its baseline, starts and refiner.
-        min_peak: the schedules of small peaks.
-        traces: the log of the search for each budget, by budget.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
-        self.min_peak = MinPeakPool(self.problem)
-        self.traces: dict[int, SearchTrace] = {}
+        self._traces: dict[int, SearchTrace] = {}
         self._solved: dict[int, Candidate] = {}
         self._initial: dict[int, Candidate] = {}
         self._relaxed: dict[int, Candidate | None] = {}
 
     def minimum(self) -> Candidate:
         """See `Searcher`."""
-        return self.min_peak.minimum()
+        return min(self._small, key=by_peak)
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest schedule found with a simulated peak of at most `budget_bytes`.
@@ -97,7 +100,7 @@ class LocalSearch:
         if budget_bytes < self.minimum().peak_bytes:
             return self.best_within(budget_bytes)
         if budget_bytes not in self._initial:
-            best = feasible(self.min_peak.candidates, budget_bytes)[0]
+            best = feasible(self._small, budget_bytes)[0]
             self._note("smallest peaks", best, budget_bytes)
             self._initial[budget_bytes] = self._from_starts(
                 best, self._quick_starts(budget_bytes), budget_bytes
@@ -159,13 +162,13 @@ class LocalSearch:
 
     def _note(self, source: str, candidate: Candidate, budget_bytes: int) -> None:
         """Logs a stage of the search for a budget."""
-        if budget_bytes not in self.traces:
-            self.traces[budget_bytes] = SearchTrace(
+        if budget_bytes not in self._traces:
+            self._traces[budget_bytes] = SearchTrace(
                 budget_bytes=budget_bytes,
                 baseline_ms=self.problem.baseline.time_ms,
                 bound_ms=self.problem.starts.bound_ms(budget_bytes),
             )
-        self.traces[budget_bytes].note(source, candidate)
+        self._traces[budget_bytes].note(source, candidate)
 
     # --- starts ---
 
@@ -223,37 +226,17 @@ class LocalSearch:
             num_idle = 0 if is_gain else num_idle + 1
         return best
 
-
-# Limit on the runs, in all starts together, that are shrunk by eviction. The smallest always is.
-_MAX_SHRUNK_RUNS = 10_000
-# Share of its peak by which a schedule is first shrunk in one step.
-_MAX_SHRINK_STEP = 0.06
-# Smallest such share: the step is halved after each failure, down to this.
-_MIN_SHRINK_STEP = 0.01
-
-
-class MinPeakPool:
-    """Schedules of small peaks: warm starts, with values evicted until no eviction helps.
-
-    Op times are measured and differ a little from planner to planner. The set of feasible budgets
-    must not: a minimum that one planner names has to work in the next. So all of this search counts
-    ops instead of timing them, and gives equal schedules for equal graphs.
-
-    Args:
-        problem: the graph, its baseline and its warm starts.
-    """
-
-    def __init__(self, problem: SearchProblem) -> None:
-        self._problem = problem
-
-    def minimum(self) -> Candidate:
-        """The schedule with the smallest peak."""
-        return min(self.candidates, key=by_peak)
+    # --- smallest peaks ---
 
     @cached_property
-    def candidates(self) -> list[Candidate]:
-        """The baseline, the warm starts, and the schedules that all of these shrink to."""
-        problem = self._problem
+    def _small(self) -> list[Candidate]:
+        """Schedules of small peaks: baseline and warm starts, and what evictions shrink them to.
+
+        Op times are measured and differ a little from planner to planner. The set of feasible
+        budgets must not: a minimum that one planner names has to work in the next. So all of this
+        counts ops instead of timing them, and gives equal schedules for equal graphs.
+        """
+        problem = self.problem
         found = [problem.baseline, *map(problem.refiner.evaluate, problem.starts.small())]
         in_order = sorted(
             found, key=lambda candidate: (candidate.peak_bytes, len(candidate.schedule.steps))
@@ -269,10 +252,10 @@ class MinPeakPool:
     def _shrink(self, candidate: Candidate) -> list[Candidate]:
         """The schedules of falling peaks that evictions make of a candidate."""
         found, share = list[Candidate](), _MAX_SHRINK_STEP
-        costs = unit_times(self._problem.costs)
+        costs = unit_times(self.problem.costs)
         while share >= _MIN_SHRINK_STEP:
             budget_bytes = int(candidate.peak_bytes * (1 - share))
-            smaller = self._problem.refiner.repair(candidate, budget_bytes, costs)
+            smaller = self.problem.refiner.repair(candidate, budget_bytes, costs)
             if smaller is None:
                 share /= 2
             else:

@@ -32,7 +32,7 @@ from rockmate.offload.weight_home import named_weights
 from rockmate.planning.candidate import Candidate, around_best, by_time
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.strategies import DEFAULT, UNMOVED
-from rockmate.schedule.fetch import Fetch
+from rockmate.schedule.move import Fetch
 from rockmate.schedule.simulate import simulate
 
 # Budgets of activations that are tried: shares of the baseline's peak, each the last one divided by

@@ -24,7 +24,6 @@ class Form(Searches):
 
     Args:
         step: as captured, with fused kernels, with other layouts, or in chunks.
-        costs: of its ops.
         rule: when the search of the default strategy ends; None for no limit.
     """
 

@@ -23,7 +23,7 @@ References: iterated local search (Lourenco, Martin and Stützle 2003).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
 from rockmate._util import progress_bar
@@ -59,14 +59,16 @@ class LocalSearch:
 
     Attributes:
         problem: the graph with its baseline, starts and refiner.
+        relaxed: gives the relaxation's schedule within a budget, which may need more; None if there
+            is none.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
         self._traces: dict[int, SearchTrace] = {}
-        self._solved: dict[int, Candidate] = {}
-        self._initial: dict[int, Candidate] = {}
-        self._relaxed: dict[int, Candidate | None] = {}
+        self._solved = cache(self._solve)
+        self._initial = cache(self._find_initial)
+        self.relaxed = cache(self._relaxation)
 
     def minimum(self) -> Candidate:
         """See `Searcher`."""
@@ -84,28 +86,22 @@ class LocalSearch:
                 return None
             best = self.best_within(minimum_bytes)
             return best if best and best.peak_bytes <= budget_bytes else None
-        if budget_bytes not in self._solved:
-            self._solved[budget_bytes] = self._solve(budget_bytes)
-        return self._solved[budget_bytes]
+        return self._solved(budget_bytes)
 
-    def relaxed(self, budget_bytes: int) -> Candidate | None:
-        """The relaxation's schedule, which may need more than the budget; None if there is none."""
-        if budget_bytes not in self._relaxed:
-            schedule = self.problem.starts.from_relaxation(budget_bytes)
-            self._relaxed[budget_bytes] = schedule and self.problem.refiner.evaluate(schedule)
-        return self._relaxed[budget_bytes]
+    def _relaxation(self, budget_bytes: int) -> Candidate | None:
+        schedule = self.problem.starts.from_relaxation(budget_bytes)
+        return schedule and self.problem.refiner.evaluate(schedule)
 
     def initial_within(self, budget_bytes: int) -> Candidate | None:
         """The incumbent after the starts that take milliseconds; None as for `best_within`."""
         if budget_bytes < self.minimum().peak_bytes:
             return self.best_within(budget_bytes)
-        if budget_bytes not in self._initial:
-            best = feasible(self._small, budget_bytes)[0]
-            self._note("smallest peaks", best, budget_bytes)
-            self._initial[budget_bytes] = self._from_starts(
-                best, self._quick_starts(budget_bytes), budget_bytes
-            )
-        return self._initial[budget_bytes]
+        return self._initial(budget_bytes)
+
+    def _find_initial(self, budget_bytes: int) -> Candidate:
+        best = feasible(self._small, budget_bytes)[0]
+        self._note("smallest peaks", best, budget_bytes)
+        return self._from_starts(best, self._quick_starts(budget_bytes), budget_bytes)
 
     def best_within_each(
         self, budgets: Iterable[int], *, progress: bool = False

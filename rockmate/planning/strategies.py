@@ -94,8 +94,6 @@ class Searches:
       "recompute" and "bitwise" are it, too.
 
     Args:
-        graph: ops and storages.
-        costs: of its ops.
         rule: when the local search ends, and how long "checkmate" may take for each budget; None
             for the default tolerance and no limit.
     """

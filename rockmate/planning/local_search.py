@@ -65,7 +65,7 @@ class LocalSearch:
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
-        self._traces: dict[int, SearchTrace] = {}
+        self._trace = cache(self._new_trace)
         self._solved = cache(self._solve)
         self._initial = cache(self._find_initial)
         self.relaxed = cache(self._relaxation)
@@ -100,7 +100,7 @@ class LocalSearch:
 
     def _find_initial(self, budget_bytes: int) -> Candidate:
         best = feasible(self._small, budget_bytes)[0]
-        self._note("smallest peaks", best, budget_bytes)
+        self._trace(budget_bytes).note("smallest peaks", best)
         return self._from_starts(best, self._quick_starts(budget_bytes), budget_bytes)
 
     def best_within_each(
@@ -156,15 +156,12 @@ class LocalSearch:
             best = self._from_starts(best, [("neighbour", neighbour)], budget_bytes)
         return self._from_rounds(best, budget_bytes, share)
 
-    def _note(self, source: str, candidate: Candidate, budget_bytes: int) -> None:
-        """Logs a stage of the search for a budget."""
-        if budget_bytes not in self._traces:
-            self._traces[budget_bytes] = SearchTrace(
-                budget_bytes=budget_bytes,
-                baseline_ms=self.problem.baseline.time_ms,
-                bound_ms=self.problem.starts.bound_ms(budget_bytes),
-            )
-        self._traces[budget_bytes].note(source, candidate)
+    def _new_trace(self, budget_bytes: int) -> SearchTrace:
+        return SearchTrace(
+            budget_bytes=budget_bytes,
+            baseline_ms=self.problem.baseline.time_ms,
+            bound_ms=self.problem.starts.bound_ms(budget_bytes),
+        )
 
     # --- starts ---
 
@@ -179,7 +176,7 @@ class LocalSearch:
             if start.peak_bytes <= budget_bytes or start.time_ms < best.time_ms:
                 refined = self.problem.refiner.repair_and_refine(start, budget_bytes)
                 best = fastest(best, refined)
-            self._note(source, best, budget_bytes)
+            self._trace(budget_bytes).note(source, best)
         return best
 
     def _quick_starts(self, budget_bytes: int) -> Iterator[tuple[str, Candidate]]:
@@ -218,7 +215,7 @@ class LocalSearch:
                 and found.time_ms < best.time_ms - _MIN_GAIN * problem.baseline.time_ms
             )
             best = fastest(best, found)
-            self._note(source, best, budget_bytes)
+            self._trace(budget_bytes).note(source, best)
             num_idle = 0 if is_gain else num_idle + 1
         return best
 

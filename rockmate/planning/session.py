@@ -176,7 +176,7 @@ class PlanningSession:
 
         It is the same on all ranks that plan for the same step, whatever times they measure.
         """
-        return self._forms.captured.text
+        return self._step.text
 
     @cached_property
     def minimum_peak_bytes(self) -> int:
@@ -390,7 +390,7 @@ class PlanningSession:
             return self._forms.bound_of(budget_bytes)(budget_bytes)
 
     def _as_plan(self, budget_bytes: int, strategy: str, form: Form, candidate: Candidate) -> Plan:
-        broken = broken_mark(form.snapshot, candidate.schedule)
+        broken = broken_mark(form.step.snapshot, candidate.schedule)
         assert not broken, f"the search broke a mark: {broken}"
         return Plan(
             budget_bytes=budget_bytes - candidate.resident_bytes,
@@ -402,7 +402,7 @@ class PlanningSession:
             schedule=candidate.schedule,
             simulation=candidate.simulation,
             costs=form.costs,
-            snapshot=form.snapshot,
+            snapshot=form.step.snapshot,
             chain=form.chain,
             options=form.step.options,
             find_notes=self._forms.notes(form, budget_bytes),

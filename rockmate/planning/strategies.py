@@ -7,7 +7,7 @@ simulator judges each by its peak, and nothing is repaired or refined.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cache, cached_property
 from math import isqrt
 from typing import Protocol
 
@@ -101,7 +101,7 @@ class Searches:
     def __init__(self, graph: Graph, costs: Costs, rule: StoppingRule | None = None) -> None:
         self.graph, self.costs = graph, costs
         self._rule = rule or StoppingRule()
-        self._made: dict[str, Searcher] = {}
+        self._made = cache(self._new_search)
 
     def with_graph(self, graph: Graph, costs: Costs) -> Searches:
         """The searches of another graph of the same ops."""
@@ -152,9 +152,7 @@ class Searches:
         check_choice("strategy", strategy, STRATEGIES)
         if strategy in (DEFAULT, UNMOVED, BITWISE):
             return self.local_search
-        if strategy not in self._made:
-            self._made[strategy] = self._new_search(strategy)
-        return self._made[strategy]
+        return self._made(strategy)
 
     def _new_search(self, strategy: str) -> Searcher:
         if strategy == "checkmate":

@@ -71,7 +71,7 @@ class LocalSearch:
         self.relaxed = cache(self._relaxation)
 
     def minimum(self) -> Candidate:
-        """See `Searcher`."""
+        """The schedule with the smallest peak."""
         return min(self._small, key=by_peak)
 
     def best_within(self, budget_bytes: int) -> Candidate | None:

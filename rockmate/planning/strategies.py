@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cache, cached_property
 from math import isqrt
-from typing import Protocol
 
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.costs.cost import Costs
@@ -36,21 +35,6 @@ UNMOVED = "recompute"
 BITWISE = "bitwise"
 
 
-class Searcher(Protocol):
-    """A search for the fastest schedule within any budget."""
-
-    def best_within(self, budget_bytes: int) -> Candidate | None:
-        """The fastest schedule found with a simulated peak of at most `budget_bytes`.
-
-        None if the budget is below the minimum.
-        """
-        ...
-
-    def minimum(self) -> Candidate:
-        """The candidate with the smallest peak."""
-        ...
-
-
 class FamilySearch:
     """The choice among the baseline and the schedules of a family, none of them changed."""
 
@@ -59,12 +43,16 @@ class FamilySearch:
         self._candidates = [evaluate(graph, schedule, costs) for schedule in schedules]
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
-        """See `Searcher`."""
+        """The fastest candidate with a peak of at most `budget_bytes`; None if there is none."""
         return next(iter(feasible(self._candidates, budget_bytes)), None)
 
     def minimum(self) -> Candidate:
-        """See `Searcher`."""
+        """The candidate with the smallest peak."""
         return min(self._candidates, key=by_peak)
+
+
+Searcher = LocalSearch | CheckmateSearch | FamilySearch
+"""A search for the fastest schedule within any budget."""
 
 
 def chen_schedule(graph: Graph, chain: BlockChain) -> Schedule:

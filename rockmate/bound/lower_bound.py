@@ -62,21 +62,13 @@ class LowerBound:
     """Lower bounds on the time of one graph's schedules.
 
     Attributes:
-        graph: as given.
-        costs: as given.
         forced: ops of the forward that every schedule recomputes, since marks ask for it.
         base_ms: the time of all first runs and of forced recomputations.
         program_points: the points of the backward.
     """
 
     def __init__(self, graph: Graph, costs: Costs, baseline_ms: float) -> None:
-        """Computes nothing yet.
-
-        Args:
-            graph: ops and storages.
-            costs: costs of the ops.
-            baseline_ms: time of every op's first run together.
-        """
+        """Computes nothing yet; `baseline_ms` is the time of every op's first run together."""
         self.graph = graph
         self.costs = costs
         # What every schedule takes: all first runs, and the recomputations that marks ask for.

@@ -21,6 +21,7 @@ The proof is in docs/internals/algorithms.md.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from math import inf
 
 from checkmate import Knapsack, Status
@@ -53,7 +54,7 @@ class MovedBound:
 
     def __init__(self, unmoved: LowerBound, request: OffloadRequest) -> None:
         self._unmoved, self._request = unmoved, request
-        self._known: dict[int, tuple[float, frozenset[int]]] = {}
+        self._within = cache(self._solved)
 
     def bound_ms(self, budget_bytes: int) -> float:
         """See `LowerBound.bound_ms`."""
@@ -71,13 +72,8 @@ class MovedBound:
         """
         return self._within(budget_bytes)[1]
 
-    def _within(self, budget_bytes: int) -> tuple[float, frozenset[int]]:
-        """The bound of a budget, and what moves at the first point."""
-        if budget_bytes not in self._known:
-            self._known[budget_bytes] = self._solved(budget_bytes)
-        return self._known[budget_bytes]
-
     def _solved(self, budget_bytes: int) -> tuple[float, frozenset[int]]:
+        """The bound of a budget, and what moves at the first point."""
         bound, base_ms, link = self._unmoved, self._unmoved.base_ms, self._unmoved.costs.link
         if not bound.points:
             return base_ms, frozenset()
@@ -138,17 +134,17 @@ class _PointProgram:
 
     def _demand_reads(self) -> None:
         """Demands what is read behind the point, and what a recomputation reads."""
-        ways: dict[int, list[Variable]] = {value: [each] for value, each in self._saved.items()}
+        makers: dict[int, list[Variable]] = {value: [each] for value, each in self._saved.items()}
         for index, run in self._runs.items():
             for value in self._problem.ops[index].outputs:
-                ways[value].append(run)
+                makers[value].append(run)
         for value, each in self._moved.items():
-            ways[value].append(each)
+            makers[value].append(each)
         for value in self._problem.required:
-            self._program.at_most(dict.fromkeys(ways[value], -1.0), -1.0)
+            self._program.at_most(dict.fromkeys(makers[value], -1.0), -1.0)
         for index, run in self._runs.items():
             for value in self._problem.ops[index].inputs:
-                self._program.at_most({run: 1.0, **dict.fromkeys(ways[value], -1.0)}, 0.0)
+                self._program.at_most({run: 1.0, **dict.fromkeys(makers[value], -1.0)}, 0.0)
 
     def limit_bytes(self, room_bytes: int, host_bytes: int | None) -> None:
         """Limits what is saved, and what is moved."""

@@ -51,8 +51,6 @@ class ProgramPoints:
     """The program points of one graph.
 
     Attributes:
-        graph: ops and storages.
-        costs: costs of the ops.
         runs: the late and backward ops that run in every schedule.
     """
 

@@ -6,8 +6,7 @@ It shares no code with liveness, the simulator or the search.
 from __future__ import annotations
 
 from rockmate.graph.snapshot import SnapshotOp, StepSnapshot, StorageKind
-from rockmate.schedule.fetch import broken_fetch
-from rockmate.schedule.move import MoveError, MoveWalk
+from rockmate.schedule.move import MoveError, MoveWalk, broken_fetch
 from rockmate.schedule.schedule import Schedule
 
 

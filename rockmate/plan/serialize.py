@@ -38,8 +38,7 @@ from rockmate.graph.step_options import StepOptions
 from rockmate.plan.faults import fault_of
 from rockmate.plan.record import ChunkingNote, ChunkingNotes, PlanRecord
 from rockmate.plan.residency import Residency
-from rockmate.schedule.fetch import Fetch
-from rockmate.schedule.move import Move
+from rockmate.schedule.move import Fetch, Move
 from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.schedule import Schedule
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from checkmate import StagedOp, StagedProblem, StagedSolution, Status, solve_staged
 from rockmate.costs.cost import Costs
@@ -29,8 +30,6 @@ class CheckmateSearch:
     """One solve for each budget, when it is asked for.
 
     Args:
-        graph: ops and storages.
-        costs: of its ops.
         time_limit_s: limit on the solve of one budget.
         order: all ops of the step in the order of their first runs; by default the graph's.
 
@@ -60,8 +59,7 @@ class CheckmateSearch:
         self._baseline = evaluate(graph, baseline_schedule(graph), costs)
         steps = self._baseline.schedule.steps
         self.problem = self._staged_problem(order or [graph.ops[index] for index in steps])
-        self._solved: dict[int, Candidate | None] = {}
-        self._minimum: Candidate | None = None
+        self._solved, self.minimum = cache(self._solve_candidate), cache(self._find_minimum)
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """The optimum of the staged program; where that is infeasible, the minimum if it fits.
@@ -80,9 +78,7 @@ class CheckmateSearch:
     def _optimum(self, budget_bytes: int) -> Candidate | None:
         if budget_bytes >= self._baseline.peak_bytes:
             return self._baseline
-        if budget_bytes not in self._solved:
-            self._solved[budget_bytes] = self._solve_candidate(budget_bytes)
-        return self._solved[budget_bytes]
+        return self._solved(budget_bytes)
 
     def _solve_candidate(self, budget_bytes: int) -> Candidate | None:
         solution = self.solve(budget_bytes)
@@ -109,20 +105,18 @@ class CheckmateSearch:
             first_recompute_op=self._border + 1,
         )
 
-    def minimum(self) -> Candidate:
+    def _find_minimum(self) -> Candidate:
         """A schedule near the smallest peak, by bisection.
 
         Raises:
             SolverLimitError: as for `best_within`.
         """
-        if self._minimum is None:
-            smallest, low = self._baseline, 0
-            while smallest.peak_bytes - low > _MIN_PEAK_TOLERANCE * self._baseline.peak_bytes:
-                middle = (low + smallest.peak_bytes) // 2
-                found = self._optimum(middle)
-                smallest, low = (smallest, middle) if found is None else (found, low)
-            self._minimum = smallest
-        return self._minimum
+        smallest, low = self._baseline, 0
+        while smallest.peak_bytes - low > _MIN_PEAK_TOLERANCE * self._baseline.peak_bytes:
+            middle = (low + smallest.peak_bytes) // 2
+            found = self._optimum(middle)
+            smallest, low = (smallest, middle) if found is None else (found, low)
+        return smallest
 
     def candidate(self, solution: StagedSolution) -> Candidate:
         """The schedule of a solution that has one."""

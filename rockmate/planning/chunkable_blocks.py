@@ -12,7 +12,7 @@ from math import ceil, inf
 
 from rockmate.capture.options import Numerics
 from rockmate.graph.chunking.blocks import Blocks
-from rockmate.graph.chunking.chunks import Chunks
+from rockmate.graph.chunking.chunks import Chunks, separable_blocks
 from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.plan.record import ChunkingNote, ChunkingNotes
 from rockmate.planning.candidate import Candidate
@@ -57,7 +57,7 @@ class ChunkableBlocks:
 
     @cached_property
     def _separable(self) -> Blocks:
-        return self._step.separable_blocks(least_bytes=ceil(self._min_bytes))
+        return separable_blocks(self._step.capture, least_bytes=ceil(self._min_bytes))
 
     @property
     def loss(self) -> Region | Refusal:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from rockmate.costs.cost import Costs
 from rockmate.graph.ir import Graph
-from rockmate.graph.snapshot import SnapshotChain, StepSnapshot
+from rockmate.graph.snapshot import SnapshotChain
 from rockmate.graph.snapshot_capture import snapshot_chain
 from rockmate.planning.candidate import Candidate
 from rockmate.planning.search_problem import StoppingRule
@@ -24,23 +24,12 @@ class Form(Searches):
 
     Args:
         step: as captured, with fused kernels, with other layouts, or in chunks.
-        costs: of its ops.
         rule: when the search of the default strategy ends; None for no limit.
     """
 
     def __init__(self, step: CapturedStep, costs: Costs, rule: StoppingRule | None = None) -> None:
         super().__init__(step.graph, costs, rule)
         self.step = step
-
-    @property
-    def snapshot(self) -> StepSnapshot:
-        """The step as plain values."""
-        return self.step.snapshot
-
-    @property
-    def text(self) -> str:
-        """Tells the step and its options, whatever its costs."""
-        return self.snapshot.text(self.step.options)
 
     @cached_property
     def chain(self) -> SnapshotChain:

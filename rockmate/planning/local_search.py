@@ -23,7 +23,7 @@ References: iterated local search (Lourenco, Martin and Stützle 2003).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 
 from rockmate._util import progress_bar
@@ -46,6 +46,12 @@ _FULL_EFFORT = 10.0
 _LEAST_SHARE = 1 / 8
 # A round gains something if it takes more than this fraction off the baseline's time.
 _MIN_GAIN = 1e-5
+# Limit on the runs, in all starts together, that are shrunk by eviction. The smallest always is.
+_MAX_SHRUNK_RUNS = 10_000
+# Share of its peak by which a schedule is first shrunk in one step.
+_MAX_SHRINK_STEP = 0.06
+# Smallest such share: the step is halved after each failure, down to this.
+_MIN_SHRINK_STEP = 0.01
 
 
 class LocalSearch:
@@ -53,21 +59,20 @@ class LocalSearch:
 
     Attributes:
         problem: the graph with its baseline, starts and refiner.
-        min_peak: the schedules of small peaks.
-        traces: the log of the search for each budget, by budget.
+        relaxed: gives the relaxation's schedule within a budget, which may need more; None if there
+            is none.
     """
 
     def __init__(self, problem: SearchProblem) -> None:
         self.problem = problem
-        self.min_peak = MinPeakPool(self.problem)
-        self.traces: dict[int, SearchTrace] = {}
-        self._solved: dict[int, Candidate] = {}
-        self._initial: dict[int, Candidate] = {}
-        self._relaxed: dict[int, Candidate | None] = {}
+        self._trace = cache(self._new_trace)
+        self._solved = cache(self._solve)
+        self._initial = cache(self._find_initial)
+        self.relaxed = cache(self._relaxation)
 
     def minimum(self) -> Candidate:
-        """See `Searcher`."""
-        return self.min_peak.minimum()
+        """The schedule with the smallest peak."""
+        return min(self._small, key=by_peak)
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
         """The fastest schedule found with a simulated peak of at most `budget_bytes`.
@@ -81,28 +86,22 @@ class LocalSearch:
                 return None
             best = self.best_within(minimum_bytes)
             return best if best and best.peak_bytes <= budget_bytes else None
-        if budget_bytes not in self._solved:
-            self._solved[budget_bytes] = self._solve(budget_bytes)
-        return self._solved[budget_bytes]
+        return self._solved(budget_bytes)
 
-    def relaxed(self, budget_bytes: int) -> Candidate | None:
-        """The relaxation's schedule, which may need more than the budget; None if there is none."""
-        if budget_bytes not in self._relaxed:
-            schedule = self.problem.starts.from_relaxation(budget_bytes)
-            self._relaxed[budget_bytes] = schedule and self.problem.refiner.evaluate(schedule)
-        return self._relaxed[budget_bytes]
+    def _relaxation(self, budget_bytes: int) -> Candidate | None:
+        schedule = self.problem.starts.from_relaxation(budget_bytes)
+        return schedule and self.problem.refiner.evaluate(schedule)
 
     def initial_within(self, budget_bytes: int) -> Candidate | None:
         """The incumbent after the starts that take milliseconds; None as for `best_within`."""
         if budget_bytes < self.minimum().peak_bytes:
             return self.best_within(budget_bytes)
-        if budget_bytes not in self._initial:
-            best = feasible(self.min_peak.candidates, budget_bytes)[0]
-            self._note("smallest peaks", best, budget_bytes)
-            self._initial[budget_bytes] = self._from_starts(
-                best, self._quick_starts(budget_bytes), budget_bytes
-            )
-        return self._initial[budget_bytes]
+        return self._initial(budget_bytes)
+
+    def _find_initial(self, budget_bytes: int) -> Candidate:
+        best = feasible(self._small, budget_bytes)[0]
+        self._trace(budget_bytes).note("smallest peaks", best)
+        return self._from_starts(best, self._quick_starts(budget_bytes), budget_bytes)
 
     def best_within_each(
         self, budgets: Iterable[int], *, progress: bool = False
@@ -157,15 +156,12 @@ class LocalSearch:
             best = self._from_starts(best, [("neighbour", neighbour)], budget_bytes)
         return self._from_rounds(best, budget_bytes, share)
 
-    def _note(self, source: str, candidate: Candidate, budget_bytes: int) -> None:
-        """Logs a stage of the search for a budget."""
-        if budget_bytes not in self.traces:
-            self.traces[budget_bytes] = SearchTrace(
-                budget_bytes=budget_bytes,
-                baseline_ms=self.problem.baseline.time_ms,
-                bound_ms=self.problem.starts.bound_ms(budget_bytes),
-            )
-        self.traces[budget_bytes].note(source, candidate)
+    def _new_trace(self, budget_bytes: int) -> SearchTrace:
+        return SearchTrace(
+            budget_bytes=budget_bytes,
+            baseline_ms=self.problem.baseline.time_ms,
+            bound_ms=self.problem.starts.bound_ms(budget_bytes),
+        )
 
     # --- starts ---
 
@@ -180,7 +176,7 @@ class LocalSearch:
             if start.peak_bytes <= budget_bytes or start.time_ms < best.time_ms:
                 refined = self.problem.refiner.repair_and_refine(start, budget_bytes)
                 best = fastest(best, refined)
-            self._note(source, best, budget_bytes)
+            self._trace(budget_bytes).note(source, best)
         return best
 
     def _quick_starts(self, budget_bytes: int) -> Iterator[tuple[str, Candidate]]:
@@ -219,41 +215,21 @@ class LocalSearch:
                 and found.time_ms < best.time_ms - _MIN_GAIN * problem.baseline.time_ms
             )
             best = fastest(best, found)
-            self._note(source, best, budget_bytes)
+            self._trace(budget_bytes).note(source, best)
             num_idle = 0 if is_gain else num_idle + 1
         return best
 
-
-# Limit on the runs, in all starts together, that are shrunk by eviction. The smallest always is.
-_MAX_SHRUNK_RUNS = 10_000
-# Share of its peak by which a schedule is first shrunk in one step.
-_MAX_SHRINK_STEP = 0.06
-# Smallest such share: the step is halved after each failure, down to this.
-_MIN_SHRINK_STEP = 0.01
-
-
-class MinPeakPool:
-    """Schedules of small peaks: warm starts, with values evicted until no eviction helps.
-
-    Op times are measured and differ a little from planner to planner. The set of feasible budgets
-    must not: a minimum that one planner names has to work in the next. So all of this search counts
-    ops instead of timing them, and gives equal schedules for equal graphs.
-
-    Args:
-        problem: the graph, its baseline and its warm starts.
-    """
-
-    def __init__(self, problem: SearchProblem) -> None:
-        self._problem = problem
-
-    def minimum(self) -> Candidate:
-        """The schedule with the smallest peak."""
-        return min(self.candidates, key=by_peak)
+    # --- smallest peaks ---
 
     @cached_property
-    def candidates(self) -> list[Candidate]:
-        """The baseline, the warm starts, and the schedules that all of these shrink to."""
-        problem = self._problem
+    def _small(self) -> list[Candidate]:
+        """Schedules of small peaks: baseline and warm starts, and what evictions shrink them to.
+
+        Op times are measured and differ a little from planner to planner. The set of feasible
+        budgets must not: a minimum that one planner names has to work in the next. So all of this
+        counts ops instead of timing them, and gives equal schedules for equal graphs.
+        """
+        problem = self.problem
         found = [problem.baseline, *map(problem.refiner.evaluate, problem.starts.small())]
         in_order = sorted(
             found, key=lambda candidate: (candidate.peak_bytes, len(candidate.schedule.steps))
@@ -269,10 +245,10 @@ class MinPeakPool:
     def _shrink(self, candidate: Candidate) -> list[Candidate]:
         """The schedules of falling peaks that evictions make of a candidate."""
         found, share = list[Candidate](), _MAX_SHRINK_STEP
-        costs = unit_times(self._problem.costs)
+        costs = unit_times(self.problem.costs)
         while share >= _MIN_SHRINK_STEP:
             budget_bytes = int(candidate.peak_bytes * (1 - share))
-            smaller = self._problem.refiner.repair(candidate, budget_bytes, costs)
+            smaller = self.problem.refiner.repair(candidate, budget_bytes, costs)
             if smaller is None:
                 share /= 2
             else:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -76,8 +77,7 @@ class MoveFinder:
     """Finds moves for schedules of one graph.
 
     Args:
-        graph: the ops.
-        costs: of its ops, with the rates of the link.
+        costs: with the rates of the link.
         request: where values move to.
     """
 
@@ -89,7 +89,7 @@ class MoveFinder:
         self._movable = movable_storages(graph, request.device_type)
         # A smaller value takes less time to copy than to begin with it.
         self._min_bytes = max(_MIN_BYTES, self._link.latency_ms * self._link.out_gb_per_s * 1e6)
-        self._profiles: dict[Schedule, _Profile] = {}
+        self._profile = cache(self._new_profile)
 
     def least_peak(self, schedule: Schedule, simulation: Simulation) -> int:
         """The smallest peak to which moves bring a schedule, as far as `within` finds them."""
@@ -133,11 +133,6 @@ class MoveFinder:
             self._host_bytes * self._graph.num_in_flight
         )
         return (moved, found) if found.peak_bytes <= budget_bytes and is_within else None
-
-    def _profile(self, schedule: Schedule, simulation: Simulation) -> _Profile:
-        if schedule not in self._profiles:
-            self._profiles[schedule] = self._new_profile(schedule, simulation)
-        return self._profiles[schedule]
 
     def _new_profile(self, schedule: Schedule, simulation: Simulation) -> _Profile:
         def_use = schedule.def_use or DefUse.of(op_def_use(self._graph), *schedule.order)

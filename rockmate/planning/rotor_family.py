@@ -29,9 +29,6 @@ class RotorFamily:
     """Rotor's table over the blocks of a graph.
 
     Args:
-        graph: ops and storages.
-        chain: its blocks.
-        costs: of its ops.
         max_bytes: the largest budget that matters; 0 if the smallest peak alone does.
     """
 

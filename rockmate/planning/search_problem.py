@@ -26,8 +26,6 @@ class SearchProblem:
         backward: late and backward ops in the baseline's order; None for the graph's order.
 
     Attributes:
-        graph: ops and storages.
-        costs: of its ops.
         starts: the schedules to begin with, and the lower bound.
         rule: when the search ends; by default at the default tolerance, without limit.
         refiner: repairs and refines schedules of the graph.

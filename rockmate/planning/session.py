@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any, Self
 
 from torch import nn
@@ -142,7 +142,12 @@ class PlanningSession:
         self.timings, self.numerics = dict[str, float](), options.numerics
         self._rule = StoppingRule(options.gap_tolerance, options.time_limit_s)
         self._plans: dict[tuple[int, str], Plan] = {}
-        self._mark_advice: dict[str, str] = {}
+        # What the smallest peak would be without each of the marks; empty if there are none.
+        self._mark_advice = cache(
+            lambda strategy: advice_on_marks(
+                self._forms.captured, strategy, self._rule.time_limit_s
+            )
+        )
         self._offload = options.moves
         costs_of = costs_from(machine, self._offload, progress=options.progress)
 
@@ -171,7 +176,7 @@ class PlanningSession:
 
         It is the same on all ranks that plan for the same step, whatever times they measure.
         """
-        return self._forms.captured.text
+        return self._step.text
 
     @cached_property
     def minimum_peak_bytes(self) -> int:
@@ -222,7 +227,8 @@ class PlanningSession:
                 where=smallest.peak_place(),
                 slowdown=smallest.predicted_ratio,
             )
-            advice = self._advice_on_marks(strategy)
+            with gc_paused():
+                advice = self._mark_advice(strategy)
             raise error.advised(advice) if advice else error
         logger.warning(
             "no schedule fits the budget of %s, so the plan takes the smallest peak found, %s, "
@@ -262,15 +268,6 @@ class PlanningSession:
             chosen.predicted_ratio,
         )
         return chosen
-
-    def _advice_on_marks(self, strategy: str) -> str:
-        """What the smallest peak would be without each of the marks; empty if there are none."""
-        if strategy not in self._mark_advice:
-            with gc_paused():
-                self._mark_advice[strategy] = advice_on_marks(
-                    self._forms.captured, strategy, self._rule.time_limit_s
-                )
-        return self._mark_advice[strategy]
 
     def _plan_within(self, budget_bytes: int, strategy: str) -> Plan | None:
         if (budget_bytes, strategy) not in self._plans:
@@ -393,7 +390,7 @@ class PlanningSession:
             return self._forms.bound_of(budget_bytes)(budget_bytes)
 
     def _as_plan(self, budget_bytes: int, strategy: str, form: Form, candidate: Candidate) -> Plan:
-        broken = broken_mark(form.snapshot, candidate.schedule)
+        broken = broken_mark(form.step.snapshot, candidate.schedule)
         assert not broken, f"the search broke a mark: {broken}"
         return Plan(
             budget_bytes=budget_bytes - candidate.resident_bytes,
@@ -405,7 +402,7 @@ class PlanningSession:
             schedule=candidate.schedule,
             simulation=candidate.simulation,
             costs=form.costs,
-            snapshot=form.snapshot,
+            snapshot=form.step.snapshot,
             chain=form.chain,
             options=form.step.options,
             find_notes=self._forms.notes(form, budget_bytes),

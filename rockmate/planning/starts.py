@@ -26,11 +26,7 @@ _NUM_SMALL = 6
 class WarmStarts:
     """Warm starts from the relaxation, the knapsack and, of the smallest peak, Rotor.
 
-    Args:
-        graph: ops and storages.
-        chain: its blocks, whose backward runs in their order.
-        costs: of its ops.
-        lower_bound: of its schedules' times.
+    The backward runs in the order of the chain's blocks.
     """
 
     def __init__(
@@ -75,12 +71,7 @@ class KnapsackFamily:
     Such a schedule saves a set of values and recomputes all others once, as late as possible. The
     set is on the convex hull of the precedence-constrained knapsack (`checkmate`), so no set of the
     same bytes takes less recompute time. The knapsack does not see peaks, and it cannot recompute a
-    value twice.
-
-    Args:
-        graph: ops and storages.
-        chain: its blocks, whose backward runs in their order.
-        costs: of its ops.
+    value twice. The backward runs in the order of the chain's blocks.
     """
 
     def __init__(self, graph: Graph, chain: BlockChain, costs: Costs) -> None:

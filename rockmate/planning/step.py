@@ -21,8 +21,7 @@ from rockmate.errors import PlanMismatchError
 from rockmate.fusion.report import COMPILE_LIMIT_S
 from rockmate.fusion.rewrite import Fusion
 from rockmate.graph.build import build_graph
-from rockmate.graph.chunking.blocks import Blocks
-from rockmate.graph.chunking.chunks import Chunks, chunk_loss_block, separable_blocks
+from rockmate.graph.chunking.chunks import Chunks, chunk_loss_block
 from rockmate.graph.chunking.region import Refusal
 from rockmate.graph.hooked_gradients import shared_names
 from rockmate.graph.ir import Graph
@@ -80,12 +79,10 @@ class CapturedStep:
         """The step as plain values."""
         return snapshot_of(self.graph, self.call)
 
-    def separable_blocks(self, *, least_bytes: int = 0) -> Blocks:
-        """Blocks that can run in chunks, and reasons for those that cannot.
-
-        See `rockmate.graph.chunking.chunks.separable_blocks`.
-        """
-        return separable_blocks(self.capture, least_bytes=least_bytes)
+    @property
+    def text(self) -> str:
+        """Tells the step and its options, whatever its costs; see `StepSnapshot.text`."""
+        return self.snapshot.text(self.options)
 
     def in_chunks(self, chunks: Chunks) -> CapturedStep | Refusal:
         """The step with its loss block or feed-forward blocks in chunks, or why not."""

@@ -69,7 +69,7 @@ class StoredPlan:
         """
         if not may_store(options) or step.absence or not all(map(_is_known, step.graph.ops)):
             return None
-        folder, text = cache_folder(), step.snapshot.text(step.options)
+        folder, text = cache_folder(), step.text
         names = (each.name for each in fields(options) if each.name not in _NO_PART)
         given = [(name, repr(getattr(options, name))) for name in names]
         layouts = sorted(map(_layouts_text, step.capture.traced))

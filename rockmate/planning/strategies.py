@@ -7,9 +7,8 @@ simulator judges each by its peak, and nothing is repaired or refined.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cache, cached_property
 from math import isqrt
-from typing import Protocol
 
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.costs.cost import Costs
@@ -36,21 +35,6 @@ UNMOVED = "recompute"
 BITWISE = "bitwise"
 
 
-class Searcher(Protocol):
-    """A search for the fastest schedule within any budget."""
-
-    def best_within(self, budget_bytes: int) -> Candidate | None:
-        """The fastest schedule found with a simulated peak of at most `budget_bytes`.
-
-        None if the budget is below the minimum.
-        """
-        ...
-
-    def minimum(self) -> Candidate:
-        """The candidate with the smallest peak."""
-        ...
-
-
 class FamilySearch:
     """The choice among the baseline and the schedules of a family, none of them changed."""
 
@@ -59,12 +43,16 @@ class FamilySearch:
         self._candidates = [evaluate(graph, schedule, costs) for schedule in schedules]
 
     def best_within(self, budget_bytes: int) -> Candidate | None:
-        """See `Searcher`."""
+        """The fastest candidate with a peak of at most `budget_bytes`; None if there is none."""
         return next(iter(feasible(self._candidates, budget_bytes)), None)
 
     def minimum(self) -> Candidate:
-        """See `Searcher`."""
+        """The candidate with the smallest peak."""
         return min(self._candidates, key=by_peak)
+
+
+Searcher = LocalSearch | CheckmateSearch | FamilySearch
+"""A search for the fastest schedule within any budget."""
 
 
 def chen_schedule(graph: Graph, chain: BlockChain) -> Schedule:
@@ -94,8 +82,6 @@ class Searches:
       "recompute" and "bitwise" are it, too.
 
     Args:
-        graph: ops and storages.
-        costs: of its ops.
         rule: when the local search ends, and how long "checkmate" may take for each budget; None
             for the default tolerance and no limit.
     """
@@ -103,7 +89,7 @@ class Searches:
     def __init__(self, graph: Graph, costs: Costs, rule: StoppingRule | None = None) -> None:
         self.graph, self.costs = graph, costs
         self._rule = rule or StoppingRule()
-        self._made: dict[str, Searcher] = {}
+        self._made = cache(self._new_search)
 
     def with_graph(self, graph: Graph, costs: Costs) -> Searches:
         """The searches of another graph of the same ops."""
@@ -154,9 +140,7 @@ class Searches:
         check_choice("strategy", strategy, STRATEGIES)
         if strategy in (DEFAULT, UNMOVED, BITWISE):
             return self.local_search
-        if strategy not in self._made:
-            self._made[strategy] = self._new_search(strategy)
-        return self._made[strategy]
+        return self._made(strategy)
 
     def _new_search(self, strategy: str) -> Searcher:
         if strategy == "checkmate":

@@ -32,7 +32,7 @@ from rockmate.offload.weight_home import named_weights
 from rockmate.planning.candidate import Candidate, around_best, by_time
 from rockmate.planning.form import Form, Found, time_of
 from rockmate.planning.strategies import DEFAULT, UNMOVED
-from rockmate.schedule.fetch import Fetch
+from rockmate.schedule.move import Fetch
 from rockmate.schedule.simulate import simulate
 
 # Budgets of activations that are tried: shares of the baseline's peak, each the last one divided by
@@ -79,7 +79,7 @@ class WeightSearch:
     ) -> None:
         self._captured, self._within, self._smallest = captured, cache(within), cache(smallest)
         self._minimum = cache(minimum)
-        self._weights: dict[Form, list[_Weight]] = {}
+        self._of = cache(lambda form: _weights_of(form, with_trained))
         self._with_trained = with_trained
         self._rule = captured.local_search.problem.rule
         self._most = 1 + self._rule.gap_tolerance
@@ -141,12 +141,6 @@ class WeightSearch:
         halves = _sum(weights), _sum(each for each in weights if each.storage in late)
         missing = sum(max(0, num_bytes - budget_bytes) for num_bytes in halves)
         return missing / (link.in_gb_per_s * 1e6)
-
-    def _of(self, form: Form) -> list[_Weight]:
-        """The weights of a form that can be at home, in the order of their first reads."""
-        if form not in self._weights:
-            self._weights[form] = _weights_of(form, self._with_trained)
-        return self._weights[form]
 
     def _starts(self, budget_bytes: int, strategy: str) -> Iterator[Iterable[Found]]:
         """Schedules with all weights in memory: for all but the largest, for smaller budgets."""
@@ -298,6 +292,7 @@ class _Placement:
 
 
 def _weights_of(form: Form, with_trained: bool) -> list[_Weight]:
+    """The weights of a form that can be at home, in the order of their first reads."""
     graph, link = form.graph, form.costs.link
     assert link is not None
     named = named_weights(form.step.model, with_trained=with_trained)

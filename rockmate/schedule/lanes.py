@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rockmate.costs.cost import Link
-from rockmate.schedule.move import Copies, MoveEvent, placed_events
+from rockmate.schedule.move import Fetch, Move, MoveEvent, placed_events
 
 # Rest of a copy that counts as done, in milliseconds: sums of floats do not end at zero.
 _EPSILON_MS = 1e-12
@@ -44,7 +44,7 @@ class LaneReplay:
 
 
 def replay(
-    times_ms: Sequence[float], moves: Sequence[Copies], num_bytes: Sequence[int], link: Link
+    times_ms: Sequence[float], moves: Sequence[Move | Fetch], num_bytes: Sequence[int], link: Link
 ) -> LaneReplay:
     """Replays runs and moves.
 

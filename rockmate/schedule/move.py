@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,21 +43,6 @@ class MoveEvent(enum.IntEnum):
     FETCHED = 3
 
 
-class Copies(Protocol):
-    """What has events: a `Move`, or a `Fetch`, which has the last two alone."""
-
-    events: ClassVar[Collection[MoveEvent]]
-
-    @property
-    def fetched(self) -> int:
-        """Gap in which the step waits for its copy back."""
-        ...
-
-    def gap_of(self, event: MoveEvent) -> int:
-        """The gap of one of its events."""
-        ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
     """One way out and back of one value.
@@ -70,17 +55,42 @@ class Move:
         fetched: gap in which the step waits for it.
     """
 
-    events: ClassVar[Collection[MoveEvent]] = tuple(MoveEvent)
-
     storage: int
     send: int
     sent: int
     fetch: int
     fetched: int
 
-    def gap_of(self, event: MoveEvent) -> int:
-        """The gap of one of its events."""
-        return (self.send, self.sent, self.fetch, self.fetched)[event]
+    @property
+    def events(self) -> list[tuple[int, MoveEvent]]:
+        """Its events, each behind its gap."""
+        gaps = (self.send, self.sent, self.fetch, self.fetched)
+        return list(zip(gaps, MoveEvent, strict=True))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fetch:
+    """One stretch of a schedule in which a weight, whose home is another tier, is in memory.
+
+    It has the last two events of a move. Nothing is written back: behind the last run that reads
+    the weight its memory is released. What the plan reads again later comes by a further fetch.
+
+    Attributes:
+        storage: index of the storage.
+        fetch: gap in which its copy begins.
+        fetched: gap in which the step waits for it, in the same half of the step.
+        last: position of the last run that reads it.
+    """
+
+    storage: int
+    fetch: int
+    fetched: int
+    last: int
+
+    @property
+    def events(self) -> list[tuple[int, MoveEvent]]:
+        """Its events, each behind its gap."""
+        return [(self.fetch, MoveEvent.FETCH), (self.fetched, MoveEvent.FETCHED)]
 
 
 class PlacedEvent(NamedTuple):
@@ -102,15 +112,15 @@ class PlacedEvent(NamedTuple):
         return self.gap < num_forward or (self.gap == num_forward and is_out)
 
 
-def placed_events(copies: Sequence[Copies]) -> list[PlacedEvent]:
+def placed_events(copies: Sequence[Move | Fetch]) -> list[PlacedEvent]:
     """All events of some moves and fetches in the order in which they happen.
 
     Copies back that begin in the same gap do so in the order in which they are waited for.
     """
     found = [
-        (each.gap_of(event), event, each.fetched, index)
+        (gap, event, each.fetched, index)
         for index, each in enumerate(copies)
-        for event in each.events
+        for gap, event in each.events
     ]
     return [PlacedEvent(gap, event, index) for gap, event, _, index in sorted(found)]
 
@@ -274,3 +284,31 @@ class MoveWalk:
             raise MoveError(f"{self._events} stand behind the last step")
         if self._unread:
             raise MoveError(f"storages {sorted(self._unread)} come back and nobody reads them")
+
+
+def broken_fetch(fetches: Sequence[Fetch], reads: Sequence[Sequence[int]], num_forward: int) -> str:
+    """The first fault of a schedule's fetches, in words; empty if there is none.
+
+    Args:
+        fetches: of the schedule.
+        reads: for each run the storages that it reads.
+        num_forward: number of runs of the forward.
+    """
+    begun: dict[int, list[Fetch]] = {each.storage: [] for each in fetches}
+    for each in sorted(fetches, key=lambda each: each.fetch):
+        own, text = begun[each.storage], f"the fetch of storage {each.storage} at gap {each.fetch}"
+        if not 0 <= each.fetch <= each.fetched <= each.last < len(reads):
+            return f"{text} does not end behind its begin and within the step"
+        if (each.fetch < num_forward) != (each.fetched < num_forward):
+            return f"{text} is awaited in the other half of the step"
+        if own and own[-1].last >= each.fetch:
+            return f"{text} begins while the weight is in memory"
+        if each.storage not in reads[each.last]:
+            return f"{text} outlives its last read"
+        own.append(each)
+    for position, storages in enumerate(reads):
+        for storage in storages:
+            known = begun.get(storage)
+            if known is not None and not any(f.fetched <= position <= f.last for f in known):
+                return f"step {position} reads storage {storage}, which is not in memory"
+    return ""

@@ -21,9 +21,8 @@ from rockmate._util import Bools, Ints
 from rockmate.costs.cost import Cost, Costs
 from rockmate.graph.in_place import operands_in_place
 from rockmate.graph.ir import Graph, Op, Storage
-from rockmate.schedule.fetch import Fetch
 from rockmate.schedule.liveness import COPIED, KIND_MASK, DefUse, op_def_use
-from rockmate.schedule.move import Move
+from rockmate.schedule.move import Fetch, Move
 
 
 @dataclass(frozen=True, slots=True)

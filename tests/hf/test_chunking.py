@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from rockmate import Plan, Planner
-from rockmate.graph.chunking.chunks import Chunks
+from rockmate.graph.chunking.chunks import Chunks, separable_blocks
 from rockmate.graph.chunking.region import Refusal, Region
 from rockmate.graph.ir import Op, Phase
 from rockmate.graph.step_options import StepOptions
@@ -37,7 +37,7 @@ def test_feed_forward_blocks(name: str) -> None:
     """Dropout and all: the masks are drawn as a whole, in eager's order."""
     model, batch = architectures.case(name)
     step = capture_step(model, batch, StepOptions(outputs="loss"))
-    blocks = step.separable_blocks().feed_forward.values()
+    blocks = separable_blocks(step.capture).feed_forward.values()
     names = [block.name for block in blocks if isinstance(block, Region)]
     assert len(names) == 2
     assert all(re.search(r"mlp|intermediate", name) for name in names)
@@ -113,7 +113,7 @@ def test_dense_experts_run_in_chunks_of_tokens() -> None:
     torch.manual_seed(0)
     model, batch = Mixture().train(), {"tokens": torch.randn(20, 8)}
     step = capture_step(model, batch)
-    found = step.separable_blocks().feed_forward.values()
+    found = separable_blocks(step.capture).feed_forward.values()
     blocks = [block for block in found if isinstance(block, Region)]
     assert [(block.name, block.num_rows) for block in blocks] == [
         ("layers.0", 20),
@@ -137,7 +137,7 @@ def test_grouped_experts_stay_whole(name: str) -> None:
     """Tokens are sorted by expert: which rows an expert has depends on values."""
     architectures.skip_if_refused(name)
     step = capture_step(*architectures.case(name), StepOptions(outputs="loss"))
-    blocks = step.separable_blocks().feed_forward.values()
+    blocks = separable_blocks(step.capture).feed_forward.values()
     assert all(isinstance(block, Refusal) for block in blocks)
     assert {block.block for block in blocks if isinstance(block, Refusal)} == {
         f"model.layers.{i}.mlp.experts" for i in range(2)

@@ -17,7 +17,7 @@ from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
-import rockmate.planning.step
+import rockmate.planning.chunkable_blocks
 from bench import models
 from rockmate import InfeasibleBudgetError, Plan, PlanMismatchError, Planner, RockmateModule
 from rockmate._torch.allocator import timeline
@@ -364,13 +364,13 @@ def test_where_blocks_could_run_in_chunks_is_found_when_a_note_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    right = rockmate.planning.step.separable_blocks
+    right = rockmate.planning.chunkable_blocks.separable_blocks
 
     def separable_blocks(*args: Any, **named: Any) -> object:
         asked.append(args)
         return right(*args, **named)
 
-    monkeypatch.setattr(rockmate.planning.step, "separable_blocks", separable_blocks)
+    monkeypatch.setattr(rockmate.planning.chunkable_blocks, "separable_blocks", separable_blocks)
     workload = models.build("gpt2", tiny=True)
     planner = Planner(workload.model, workload.sample, numerics="bitwise")
     plan = planner.plan(0.7)

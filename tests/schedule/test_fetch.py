@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rockmate.costs.cost import Link
-from rockmate.schedule.fetch import Fetch, broken_fetch
 from rockmate.schedule.lanes import replay
-from rockmate.schedule.move import Move
+from rockmate.schedule.move import Fetch, Move, broken_fetch
 
 # Runs 0 and 1 of the forward read weight 7, and run 3 of the backward does.
 READS = ((7,), (7, 2), (2,), (7,))

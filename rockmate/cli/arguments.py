@@ -55,9 +55,13 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     for name in ("numerics", "kernels", "untraced", "machine", "in_flight"):
         add_option(command, name)
     add_mark_arguments(command)
-    command.add_argument(
-        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
-    )
+    add_run_arguments(command)
+
+
+def add_run_arguments(command: argparse.ArgumentParser) -> None:
+    """Adds how the command runs: threads, and what it shows."""
+    text = "threads of an op (default: PyTorch's choice)"
+    command.add_argument("--threads", type=positive, help=text)
     command.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
 

@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rockmate.cli.arguments import only_errors_logged, positive
+from rockmate.cli.arguments import add_run_arguments, only_errors_logged
 from rockmate.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
@@ -42,10 +42,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         "--only", metavar="TEXT", default="", help="only steps whose name contains it"
     )
     command.add_argument("--json", action="store_true", help="print JSON, to attach to a report")
-    command.add_argument(
-        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
-    )
-    command.add_argument("--quiet", action="store_true", help="no progress, only the table")
+    add_run_arguments(command)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -27,6 +27,7 @@ from rockmate.cli.arguments import (
     add_measure_arguments,
     add_model_arguments,
     add_option,
+    add_run_arguments,
     at_least_two,
     fields_of,
     fraction,
@@ -167,9 +168,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         demo.add_argument(
             f"--{name}", type=read, default=default, help=f"{what} (default: {default})"
         )
-    demo.add_argument(
-        "--threads", type=positive, help="threads of an op (default: PyTorch's choice)"
-    )
+    add_run_arguments(demo)
     demo.add_argument(
         "--out",
         type=Path,
@@ -177,7 +176,6 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         metavar="DIR",
         help="where the plot goes (default: %(default)s)",
     )
-    demo.add_argument("--quiet", action="store_true", help="no progress, only the table")
 
 
 def _add_sweep(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -85,8 +85,8 @@ class GraphModule(nn.Module):
         self._loss = loss
         self.graph = graph
         placeholders = placeholders_of(graph)
-        # Input -> the table of a module in which a parameter or buffer stands, and its name there.
-        self._members: dict[int, tuple[dict[str, Any], str]] = {}
+        # Input -> the module that has a parameter or buffer, and its name there.
+        self._members: dict[int, tuple[nn.Module, str]] = {}
         self._sizes: dict[int, tuple[int, int]] = {}  # input -> the input and dim of that size
         self._inputs: list[int] = []
         self.constants: dict[int, Any] = {}
@@ -115,8 +115,8 @@ class GraphModule(nn.Module):
         arguments: list[Any] = [None] * self._num_arguments
         for place, tensor in zip(self._inputs, tensors, strict=True):
             arguments[place] = tensor
-        for place, (table, name) in self._members.items():
-            arguments[place] = table[name]
+        for place, (owner, name) in self._members.items():
+            arguments[place] = getattr(owner, name)
         for place, value in self.constants.items():
             arguments[place] = value
         for place, (tensor, dim) in self._sizes.items():
@@ -135,21 +135,19 @@ class GraphModule(nn.Module):
         Returns:
             The other tensors of the call.
         """
-        for place, (table, name) in self._members.items():
-            table[name] = arguments[place]
+        for place, (owner, name) in self._members.items():
+            if getattr(owner, name) is not arguments[place]:
+                _put(owner, name, arguments[place])
         return [arguments[place] for place in self._inputs]
 
-    def _register(
-        self, placeholder: Placeholder, value: torch.Tensor
-    ) -> tuple[dict[str, Any], str]:
+    def _register(self, placeholder: Placeholder, value: torch.Tensor) -> tuple[nn.Module, str]:
         """Makes a tensor a member of a submodule, under its path if that is free."""
         path, _, name = placeholder.path.rpartition(".")
         owner = self._place(path) if name else None
         if owner is None or is_member(owner, name) or hasattr(owner, name):
             owner, name = self, placeholder.name
-        table = tensor_tables(owner)[not isinstance(value, nn.Parameter)]
-        table[name] = value
-        return table, name
+        _put(owner, name, value)
+        return owner, name
 
     def _place(self, path: str) -> nn.Module | None:
         """The module at a path, which is made if it is not there; None if another one is there."""
@@ -162,6 +160,10 @@ class GraphModule(nn.Module):
                 return None
             module = child
         return module
+
+
+def _put(owner: nn.Module, name: str, value: torch.Tensor) -> None:
+    tensor_tables(owner)[not isinstance(value, nn.Parameter)][name] = value
 
 
 def _is_member(placeholder: Placeholder, value: Any) -> bool:

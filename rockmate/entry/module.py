@@ -41,7 +41,7 @@ from rockmate.memory_limit import Optimizer
 from rockmate.planning.options import PlanOptions
 from rockmate.runtime.first_backward import FirstBackward
 from rockmate.runtime.methods import Methods, names_of_methods, twin_of
-from rockmate.runtime.model_checks import is_lazy, note_copy, raise_as_eager, refuse_transforms
+from rockmate.runtime.model_checks import is_lazy, raise_as_eager, refuse_transforms
 from rockmate.runtime.wrapper import (
     ForwardOfModel,
     Wrapper,
@@ -387,7 +387,6 @@ class RockmateModule(Wrapper):
         With opaque submodules, the copy plans at its first training call; if the plan was given,
         the copy is the plain model. Frames of the copy measure its first steps anew.
         """
-        note_copy(self, is_planned=self.is_planned)
         model = copy.deepcopy(self.original, memo)
         plans = self._plans.copy_for(innermost(model), memo)
         if plans is None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from rockmate.costs.machine import Machine
 
 logger = logging.getLogger(__name__)
-_MANY_COPIES = 4
 
 
 def is_lazy(model: nn.Module) -> bool:
@@ -129,19 +128,6 @@ def raise_as_eager(
     except Exception as own:
         raise own from None
     before.put_back(writes, random)
-
-
-def note_copy(module: nn.Module, *, is_planned: bool) -> None:
-    """Warns of many copies of a wrapper, as for each task of meta-learning, that share no plan."""
-    number = vars(module)["_num_copies"] = vars(module).get("_num_copies", 0) + 1
-    if number == _MANY_COPIES and not is_planned:
-        logger.warning(
-            "a RockmateModule has been copied %d times, and has no plan: each copy plans, or "
-            "measures, its first steps. Make one copy, and load states into it, "
-            "other.load_state_dict(module.state_dict()); or give a sample for a plan, which copies "
-            "share.",
-            number,
-        )
 
 
 def refuse_transforms() -> None:

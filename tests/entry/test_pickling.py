@@ -75,14 +75,3 @@ def test_a_copy_that_cannot_share_a_given_plan_is_the_plain_model(
     assert "Load the plan for the copy" in caplog.text
     planned_copy = RockmateModule(copied, x, plan=plan)
     assert torch.equal(planned_copy(x), module(x))
-
-
-@pytest.mark.parametrize("has_sample", [True, False])
-def test_many_copies_without_a_plan_are_told_of(
-    has_sample: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    sample = torch.ones(2, 4) if has_sample else None
-    module = RockmateModule(nn.Linear(4, 4), sample, 1.0)
-    for _ in range(6):
-        copy.deepcopy(module)
-    assert caplog.text.count("has been copied 4 times") == (not has_sample)

@@ -48,7 +48,7 @@ from rockmate.offload.link import machine_link
 from rockmate.plan.faults import fault_of
 from rockmate.plan.plan import Plan
 from rockmate.planning.moving import MoveFinder
-from rockmate.schedule.fetch import Fetch
+from rockmate.schedule.move import Fetch
 from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.simulate import simulate
 

@@ -18,6 +18,7 @@ Fragile ones say so: they have changed between releases, or stand on undocumente
 | `functions` | calls of autograd functions, seen or replaced |
 | `allocator` | allocations while a function runs |
 | `autocast` | autocast switched off |
+| `settings` | settings that decide what ops a forward runs, put back for its second run |
 | `pytree` | nested containers as PyTorch takes them apart |
 | `version` | the versions that are known |
 """

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.fsdp import is_fsdp_hook
 from rockmate._torch.members import (
     all_forward_hooks,
@@ -24,6 +23,7 @@ from rockmate._torch.members import (
     other_hooks,
     tensor_hooks_of,
 )
+from rockmate._torch.settings import Settings
 from rockmate._torch.subclasses import at_path
 from rockmate.capture.forward_attributes import AttributeWatch, ForwardAttributes
 from rockmate.capture.signature import TensorSignature
@@ -99,16 +99,16 @@ class ModelSignature:
     """State of the module that the graph depends on.
 
     Submodules, their forwards and hooks, parameters and buffers and which names share one, who is
-    in training mode, autocast. Other attributes are those of `ForwardAttributes`. Which parameters
-    have a tensor hook, or are of a class of their own and trained (`hooked`), is no difference,
-    since it changes no number.
+    in training mode, settings of PyTorch. Other attributes are those of `ForwardAttributes`. Which
+    parameters have a tensor hook, or are of a class of their own and trained (`hooked`), is no
+    difference, since it changes no number.
     """
 
     modules: tuple[nn.Module, ...]
     tensors: tuple[tuple[str, TensorSignature], ...]
     training: tuple[bool, ...]
     hooks: tuple[tuple[Hashable, ...], ...]
-    autocast: tuple[torch.dtype | None, torch.dtype | None]
+    settings: Settings
     forwards: tuple[Any, ...]
     sharing: tuple[int, ...] = ()
     hooked: frozenset[str] = frozenset()
@@ -123,7 +123,7 @@ class ModelSignature:
             tuple((name, TensorSignature.of(tensor, with_strides=True)) for name, tensor in named),
             tuple(module.training for module in model.modules()),
             tuple(hook_keys(module) for module in model.modules()),
-            _autocast_state(),
+            Settings.now(),
             tuple(_forwards_of(model.modules())),
             tuple(first.setdefault(id(each), place) for place, (_, each) in enumerate(named)),
             frozenset(
@@ -163,12 +163,7 @@ class ModelSignature:
             return "a hook of a submodule has been added or removed"
         if self.forwards != now.forwards:
             return "the forward of a submodule has been replaced"
-        if self.autocast != now.autocast:
-            return (
-                f"autocast was {self.autocast} and is {now.autocast} (dtype on CPU, on CUDA; None "
-                "is off)"
-            )
-        return ""
+        return self.settings.difference(now.settings)
 
 
 class ModelWatch:
@@ -221,7 +216,7 @@ class ModelWatch:
             list(map(hook_keys, self._watched))
             if any(chain.from_iterable(map(module_hooks_of, self._attributes)))
             else [],
-            _autocast_state(),
+            Settings.now(),
             _forwards_of(self._watched),
             [
                 id(at_path(members[place], path))
@@ -229,9 +224,3 @@ class ModelWatch:
                 for path in paths
             ],
         )
-
-
-def _autocast_state() -> tuple[torch.dtype | None, torch.dtype | None]:
-    """The dtype of autocast on CPU and on CUDA, None where it is off."""
-    enabled = autocast_dtypes()
-    return enabled.get("cpu"), enabled.get("cuda")

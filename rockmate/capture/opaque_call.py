@@ -6,7 +6,7 @@ Its inputs and outputs, what a run saves, its time and workspace.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rockmate._torch.allocator import net_allocated
 from rockmate._torch.members import tensor_tables
+from rockmate._torch.settings import Settings
 from rockmate._torch.storage import StorageWeakRef, storage_id, versions_of
 from rockmate.capture.attribute_access import AttributeState, Place
 from rockmate.capture.attribute_values import traced_in
@@ -51,7 +52,7 @@ class OpaqueCall:
         changes_state: whether a run changes an attribute, buffer or parameter of it.
         repeats: whether it may run again: it changes none, or its first run alone, by setting up.
         writes: tensors of its own that a run changes in place.
-        autocast: dtype for each kind of device on which autocast is on in the call.
+        settings: of PyTorch, in the call.
     """
 
     name: str
@@ -62,7 +63,7 @@ class OpaqueCall:
     parameter_names: tuple[str, ...]
     outputs: tuple[Layout, ...]
     gradients: tuple[Layout | None, ...]
-    autocast: Mapping[str, torch.dtype]
+    settings: Settings
     saved_bytes: int = 0
     saved_outputs: tuple[int, ...] = ()
     draws: bool = False
@@ -249,8 +250,7 @@ class OpaqueCall:
         args, kwargs = self.arguments.rebuild([value for _, value in pairs])
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            for device_type, dtype in self.autocast.items():
-                stack.enter_context(torch.autocast(device_type, dtype=dtype))
+            stack.enter_context(self.settings.set())
             before = versions_of(arguments)
             with uncompiled(self.module), self._replaced(parameters):
                 result = self.module.forward(*args, **kwargs)  # its hooks are traced around it

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.settings import Settings
 from rockmate._torch.storage import versions_of
 from rockmate._util import attributes_set
 from rockmate.capture.diagnose import explain_failure
@@ -102,7 +102,7 @@ def record_calls(
     for call in seen:
         number = numbers[call.path] = numbers.get(call.path, 0) + 1
         name = call.path if number == 1 else f"{call.path} ({number})"
-        calls[name] = _recorded(name, call.module, call.arguments, call.result, call.autocast)
+        calls[name] = _recorded(name, call.module, call.arguments, call.result, call.settings)
     return calls
 
 
@@ -113,7 +113,7 @@ class _Seen(NamedTuple):
     module: nn.Module
     arguments: tuple[Any, Any]
     result: Any
-    autocast: dict[str, torch.dtype]
+    settings: Settings
 
 
 def _calls_seen(
@@ -141,7 +141,7 @@ def _calls_seen(
             running.pop()
             if versions(path, (args, kwargs)) != before:
                 raise input_change_error(path)
-            seen.append(_Seen(path, module, (args, kwargs), result, autocast_dtypes()))
+            seen.append(_Seen(path, module, (args, kwargs), result, Settings.now()))
             return result
 
         return call
@@ -151,7 +151,7 @@ def _calls_seen(
             return run(*args)
         name = caller.function.__qualname__
         result = refuse_written(name, args, lambda: run(*args))
-        seen.append(_Seen(name, caller, (args, {}), result, autocast_dtypes()))
+        seen.append(_Seen(name, caller, (args, {}), result, Settings.now()))
         return result
 
     args, kwargs = structure.rebuild(tensors)
@@ -206,7 +206,7 @@ def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Modul
 
 
 def _recorded(
-    name: str, module: nn.Module, arguments: Any, result: Any, autocast: Mapping[str, torch.dtype]
+    name: str, module: nn.Module, arguments: Any, result: Any, settings: Settings
 ) -> OpaqueCall:
     given, structure = flatten(arguments, what=f"the arguments of {name}", takes_objects=True)
     returned, result_structure = flatten(result, what=f"the result of {name}")
@@ -235,7 +235,7 @@ def _recorded(
             Layout.of(each) if each.requires_grad else None
             for each in (*given, *parameters.values())
         ),
-        autocast=autocast,
+        settings=settings,
     )
     call.observe()
     return call

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from rockmate._torch.autocast import autocast_as, autocast_dtypes
 from rockmate._torch.dispatch import ops_observed
 from rockmate._torch.distributed import num_collectives
 from rockmate._torch.dynamo import uncompiled_calls
@@ -28,6 +27,7 @@ from rockmate._torch.members import (
     parametrizations_afresh,
     tensor_tables,
 )
+from rockmate._torch.settings import Settings
 from rockmate._torch.storage import storage_id, version_of, versions_of
 from rockmate.capture.outer_values import objects_of_hooks
 from rockmate.errors import UnsupportedModelError
@@ -91,7 +91,7 @@ class _Begin(NamedTuple):
 
     versions: list[int]  # of the tensors among the arguments
     random_state: RandomState
-    autocast: dict[str, torch.dtype]
+    settings: Settings
     num_collectives: int
     num_items: int
 
@@ -130,7 +130,7 @@ class Call:
         self._take_buffers()
         random_state = RandomState([memory.device], of_pytorch_alone=not memory.draws_foreign)
         counts = num_collectives(), memory.num_items
-        self._begin = _Begin(versions_of(self._inputs), random_state, autocast_dtypes(), *counts)
+        self._begin = _Begin(versions_of(self._inputs), random_state, Settings.now(), *counts)
 
     # --- taking -----------------------------------------------------------------------------------
 
@@ -291,7 +291,7 @@ class Call:
             stack.enter_context(self._memory.inside_frame())
             if self._memory.has_compiled_modules:
                 stack.enter_context(uncompiled_calls())
-            stack.enter_context(autocast_as(self._begin.autocast))
+            stack.enter_context(self._begin.settings.set())
             stack.enter_context(parametrizations_afresh())
             stack.enter_context(self._objects_put_back())
             changed = self._changed()

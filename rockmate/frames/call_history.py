@@ -10,8 +10,8 @@ from statistics import mean
 
 from torch import nn
 
-from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.members import tensor_tables
+from rockmate._torch.settings import Settings
 from rockmate.frames.knapsack import Decision, KnownFrame, bound_s, decide
 from rockmate.frames.needs import FrameKey, StepNeeds
 
@@ -29,12 +29,12 @@ def state_of(modules: Sequence[nn.Module]) -> tuple[Hashable, ...]:
     """What decides, beside inputs, which tensors calls save.
 
     Which modules are in training mode, which parameters are trained, in how many bytes each, and
-    autocast.
+    settings of PyTorch.
     """
     parameters = [p for each in modules for p in tensor_tables(each)[0].values()]
     modes = tuple([each.training for each in modules])
     trained = tuple([p is not None and (p.requires_grad, p.element_size()) for p in parameters])
-    return modes, trained, tuple(autocast_dtypes().items())
+    return modes, trained, Settings.now()
 
 
 class CallHistory:

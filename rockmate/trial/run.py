@@ -28,10 +28,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockmate._torch.autocast import autocast_as, autocast_dtypes, autocast_uncached
+from rockmate._torch.autocast import autocast_uncached
 from rockmate._torch.cuda import TF32_EPS, rounds_to_tf32
 from rockmate._torch.fake import is_fake
 from rockmate._torch.members import module_hooks_of, modules_within
+from rockmate._torch.settings import Settings
 from rockmate.budget import size_text
 from rockmate.capture.compiled_model import uncompiled
 from rockmate.capture.huggingface import training_only_features_off
@@ -101,7 +102,7 @@ class _Trial:
         self._conditions, self._steps = conditions, steps
         self._writes = Writes(conditions.most_bytes, conditions.largest_bytes)
         self._undo = partial(before.put_back, self._writes, before.random_now())
-        self._autocast, self._rounding = autocast_dtypes(), _rounding(before)
+        self._settings, self._rounding = Settings.now(), _rounding(before)
         self._reader = Reader(
             before, self._writes, is_exact=conditions.is_exact, only_loss=conditions.only_loss,
             has_labels=before.arguments[1].get("labels") is not None,
@@ -192,7 +193,7 @@ class _Trial:
     def _plain(self) -> Any:
         guarded, (args, kwargs) = iterators_guarded(self._before.objects), self._before.arguments
         alike = _as_in(self._conditions, self._model)
-        with guarded, alike, autocast_as(self._autocast), torch.enable_grad():
+        with guarded, alike, self._settings.set(), torch.enable_grad():
             return self._model(*args, **kwargs)
 
     def outcome_of_plain(self) -> Outcome | None:

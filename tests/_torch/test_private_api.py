@@ -23,6 +23,7 @@ import torch.utils.checkpoint
 from torch import fx, nn
 from torch.distributed import fsdp as fsdp_of_torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,6 +46,7 @@ from rockmate._torch import (
     inductor,
     members,
     pytree,
+    settings,
     storage,
     subclasses,
     symbolic_sizes,
@@ -323,6 +325,25 @@ def test_autocast() -> None:
             assert autocast.autocast_dtypes() == {}
     with autocast.autocast_as({"cpu": torch.bfloat16}):
         assert autocast.autocast_dtypes() == {"cpu": torch.bfloat16}
+
+
+def test_settings_are_put_back() -> None:
+    before = settings.Settings.now()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        torch.backends.cudnn.flags(enabled=False),
+        sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
+    ):
+        inner = settings.Settings.now()
+    assert settings.Settings.now() == before != inner
+    assert sum(one != other for one, other in zip(before[1], inner[1], strict=True)) == 3 + (
+        torch.backends.cuda.cudnn_sdp_enabled()
+    )
+    with inner.set():
+        assert settings.Settings.now() == inner
+    assert settings.Settings.now() == before
+    assert before.difference(before) == ""
+    assert before.difference(inner).startswith("autocast was off and is (('cpu', torch.bfloat16)")
 
 
 @pytest.mark.parametrize("num_dims", [1, 2, 3, 4, 5])

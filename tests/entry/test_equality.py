@@ -26,8 +26,11 @@ from helpers import (
 from made_of import made_of
 from torch import nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from twice import Numbers, Wrap, differences
 
 from rockmate import Planner, RockmateModule
+from rockmate.entry.module import Mode
 
 
 @functools.cache
@@ -197,6 +200,31 @@ def test_autocast_region_at_capture_and_at_the_call() -> None:
         model.zero_grad()
         for ours, theirs in zip(train(module, model, loss_of), reference, strict=True):
             assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", ["plan", "auto", "frames"])
+@pytest.mark.parametrize("num_first", [0, 3])
+def test_kernels_of_attention_are_those_that_the_script_allows_around_the_call(
+    mode: Mode, num_first: int
+) -> None:
+    """Backwards run outside, and the sample of a plan is captured outside."""
+    layers = (nn.TransformerEncoderLayer(32, 2, 64, 0.0, batch_first=True) for _ in range(3))
+    model, x = nn.Sequential(*layers), torch.randn(4, 8, 32)
+
+    def script(wrap: Wrap) -> Numbers:
+        own = copy.deepcopy(model)
+        module, losses = wrap(own), []
+        for step in range(6):
+            kernels = SDPBackend.FLASH_ATTENTION if step < num_first else SDPBackend.MATH
+            with sdpa_kernel(kernels):
+                losses.append(module(x).square().mean())
+            losses[-1].backward()
+        return [*losses, own]
+
+    def wrap(own: nn.Module) -> nn.Module:
+        return RockmateModule(own, x, 0.6, on_infeasible="least", mode=mode)
+
+    assert not differences(script, wrap)
 
 
 @pytest.mark.parametrize("num_calls", [1, 2])

@@ -19,6 +19,7 @@ import torch
 from script_layers import WIDTH
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 LOOPS: dict[str, Callable[[], Habit]] = {}
 BATCHES = (
@@ -410,6 +411,12 @@ _autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16)
 habit("Autocast", context=lambda script, step: _autocast())
 habit("AutocastInSomeSteps", context=lambda script, step: _autocast(enabled=step >= 2))
 habit("AutocastWithoutItsCache", context=lambda script, step: _autocast(cache_enabled=False))
+habit(
+    "KernelsOfAttention",
+    context=lambda script, step: sdpa_kernel(
+        [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION][: 1 + step % 2]
+    ),
+)
 habit(
     "Anomalies",
     is_measured=False,

@@ -16,6 +16,7 @@ from rockmate._torch.members import (
     has_global_hooks,
     has_tensor_hooks,
 )
+from rockmate._torch.settings import Settings
 from rockmate.capture.huggingface import is_recording
 from rockmate.capture.model_signature import acting_hooks
 from rockmate.capture.roles import Capture
@@ -45,11 +46,7 @@ def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
     tensors, call = flatten_bare_call(arguments.args, arguments.kwargs)
     places = {id(each): place for place, each in reversed(list(enumerate(tensors)))}
     same = tuple([places[id(each)] for each in tensors])
-    settings = (
-        torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_autocast_cache_enabled(),
-    )
+    settings = Settings.now(), torch.is_autocast_cache_enabled()
     return tensors, (call, tuple([each.stride() for each in tensors]), same, settings)
 
 

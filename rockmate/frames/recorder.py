@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -65,12 +66,7 @@ class StepRecorder:
     """
 
     def __init__(self, device: torch.device, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins to record.
-
-        Args:
-            device: of the model.
-            parameters: whose gradients, if the step makes them, count for no need.
-        """
+        """Begins to record. Gradients of the parameters that the step makes count for no need."""
         self.has_ended, self.peak_bytes = False, 0
         gc.collect()  # memory of before that is freed meanwhile would count as room
         self._recording = Recording(device)
@@ -202,6 +198,36 @@ class StepRecorder:
             times = alike[needs.saved_bytes, needs.forward_bytes - needs.before_forward_bytes]
             needs.seconds = median(times) if times else 0.0
         return step
+
+
+@dataclass(slots=True)
+class Measuring:
+    """What is measured of a step.
+
+    Attributes:
+        on_end: is called after the backward of a recorded step; False if nobody is left who asks.
+        recorder: of the step; None if nothing is recorded.
+        is_on: whether the step holds nothing and is measured.
+        is_unmeasured: whether steps of its size were without a backward when they were measured.
+        has_new_backward: whether one ran that the measured step did not have.
+    """
+
+    on_end: Callable[[], bool]
+    recorder: StepRecorder | None = None
+    is_on: bool = False
+    is_unmeasured: bool = False
+    has_new_backward: bool = False
+
+    def end_if_whole(self) -> None:
+        """After a backward, if it was that of all frames: another one may be to come."""
+        if self.recorder is not None and self.recorder.is_whole() and not self.on_end():
+            self.leave()
+
+    def leave(self) -> None:
+        """The step is not measured after all."""
+        if self.recorder is not None:
+            self.recorder.stop(1)
+        self.recorder, self.is_on = None, False
 
 
 def _noting_first(

@@ -62,14 +62,19 @@ class StepRecorder:
         has_ended: whether a backward has run. A recording cannot be stopped within one, which
             restores the state of its thread.
         saved: bytes that a frame has saved, and seconds of its last run.
-        peak_bytes: before the first frame; of the whole step where there is none.
+        peak_bytes: before the first frame; of the whole step where there is none; 0 if unknown.
     """
 
-    def __init__(self, device: torch.device, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins to record. Gradients of the parameters that the step makes count for no need."""
+    def __init__(
+        self, device: torch.device, parameters: Sequence[torch.Tensor], *, is_look: bool = False
+    ) -> None:
+        """Begins to record. Gradients of the parameters that the step makes count for no need.
+
+        A look at a step leaves the allocator's statistics, which are the script's, as they are.
+        """
         self.has_ended, self.peak_bytes = False, 0
         gc.collect()  # memory of before that is freed meanwhile would count as room
-        self._recording = Recording(device)
+        self._recording = Recording(device, leaves_out=is_look and device.type == "cuda")
         # A script may free gradients between forward and backward. On a CPU, where such a release
         # is seen or not, they are held until the recording ends.
         is_cpu = device.type == "cpu"
@@ -170,7 +175,7 @@ class StepRecorder:
         """The needs; what `mark` has not seen is left out."""
         self.release()
         first, *stretches = self._recording.stop() or [Stretch(0, 0)]
-        self.peak_bytes = first.peak_bytes
+        self.peak_bytes = first.peak_bytes if self._recording.is_known else 0
         without = self._without_backward()
         step = StepNeeds(
             num_elements=num_elements,

@@ -270,7 +270,8 @@ class FrameRunner:
         is_due = is_new or (is_first and self._check.is_due(is_profiled=size.is_profiled))
         if measuring.recorder is None and is_due:
             parameters = [each for each in self._model.parameters() if each.requires_grad]
-            measuring.recorder = StepRecorder(self._memory.device, parameters)
+            device = self._memory.device
+            measuring.recorder = StepRecorder(device, parameters, is_look=not is_new)
             self._recorded_size = size
 
     def end_recording(self, *, only_finished: bool = False) -> None:

@@ -38,13 +38,7 @@ class PeakCheck:
     """
 
     def __init__(self, model: nn.Module, memory: Memory, *, may_refuse: bool) -> None:
-        """No step has run.
-
-        Args:
-            model: whose steps they are.
-            memory: of the model.
-            may_refuse: whether a budget that is passed twice ends in an error.
-        """
+        """No step has run. A budget that is passed twice ends in an error if that may be."""
         self._model, self._memory, self._may_refuse = model, memory, may_refuse
         self._num_steps = self._num_passed = self._real_bytes = self._told_bytes = 0
         self._was_looked_at, self._num_asked_for = False, 0
@@ -62,22 +56,18 @@ class PeakCheck:
         self._was_unmeasured = is_unmeasured
 
     def is_due(self, *, is_profiled: bool) -> bool:
-        """Whether the step that begins is to be recorded.
-
-        Args:
-            is_profiled: whether somebody's profiler is on, so that none can be.
-        """
+        """Whether the step that begins is to be recorded, which none with a profiler can be."""
         memory = self._memory
-        if memory.is_capturing or memory.agreement is not None:
+        if memory.room.is_capturing or memory.agreement is not None:
             return False
-        if memory.budget_bytes is None and memory.counts.num_frames:  # no backward came yet
+        if memory.budget_bytes is None and memory.log.counts.num_frames:  # no backward came yet
             return False
         self._num_steps += 1
         if memory.device.type == "cuda" and memory.budget_bytes is not None:
             begin_bytes = torch.cuda.memory_allocated(memory.device)
             known_bytes = torch.cuda.max_memory_allocated(memory.device)
             gradient_bytes = self._gradient_bytes()
-            memory.at_end = partial(self._end, begin_bytes, known_bytes, gradient_bytes)
+            memory.backward.at_end = partial(self._end, begin_bytes, known_bytes, gradient_bytes)
             return False
         is_power_of_two = self._num_steps & (self._num_steps - 1) == 0
         is_asked_for = self._num_asked_for or self._num_passed == 1 or is_power_of_two
@@ -105,22 +95,22 @@ class PeakCheck:
         memory, real_bytes = self._memory, self._real_bytes
         was_looked_at, self._was_looked_at, self._real_bytes = self._was_looked_at, False, 0
         budget_bytes = memory.budget_bytes
-        if budget_bytes is None or memory.needs is None or memory.is_capturing:
+        if budget_bytes is None or memory.needs is None or memory.room.is_capturing:
             return None
         allowed_bytes = _TOLERANCE * budget_bytes
         if not was_looked_at:  # the account may be of too much, as a look at such a step shows
-            if memory.peak_bytes > max(allowed_bytes, self._cleared_bytes):
+            if memory.log.peak_bytes > max(allowed_bytes, self._cleared_bytes):
                 if not self._num_asked_for:
-                    self._tell("may have", memory.peak_bytes, "The next ones are looked at.")
+                    self._tell("may have", memory.log.peak_bytes, "The next ones are looked at.")
                 self._num_asked_for = 2  # steps of two kinds may take turns
             return None
         self._num_asked_for = max(0, self._num_asked_for - 1)
         if real_bytes <= allowed_bytes:
             self._num_passed = 0
-            self._cleared_bytes = max(self._cleared_bytes, memory.peak_bytes)
+            self._cleared_bytes = max(self._cleared_bytes, memory.log.peak_bytes)
             return None
         self._num_passed += 1
-        memory.needs.add(max(0, int((real_bytes - memory.peak_bytes) / memory.scale)))
+        memory.needs.add(max(0, int((real_bytes - memory.log.peak_bytes) / memory.room.scale)))
         if self._num_passed > 1 and self._may_refuse:
             where = "a step that runs other ops than the one that was measured"
             return InfeasibleBudgetError(budget_bytes, real_bytes, where=where)
@@ -169,7 +159,7 @@ def lowered(memory: Memory, key: FrameKey) -> int | None:
     needs, before_bytes = memory.needs, memory.budget_bytes
     if needs is None or before_bytes is None:
         return None
-    live_bytes = memory.held_bytes + int(needs.of(key).forward_bytes * memory.scale)
+    live_bytes = memory.held_bytes + int(needs.of(key).forward_bytes * memory.room.scale)
     lowered_bytes = max(int(_LOWERED * live_bytes), needs.minimum_bytes)
     if lowered_bytes >= before_bytes:
         return None

@@ -123,13 +123,14 @@ class Call:
         self._given = Arguments(arguments.forward, *with_changed(lambda each: each, arguments[1:]))
         self._inputs = tensors_in(self._given[1:])
         self._submodules = modules_within(module)
-        is_known = not memory.is_measuring and key.path not in memory.writing
+        is_known = not memory.measuring.is_on and key.path not in memory.outside.writing
         self._outside = None if is_known else outside_of(self._submodules)
         others = [*arguments.args, *arguments.kwargs.values()]
         self._take_objects([each for each in others if type(each) not in PLAIN])
         self._take_buffers()
-        random_state = RandomState([memory.device], of_pytorch_alone=not memory.draws_foreign)
-        counts = num_collectives(), memory.num_items
+        outside = memory.outside
+        random_state = RandomState([memory.device], of_pytorch_alone=not outside.draws_foreign)
+        counts = num_collectives(), outside.num_items
         self._begin = _Begin(versions_of(self._inputs), random_state, Settings.now(), *counts)
 
     # --- taking -----------------------------------------------------------------------------------
@@ -157,7 +158,7 @@ class Call:
     def _take_buffers(self) -> None:
         """Copies buffers that change, as earlier calls have shown; in the first call all."""
         self._path_and_modes = self.key.path, tuple([each.training for each in self._submodules])
-        changing = self._memory.changing_buffers.get(self._path_and_modes)
+        changing = self._memory.outside.changing_buffers.get(self._path_and_modes)
         self._copied = [
             _Buffer((position, name), table, buffer, buffer.detach().clone())
             for position, module in enumerate(self._submodules)
@@ -214,7 +215,8 @@ class Call:
             for position, module in enumerate(self._submodules)
             for name, buffer in (tensor_tables(module)[1] or {}).items()
         }
-        if self._path_and_modes not in self._memory.changing_buffers:  # first: values are compared
+        known = self._memory.outside.changing_buffers
+        if self._path_and_modes not in known:  # first: values are compared
             self._copied = [
                 each
                 for each in self._copied
@@ -222,23 +224,23 @@ class Call:
                 or _is_statistic(each.tensor)
                 or bits_of(each.copy) != bits_of(each.tensor)
             ]
-        changing = self._memory.changing_buffers.setdefault(self._path_and_modes, set())
+        changing = known.setdefault(self._path_and_modes, set())
         changing |= {each.place for each in self._copied}
         changing |= {buffers[each] for each in written & buffers.keys()}
         written -= {id(each.tensor) for each in self._copied}
         if self._outside is not None and self._outside.has_changed():
-            self._memory.writing.add(self.key.path)
+            self._memory.outside.writing.add(self.key.path)
         else:
             self._outside = None
         self._note_items()
         has_met_others = self._begin.num_collectives != num_collectives()
         self.cannot_repeat = bool(written) or self.has_changed_inputs()
-        self.cannot_repeat |= self.key.path in self._memory.taking
+        self.cannot_repeat |= self.key.path in self._memory.outside.taking
         self.cannot_repeat |= has_met_others and self._memory.agreement is None
 
     def _note_items(self) -> None:
-        taking, path = self._memory.taking, self.key.path
-        if self._begin.num_items == self._memory.num_items or path in taking:
+        taking, path = self._memory.outside.taking, self.key.path
+        if self._begin.num_items == self._memory.outside.num_items or path in taking:
             return
         if not taking:
             logger.warning(
@@ -289,7 +291,7 @@ class Call:
             stack.enter_context(self._random_put_back())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(self._memory.inside_frame())
-            if self._memory.has_compiled_modules:
+            if self._memory.outside.has_compiled_modules:
                 stack.enter_context(uncompiled_calls())
             stack.enter_context(self._begin.settings.set())
             stack.enter_context(parametrizations_afresh())
@@ -304,7 +306,7 @@ class Call:
     def _random_put_back(self) -> Iterator[None]:
         """Numbers as in the first run; those of the script are as they were behind it."""
         has_foreign, device = self._begin.random_state.has_foreign, self._memory.device
-        of_pytorch_alone = not (has_foreign or self._memory.draws_foreign)
+        of_pytorch_alone = not (has_foreign or self._memory.outside.draws_foreign)
         with random_state_kept([device], of_pytorch_alone=of_pytorch_alone) as before:
             self._begin.random_state.restore()
             yield
@@ -388,13 +390,13 @@ def items_noted(
 
     Yields the arguments of the call.
     """
-    if not memory.is_measuring:
+    if not memory.measuring.is_on:
         yield call
         return
     before = CallState(model, *call)
 
     def note(_: str) -> None:
-        memory.num_items += 1
+        memory.outside.num_items += 1
 
     with iterators_guarded(before.objects, note):
         yield before.arguments

@@ -1,10 +1,11 @@
-"""The calls that steps consist of: what they save, and what is decided for them."""
+"""The calls that steps consist of: what they save, touch outside, and what is decided for them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 from statistics import mean
 
@@ -122,6 +123,31 @@ class CallHistory:
         self.present, self._last = [], {}
         self._steps.clear()
         self._decisions.clear()
+
+
+@dataclass(slots=True)
+class Outside:
+    """What calls of one model were seen to read and write outside of their own tensors.
+
+    Attributes:
+        changing_buffers: by path and modes of modules, the buffers that forwards change: position
+            of the module, and name.
+        draws_foreign: whether the model draws random numbers of Python's or NumPy's, as far as is
+            known: to look takes a tenth of a millisecond.
+        has_collectives: whether a forward of the model has run one.
+        has_compiled_modules: whether the model has some.
+        writing: paths of frames that were seen to write outside of their modules.
+        num_items: that forwards have taken of iterators, in measured steps.
+        taking: paths of frames that take some.
+    """
+
+    changing_buffers: dict[Hashable, set[tuple[int, str]]] = field(default_factory=dict)
+    draws_foreign: bool = True
+    has_collectives: bool = False
+    has_compiled_modules: bool = False
+    writing: set[str] = field(default_factory=set)
+    num_items: int = 0
+    taking: set[str] = field(default_factory=set)
 
 
 def _frames(needs: StepNeeds, shares: Mapping[FrameKey, float]) -> list[KnownFrame]:

@@ -91,7 +91,7 @@ class Frame:
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if isinstance(packed, Slot):
-            if self._memory.backward_order != self.order:
+            if self._memory.backward.order != self.order:
                 self._memory.begin_backward(self)
             if packed.saved is None:
                 self.recompute()
@@ -111,7 +111,7 @@ class Frame:
         """Drops what it has saved, until the backward reads it."""
         memory = self._memory
         # Kernels of a GPU may differ in the last bit, and save seeds that nothing has written.
-        is_compared = memory.recorder is not None or memory.tried is not None
+        is_compared = memory.measuring.recorder is not None or memory.log.tried is not None
         for slot in self._slots.needed().values():
             if is_compared and memory.device.type == "cpu":
                 slot.note_bits()
@@ -129,8 +129,9 @@ class Frame:
         Errors are those of `_saved_again`.
         """
         memory = self._memory
-        is_measured = memory.recorder is not None and memory.device.type == "cpu"
-        values = self._call.parameter_bits() if is_measured or memory.tried is not None else None
+        is_compared = memory.measuring.recorder is not None and memory.device.type == "cpu"
+        is_compared |= memory.log.tried is not None
+        values = self._call.parameter_bits() if is_compared else None
         begin = memory.clock()
         self.is_recomputed = True
         missing = self._slots.needed(lambda slot: slot.saved is None)
@@ -259,7 +260,7 @@ class KeptFrame:
 
     def release(self) -> None:
         """What it saved is free."""
-        self._memory.kept_bytes -= self.num_bytes
+        self._memory.storages.kept_bytes -= self.num_bytes
         self.num_bytes, self.step = 0, Step(0)  # the script may hold the graph
 
     def __del__(self) -> None:

@@ -11,10 +11,9 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from rockmate._torch.engine import after_backward
-from rockmate.frames.needs import FrameKey, ScheduleCost
 
 REMEMBERED = 16
 """Steps by which it is known how many forwards run before their backwards."""
@@ -63,8 +62,8 @@ class StepsInFlight:
         Frames of steps before without a backward, as of outputs that the loss does not read, do not
         count if those of no step had a later one.
         """
-        for step in [step for each in self._steps if (step := each()) is not None]:
-            if step.has_begun and not self._goes_back:
+        for each in self._steps:
+            if (step := each()) and step.has_begun and not self._goes_back:
                 step.is_over = True
                 self._passed.add(step)
         self.present, self.has_backward = Step(outside_bytes), False
@@ -87,14 +86,8 @@ class StepsInFlight:
         step.is_over = self.has_backward = True
         after_backward(at_end)
 
-    def note_backward(self, step: Step, *, is_differentiated: bool, is_last: bool) -> None:
-        """A frame's backward begins.
-
-        Args:
-            step: of the frame.
-            is_differentiated: whether another backward is to come, as a rule: that of gradients.
-            is_last: whether it is that of the first frame, and no other one is to come.
-        """
+    def note_backward(self, step: Step, is_last: bool, *, is_differentiated: bool) -> None:
+        """The backward of a frame begins: the last one of its step, or one of many."""
         self.run(step)
         self._goes_back |= step in self._passed
         step.is_over |= is_last
@@ -151,27 +144,3 @@ class StepsInFlight:
     def num_to_come(self) -> int:
         """Steps that run before the next backward, by those before: the present one, others."""
         return 1 + max(self._num_before) - self._num_before[-1]
-
-
-class Running(Protocol):
-    """What a frame tells of itself to those that count and decide."""
-
-    key: FrameKey
-    order: int
-    step: Step
-
-    @property
-    def num_bytes(self) -> int: ...  # noqa: D102
-    @property
-    def schedule(self) -> ScheduleCost | None: ...  # noqa: D102
-    def take_back(self) -> None: ...  # noqa: D102
-
-
-class Droppable(Running, Protocol):
-    """See `rockmate.frames.frame.Frame`."""
-
-    seconds: float
-
-    @property
-    def can_be_dropped(self) -> bool: ...  # noqa: D102
-    def drop(self) -> None: ...  # noqa: D102

@@ -44,11 +44,11 @@ class JoinedRunner(FrameRunner):
         memory, method = self._memory, args[0]
         self._step = weakref.ref(memory.in_flight.present)
         number = StepSize.of((args, kwargs), 0, (), self._agreement).num_elements
-        if memory.is_measuring:
+        if memory.measuring.is_on:
             self._num_elements[method] = number
         else:
             scale = number / self._num_elements.get(method, number)
-            memory.scale = max(memory.scale, scale)
+            memory.room.scale = max(memory.room.scale, scale)
         return super()._run_frames(args, kwargs)
 
 

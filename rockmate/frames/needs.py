@@ -306,10 +306,7 @@ class StepNeeds:
         self._least = None
 
     def set_schedules(
-        self,
-        number: int,
-        schedules: Mapping[str, Sequence[ScheduleCost]],
-        scale: float = 1.0,
+        self, number: int, schedules: Mapping[str, Sequence[ScheduleCost]], scale: float = 1.0
     ) -> None:
         """Takes how calls run whose insides are captured.
 

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -61,19 +62,19 @@ class StepRecorder:
         has_ended: whether a backward has run. A recording cannot be stopped within one, which
             restores the state of its thread.
         saved: bytes that a frame has saved, and seconds of its last run.
-        peak_bytes: before the first frame; of the whole step where there is none.
+        peak_bytes: before the first frame; of the whole step where there is none; 0 if unknown.
     """
 
-    def __init__(self, device: torch.device, parameters: Sequence[torch.Tensor]) -> None:
-        """Begins to record.
+    def __init__(
+        self, device: torch.device, parameters: Sequence[torch.Tensor], *, is_look: bool = False
+    ) -> None:
+        """Begins to record. Gradients of the parameters that the step makes count for no need.
 
-        Args:
-            device: of the model.
-            parameters: whose gradients, if the step makes them, count for no need.
+        A look at a step leaves the allocator's statistics, which are the script's, as they are.
         """
         self.has_ended, self.peak_bytes = False, 0
         gc.collect()  # memory of before that is freed meanwhile would count as room
-        self._recording = Recording(device)
+        self._recording = Recording(device, leaves_out=is_look and device.type == "cuda")
         # A script may free gradients between forward and backward. On a CPU, where such a release
         # is seen or not, they are held until the recording ends.
         is_cpu = device.type == "cpu"
@@ -174,7 +175,7 @@ class StepRecorder:
         """The needs; what `mark` has not seen is left out."""
         self.release()
         first, *stretches = self._recording.stop() or [Stretch(0, 0)]
-        self.peak_bytes = first.peak_bytes
+        self.peak_bytes = first.peak_bytes if self._recording.is_known else 0
         without = self._without_backward()
         step = StepNeeds(
             num_elements=num_elements,
@@ -202,6 +203,36 @@ class StepRecorder:
             times = alike[needs.saved_bytes, needs.forward_bytes - needs.before_forward_bytes]
             needs.seconds = median(times) if times else 0.0
         return step
+
+
+@dataclass(slots=True)
+class Measuring:
+    """What is measured of a step.
+
+    Attributes:
+        on_end: is called after the backward of a recorded step; False if nobody is left who asks.
+        recorder: of the step; None if nothing is recorded.
+        is_on: whether the step holds nothing and is measured.
+        is_unmeasured: whether steps of its size were without a backward when they were measured.
+        has_new_backward: whether one ran that the measured step did not have.
+    """
+
+    on_end: Callable[[], bool]
+    recorder: StepRecorder | None = None
+    is_on: bool = False
+    is_unmeasured: bool = False
+    has_new_backward: bool = False
+
+    def end_if_whole(self) -> None:
+        """After a backward, if it was that of all frames: another one may be to come."""
+        if self.recorder is not None and self.recorder.is_whole() and not self.on_end():
+            self.leave()
+
+    def leave(self) -> None:
+        """The step is not measured after all."""
+        if self.recorder is not None:
+            self.recorder.stop(1)
+        self.recorder, self.is_on = None, False
 
 
 def _noting_first(

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rockmate.budget import size_text
-from rockmate.frames.memory import Counts, Memory
+from rockmate.frames.memory import Memory
+from rockmate.frames.step_log import Counts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,24 +104,24 @@ def report_of(memory: Memory) -> FramesReport | None:
     needs = memory.needs
     if needs is None or memory.budget_bytes is None:
         return None
-    present, decision = memory.calls.present, memory.decision
+    present, decision = memory.calls.present, memory.room.decision
     rows = [
         FrameRow(
             name=str(key) if key.number else key.path,
             saved_bytes=needs.of(key).saved_bytes,
             seconds=needs.of(key).seconds,
-            dropped=memory.dropped.get(key, "nothing"),
+            dropped=memory.log.dropped.get(key, "nothing"),
         )
         for key in present
     ]
     decided_s = sum(decision[key].seconds for key in present if key in decision)
-    has_bound = decision and memory.scale == 1
+    has_bound = decision and memory.room.scale == 1
     return FramesReport(
         budget_bytes=memory.budget_bytes,
         minimum_bytes=needs.minimum_bytes,
         baseline_bytes=needs.baseline_bytes,
-        peak_bytes=memory.peak_bytes,
-        counts=replace(memory.counts),
+        peak_bytes=memory.log.peak_bytes,
+        counts=replace(memory.log.counts),
         decided_s=decided_s if decision else None,
         bound_s=memory.calls.bound_s(needs, memory.budget_bytes) if has_bound else None,
         rows=rows,

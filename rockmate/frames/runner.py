@@ -14,11 +14,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.distributed import holds_sharded_parameters, num_collectives
-from rockmate._torch.engine import (
-    backward_id,
-    has_saved_tensor_hooks,
-    records_plainly,
-)
+from rockmate._torch.engine import backward_id, has_saved_tensor_hooks, records_plainly
 from rockmate._torch.members import module_at, modules_within
 from rockmate.budget import Budget, OnInfeasible, parse_budget
 from rockmate.capture.compiled_model import has_compiled, uncompiled
@@ -29,12 +25,13 @@ from rockmate.frames.budget_check import PeakCheck
 from rockmate.frames.call import Arguments, Call, items_noted, sizes_of
 from rockmate.frames.call_history import state_of
 from rockmate.frames.frame import Frame, unhooked
-from rockmate.frames.memory import Counts, Memory
+from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey, StepNeeds
 from rockmate.frames.recorder import StepRecorder, call_before_steps
 from rockmate.frames.refusal import Refusal
 from rockmate.frames.report import FramesReport, report_of
 from rockmate.frames.selection import ReplacedForwards, first_paths, frames_to_split, split
+from rockmate.frames.step_log import Counts
 from rockmate.frames.step_size import StepSize
 from rockmate.frames.trials import FrameTrials
 from rockmate.memory_limit import MemoryLimit
@@ -71,15 +68,9 @@ class FrameRunner:
     ) -> None:
         """Chooses frames by structure; nothing runs.
 
-        Args:
-            model: the module.
-            budget: bytes, a size, or a fraction of the peak of a step that drops nothing; or a
-                bound on the whole device, which the first call turns into bytes.
-            on_infeasible: see `RockmateModule`.
-            keep: paths of submodules whose calls are no frames.
-            is_fallback: whether steps of which no call can be a frame run as in eager.
-            plans_insides: whether insides are captured and planned; else all run as in eager.
-            trial: see `RockmateModule`.
+        As a fallback, steps of which no call can be a frame run as in eager. A limit of the whole
+        device is turned into bytes by the first call. All other arguments are as in
+        `RockmateModule`.
 
         Raises:
             UnsupportedModelError: FSDP1 has sharded the model.
@@ -100,9 +91,9 @@ class FrameRunner:
         is_whole = not any(map(holds_sharded_parameters, model.modules()))
         self._agreement = None if is_whole else Agreement(model)
         self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
-        self._memory.has_compiled_modules = has_compiled(model)
+        is_compiled = self._memory.outside.has_compiled_modules = has_compiled(model)
         self._captures, self._replaced = None, ReplacedForwards()
-        if plans_insides and self._agreement is None and not self._memory.has_compiled_modules:
+        if plans_insides and self._agreement is None and not is_compiled:
             from rockmate.frames.interior_captures import InteriorCaptures  # loads solvers
 
             self._captures = InteriorCaptures(self._memory.clock, model)
@@ -131,7 +122,7 @@ class FrameRunner:
     @property
     def counts(self) -> Counts:
         """What has happened to the frames of the last call."""
-        return self._memory.counts
+        return self._memory.log.counts
 
     @property
     def budget_bytes(self) -> int | None:
@@ -180,19 +171,19 @@ class FrameRunner:
             return self._run_frames(args, kwargs)
 
         call, is_unknown = (args, kwargs), memory.needs is None and self._is_fallback
-        if is_unknown or (memory.undropped and not self._trials.have_tried(self._paths)):
+        if is_unknown or (memory.log.undropped and not self._trials.have_tried(self._paths)):
             self._leave_whole(call, step)
         is_known = self._take_needs(size, shapes)
         self._check.note_profiler(self._budget, is_unmeasured=size.is_profiled and not is_known)
         self._refusal.raise_if_due(is_known=is_known or size.is_profiled)
         is_new = not is_known and not size.is_profiled
         self._record(size, is_new=is_new, is_first=num_together == 0)
-        if memory.is_measuring and self._captures is not None:
+        if memory.measuring.is_on and self._captures is not None:
             self._captures.note_step(shapes)
         try:
             return self._trials.run(self._model, call, step, memory)
         except TrialError as error:
-            if not memory.counts.num_planned:
+            if not memory.log.counts.num_planned:
                 raise
             logger.warning("insides of frames are planned no longer, since %s", error)
         self._captures = None
@@ -209,14 +200,14 @@ class FrameRunner:
             with self._frames_installed(), uncompiled(self._model), noted as (given, named):
                 output = self._model(*given, **named)
         except BaseException:
-            memory.leave_recording()
+            memory.measuring.leave()
             raise
         finally:
             self._is_running = False
-            self._draws_foreign = memory.draws_foreign = before != ForeignState.now()
+            self._draws_foreign = memory.outside.draws_foreign = before != ForeignState.now()
             step = memory.in_flight.end()
-            memory.has_collectives |= num_before != num_collectives()
-        if not memory.counts.num_frames:
+            memory.outside.has_collectives |= num_before != num_collectives()
+        if not memory.log.counts.num_frames:
             end = partial(memory.in_flight.begin_backward, step, self._end_if_alive)
             for node in (each.grad_fn for each in tensors_in(output) if each.grad_fn is not None):
                 node.register_prehook(end)
@@ -228,54 +219,59 @@ class FrameRunner:
         Calls that were not recorded may have raised the smallest peak above the budget.
         """
         memory = self._memory
-        if memory.has_new_backward and self._agreement is None and not size.is_profiled:
-            memory.has_new_backward = False
+        if memory.measuring.has_new_backward and self._agreement is None and not size.is_profiled:
+            memory.measuring.has_new_backward = False
             self._num_forgotten += 1
             if self._num_forgotten <= _MOST_FORGOTTEN:
                 self._measured.clear()
         known = size.smallest_covering(self._measured)
         if known is not None:
             measured = self._measured[known]
-            memory.needs, memory.is_unmeasured = measured or memory.needs, measured is None
-        needs, memory.is_capturing = memory.needs, False
+            memory.needs = measured or memory.needs
+            memory.measuring.is_unmeasured = measured is None
+        needs, memory.room.is_capturing = memory.needs, False
         if needs is None:
             return known is not None
         scale = size.num_elements / max(1, needs.num_elements)
-        scale = memory.scale = scale if known is not None else max(1.0, scale)
-        if memory.keeps_graphs or self._captures is None:
+        scale = memory.room.scale = scale if known is not None else max(1.0, scale)
+        if memory.backward.keeps_graphs or self._captures is None:
             needs.set_schedules(0, {})
         elif known is not None:
             short = memory.available_bytes(self._lowered_bytes) < self._lowered_bytes
-            memory.is_capturing = self._captures.begin_step(shapes, needs, scale, is_short=short)
+            is_due = self._captures.begin_step(shapes, needs, scale, is_short=short)
+            memory.room.is_capturing = is_due
         if self._agreement is not None and needs.has_new_calls:
             needs.agree(self._agreement)
         minimum = memory.minimum_bytes(needs)
         memory.budget_bytes = min(self._asked_bytes, max(self._lowered_bytes, minimum))
-        if memory.budget_bytes < minimum and not memory.is_capturing:
-            memory.budget_bytes = self._taken(self._asked_bytes, needs)
+        if memory.budget_bytes < minimum and not memory.room.is_capturing:
+            memory.budget_bytes = self._refusal.taken(
+                self._asked_bytes, needs, self._measured.values()
+            )
         return known is not None
 
     def _end_step_before(self, *, goes_on: bool) -> None:
         """Ends a recording, but a peak's: it is that of all forwards in flight together."""
-        memory, recorder = self._memory, self._memory.recorder
+        memory, recorder = self._memory, self._memory.measuring.recorder
         if recorder is None:
             return
-        if not (goes_on and recorder.can_stop) or (memory.is_measuring and recorder.has_frames):
+        if not (goes_on and recorder.can_stop) or (memory.measuring.is_on and recorder.has_frames):
             self.end_recording()
-            if memory.recorder is not None:
-                memory.leave_recording()
+            if memory.measuring.recorder is not None:
+                memory.measuring.leave()
                 logger.info("a step was not measured: its forward ran in a thread of its own")
 
     def _record(self, size: StepSize, *, is_new: bool, is_first: bool) -> None:
         """Has the allocations of a step recorded, if it is new, or its peak is to be looked at."""
-        memory = self._memory
-        if is_new and memory.recorder is not None and memory.recorder.has_frames:
-            memory.leave_recording()
-        memory.is_measuring = is_new
+        measuring = self._memory.measuring
+        if is_new and measuring.recorder is not None and measuring.recorder.has_frames:
+            measuring.leave()
+        measuring.is_on = is_new
         is_due = is_new or (is_first and self._check.is_due(is_profiled=size.is_profiled))
-        if memory.recorder is None and is_due:
+        if measuring.recorder is None and is_due:
             parameters = [each for each in self._model.parameters() if each.requires_grad]
-            memory.recorder = StepRecorder(memory.device, parameters)
+            device = self._memory.device
+            measuring.recorder = StepRecorder(device, parameters, is_look=not is_new)
             self._recorded_size = size
 
     def end_recording(self, *, only_finished: bool = False) -> None:
@@ -283,7 +279,7 @@ class FrameRunner:
 
         A call without gradients may come before that backward (`only_finished`).
         """
-        memory, recorder = self._memory, self._memory.recorder
+        memory, recorder = self._memory, self._memory.measuring.recorder
         is_within = self._is_running or backward_id() != -1  # as where hooks step optimizers
         # Where an optimizer steps, no backward of a differentiated one is to come.
         memory.in_flight.has_backward |= not (is_within or only_finished)
@@ -292,14 +288,15 @@ class FrameRunner:
         if only_finished and not recorder.has_ended:
             recorder.pause()
             return
-        is_measured, memory.is_measuring, memory.recorder = memory.is_measuring, False, None
+        measuring = memory.measuring
+        is_measured, measuring.is_on, measuring.recorder = measuring.is_on, False, None
         size = self._recorded_size
         assert size is not None
         needs = recorder.stop(size.num_elements)
         assert self._budget is not None
-        if memory.undropped and not self._trials.have_tried(self._paths):
+        if memory.log.undropped and not self._trials.have_tried(self._paths):
             for key, each in needs.by_key.items():  # in what was measured it counts already
-                each.saved_bytes *= key.path not in memory.undropped
+                each.saved_bytes *= key.path not in memory.log.undropped
             budget_bytes = parse_budget(self._budget, needs.baseline_bytes)
             self._refusal.note_undropped(budget_bytes, needs)
             return
@@ -318,6 +315,12 @@ class FrameRunner:
             self._without_backward.add(size)
             return
         self._without_backward.discard(size)
+        self._take_measured(size, needs)
+
+    def _take_measured(self, size: StepSize, needs: StepNeeds) -> None:
+        """Takes what a whole step needs, and the budget; frames that are too large are split."""
+        memory = self._memory
+        assert self._budget is not None
         if self._agreement is not None:
             needs.agree(self._agreement)
         is_split, self._before_split = self._before_split, None
@@ -335,11 +338,12 @@ class FrameRunner:
             self._begin_with(reduce(partial(split, self._model), large, self._paths), before)
             return
         self._measured[size] = needs
-        memory.needs, self._asked_bytes = needs, budget_bytes
-        self._lowered_bytes = budget_bytes
+        memory.needs, self._asked_bytes, self._lowered_bytes = needs, budget_bytes, budget_bytes
         # Captured insides may need less than frames as in eager.
         may_need_less = self._captures is not None and budget_bytes >= needs.outside_bytes
-        memory.budget_bytes = budget_bytes if may_need_less else self._taken(budget_bytes, needs)
+        memory.budget_bytes = budget_bytes
+        if not may_need_less:
+            memory.budget_bytes = self._refusal.taken(budget_bytes, needs, self._measured.values())
 
     def _begin_with(
         self, paths: Collection[str], before: tuple[list[str], StepNeeds, StepSize] | None = None
@@ -359,7 +363,7 @@ class FrameRunner:
         What one that cannot be dropped holds would count twice, as it is held and in what was
         measured. Those within it may be frames.
         """
-        undropped, live_bytes = self._memory.undropped, 0
+        undropped, live_bytes = self._memory.log.undropped, 0
         if undropped:
             self._begin_with(self._paths)
         while True:
@@ -373,9 +377,6 @@ class FrameRunner:
                 break
             self._begin_with(reduce(partial(split, self._model), within, self._paths))
         self._refusal.raise_if_held(live_bytes)
-
-    def _taken(self, budget_bytes: int, needs: StepNeeds) -> int:
-        return self._refusal.taken(budget_bytes, needs, self._measured.values())
 
     @contextmanager
     def _frames_installed(self) -> Iterator[None]:
@@ -407,7 +408,7 @@ class FrameRunner:
         self._num_calls[path], self._num_frames = key.number + 1, order
         sizes = sizes_of(arguments)
         memory.begin_call(key, lambda: Call(key, module, arguments, memory).num_bytes)
-        capturing = self._captures if memory.is_capturing else None
+        capturing = self._captures if memory.room.is_capturing else None
         find = self._captures and self._captures.find
         kept, run = unhooked(find, memory, key, arguments, sizes=sizes, order=order)
         while True:
@@ -415,7 +416,7 @@ class FrameRunner:
                 with self._replaced.suspended():
                     capturing.watch(path, module, arguments)
             # A call takes back a failed run, which matters only where an allocation can fail.
-            is_taken = kept is None or memory.is_limited
+            is_taken = kept is None or memory.room.is_limited
             call = Call(key, module, arguments, memory) if is_taken else None
             frame = None if kept is not None or call is None else Frame(call, order, memory)
             present = kept or frame
@@ -438,8 +439,8 @@ class FrameRunner:
             return output
         frame.note_backward_of(output)
         memory.end_forward(frame, sizes)
-        if memory.is_measuring and memory.recorder is not None:
-            memory.recorder.note_output(key, output)
+        if memory.measuring.is_on and memory.measuring.recorder is not None:
+            memory.measuring.recorder.note_output(key, output)
         if self._captures is not None:
             self._captures.note_output(path, output)
         if capturing is not None:

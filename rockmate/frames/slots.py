@@ -27,10 +27,11 @@ class HeldStorages:
 
     Attributes:
         num_bytes: of all of them.
+        kept_bytes: of frames that are kept, whose storages are not known.
     """
 
     def __init__(self) -> None:
-        self.num_bytes = 0
+        self.num_bytes = self.kept_bytes = 0
         self._holders: dict[int, list[int]] = {}  # storage -> number of holders, bytes
 
     def hold(self, saved: Saved) -> int:

@@ -57,7 +57,7 @@ class FrameTrials:
             TrialError: the step differs from eager.
         """
         budget_bytes, needs = memory.budget_bytes, memory.needs
-        if needs is None or budget_bytes is None or memory.recorder is not None:
+        if needs is None or budget_bytes is None or memory.measuring.recorder is not None:
             self._steps.is_next(can_run=False)
             return ours()
         room_bytes = max(0, budget_bytes - needs.outside_bytes - memory.held_bytes)
@@ -66,7 +66,7 @@ class FrameTrials:
         most_bytes, can_run = budget_bytes, not memory.held_bytes
         if self._is_joined:
             most_bytes, can_run = room_bytes, room_bytes > own_bytes
-        can_run = can_run and memory.agreement is None and not memory.has_collectives
+        can_run = can_run and memory.agreement is None and not memory.outside.has_collectives
         is_due = needs.schedules_number not in self._tried
         if not self._steps.is_next(can_run=can_run, is_due=is_due):
             return ours()
@@ -108,14 +108,14 @@ class FrameTrials:
         alone = set[str](), undropped.intersection(paths), 0
         if self._steps.option == "never" or before.has_iterators():
             return alone
-        memory.tried = []
+        memory.log.tried = []
         try:
             with before.undone(), random_state_kept([memory.device]), autocast_uncached():
                 if undropped:
                     num_bytes, output = net_allocated(ours, memory.device)
                 else:
                     output = ours()  # it holds the frames
-                for frame in reversed(memory.tried):
+                for frame in reversed(memory.log.tried):
                     try:
                         frame.recompute()
                     except Exception as error:  # noqa: BLE001 - also the script's own
@@ -125,10 +125,10 @@ class FrameTrials:
         except Exception:  # noqa: BLE001 - of the forward: the step itself raises, or takes items
             return alone
         finally:
-            memory.tried = None
+            memory.log.tried = None
             memory.calls.forget()
             memory.in_flight.undo()
-        within = memory.undropped.difference(found) if undropped else set[str]()
+        within = memory.log.undropped.difference(found) if undropped else set[str]()
         found |= dict.fromkeys(sorted(within), "a forward cannot run again")
         for reason in list(found.values())[:1]:
             logger.warning("left whole, as by keep=%r, since %s", sorted(found), reason)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -35,12 +34,12 @@ def test_the_frames_that_are_dropped(seed: int) -> None:
     decided = [each for each in frames if draw.random() < 0.3]
     others = [each for each in frames if each not in decided]
     memory = Memory(torch.device("cpu"), lambda: True)
-    memory._decided.extend(weakref.ref(each) for each in decided)  # type: ignore
-    memory._others.extend(weakref.ref(each) for each in others)  # type: ignore
+    for each in frames:
+        memory._queue.add(each, is_decided=each in decided)  # type: ignore
     in_backward = draw.choice(frames) if frames else None
     order = [each for each in (*decided, *others) if each.can_be_dropped]
     for number, expected in enumerate(each for each in order if each is not in_backward):
         assert memory.drop_one(in_backward)  # type: ignore
-        assert len(memory.dropped) == number + 1
+        assert len(memory.log.dropped) == number + 1
         assert not expected.can_be_dropped
     assert not memory.drop_one(in_backward)  # type: ignore

@@ -55,7 +55,7 @@ def test_equal_to_eager(kind: str, budget: float) -> None:
     module = check(Chain(kind), loss, budget)
     assert memory_of(module).calls.saved_bytes
     if kind != "layerdrop":  # the first step may have fewer layers than others
-        assert (memory_of(module).counts.num_recomputed > 0) == (budget < 1.0)
+        assert (memory_of(module).log.counts.num_recomputed > 0) == (budget < 1.0)
 
 
 def test_two_backwards_hold_what_is_kept() -> None:
@@ -63,21 +63,21 @@ def test_two_backwards_hold_what_is_kept() -> None:
     steps(module, 4)
     memory = memory_of(module)
     value = loss_of(module, 0, ROWS)
-    before = memory.kept_bytes
+    before = memory.storages.kept_bytes
     assert before > 0
     value.backward(retain_graph=True)
-    assert memory.kept_bytes == before
+    assert memory.storages.kept_bytes == before
     value.backward()
-    assert memory.kept_bytes == 0
+    assert memory.storages.kept_bytes == 0
 
 
 def test_a_graph_without_a_backward_lets_go() -> None:
     module = framed(Chain(), "1GiB")
     steps(module, 4)
     value = loss_of(module, 0, ROWS)
-    assert memory_of(module).kept_bytes > 0
+    assert memory_of(module).storages.kept_bytes > 0
     del value
-    assert memory_of(module).kept_bytes == 0
+    assert memory_of(module).storages.kept_bytes == 0
 
 
 class Growing(Chain):
@@ -108,8 +108,8 @@ def test_the_budget_holds_when_more_calls_follow_than_were_known() -> None:
     assert max(steps(module, 20)) > 0
     model.num_blocks = 10
     assert peak_of(module, model) <= 1.01 * budget_bytes
-    assert memory_of(module).counts.num_kept > 0
-    assert memory_of(module).counts.num_recomputed > 0
+    assert memory_of(module).log.counts.num_kept > 0
+    assert memory_of(module).log.counts.num_recomputed > 0
 
 
 def test_calls_that_were_not_recorded_add_their_inputs_to_the_smallest_peak() -> None:
@@ -216,5 +216,5 @@ def test_a_loss_that_the_script_holds_keeps_no_bytes_of_its_step() -> None:
     for step in range(6):
         losses.append(loss_of(module, step, ROWS))
         losses[-1].backward()
-    assert all(each.is_kept for each in memory_of(module).decision.values())
-    assert memory_of(module).counts.num_dropped == 0
+    assert all(each.is_kept for each in memory_of(module).room.decision.values())
+    assert memory_of(module).log.counts.num_dropped == 0

@@ -18,12 +18,7 @@ from rockmate.costs.layout_check import captured_in_kernel_layouts
 from rockmate.costs.measure import measure_costs
 from rockmate.errors import UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
-from rockmate.frames.interiors.checks import (
-    EscapedTensors,
-    check_call,
-    check_capture,
-    signature_of,
-)
+from rockmate.frames.interiors.checks import EscapedTensors, check_call, check_capture, signature_of
 from rockmate.frames.interiors.gradients import (
     casts_of,
     one_gradient_per_reader,

@@ -142,10 +142,7 @@ def _returned_bytes(graph: Graph) -> tuple[int, int]:
         for kind in (RoleKind.INPUT_GRADIENT, RoleKind.PARAMETER_GRADIENT)
     )
     kept_bytes = sum(each.num_bytes for each in graph.storages if each.is_kept_to_end)
-    kept_bytes += max(
-        [parameter.nbytes for parameter, _ in casts_of(graph).values()],
-        default=0,
-    )
+    kept_bytes += max([parameter.nbytes for parameter, _ in casts_of(graph).values()], default=0)
     most_of_inputs = max(inputs, default=0)
     return kept_bytes + most_of_inputs, kept_bytes + max(parameters, default=most_of_inputs)
 

@@ -11,9 +11,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from rockmate._torch.engine import after_backward
+from rockmate.frames.needs import FrameKey, ScheduleCost
 
 REMEMBERED = 16
 """Steps by which it is known how many forwards run before their backwards."""
@@ -144,3 +145,27 @@ class StepsInFlight:
     def num_to_come(self) -> int:
         """Steps that run before the next backward, by those before: the present one, others."""
         return 1 + max(self._num_before) - self._num_before[-1]
+
+
+class Running(Protocol):
+    """What a frame tells of itself to those that count and decide."""
+
+    key: FrameKey
+    order: int
+    step: Step
+
+    @property
+    def num_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def schedule(self) -> ScheduleCost | None: ...  # noqa: D102
+    def take_back(self) -> None: ...  # noqa: D102
+
+
+class Droppable(Running, Protocol):
+    """See `rockmate.frames.frame.Frame`."""
+
+    seconds: float
+
+    @property
+    def can_be_dropped(self) -> bool: ...  # noqa: D102
+    def drop(self) -> None: ...  # noqa: D102

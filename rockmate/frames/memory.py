@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,15 +32,12 @@ from rockmate._torch.engine import after_backward, at_end_of_backward, backward_
 from rockmate.budget import size_text
 from rockmate.frames.agreement import Agreement
 from rockmate.frames.call_history import CallHistory, Outside
-from rockmate.frames.in_flight import REMEMBERED, StepsInFlight
+from rockmate.frames.in_flight import REMEMBERED, Droppable, Running, StepsInFlight
 from rockmate.frames.knapsack import Decision
 from rockmate.frames.needs import FrameKey, ScheduleCost, StepNeeds
 from rockmate.frames.recorder import Measuring, clock_of, logical_clock
 from rockmate.frames.slots import HeldStorages
 from rockmate.frames.step_log import StepLog
-
-if TYPE_CHECKING:
-    from rockmate.frames.frame import Frame, KeptFrame
 
 _SURELY_FREE = 0.8
 """Of what is free when a step begins, the share that it can have: memory is in pieces."""
@@ -82,7 +79,7 @@ class Backward:
 
     number: int = -1
     order: int | None = None
-    frame: weakref.ref[Frame | KeptFrame] | None = None
+    frame: weakref.ref[Running] | None = None
     at_end: Callable[[], None] | None = None
     keeps_graphs: float = 0.0
 
@@ -91,8 +88,8 @@ class DropQueue:
     """Frames that may be dropped: first those that were decided on, then the others, in order."""
 
     def __init__(self) -> None:
-        self._decided: deque[weakref.ref[Frame]] = deque()
-        self._others: deque[weakref.ref[Frame]] = deque()
+        self._decided: deque[weakref.ref[Droppable]] = deque()
+        self._others: deque[weakref.ref[Droppable]] = deque()
 
     def forget_freed(self) -> None:
         """Takes out those that are gone."""
@@ -101,11 +98,11 @@ class DropQueue:
             frames.clear()
             frames.extend(live)
 
-    def add(self, frame: Frame, *, is_decided: bool) -> None:
+    def add(self, frame: Droppable, *, is_decided: bool) -> None:
         """Takes a frame whose forward has run."""
         (self._decided if is_decided else self._others).append(weakref.ref(frame))
 
-    def take(self, but: Frame | KeptFrame | None = None) -> Frame | None:
+    def take(self, but: Running | None = None) -> Droppable | None:
         """The next one that can be dropped, apart from one; None if there is none."""
         for frames in (self._decided, self._others):
             for _ in range(len(frames)):
@@ -271,7 +268,7 @@ class Memory:
         if not self.measuring.is_on and needs is not None and key not in needs.by_key:
             needs.take(key, before, int(call_bytes() / self.room.scale))
 
-    def begin_forward(self, frame: Frame | KeptFrame) -> None:
+    def begin_forward(self, frame: Running) -> None:
         """Makes room for a frame's forward."""
         if self.measuring.recorder is not None:
             self.measuring.recorder.mark(frame.key, "forward_bytes")
@@ -279,7 +276,7 @@ class Memory:
             needed = self.needs.of(frame.key).forward_peak(frame.schedule, self.room.scale)
             self._make_room(needed)
 
-    def end_forward(self, frame: Frame, sizes: Any) -> None:
+    def end_forward(self, frame: Droppable, sizes: Any) -> None:
         """Takes a frame whose forward has run, and makes room for what follows."""
         self._begin_step_of(frame)
         if self.log.tried is not None and frame.can_be_dropped:
@@ -302,7 +299,7 @@ class Memory:
         self.hold(frame)
         self._make_room_after(frame)
 
-    def hold(self, frame: Frame) -> None:
+    def hold(self, frame: Droppable) -> None:
         """Has a frame dropped when there is no room, or now if the step holds nothing."""
         option = self.room.decision.get(frame.key)
         is_kept = option is not None and option.is_kept
@@ -313,12 +310,12 @@ class Memory:
             is_decided = option is not None and option.schedule is None and not is_kept
             self._queue.add(frame, is_decided=is_decided)
 
-    def _begin_step_of(self, frame: Frame | KeptFrame) -> None:
+    def _begin_step_of(self, frame: Running) -> None:
         self.log.counts.num_frames += 1
         if frame.step.first_order is None and frame.num_bytes:
             frame.step.first_order = frame.order
 
-    def end_kept(self, frame: Frame | KeptFrame) -> None:
+    def end_kept(self, frame: Running) -> None:
         """Takes a frame that is kept, or planned, when its forward has run."""
         self._begin_step_of(frame)
         if self.measuring.recorder is not None:
@@ -337,14 +334,14 @@ class Memory:
                 self._count_recomputation(frame.schedule.recompute_s)
         self._make_room_after(frame)
 
-    def _make_room_after(self, frame: Frame | KeptFrame) -> None:
+    def _make_room_after(self, frame: Running) -> None:
         if self.needs is not None and not self.measuring.is_on:
             needed = self.needs.of(frame.key).after_bytes * self.room.scale
             self._make_room(int(needed))
         if self.measuring.recorder is not None:
             self.measuring.recorder.mark(frame.key, "after_bytes")
 
-    def begin_backward(self, frame: Frame | KeptFrame) -> None:
+    def begin_backward(self, frame: Running) -> None:
         """Makes room for a frame's backward, when it begins."""
         is_differentiated = torch.is_grad_enabled()  # what it reads is saved again
         is_kept = keeps_graph() or is_differentiated  # another backward is to come
@@ -395,14 +392,14 @@ class Memory:
 
     # --- dropping ---------------------------------------------------------------------------------
 
-    def drop_one(self, but: Frame | KeptFrame | None = None) -> bool:
+    def drop_one(self, but: Running | None = None) -> bool:
         """Drops the next frame; whether there was one."""
         frame = self._queue.take(but)
         if frame is not None:
             self._drop(frame)
         return frame is not None
 
-    def can_retry(self, error: Exception, but: Frame | KeptFrame | None = None) -> bool:
+    def can_retry(self, error: Exception, but: Running | None = None) -> bool:
         """Whether a run that failed can run anew: memory had run out, and there is more now.
 
         Not where other ranks would not run it again.
@@ -411,7 +408,7 @@ class Memory:
             return False
         return self.drop_one(but)
 
-    def _make_room(self, needed: int, *, but: Frame | KeptFrame | None = None) -> None:
+    def _make_room(self, needed: int, *, but: Running | None = None) -> None:
         assert self.budget_bytes is not None
         needed += self.in_flight.other_bytes
         while self.agreement is None and self.held_bytes + needed > self.budget_bytes:
@@ -419,7 +416,7 @@ class Memory:
                 break
         self.log.peak_bytes = max(self.log.peak_bytes, self.held_bytes + needed)
 
-    def _drop(self, frame: Frame) -> None:
+    def _drop(self, frame: Droppable) -> None:
         if frame.can_be_dropped:
             self.log.counts.num_dropped += 1
             self.log.dropped[frame.key] = f"all, {size_text(frame.num_bytes)}"

@@ -124,10 +124,8 @@ class Reader:
         outcome.versions = self.before.versions()
         return outcome
 
-    def content(self, outcome: Outcome, key: int) -> Any:
-        """What an object has in an outcome, which is what it had before if nothing changed it."""
-        if (changed := outcome.contents.get(key)) is not None:
-            return changed
+    def frozen_before(self, key: int) -> Any:
+        """The content that an object had before the call, as in an outcome."""
         found = self.before.objects.found.get(key)
         return None if found is None else self._frozen(found[2], self.before.objects)
 
@@ -238,7 +236,7 @@ class Comparison:
         yield from self._writes()
         for key in dict.fromkeys([*eager.contents, *ours.contents]):
             if key in self._before.objects.found:
-                one, two = (self._reader.content(each, key) for each in (eager, ours))
+                one, two = (self._content(each, key) for each in (eager, ours))
                 for found in self._contents(one, two, "", is_named=True):
                     yield found._replace(path=self._named(key, found.path))
         if any(two and not one for one, two in zip(eager.shared, ours.shared, strict=False)):
@@ -261,6 +259,10 @@ class Comparison:
     def _named(self, key: int, path: str) -> str:
         path = f"{self._before.name_of(key)}{path}".removeprefix("the model.")
         return " ".join(_HOOK.sub(r" \1 hook ", _TABLE.sub("", path)).split())
+
+    def _content(self, outcome: Outcome, key: int) -> Any:
+        found = outcome.contents.get(key)
+        return self._reader.frozen_before(key) if found is None else found
 
     def _contents(self, one: Any, two: Any, path: str, *, is_named: bool) -> Iterator[Difference]:
         if isinstance(one, Both) and isinstance(two, Both):
@@ -313,10 +315,7 @@ class Comparison:
         if issubclass(one.kind, nn.Module) and (one.key in known) != (two.key in known):
             yield Difference(path, "is another module than in eager")
             return
-        contents = (
-            self._reader.content(self._eager, one.key),
-            self._reader.content(self._ours, two.key),
-        )
+        contents = self._content(self._eager, one.key), self._content(self._ours, two.key)
         if None not in contents:
             yield from self._contents(*contents, path, is_named=not issubclass(one.kind, dict))
 

@@ -77,30 +77,17 @@ def _functions() -> None:
     _expect(torch.equal(_doubled(_ROWS), _ROWS * 2), "the function is not put back")
 
 
-class _Module(nn.Module):
-    """A module whose forward is a function."""
-
-    def __init__(self, function: Callable[..., torch.Tensor]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor]:
-        return (self._function(*tensors),)
-
-
-def _graph_of(function: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> fx.GraphModule:
-    with contextlib.ExitStack() as stack:
-        return aot.joint_graph(stack, _Module(function), [*tensors])[0]
+class _Product(nn.Module):
+    def forward(self, rows: torch.Tensor, factor: torch.Tensor) -> tuple[torch.Tensor]:
+        return ((rows * factor).sin().sum(),)
 
 
 def _joint_graph() -> None:
-    def loss_of(rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        return (rows * factor).sin().sum()
-
     rows, factor = _ROWS.clone().requires_grad_(), (_ROWS + 1).requires_grad_()
-    loss = loss_of(rows, factor)
+    (loss,) = _Product()(rows, factor)
     gradients = torch.autograd.grad(loss, (rows, factor))
-    graph = _graph_of(loss_of, rows, factor)
+    with contextlib.ExitStack() as stack:
+        graph, _ = aot.joint_graph(stack, _Product(), [rows, factor])
     with torch.no_grad():
         found = graph([rows, factor], [torch.ones(())])
     flat = [each for each in tree_leaves(found) if each is not None]
@@ -116,14 +103,21 @@ def _compile_flags() -> None:
     _expect(not torch.compiler.is_compiling(), "the flag stays set")
 
 
-def _nodes() -> None:
-    def checked(rows: torch.Tensor) -> torch.Tensor:
+class _Checked(nn.Module):
+    def forward(self, rows: torch.Tensor) -> tuple[torch.Tensor]:
         aot.check_values(rows >= 0, "negative")
-        return (rows + 1).sum()
+        return ((rows + 1).sum(),)
 
+
+def _nodes() -> None:
     nodes: list[fx.Node] = []
-    with aot.value_checks_as_ops(), graphs.on_node_created(nodes.append):
-        _graph_of(checked, _ROWS.clone().requires_grad_())
+    rows = _ROWS.clone().requires_grad_()
+    with (
+        contextlib.ExitStack() as stack,
+        aot.value_checks_as_ops(),
+        graphs.on_node_created(nodes.append),
+    ):
+        aot.joint_graph(stack, _Checked(), [rows])
     names = {str(node.target) for node in nodes}
     _expect("aten.add.Tensor" in names, "nodes are made elsewhere")
     _expect("aten._assert_async.default" in names, "a check of values is no op")
@@ -133,12 +127,15 @@ def _nodes() -> None:
     _expect(not arguments, "code of a graph keeps its arguments")
 
 
-def _whole_kernels() -> None:
-    def resized(image: torch.Tensor) -> torch.Tensor:
-        return nn.functional.interpolate(image, scale_factor=2.0).sum()
+class _Resized(nn.Module):
+    def forward(self, image: torch.Tensor) -> tuple[torch.Tensor]:
+        return (nn.functional.interpolate(image, scale_factor=2.0).sum(),)
 
-    with aot.without_decompositions(["upsample_nearest2d"]):
-        graph = _graph_of(resized, torch.ones(1, 1, 2, 2, requires_grad=True))
+
+def _whole_kernels() -> None:
+    image = torch.ones(1, 1, 2, 2, requires_grad=True)
+    with contextlib.ExitStack() as stack, aot.without_decompositions(["upsample_nearest2d"]):
+        graph, _ = aot.joint_graph(stack, _Resized(), [image])
     names = [str(node.target) for node in graph.graph.nodes]
     _expect(any("upsample_nearest2d" in name for name in names), "a formula of it is traced")
 

@@ -32,11 +32,10 @@ def known_masks(
         yield
         return
     is_tracing = masking.is_tracing
-    answers: dict[str, Callable[..., Any]] = {"is_torchdynamo_exporting": lambda: False}
-    if are_read:
-        answers["is_tracing"] = lambda tensor=None: False
-    else:
-        answers["is_tracing"] = lambda tensor=None: tensor is not None and is_tracing(tensor)
+    answers: dict[str, Callable[..., Any]] = {
+        "is_torchdynamo_exporting": lambda: False,
+        "is_tracing": lambda tensor=None: not (are_read or tensor is None) and is_tracing(tensor),
+    }
     if kwargs.get("position_ids") is None:
         answers["find_packed_sequence_indices"] = lambda position_ids: None
     known = [(masking, name, answers[name]) for name in answers if hasattr(masking, name)]

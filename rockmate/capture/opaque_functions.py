@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -75,21 +75,16 @@ def is_registered(module: nn.Module) -> bool:
     return isinstance(module, tuple(_modules)) if _modules else False
 
 
-@contextlib.contextmanager
 def calls_seen(
     see: Callable[[FunctionCaller, Callable[..., Any], tuple[Any, ...]], Any],
-) -> Iterator[None]:
+) -> contextlib.AbstractContextManager[None]:
     """Has `see` called for each call of a registered function, for its result."""
 
     def replacement(cls: type, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         caller = _callers.get(cls)
         return run(*args) if caller is None else see(caller, run, args)
 
-    if not _callers:
-        yield
-        return
-    with applications_replaced(replacement):
-        yield
+    return applications_replaced(replacement) if _callers else contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -109,8 +104,7 @@ class ForeignFunctions:
     failed: dict[type, None] = field(default_factory=dict)
     calls_registered: bool = False
 
-    @contextlib.contextmanager
-    def traced(self) -> Iterator[None]:
+    def traced(self) -> contextlib.AbstractContextManager[None]:
         """Applies stand-ins of registered functions, and takes note of others."""
 
         def replacement(cls: type, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -127,8 +121,7 @@ class ForeignFunctions:
                 self.failed[cls] = None
                 raise
 
-        with applications_replaced(replacement):
-            yield
+        return applications_replaced(replacement)
 
     def may_be_traced_again(self, error: Exception) -> bool:
         """After a trace that has failed: whether calls of functions are recorded from now on.

@@ -115,16 +115,12 @@ def trace_sample(model: nn.Module, sample: Sample, **options: Any) -> Capture:
 
     Options and errors are those of `capture_joint`.
     """
-    # Stand-ins have no values.
-    values = SampleValues(sample.tensors, dict(model.named_buffers()))
-    traced = (
-        nullcontext(sample.tensors)
-        if sample.device is None
-        else fake_device_tensors(model, sample.tensors, sample.device)
-    )
+    values, traced = None, nullcontext(sample.tensors)
+    if sample.device is not None:  # stand-ins have no values
+        values = SampleValues(sample.tensors, dict(model.named_buffers()))
+        traced = fake_device_tensors(model, sample.tensors, sample.device)
     with source_lines(), traced as tensors:
-        given = values if sample.device is not None else None
-        capture = capture_joint(model, tensors, sample.call.structure, values=given, **options)
+        capture = capture_joint(model, tensors, sample.call.structure, values=values, **options)
     refuse_unequal(model, capture)
     if sample.device is not None:
         move_to(capture.joint, sample.device)

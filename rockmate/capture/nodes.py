@@ -47,8 +47,10 @@ def layout_of(tensor: torch.Tensor) -> Hashable:
     return tensor.dtype, tensor.device, tensor.layout, shape, strides, offset, lazy_bits
 
 
-def calls_in(graph: fx.Graph) -> list[fx.Node]:
-    """The calls of a graph, in order."""
+def calls_in(graph: fx.Graph, target: Any = None) -> list[fx.Node]:
+    """The calls of a graph, or of a target in it, in order."""
+    if target is not None:
+        return list(graph.find_nodes(op="call_function", target=target))
     return [node for node in graph.nodes if node.op == "call_function"]
 
 

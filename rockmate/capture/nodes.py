@@ -16,6 +16,7 @@ from torch import fx
 from rockmate._torch.dispatch import is_op
 from rockmate._torch.storage import storage_id
 from rockmate.ops.kernel_layouts import as_tuple
+from rockmate.ops.rng import is_random
 
 
 def call_name(node: fx.Node) -> str:
@@ -46,9 +47,24 @@ def layout_of(tensor: torch.Tensor) -> Hashable:
     return tensor.dtype, tensor.device, tensor.layout, shape, strides, offset, lazy_bits
 
 
-def calls_in(graph: fx.Graph) -> list[fx.Node]:
-    """The calls of a graph, in order."""
+def calls_in(graph: fx.Graph, target: Any = None) -> list[fx.Node]:
+    """The calls of a graph, or of a target in it, in order."""
+    if target is not None:
+        return list(graph.find_nodes(op="call_function", target=target))
     return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether PyTorch says that each element of the result depends on one of each operand."""
+    is_marked = is_op(node.target) and torch.Tag.pointwise in node.target.tags
+    return is_marked and not is_random(node.target) and isinstance(node.meta["val"], torch.Tensor)
+
+
+def reads_no_values(node: fx.Node) -> bool:
+    """Whether a call makes a tensor like its argument, as `zeros_like` and `new_ones` do."""
+    name = call_name(node).removeprefix("aten.").partition(".")[0]
+    made = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"}
+    return name in made or name.startswith("new_")
 
 
 def ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:

@@ -45,7 +45,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from rockmate._torch.dispatch import is_op, schema_of
-from rockmate.capture.nodes import tensors_of
+from rockmate.capture.nodes import reads_no_values, tensors_of
 from rockmate.costs.collectives import collective_cost
 from rockmate.costs.cost import Cost, Costs
 from rockmate.costs.machine import Machine
@@ -225,7 +225,7 @@ def num_bytes(node: fx.Node) -> int:
         table = node.args[0]
         assert isinstance(table, fx.Node)
         read[table] = min(read[table], written)
-    elif _ignores_values(node):
+    elif reads_no_values(node):
         read.clear()
     return written + sum(read.values())
 
@@ -376,15 +376,6 @@ def _argument(node: fx.Node, name: str) -> Any:
 
 def _packet(target: Any) -> Any:
     return target.overloadpacket if is_op(target) else _STANDS_FOR.get(target, target)
-
-
-def _ignores_values(node: fx.Node) -> bool:
-    """Whether the call reads only the metadata of its argument, as `zeros_like` does."""
-    name = str(_packet(node.target)).removeprefix("aten.")
-    return name.startswith("new_") or (
-        name.endswith("_like")
-        and name.split("_")[0] in {"zeros", "ones", "full", "empty", "rand", "randn"}
-    )
 
 
 def _first_float(node: fx.Node) -> torch.Tensor:

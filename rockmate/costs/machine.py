@@ -200,7 +200,7 @@ def _read(name: str, origin: str, text: str) -> Machine:
     numbers = _figures(origin, "the file", {key: content[key] for key in _NUMBERS})
     _check_tables(origin, tables)
     figures: Any = numbers | tables
-    machine = Machine(name=name, device=str(content.get("device")), **figures)
+    machine = Machine(name=name, device=str(content.get("device", "")), **figures)
     fault = _fault(machine)
     if fault:
         raise MachineError(f"{origin} has {fault}.")

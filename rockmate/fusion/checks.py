@@ -47,7 +47,7 @@ def sample_values(
 def difference(
     subgraph: Subgraph, results: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]
 ) -> str:
-    """How results of a kernel differ from its ops' or from the capture's; empty if they do not."""
+    """How results of a kernel differ from its ops' or what is captured; empty if they do not."""
     for storage, result, other in zip(subgraph.results, results, expected, strict=True):
         fake = storage.root.meta["val"]
         if layout(result) != layout(fake):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate._torch.dispatch import is_op
+from rockmate.capture import nodes
 from rockmate.graph.ir import Op
 from rockmate.graph.rewrite import REDUCED_IN_PLACE
 from rockmate.ops.kernels import dropout_apply
@@ -63,12 +63,9 @@ def is_pointwise(op: Op) -> bool:
     if target is dropout_apply or target in _UNMARKED:
         return True
     return (
-        is_op(target)
+        nodes.is_pointwise(op.node)
         and target.namespace in ("aten", "prims")
-        and torch.Tag.pointwise in target.tags
-        and torch.Tag.nondeterministic_seeded not in target.tags
         and not (target.overloadpacket in _OTHERWISE and target is not _aten.div.Tensor)
-        and isinstance(op.node.meta["val"], torch.Tensor)
     )
 
 

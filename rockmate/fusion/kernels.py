@@ -127,7 +127,7 @@ def compiled_groups(
 
 
 def _op_of(subgraph: Subgraph) -> FusedOp:
-    return FusedOp(subgraph.key, subgraph.kind, subgraph.calls, len(subgraph.results))
+    return FusedOp(subgraph.key, subgraph.kind, subgraph.calls)
 
 
 class _Job:

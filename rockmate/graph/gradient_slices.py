@@ -40,9 +40,12 @@ def assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
     whole = {producer for _, producer in hooked_producers(graph, options)}
     read = {storage for op in graph.ops for storage in op.reads}
     num_contributions = Counter(role.name for op in graph.ops for _, role in op.final_gradients)
-    for op in _candidates(graph, options.like):
+    like = options.like.ops if options.like else graph.ops
+    for op, other in zip(graph.ops, like, strict=True):
         makes_one_gradient = len(op.writes) == 1 and len(op.final_gradients) == 1
         if op in whole or not makes_one_gradient or op.writes[0] in read:
+            continue
+        if options.like and not other.gradient_sink_form:
             continue
         name = op.final_gradients[0][1].name
         is_large = op.writes[0].num_bytes >= _LEAST_SLICES * _slice_on(op.device)[0]
@@ -58,13 +61,6 @@ def assign_sink_forms(graph: Graph, options: PassOptions) -> Graph:
 
 def _slice_on(device: torch.device) -> tuple[int, int]:
     return _CUDA_SLICE if device.type == "cuda" else _CPU_SLICE
-
-
-def _candidates(graph: Graph, like: Graph | None) -> list[Op]:
-    if like is None:
-        return list(graph.ops)
-    pairs = zip(graph.ops, like.ops, strict=True)
-    return [op for op, other in pairs if other.gradient_sink_form]
 
 
 def _accumulate_product(op: Op) -> None:

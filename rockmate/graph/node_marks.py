@@ -141,21 +141,16 @@ def _note(node: fx.Node, mark: Mark) -> None:
 def _named_values(graph: fx.Graph) -> list[tuple[str, str, fx.Node]]:
     """The name, the word and the node of each value that the forward names; removes the calls.
 
-    The node is the one that makes the value's memory.
+    The node is the first whose tensor lies in the value's memory: one of several results of a call
+    is an item of it.
     """
     roots: dict[int, fx.Node] = {}
     for node in graph.nodes:
-        if isinstance(node.meta.get("val"), tuple | list) and node.op == "call_function":
-            # An item of a result has a node of its own. The items of a split are views.
-            own = set(storage_ids(node)).difference(*map(storage_ids, node.all_input_nodes))
-            for user in node.users:
-                for storage in own.intersection(storage_ids(user)):
-                    roots.setdefault(storage, user)
-            continue
-        for storage in storage_ids(node):
-            roots.setdefault(storage, node)
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            for storage in storage_ids(node):
+                roots.setdefault(storage, node)
     found = []
-    for node in list(graph.find_nodes(op="call_function", target=value_mark)):
+    for node in calls_in(graph, value_mark):
         value, name, word = node.args
         assert isinstance(value, fx.Node)
         name = marking_line(node.meta.get("stack_trace", "")) if name is None else name

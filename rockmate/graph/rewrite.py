@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.capture.nodes import ancestors, items_of, storage_ids
+from rockmate.capture.nodes import ancestors, calls_in, items_of, storage_ids
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.fake_values import fake_result, insert_call, refresh, refresh_views
 from rockmate.graph.ir import FORWARD_ENDS, IN_FORWARD
@@ -46,13 +46,13 @@ _VALUE_CHECKS = (
 def drop_value_checks(graph: fx.Graph) -> None:
     """Removes the model's checks on values."""
     for target in _VALUE_CHECKS:
-        for node in _calls(graph, target):
+        for node in calls_in(graph, target):
             graph.erase_node(node)
 
 
 def fill_zero_tensors(graph: fx.Graph) -> None:
     """Gives memory to the zeros without any, which are tangents of forward-mode derivatives."""
-    for node in _calls(graph, _aten._efficientzerotensor.default):
+    for node in calls_in(graph, _aten._efficientzerotensor.default):
         left, node.target = storage_ids(node), _aten.zeros.default
         refresh(node)
         refresh_views(node, left)
@@ -65,7 +65,7 @@ def split_dropouts(graph: fx.Graph) -> None:
     eager runs these very steps; `native_dropout` rounds the factor otherwise. On CUDA it is one
     fused kernel that draws in its own way, so it stays whole.
     """
-    for node in _calls(graph, _aten.native_dropout.default):
+    for node in calls_in(graph, _aten.native_dropout.default):
         values, probability, training = node.args
         assert isinstance(values, fx.Node)
         fake, items = values.meta["val"], items_of(node)
@@ -88,7 +88,7 @@ def split_dropout_backwards(graph: fx.Graph) -> None:
 
     `native_dropout_backward` rounds otherwise in half precision.
     """
-    for node in _calls(graph, _aten.native_dropout_backward.default):
+    for node in calls_in(graph, _aten.native_dropout_backward.default):
         gradient, mask, _ = node.args
         drawn = _viewed(mask)
         if drawn.target is dropout_mask:
@@ -114,7 +114,7 @@ def drop_running_statistics(graph: fx.Graph) -> None:
 
     In training it does not read them, and the forward has overwritten them.
     """
-    for node in _calls(graph, _aten.native_batch_norm_backward.default):
+    for node in calls_in(graph, _aten.native_batch_norm_backward.default):
         args: list[Any] = list(node.args)
         if args[7] is True:
             args[3] = args[4] = None
@@ -127,7 +127,7 @@ def fuse_cross_entropy_backwards(graph: fx.Graph) -> None:
     That is `nll_loss`, or `gather` of one index along the last dim. The gradient between them, of
     the logits' size, then never exists as a whole. It must have no other reader.
     """
-    for node in _calls(graph, _aten._log_softmax_backward_data.default):
+    for node in calls_in(graph, _aten._log_softmax_backward_data.default):
         gradient, scores, dim, dtype = node.args
         assert isinstance(gradient, fx.Node)
         assert isinstance(scores, fx.Node)
@@ -188,10 +188,10 @@ def _fuse_gather_backward(
 
 def copy_out_of_workspaces(graph: fx.Graph) -> None:
     """Copies each scalar loss, and each folded image, out of the memory of what it sums."""
-    for node in _calls(graph, _aten.col2im.default):
+    for node in calls_in(graph, _aten.col2im.default):
         node.target = fold
     for target in REDUCED_IN_PLACE:
-        for node in _calls(graph, target):
+        for node in calls_in(graph, target):
             if node.meta["val"].ndim == 0:
                 copy_out(node, behind=node)
 
@@ -221,11 +221,6 @@ def copy_slices_read_late(graph: fx.Graph) -> None:
             last = max(last_reads, key=order.__getitem__)
             if order[readers[part][0]] > order[last] + _MIN_LIVE_DISTANCE:
                 copy_out(part, behind=max(last, part, key=order.__getitem__))
-
-
-def _calls(graph: fx.Graph, target: Any) -> list[fx.Node]:
-    """The calls of a target, in graph order."""
-    return list(graph.find_nodes(op="call_function", target=target))
 
 
 def has_dense_layout(tensor: torch.Tensor) -> bool:

@@ -45,16 +45,15 @@ class FusedOp:
     Attributes:
         key: equal for groups of the same ops on tensors of the same layouts, in every process.
         calls: names of the ops in the group.
-        num_results: number of tensors that it returns; the first one is the largest.
-        kernel: runs the group; None for a group that is only planned for another machine.
+        kernel: runs the group, and returns the largest result first; None for a group that is only
+            planned for another machine.
         in_place: forms in the memory of an argument, by its position.
     """
 
-    def __init__(self, key: str, kind: str, calls: tuple[str, ...], num_results: int) -> None:
+    def __init__(self, key: str, kind: str, calls: tuple[str, ...]) -> None:
         """Without a kernel. Snapshots of steps at other sizes compare the kind."""
         self.key = key
         self.calls = calls
-        self.num_results = num_results
         self.kernel: Kernel | None = None
         self.in_place: Mapping[int, InPlaceKernel] = {}
         self.__name__ = f"fused_{key}"
@@ -63,8 +62,8 @@ class FusedOp:
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """Runs the group."""
         assert self.kernel is not None, f"{self.__name__} has no kernel on this machine"
-        results = self.kernel([*tensors])
-        return results[0] if self.num_results == 1 else tuple(results)
+        results = tuple(self.kernel([*tensors]))
+        return results[0] if len(results) == 1 else results
 
     def __str__(self) -> str:
         return self.__name__

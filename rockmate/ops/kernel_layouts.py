@@ -76,20 +76,6 @@ _observed: dict[Hashable, Layouts] = {}  # by the call's key
 _corrected: dict[Hashable, Layouts] = {}  # those that fakes contradict
 
 
-class Difference(NamedTuple):
-    """A result of a call whose fake tensor is laid out otherwise than the kernel's.
-
-    Attributes:
-        key: of the call.
-        real: layout that the kernel gave.
-        fake: layout that the capture has.
-    """
-
-    key: Hashable
-    real: Layout
-    fake: Layout
-
-
 def call_key(target: Any, args: Any, kwargs: Mapping[str, Any]) -> Hashable:
     """Equal for calls of one target with equal constants and equal metadata of tensors.
 
@@ -138,13 +124,14 @@ def observe(key: Hashable, results: Any, args: Sequence[Any]) -> None:
     )
 
 
-def differences(key: Hashable, fakes: Any) -> list[Difference]:
+def differences(key: Hashable, fakes: Any) -> list[tuple[Hashable, Layout, Layout]]:
     """The results of a call that was observed whose layouts are not those of the fake results.
 
+    Each is the call's key, the layout that the kernel gave, and the one that the capture has.
     The next capture has those of the kernel. Where it has others all the same, that is no
     difference if the same elements lie at the same places.
     """
-    known, found = _observed.get(key), list[Difference]()
+    known, found = _observed.get(key), list[tuple[Hashable, Layout, Layout]]()
     fakes = as_tuple(fakes)
     if known is None or len(known) != len(fakes):
         return found
@@ -155,7 +142,7 @@ def differences(key: Hashable, fakes: Any) -> list[Difference]:
             continue
         fake = Layout.of(tensor)
         if not real.reads_like(fake) or (real != fake and fake.has_two_formats and not is_known):
-            found.append(Difference(key, real, fake))
+            found.append((key, real, fake))
     if found:
         _corrected[key] = known
     return found

@@ -14,19 +14,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from rockmate.capture.nodes import calls_in
+from rockmate.capture.nodes import calls_in, reads_no_values
 from rockmate.graph.chunking.forms import InseparableError
 from rockmate.ops.kernels import cross_entropy_backward, dropout_apply
 
 _aten = torch.ops.aten
-
-# Calls that read a tensor's shape and no values.
-_SHAPE_ONLY = {
-    *(_aten.zeros_like.default, _aten.ones_like.default),
-    *(_aten.full_like.default, _aten.empty_like.default),
-    *(_aten.new_zeros.default, _aten.new_ones.default),
-    *(_aten.new_full.default, _aten.new_empty.default),
-}
 
 # Calls that are linear in their first operand if the other operands are fixed.
 _LINEAR_IN_FIRST = {
@@ -56,7 +48,7 @@ def dependents(gradient: fx.Node, graph: fx.Graph, *, of_shape: bool = False) ->
     """Returns the gradient and every call whose values depend on it; with `of_shape`, its shape."""
     found = {gradient}
     for node in calls_in(graph):
-        reads = of_shape or node.target not in _SHAPE_ONLY
+        reads = of_shape or not reads_no_values(node)
         if reads and not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found

@@ -5,12 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from torch import fx
 
 import rockmate.graph.chunking.loss_rules
 import rockmate.graph.chunking.view_rules  # noqa: F401, which adds rules
-from rockmate._torch.dispatch import is_op, schema_of
+from rockmate.capture.nodes import is_pointwise
 from rockmate.graph.chunking.forms import (
     ChunkedCall,
     Form,
@@ -21,7 +20,6 @@ from rockmate.graph.chunking.forms import (
     Rule,
 )
 from rockmate.graph.chunking.rules import RULES, elementwise_rule
-from rockmate.ops.rng import is_random
 
 
 def separate(
@@ -76,23 +74,12 @@ def rule_of(node: fx.Node) -> Rule:
     Raises:
         InseparableError: the call has no rule.
     """
-    target = node.target
-    found = RULES.get(target)
-    if found is not None:
-        return found
-    if is_elementwise(node):
-        return elementwise_rule
-    raise InseparableError(node, "has no rule for rows")
+    found = RULES.get(node.target, elementwise_rule if is_pointwise(node) else None)
+    if found is None:
+        raise InseparableError(node, "has no rule for rows")
+    return found
 
 
 def is_elementwise(node: fx.Node) -> bool:
     """Whether each element of the result depends only on the operands' elements at its index."""
-    target = node.target
-    if not is_op(target):
-        return RULES.get(target) is elementwise_rule
-    pointwise = (
-        torch.Tag.pointwise in target.tags
-        and not is_random(target)
-        and len(schema_of(target).returns) == 1
-    )
-    return pointwise or RULES.get(target) is elementwise_rule
+    return RULES.get(node.target) is elementwise_rule or is_pointwise(node)

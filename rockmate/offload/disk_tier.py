@@ -88,7 +88,7 @@ class DiskTier(Tier["DiskSlab"]):
         return super().borrow(num_bytes)
 
     def _new_slab(self, num_bytes: int) -> DiskSlab:
-        return DiskSlab(self, self._folder, num_bytes)
+        return DiskSlab(self._folder, num_bytes)
 
     def submit(
         self, copy: Callable[[memoryview], BaseException | None]
@@ -126,14 +126,13 @@ class DiskSlab(Slab):
         descriptor: of the open file.
     """
 
-    def __init__(self, tier: DiskTier, folder: str, num_bytes: int) -> None:
+    def __init__(self, folder: str, num_bytes: int) -> None:
         """Makes the file.
 
         Raises:
             OffloadError: the folder does not exist, cannot be written to, or has too little room.
         """
-        super().__init__(tier, num_bytes)
-        self._submit = tier.submit
+        super().__init__(num_bytes)
         self._last: FileCopy | None = None
         self._mapped: mmap.mmap | None = None
         try:
@@ -183,7 +182,7 @@ class DiskSlab(Slab):
                 times_s.append(time.perf_counter())
             return None
 
-        self._last = FileCopy(self._submit(copy), what, times_s)
+        self._last = FileCopy(self.tier.submit(copy), what, times_s)
         return self._last
 
     @property

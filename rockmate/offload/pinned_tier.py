@@ -38,7 +38,7 @@ class PinnedTier(Tier["PinnedSlab"]):
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
     def _new_slab(self, num_bytes: int) -> PinnedSlab:
-        return PinnedSlab(_pinned(num_bytes), self)
+        return PinnedSlab(_pinned(num_bytes))
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """The streams of copies out and of copies back."""
@@ -50,21 +50,21 @@ class PinnedTier(Tier["PinnedSlab"]):
 class PinnedSlab(Slab):
     """Pinned memory."""
 
-    def __init__(self, memory: torch.Tensor, tier: PinnedTier) -> None:
-        super().__init__(tier, len(memory))
-        self._memory, self._streams = memory, tier.streams
+    def __init__(self, memory: torch.Tensor) -> None:
+        super().__init__(len(memory))
+        self._memory = memory
         self._pending: list[StreamCopy] = []
 
     def copy_out(self, offset: int, source: torch.Tensor) -> StreamCopy:
         """See `Slab`."""
         _check_device(source)
-        stream, _ = self._streams(source.device)
+        stream, _ = self.tier.streams(source.device)
         place = self._memory[offset : offset + len(source)]
         return self._issue(stream, source=source, target=place, device=source.device)
 
     def copy_in(self, offset: int, target: torch.Tensor) -> StreamCopy:
         """See `Slab`."""
-        _, stream = self._streams(target.device)
+        _, stream = self.tier.streams(target.device)
         place = self._memory[offset : offset + len(target)]
         return self._issue(stream, source=place, target=target, device=target.device)
 

@@ -34,12 +34,14 @@ class Slab(abc.ABC):
     Attributes:
         num_bytes: its size.
         is_busy: whether a copy to or from it is under way that the next step would wait for.
+        tier: that has lent it; None of one that is idle, to which the tier refers.
     """
 
     is_busy: bool = False
 
-    def __init__(self, tier: Tier[Any], num_bytes: int) -> None:
-        self._tier, self.num_bytes = tier, num_bytes
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.tier: Any = None
 
     @abc.abstractmethod
     def copy_out(self, offset: int, source: torch.Tensor) -> Pending:
@@ -59,7 +61,8 @@ class Slab(abc.ABC):
 
     def release(self) -> None:
         """Gives the bytes back to the tier; copies may still be under way."""
-        self._tier.take_back(self)
+        tier, self.tier = self.tier, None
+        tier.take_back(self)
 
 
 AnySlab = TypeVar("AnySlab", bound=Slab)
@@ -100,6 +103,7 @@ class Tier(abc.ABC, Generic[AnySlab]):
             self._check_limit(num_bytes)
             slab = self._new_slab(num_bytes)
         self._num_lent_bytes += slab.num_bytes
+        slab.tier = self
         return slab
 
     def take_back(self, slab: AnySlab) -> None:

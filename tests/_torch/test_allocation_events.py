@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -10,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch._C._autograd as profilers
-from torch import Tensor, nn
+from torch import nn
 from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 from torch.profiler import ProfilerActivity
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockmate._torch.allocator import timeline
 
@@ -36,49 +34,6 @@ def kineto(function: Callable[[], Any]) -> Events:
     return [event.nbytes() for event in events.events() if event.name() == "[memory]"]
 
 
-class Storages(TorchDispatchMode):
-    """Notes the storages of results when they come and when they go."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.events: Events = []
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for each in args:
-            if isinstance(each, Tensor):
-                self.known.add(each.untyped_storage()._cdata)
-        result = func(*args, **(kwargs or {}))
-        for each in result if isinstance(result, tuple) else (result,):
-            if isinstance(each, Tensor):
-                self.note(each.untyped_storage())
-        return result
-
-    def note(self, storage: torch.UntypedStorage) -> None:
-        if storage._cdata not in self.known:
-            self.known.add(storage._cdata)
-            self.events.append(storage.nbytes())
-            weakref.finalize(storage, self.forget, storage._cdata, storage.nbytes())
-
-    def forget(self, identity: int, num_bytes: int) -> None:
-        self.known.discard(identity)
-        self.events.append(-num_bytes)
-
-
-def dispatched(function: Callable[[], Any]) -> Events:
-    with Storages() as mode:
-        function()
-    return mode.events
-
-
-def peak(events: Events) -> int:
-    live = highest = 0
-    for num_bytes in events:
-        live += num_bytes
-        highest = max(highest, live)
-    return highest
-
-
 def linear_layers() -> Callable[[], Any]:
     x, model = torch.randn(8, 64), nn.Sequential(*(nn.Linear(64, 64) for _ in range(20)))
     return lambda: model(x).sum().backward()
@@ -96,9 +51,3 @@ def test_kineto_reports_the_events_of_the_legacy_profiler(
     function = make()
     function()
     assert kineto(function) == legacy(function)
-
-
-def test_counting_storages_misses_what_kernels_allocate() -> None:
-    function = convolution()
-    function()
-    assert peak(dispatched(function)) < 0.5 * peak(legacy(function))

@@ -55,9 +55,8 @@ def test_allocator_peak_is_exact_where_the_allocations_are_known() -> None:
 
 def test_allocator_peak_counts_only_what_the_step_adds() -> None:
     older = torch.ones(5000)
-    assert (
-        measure.allocator_peak(lambda: older.add_(1.0)) <= 16
-    )  # the scalar, as tensors of 8 and 4 bytes
+    # the scalar, as tensors of 8 and 4 bytes
+    assert measure.allocator_peak(lambda: older.add_(1.0)) <= 16
     assert measure.allocator_peak(lambda: older.clone()) == 20000
 
 

@@ -212,6 +212,5 @@ def test_a_compiled_peer_compiles_once() -> None:
 
     for _ in range(3):
         gradients(workload, lambda own: peers.compiled_by_layer(own, backend=backend))
-    assert (
-        num_compiled == 2
-    )  # the first layer, whose input takes no gradient, and all others, which are equal
+    # the first layer, whose input takes no gradient, and all others, which are equal
+    assert num_compiled == 2

@@ -19,17 +19,12 @@ HEAD = machine_record("bench.plan_quality") | {"tiny": False}
 
 def model_line(model: str = "llama", **changes: Any) -> dict[str, Any]:
     line = HEAD | {
-        "kind": "model",
-        "model": model,
-        "num_ops": 10,
-        "baseline_peak_bytes": 1000,
-        "baseline_ms": 100.0,
-        "timings_s": {"capture": 50.0, "costs": 1.0, "solve": 1.5},
+        "kind": "model", "model": model, "num_ops": 10, "baseline_peak_bytes": 1000,
+        "baseline_ms": 100.0, "timings_s": {"capture": 50.0, "costs": 1.0, "solve": 1.5},
         "minimum_peak_bytes": {"none": 1000, "chen": 300, "rotor": 200, "rockmate": 100},
-        "proved_minimum_bytes": 90,
-        "loss_only_minimum_bytes": {"rotor": 200, "rockmate": 60},
+        "proved_minimum_bytes": 90, "loss_only_minimum_bytes": {"rotor": 200, "rockmate": 60},
         "frontiers": {"rockmate": [[100, 150.0], [500, 110.0], [1000, 100.0]]},
-    }
+    }  # fmt: skip
     return line | changes
 
 

@@ -304,20 +304,6 @@ def _step(model: nn.Module, x: Tensor) -> None:
     model(x).backward()
 
 
-def test_a_recurrent_layer_is_recomputed_where_that_saves_memory() -> None:
-    torch.manual_seed(0)
-    model = Tagger(nn.GRU)
-    planner = Planner(model, (TOKENS, TOKENS))
-    ops = planner.plan(1.0).snapshot.ops
-    forward = next(index for index, op in enumerate(ops) if op.short_call == "untraced_forward")
-    assert ops[forward].is_recomputable
-    most, least = (
-        planner.plan(budget).schedule.steps.count(forward)
-        for budget in (1.0, planner.minimum_peak_bytes)
-    )
-    assert (most, least) == (1, 2)
-
-
 class SettingUp(nn.Linear):
     """Finds its scale in its first call, and may count all."""
 
@@ -774,21 +760,3 @@ def test_a_forward_that_somebody_assigned_stays() -> None:
     assigned = model.halting.forward = lambda x, run=model.halting.forward: run(x) * 2
     Planner(model, IMAGE, untraced=("halting",))
     assert model.halting.forward is assigned
-
-
-@made_of(lambda: {"layers": nn.ModuleList(nn.Linear(16, 512) for _ in range(2))})
-class Dropping(nn.Module):
-    """Leaves layers out, at random."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()[:, :16] if torch.rand(()) > 0.4 else x
-        return x
-
-
-def test_layers_that_are_left_out_at_random_count_as_they_run() -> None:
-    """The plan is made where all are left out: the first numbers of this seed are below 0.11."""
-    model, x = nn.Sequential(nn.Linear(16, 16), Dropping()), torch.randn(64, 16)
-    torch.manual_seed(3)
-    plan = RockmateModule(model, x, 1.0, untraced=["1"]).plan
-    assert plan.baseline_peak_bytes > 2 * 64 * 512 * 4

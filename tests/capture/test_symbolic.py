@@ -145,30 +145,6 @@ def steps_of(model: nn.Module, module: nn.Module, given: dict[str, Tensor]) -> t
     return one_step(module, model, loss_of, seed=5), one_step(eager, eager, loss_of, seed=5)
 
 
-def test_twenty_lengths_take_one_symbolic_capture_and_one_program(work: Work) -> None:
-    name = "bert"  # with dropout, and another padding mask in each batch
-    model = architectures.make(name)
-    planner = Planner(model, batch(name, SAMPLE))
-    module = RockmateModule(
-        model, batch(name, SAMPLE), (planner.minimum_peak_bytes + planner.baseline_peak_bytes) // 2
-    )
-    budget_bytes, planned = module.plan.budget_bytes, module.plan
-    assert planned.schedule.num_recomputations() > 0
-    work.captures.clear()
-    work.emitted.clear()
-    shapes = [(4, 24 - index) for index in range(1, 17)] + [(3, 24), (2, 19), (2, 2), (3, 11)]
-    for index, shape in enumerate(shapes):
-        ours, theirs = steps_of(model, module, batch(name, shape, index))
-        assert_same(ours, theirs)
-        peak_bytes = measure.allocator_peak(
-            lambda shape=shape: module(**batch(name, shape)).loss.backward()
-        )
-        assert peak_bytes <= module.plan.predicted_peak_bytes <= budget_bytes
-        assert module.plan.schedule == planned.schedule
-        assert str(list(shape)) in module.plan.snapshot.call
-    assert (work.captures, work.emitted) == (["symbolic"], ["symbolic"])
-
-
 @pytest.mark.parametrize("shape", [(4, 15), (3, 19), (2, 2)])
 def test_the_program_at_other_sizes_is_the_one_that_is_written_there(
     shape: tuple[int, int],

@@ -354,7 +354,7 @@ def test_missing_transformers(
 # --- a promise that does not hold -----------------------------------------------------------------
 
 
-def example_result(**changes: Any) -> demo.DemoResult:
+def example_result() -> demo.DemoResult:
     memory = Timeline(
         points=[(0.0, 0), (0.1, 1000), (0.2, 0)], marks={demo.BACKWARD_MARK: 0.1}, duration_s=0.2
     )
@@ -366,7 +366,7 @@ def example_result(**changes: Any) -> demo.DemoResult:
         baseline_peak_bytes=2000,
         baseline_ms=10.0,
     )
-    result = demo.DemoResult(
+    return demo.DemoResult(
         title="a model",
         eager=run,
         planned=dataclasses.replace(run, times_ms=[12.0, 22.0]),
@@ -375,7 +375,6 @@ def example_result(**changes: Any) -> demo.DemoResult:
         stage_s={"capture": 0.5},
         equal_weights=True,
     )
-    return dataclasses.replace(result, **changes)
 
 
 def test_success_is_all_three_promises() -> None:
@@ -385,31 +384,27 @@ def test_success_is_all_three_promises() -> None:
     assert "FAILED" not in demo_report.report(result)
 
 
-def test_a_loss_that_differs_fails() -> None:
+@pytest.mark.parametrize(
+    ("of_the_run", "others", "told"),
+    [
+        ({"losses": [2.0, 1.0000001]}, {}, "FAILED: the losses"),
+        ({}, {"equal_weights": False}, "the weights after them are not"),
+        (
+            {"memory": Timeline(points=[(0.0, 1234)], marks={}, duration_s=0.1)},
+            {},
+            "FAILED: the measured peak is 234 bytes above the budget",
+        ),
+    ],
+)
+def test_a_promise_that_does_not_hold_is_told(
+    of_the_run: dict[str, Any], others: dict[str, Any], told: str
+) -> None:
     result = example_result()
-    result = dataclasses.replace(
-        result, planned=dataclasses.replace(result.planned, losses=[2.0, 1.0000001])
-    )
+    planned = dataclasses.replace(result.planned, **of_the_run)
+    result = dataclasses.replace(result, planned=planned, **others)
     assert not result.succeeded
-    assert "DIFFERENT" in demo_report.report(result)
-    assert "FAILED: the losses" in demo_report.report(result)
-
-
-def test_weights_that_differ_fail() -> None:
-    result = example_result(equal_weights=False)
-    assert not result.succeeded
-    assert "the weights after them are not" in demo_report.report(result)
-
-
-def test_a_peak_above_the_budget_fails() -> None:
-    result = example_result()
-    above = Timeline(points=[(0.0, 1234)], marks={}, duration_s=0.1)
-    result = dataclasses.replace(result, planned=dataclasses.replace(result.planned, memory=above))
-    assert not result.succeeded
-    assert "FAILED: the measured peak is 234 bytes above the budget" in demo_report.report(result)
-
-
-# --- the timeline ---------------------------------------------------------------------------------
+    assert told in demo_report.report(result)
+    assert ("DIFFERENT" in demo_report.report(result)) == ("losses" in of_the_run)
 
 
 # --- a mesh ---------------------------------------------------------------------------------------

@@ -223,38 +223,6 @@ def test_frozen_parameters_have_neither_gradient_nor_state() -> None:
     assert row.parameter_bytes >= sum(each.nbytes for each in model.parameters())
 
 
-def test_the_longest_sequence_is_within_the_positions_of_the_model() -> None:
-    found = rockmate.fit(
-        on_meta(llama), words(2), "64MiB", machine="cpu-avx2", reserve=1, vary="tokens"
-    )
-    assert found.is_capped
-    assert found.largest.num_tokens == 32
-    assert found.largest.batch_size == 2
-    assert "longest" not in str(found)
-    assert "largest sequence: at least 32" in str(found)
-    short = rockmate.fit(
-        on_meta(llama, max_position_embeddings=1 << 14), words(2), "64MiB", machine="cpu-avx2",
-        reserve=1, vary="tokens", numerics="bitwise",
-    )  # fmt: skip
-    assert not short.is_capped
-    assert short.largest.num_tokens is not None
-    assert short.largest.num_tokens % 8 == 0
-    assert short.largest.total_bytes <= 64 * MIB
-
-
-def test_chunks_of_the_loss_block_fit_more_rows() -> None:
-    model = on_meta(llama, vocab_size=4096)
-    options = {"machine": "cpu-avx2", "reserve": 1, "sizes": [2]}
-    whole = rockmate.fit(model, words(2), "24MiB", numerics="bitwise", **options)
-    chunked = rockmate.fit(model, words(2), "24MiB", **options)
-    assert chunked.largest.batch_size > whole.largest.batch_size
-    assert chunked.largest.loss_chunks
-    assert not chunked.rows[0].loss_chunks
-    planner = Planner(model, words(chunked.largest.batch_size), machine="cpu-avx2")
-    held = chunked.largest.total_bytes - chunked.largest.peak_bytes
-    assert planner.plan(24 * MIB - held).predicted_peak_bytes <= 24 * MIB - held
-
-
 def test_a_size_in_chunks_runs_in_as_few_as_are_fastest() -> None:
     @made_of(lambda: {"query": nn.Linear(16, 16), "document": nn.Linear(16, 16)})
     class Towers(nn.Module):
@@ -280,26 +248,6 @@ def test_a_step_that_cannot_run_in_chunks_has_no_planner_for_them() -> None:
     )
     planners = SizedPlanners(lambda _: step, lambda _: pytest.fail("a planner was made"))
     assert planners.planner(8, Chunks(4, "recompute")) is None
-
-
-def test_measured_rows(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = Mlp().train()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = rockmate.fit(
-        model, torch.randn(2, 64), "460MiB", reserve=MIB, sizes=[2], measure=True, num_steps=2,
-        most=16,
-    )  # fmt: skip
-    assert found.machine is None
-    assert [row.batch_size for row in found.rows] == [2, 16]
-    for row in found.rows:
-        assert row.measured_ms is not None
-        assert row.measured_peak_bytes is not None
-        assert 0 < row.measured_peak_bytes <= row.peak_bytes
-        assert row.samples_per_s == pytest.approx(1e3 * row.batch_size / row.measured_ms)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert "measured here" in str(found)
 
 
 def test_json_and_picture(tmp_path: Path) -> None:

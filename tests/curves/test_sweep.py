@@ -115,19 +115,6 @@ def test_infeasible_budgets_are_rows_and_the_sweep_goes_on() -> None:
     assert rows[2].minimum_bytes == planner.baseline_peak_bytes
 
 
-def test_what_memory_costs_is_the_slope_to_the_next_larger_peak() -> None:
-    model, x = stack()
-    rows = rockmate.sweep(model, x, budgets=[0.6, 0.75, 1.0], machine=MACHINE)
-    small, middle, large = (
-        (row.predicted_peak_bytes or 0, row.predicted_ms or 0.0) for row in rows
-    )
-    for row, here, next_larger in ((rows[0], small, middle), (rows[1], middle, large)):
-        tenth_bytes = rows[2].budget_bytes / 10
-        expected = (here[1] - next_larger[1]) / ((next_larger[0] - here[0]) / tenth_bytes)
-        assert row.extra_ms_per_tenth == pytest.approx(expected)
-    assert rows[2].extra_ms_per_tenth is None
-
-
 def test_a_budget_that_is_chosen_is_the_one_of_the_sweep() -> None:
     model, x = stack()
     rows = rockmate.sweep(model, x, machine=MACHINE)

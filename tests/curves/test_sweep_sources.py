@@ -52,22 +52,8 @@ def test_budgets_in_bytes_ascend_and_stand_once() -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "",
-        " ",
-        ",",
-        "0.5,",
-        "0.2:0.4",
-        "0.2:0.4:1",
-        "0.2:0.4:2000",
-        "0.2:0.4:x",
-        "0.2:1GiB:3",
-        "::",
-        "1.5",
-        "0",
-        "-1",
-        "nan",
-        "inf",
-        "4XB",
+        *("", " ", ",", "0.5,", "0.2:0.4", "0.2:0.4:1", "0.2:0.4:2000", "0.2:0.4:x", "0.2:1GiB:3"),
+        *("::", "1.5", "0", "-1", "nan", "inf", "4XB"),
     ],
 )
 def test_budgets_that_cannot_be_read(text: str) -> None:
@@ -130,24 +116,15 @@ def test_module_that_is_not_there(functions: str) -> None:
 # --- configurations -------------------------------------------------------------------------------
 
 _SMALL = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
     "vocab_size": 97,
-}
+}  # fmt: skip
 _BERT = {"model_type": "bert", **_SMALL, "max_position_embeddings": 24}
 _LLAMA = {"model_type": "llama", **_SMALL, "num_key_value_heads": 2}
 _GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 32,
-    "n_layer": 1,
-    "n_head": 2,
-    "vocab_size": 97,
-    "n_positions": 24,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
+    "model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 97,
+    "n_positions": 24, "bos_token_id": 0, "eos_token_id": 0,
+}  # fmt: skip
 _T5 = {"model_type": "t5", "d_model": 32, "d_kv": 16, "d_ff": 48, "vocab_size": 97}
 _T5 |= {"num_layers": 1, "num_heads": 2}
 _SIZES = {"layers": 1, "attention_heads": 2, "ffn_dim": 48}
@@ -157,18 +134,10 @@ _TWO_STACKS = {"d_model": 32, "vocab_size": 97} | {
 _BART = {"model_type": "bart", **_TWO_STACKS, "max_position_embeddings": 24}
 _VIT = {"model_type": "vit", **_SMALL, "image_size": 32, "patch_size": 8}
 _WHISPER = {
-    "model_type": "whisper",
-    **_TWO_STACKS,
-    "num_mel_bins": 8,
-    "pad_token_id": 0,
-    "max_source_positions": 20,
-    "max_target_positions": 16,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 1,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-}
+    "model_type": "whisper", **_TWO_STACKS, "num_mel_bins": 8, "pad_token_id": 0,
+    "max_source_positions": 20, "max_target_positions": 16, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
 TEXT = {"input_ids": (2, 24), "labels": (2, 24)}
 
 

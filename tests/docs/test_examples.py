@@ -14,13 +14,14 @@ import torch
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py") if "__main__" in path.read_text())
+# for data_parallel.py
 ONE_PROCESS = {
     "RANK": "0",
     "WORLD_SIZE": "1",
     "LOCAL_RANK": "0",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": "0",
-}  # for data_parallel.py
+}
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the trainer and of PEFT
 
 
@@ -127,6 +128,5 @@ def test_every_example_is_on_the_page_and_runs_as_the_others() -> None:
     page = (EXAMPLES / "README.md").read_text()
     assert len(SCRIPTS) == 7
     assert all(f"`{name}`" in page for name in SCRIPTS)
-    assert all(
-        (EXAMPLES / name).read_text().endswith("    run(main)\n") for name in SCRIPTS
-    )  # by which their errors are told
+    # by which their errors are told
+    assert all((EXAMPLES / name).read_text().endswith("    run(main)\n") for name in SCRIPTS)

@@ -162,20 +162,6 @@ def test_plans_go_on_where_frames_refuse_the_budget(caplog: pytest.LogCaptureFix
     assert "plans are made on" in caplog.text
 
 
-class Reading(Blocks):
-    def forward(self, x: Tensor, cut: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x) * float(cut[0])
-
-
-def test_values_read_that_are_new_in_each_step_turn_auto_to_frames() -> None:
-    plain = Reading()
-    module = RockmateModule(copy.deepcopy(plain), budget=0.9, mode="auto", on_infeasible="least")
-    for step in range(7):
-        assert (module.frames is None) == (step < 6)  # the sixth value is one too many
-        for each in (module, plain):
-            each(X, torch.tensor([5.0 + step])).square().mean().backward()
-
-
 def test_the_call_that_differs_in_dtype_is_planned_for() -> None:
     model = nn.Sequential(nn.Embedding(9, 16), Blocks())
     plain = copy.deepcopy(model)

@@ -23,7 +23,6 @@ from helpers import (
     train,
     workload_loss,
 )
-from made_of import made_of
 from torch import nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -151,28 +150,6 @@ def test_every_kind_of_dropout() -> None:
     )
     x = torch.randn(5, 3, 8, 8)
     check_against_eager(model, x, lambda module, step: (None, module(x * step).square().mean()))
-
-
-def test_random_ops_of_the_users_own() -> None:
-    @made_of(lambda: {"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)})
-    class Noisy(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = torch.tanh(self.a(x) + 0.1 * torch.randn_like(x))
-            h = h * torch.rand(16)
-            return self.b(h) + torch.randn(x.shape[0], 16)
-
-    x = torch.randn(64, 16)
-    check_against_eager(Noisy(), x, lambda module, step: (None, module(x * step).square().mean()))
-
-
-def test_scaled_loss_and_loss_used_twice() -> None:
-    x = torch.randn(64, 16)
-
-    def loss_of(module: nn.Module, step: int) -> tuple[None, torch.Tensor]:
-        loss = module(x * step).square().mean()
-        return None, loss * 0.25 + loss.exp() * step
-
-    check_against_eager(models.Stack(), x, loss_of)
 
 
 def test_autocast_region_at_capture_and_at_the_call() -> None:

@@ -43,7 +43,7 @@ def test_a_larger_batch_goes_on_with_its_smallest_peak() -> None:
     strict = RockmateModule(
         copy.deepcopy(model), small, 1.0, machine="cpu-avx2", numerics="bitwise"
     )
-    with pytest.raises(InfeasibleBudgetError):
+    with pytest.raises(InfeasibleBudgetError, match="Give the largest batch as the sample"):
         strict(large)
     options = {"on_infeasible": "least", "machine": "cpu-avx2", "numerics": "bitwise"}
     module = RockmateModule(model, small, 1.0, **options)

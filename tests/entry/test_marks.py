@@ -15,21 +15,10 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import (
-    REGIMES,
-    budget_for,
-    check_against_eager,
-    counts_of,
-    same_gradients,
-    workload_loss,
-)
+from helpers import check_against_eager, counts_of, same_gradients, workload_loss
 from made_of import made_of
 from torch import Tensor, nn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import rockmate
 from rockmate import MarkError, Plan, Planner, RockmateModule
@@ -87,26 +76,6 @@ def test_gradients_are_eagers_at_every_budget(name: str, index: int) -> None:
     check_against_eager(
         workload.model, workload.sample, workload_loss(workload), num_steps=2, marks=marks
     )
-
-
-def test_marked_ops_run_as_often_as_they_may() -> None:
-    workload = models.tiny("gpt2")
-
-    def step(module: nn.Module) -> Mapping[str, int]:
-        return counts_of(lambda: workload.loss(module, workload.make_batch(0))[1])
-
-    eager = step(copy.deepcopy(workload.model))
-    planner = Planner(workload.model, workload.sample, marks={"aten.addmm": "save"})
-    for regime in REGIMES:
-        module = planner.module(budget_for(planner, regime), trial="never")
-        assert step(module)["addmm"] == eager["addmm"]
-    planner = Planner(
-        workload.model, workload.sample, marks={"aten.native_layer_norm": "recompute"}
-    )
-    loose = step(planner.module(1.0, trial="never"))
-    # The last normalization's values are recomputed as well, and nothing else is.
-    assert loose["native_layer_norm"] == 2 * eager["native_layer_norm"]
-    assert loose["addmm"] == eager["addmm"]
 
 
 def test_a_submodule_keeps_what_it_hands_on_free() -> None:
@@ -212,29 +181,6 @@ def test_a_policy_sees_each_op_of_the_forward_once_and_in_order() -> None:
     assert len(seen) == 3 * 5 + 2
 
 
-def test_must_save_and_must_recompute_are_kept() -> None:
-    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op is _aten.tanh.default:
-            return CheckpointPolicy.MUST_SAVE
-        if op in (_aten.sin.default, _aten.exp.default):
-            return CheckpointPolicy.MUST_RECOMPUTE
-        return CheckpointPolicy.PREFER_SAVE
-
-    model, x = Net(), sample()
-    planner = Planner(model, x, policy=policy)
-    for regime in REGIMES:
-        module = planner.module(budget_for(planner, regime), trial="never")
-        counts = counts_of(module, x)
-        assert counts["tanh"] == 3
-        assert counts["exp"] == 6
-        assert not any(
-            module.plan.residency.is_saved(index)
-            for index, storage in enumerate(module.plan.snapshot.storages)
-            if storage.mark == "recompute"
-        )
-    check_against_eager(model, x, lambda module, _: ((), module(x)), policy=policy)
-
-
 def test_a_policy_is_part_of_a_plans_file() -> None:
     model, x = Net(), sample()
     plan = Planner(model, x, policy=[_aten.tanh.default]).plan(0.8)
@@ -273,22 +219,12 @@ class Checkpointed(Net):
                 x = checkpoint(run, x, use_reentrant=True) - x.cos()
             elif self.how == "reentrant":
                 x = checkpoint(run, x, use_reentrant=True)
-            elif self.how == "selective":
-                contexts = functools.partial(
-                    create_selective_checkpoint_contexts,
-                    lambda _, op, *args, **kwargs: (
-                        CheckpointPolicy.MUST_SAVE
-                        if op is _aten.addmm.default
-                        else CheckpointPolicy.MUST_RECOMPUTE
-                    ),
-                )
-                x = checkpoint(run, x, use_reentrant=False, context_fn=contexts)
             else:
                 x = checkpoint(run, x, use_reentrant=False)
         return x.square().mean()
 
 
-@pytest.mark.parametrize("how", ["plain", "reentrant", "reentrant of residuals", "selective"])
+@pytest.mark.parametrize("how", ["plain", "reentrant", "reentrant of residuals"])
 def test_checkpoints_are_lifted(how: str, caplog: pytest.LogCaptureFixture) -> None:
     x = sample().requires_grad_()
     with caplog.at_level(logging.WARNING):
@@ -310,18 +246,6 @@ def test_checkpoints_are_honoured(how: str) -> None:
     assert plan.options.marks.honours_checkpoints
     options = {"existing_checkpoints": "honour"}
     check_against_eager(Checkpointed(how), x, lambda module, _: ((), module(x)), **options)
-
-
-def test_selective_checkpoints_are_honoured() -> None:
-    x = sample()
-    planner = Planner(Checkpointed("selective"), x, existing_checkpoints="honour")
-    marks = marked(planner.plan(1.0))
-    assert {name for name, mark in marks.items() if mark == "save"} == {
-        "addmm", "addmm_1", "addmm_2",
-    }  # fmt: skip
-    assert marks["tanh"] == marks["exp_1"] == "recompute"
-    module = planner.module(planner.minimum_peak_bytes, trial="never")
-    assert counts_of(module, x)["addmm"] == 3
 
 
 def test_a_reentrant_checkpoint_without_gradients_at_its_inputs_has_none_here() -> None:

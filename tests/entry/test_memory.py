@@ -41,9 +41,8 @@ def step_of(module: nn.Module, name: str) -> Any:
         if name in models.HAS_OWN_LOSS:
             output.loss.backward()
         else:
-            output.backward(
-                torch.ones_like(output)
-            )  # the tangent is made inside the step, as a loss would
+            # the tangent is made inside the step, as a loss would
+            output.backward(torch.ones_like(output))
         del output
 
     return step
@@ -254,9 +253,8 @@ def test_a_reduced_loss_takes_a_numbers_memory(loss: Any) -> None:
     step()
     measured = allocator_peak(step)
     assert measured <= module.plan.budget_bytes
-    assert (
-        abs(measured - module.plan.predicted_peak_bytes) <= 64
-    )  # the equality check's flag, and no second matrix of 131,072 bytes
+    # the equality check's flag, and no second matrix of 131,072 bytes
+    assert abs(measured - module.plan.predicted_peak_bytes) <= 64
 
 
 def test_a_convolutions_two_gradients_are_two_ops_with_the_same_bits() -> None:
@@ -291,9 +289,8 @@ def test_windows_of_volumes_are_written_out_in_slices_in_every_step() -> None:
     for callee, owner in ((module, model), (eager, eager)):
         zero_gradients(owner)
         peaks.append(allocator_peak(lambda callee=callee: step(callee)))
-    assert peaks[0] <= module.plan.predicted_peak_bytes + x.nbytes + (
-        1 << 20
-    )  # the loss is outside
+    # the loss is outside
+    assert peaks[0] <= module.plan.predicted_peak_bytes + x.nbytes + (1 << 20)
     assert 4 * peaks[0] < peaks[1]
 
 
@@ -387,10 +384,8 @@ def test_weight_gradients_that_a_convolution_makes_unasked_are_counted(
     for layer in layers:
         layer.weight.requires_grad_(False)
     model = nn.Sequential(*([] if is_first else [nn.Conv2d(256, 256, 1)]), *layers)
-    images, tangent = (
-        torch.randn(4, 256, 4, 4),
-        torch.ones(4, 256, 4, 4),
-    )  # small ones go to kernels that make only what is asked for
+    # small ones go to kernels that make only what is asked for
+    images, tangent = (torch.randn(4, 256, 4, 4), torch.ones(4, 256, 4, 4))
     planner = Planner(model, images, machine=machine)
     for budget_bytes in (planner.minimum_peak_bytes, planner.baseline_peak_bytes):
         module = planner.module(budget_bytes)

@@ -122,9 +122,8 @@ def test_errors_and_budgets() -> None:
     module = RockmateModule(model, x, memory_limit=limit_bytes)
     num_bytes = sum(parameter.nbytes for parameter in model.parameters())
     left = limit_bytes - module.plan.budget_bytes - 3 * num_bytes
-    assert (
-        abs(left - present_bytes(torch.device("cpu"))) <= 64 * 2**20
-    )  # the process may have grown a little since
+    # the process may have grown a little since
+    assert abs(left - present_bytes(torch.device("cpu"))) <= 64 * 2**20
 
 
 PROGRAM = """
@@ -196,9 +195,8 @@ def test_the_memory_of_a_process_stays_below_the_limit() -> None:
     limit_bytes = 900 * 2**20
     planned = trained_process("planned", limit_bytes)
     inside = trained_process("inside", limit_bytes)
-    assert (
-        planned["peak"] - planned["budget"] + planned["baseline"] > limit_bytes
-    )  # without recomputation it would not
+    # without recomputation it would not
+    assert planned["peak"] - planned["budget"] + planned["baseline"] > limit_bytes
     assert planned["peak"] <= limit_bytes
     assert planned["recomputed"] > 0
     assert inside["peak"] <= limit_bytes

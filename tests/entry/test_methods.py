@@ -254,30 +254,6 @@ def test_a_plan_is_one_of_forward() -> None:
     assert not RockmateModule(model, sample, plan=plan, methods=["forward"]).planned_methods
 
 
-def test_methods_of_hugging_faces_clip() -> None:
-    transformers = pytest.importorskip("transformers")
-    sizes = {
-        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }  # fmt: skip
-    text = {**sizes, "vocab_size": 99, "max_position_embeddings": 32, "eos_token_id": 98}
-    vision = {**sizes, "image_size": 32, "patch_size": 8}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=16)
-    torch.manual_seed(0)
-    model = transformers.CLIPModel(config).train()
-
-    def loss(module: Any, pixels: Tensor, words: Tensor) -> Tensor:
-        image = module.get_image_features(pixel_values=pixels).pooler_output
-        return contrast(
-            image, module.get_text_features(input_ids=words).pooler_output, module.logit_scale
-        )
-
-    words = [torch.randint(2, 98, (8, 12)).index_fill(1, torch.tensor(11), 98) for _ in range(3)]
-    batches = [(torch.randn(8, 3, 32, 32), each) for each in words]
-    module = compare(model, "plan", loss, batches, ["get_image_features", "get_text_features"])
-    assert isinstance(module, transformers.CLIPModel)
-
-
 # --- not planned ----------------------------------------------------------------------------------
 
 

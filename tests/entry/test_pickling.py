@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 
 import pytest
 import torch
 from helpers import assert_gradients_alike
-from torch import Tensor, multiprocessing, nn
+from torch import Tensor, nn
 
 from rockmate import Planner, RockmateModule
 
@@ -45,20 +44,6 @@ def test_a_copy_with_mode_auto_has_second_derivatives_as_the_module_has() -> Non
     x = torch.ones(4, 8, requires_grad=True)
     for each in (copy.deepcopy(module), module):
         torch.autograd.grad(each(x).sum(), x, create_graph=True)[0].sum().backward()
-
-
-def _run(model: nn.Module, x: Tensor, path: str) -> None:
-    torch.save(model(x).detach(), path)
-
-
-def test_a_spawned_process_gets_the_plain_model(tmp_path: Path) -> None:
-    module, x = planned()
-    path = tmp_path / "result.pt"
-    process = multiprocessing.get_context("spawn").Process(target=_run, args=(module, x, str(path)))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-    assert torch.equal(torch.load(path), module(x))
 
 
 def test_a_copy_that_cannot_share_a_given_plan_is_the_plain_model(

@@ -94,9 +94,8 @@ def test_further_budgets_cost_no_capture_no_measurement_and_little_time(
     ):
         monkeypatch.setattr(module, name, never)
     for budget in budgets_of(case.planner, 7):
-        runs = [
-            partial(case.planner.plan, budget + more) for more in (64, 128, 192)
-        ]  # a budget asked for before costs nothing
+        # a budget asked for before costs nothing
+        runs = [partial(case.planner.plan, budget + more) for more in (64, 128, 192)]
         assert least_seconds(*runs) < 2.0
         assert isinstance(case.planner.module(budget), RockmateModule)
 

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from bench.measure import allocator_peak
 from rockmate import (
-    InvalidSampleError,
     Plan,
     PlanMismatchError,
     Planner,
@@ -130,16 +129,9 @@ def by_int4(layer: nn.Linear) -> nn.Module:
 
 Quantized = Callable[[nn.Linear], nn.Module]
 ALL = (
-    by_attributes,
-    by_nf4,
-    by_fp4,
-    by_nf4_of_torchao,
-    by_int8_of_bitsandbytes,
-    by_int8,
-    by_float8,
-    by_intx,
-    by_int4,
-)
+    by_attributes, by_nf4, by_fp4, by_nf4_of_torchao, by_int8_of_bitsandbytes, by_int8, by_float8,
+    by_intx, by_int4,
+)  # fmt: skip
 ONE_OF_EACH_KIND = (by_attributes, by_nf4, by_int8)
 
 
@@ -204,47 +196,6 @@ def test_trains_as_eager(quantized: Quantized) -> None:
         assert list(own.state_dict()) == list(module.state_dict()) == keys
 
 
-def int4_layers(config: Any) -> nn.Module:
-    """A layer that is trained before quantized ones of 256 columns, which GGUF's blocks have."""
-    quantization: Any = pytest.importorskip("torchao.quantization")
-    torch.manual_seed(0)
-    layers = [nn.Linear(WIDTH, 256), *(nn.Linear(256, 256) for _ in range(3))]
-    for layer in layers[1:]:
-        quantization.quantize_(layer.requires_grad_(False), config)
-    return nn.Sequential(*(each for layer in layers for each in (layer, nn.GELU())))
-
-
-def test_int4_of_gguf_trains_as_eager() -> None:
-    gguf: Any = pytest.importorskip("torchao.prototype.quantization.gguf")
-    plain, own = (int4_layers(gguf.GGUFWeightOnlyConfig()) for _ in range(2))
-    module = RockmateModule(own, torch.randn(NUM_ROWS, WIDTH), 0.5, on_infeasible="least")
-    assert module.plan.schedule.num_recomputations()
-    for ours, theirs in zip(train(module, own, loss_of), train(plain, plain, loss_of), strict=True):
-        assert_same(ours, theirs)
-
-
-def test_int4_whose_product_has_no_derivative_is_refused_as_in_eager() -> None:
-    """torchao's int4 for CPUs calls `_weight_int4pack_mm_for_cpu`, which is for a forward alone."""
-    int4: Any = pytest.importorskip("torchao.prototype.quantization.int4")
-    config = int4.PrototypeInt4WeightOnlyConfig(group_size=32, set_inductor_config=False)
-    model, x = int4_layers(config), torch.randn(NUM_ROWS, WIDTH)
-    missing = "derivative for aten::_weight_int4pack_mm_for_cpu is not implemented"
-    with pytest.raises(RuntimeError, match=missing):
-        model(x).sum().backward()
-    with pytest.raises(InvalidSampleError, match=missing):
-        RockmateModule(model, x, 0.5)
-
-
-@pytest.mark.parametrize("packing", ["plain", "preshuffled", "plain_int32", "tile_packed_to_4d"])
-def test_int4_for_other_devices_is_refused_by_torchao(packing: str) -> None:
-    """Before there is a model to plan: the packings of `Int4WeightOnlyConfig` are for GPUs."""
-    quantization: Any = pytest.importorskip("torchao.quantization")
-    config = quantization.Int4WeightOnlyConfig(group_size=32, int4_packing_format=packing)
-    refused = (ImportError, NotImplementedError, AssertionError, RuntimeError)
-    with pytest.raises(refused, match=r"mslk|cpu|CUDA|NVIDIA"):
-        quantization.quantize_(nn.Linear(256, 256, dtype=torch.bfloat16), config)
-
-
 @pytest.mark.parametrize("quantized", ONE_OF_EACH_KIND)
 def test_frozen_tensors_are_inputs_of_the_graph(quantized: Quantized) -> None:
     """No quantized number is a constant of the plan, and none counts as memory of a step."""
@@ -297,16 +248,6 @@ def test_a_plan_file(quantized: Quantized, tmp_path: Path) -> None:
     with pytest.raises(PlanMismatchError, match=r"weight.* in the plan and .* in this model"):
         RockmateModule(model_of(by_float8 if quantized is not by_int8 else by_attributes), x,
                        plan=plan)  # fmt: skip
-
-
-@pytest.mark.parametrize("quantized", ONE_OF_EACH_KIND)
-def test_batches_of_other_sizes_and_copies(quantized: Quantized) -> None:
-    model = model_of(quantized)
-    plain, x = copy.deepcopy(model), torch.randn(NUM_ROWS, WIDTH)
-    module = RockmateModule(model, x, 0.8)
-    for num_rows in (NUM_ROWS, 48, 56):
-        assert_as_eager(module, plain, num_rows=num_rows)
-    assert_as_eager(copy.deepcopy(module), plain)
 
 
 def test_other_weights_in_the_same_places() -> None:

@@ -118,17 +118,6 @@ def test_values_of_buffers() -> None:
     check_equal(Started, [(x(i),) for i in range(3)])
 
 
-def test_encoder_reads_whether_its_mask_is_causal() -> None:
-    def make() -> nn.Module:
-        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-    causal = nn.Transformer.generate_square_subsequent_mask(5)
-    window = torch.zeros(5, 5).masked_fill(torch.ones(5, 5).tril(-3).bool(), -torch.inf)
-    inputs = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
-    check_equal(make, [(inputs, mask) for mask in (causal, window, causal)])
-
-
 def test_a_given_plan_refuses_other_values() -> None:
     model = Branches()
     module = RockmateModule(model, (x(0), flags(1, 1)), budget=1.0, replan=False)

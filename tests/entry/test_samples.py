@@ -184,17 +184,6 @@ def test_other_keywords_at_the_samples_size_have_a_share_of_their_own_peak() -> 
     )
 
 
-def test_keywords_first_seen_on_a_small_batch_keep_their_bytes_in_another_state() -> None:
-    model = reader()
-    module = RockmateModule(model, call(8, 24, "labels"), SHARE)
-    budget_bytes = module.plan.budget_bytes
-    module(**call(8, 5, "labels", "mask")).backward()
-    model.bfloat16()
-    for length in (5, 4, 24):
-        module(**call(8, length, "labels", "mask")).backward()
-        assert module.plan.budget_bytes == budget_bytes
-
-
 def test_an_input_that_begins_to_require_a_gradient_is_planned_for() -> None:
     module = RockmateModule(reader(), call(8, 24, "labels", "shift"), SHARE)
     found = []

@@ -179,10 +179,6 @@ def in_half(run: Callable[..., Any], *args: Any) -> Any:
     return checkpoint(run, *args, use_reentrant=False, context_fn=lambda: (half(), half()))
 
 
-def with_debug(run: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(run, *args, use_reentrant=False, debug=True)
-
-
 @pytest.mark.parametrize("existing", ["lift", "honour"])
 def test_checkpoints_with_contexts_of_their_own(existing: str) -> None:
     check(Mixed(in_half), existing_checkpoints=existing)
@@ -190,21 +186,6 @@ def test_checkpoints_with_contexts_of_their_own(existing: str) -> None:
     marks = {storage.mark for storage in plan.snapshot.storages}
     assert marks == ({"", "recompute"} if existing == "honour" else {""})
     assert any("bfloat16" in op.call for op in plan.snapshot.ops)
-
-
-@pytest.mark.parametrize("existing", ["lift", "honour"])
-def test_checkpoints_with_debug_are_those_without(existing: str) -> None:
-    x, model = sample(), Mixed(later_dropout)
-    debugged = Mixed(with_debug)
-    debugged.load_state_dict(model.state_dict())
-    steps = []
-    for each in (model, debugged):
-        # Eager's own debugging logs in a way that pytest cannot show.
-        module = RockmateModule(each, x, 1.0, existing_checkpoints=existing, trial="never")
-        torch.manual_seed(0)
-        module(x).backward()
-        steps.append([parameter.grad for parameter in each.parameters()])
-    assert all(map(torch.equal, *steps))
 
 
 @made_of(lambda *, use_reentrant: {"layer": nn.Linear(32, 32), "use_reentrant": use_reentrant})

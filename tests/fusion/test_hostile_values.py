@@ -116,20 +116,6 @@ def test_memory_of_losses_is_released(loss: Callable[[Tensor, Tensor], Tensor]) 
     assert allocator_peak(step) <= module.plan.predicted_peak_bytes
 
 
-class Convolved(nn.Module):
-    """Convolutions in channels-last, with activations whose gradients are not."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3)
-        self.norm, self.groups = nn.BatchNorm2d(8), nn.GroupNorm(2, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = functional.hardswish(self.norm(self.first(x)))
-        x = functional.elu(self.groups(self.last(x * 2))) * 3
-        return (x.contiguous() * 2).square().mean()
-
-
 def test_a_result_that_has_no_view_like_the_operand_has_no_form_in_place() -> None:
     graph = fx.Graph()
     graph.placeholder("target")
@@ -143,16 +129,3 @@ def test_a_result_that_has_no_view_like_the_operand_has_no_form_in_place() -> No
     traced, _ = decomposed(fx.GraphModule(nn.Module(), graph), layouts)
     with pytest.raises(CompilationError, match="strides"):
         writing(traced, 0)
-
-
-def test_channels_last() -> None:
-    x = torch.randn(4, 3, 16, 16).to(memory_format=torch.channels_last)
-    model = Convolved().train()
-    eager = copy.deepcopy(model)
-    planner = Planner(model, x, kernels="fused")
-    assert planner.fusion is not None
-    assert planner.fusion.num_places > 0
-    planner.module(planner.minimum_peak_bytes)(x).backward()
-    eager(x).backward()
-    for mine, theirs in zip(model.parameters(), eager.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-4, atol=1e-6)

@@ -43,15 +43,6 @@ def fused_ops(joined: Capture) -> list[FusedOp]:
     return [target for target in targets if isinstance(target, FusedOp)]
 
 
-def test_kernels_compute_what_their_ops_do() -> None:
-    joined = Fusion().run(capture(), build_graph)[1]
-    forward, *_ = fused_ops(joined)
-    assert "aten.tanh.default" in forward.calls
-    h = torch.randn(256, 64)
-    expected = 0.5 * h * (1 + torch.tanh(0.8 * (h + 0.04 * h.pow(3))))
-    torch.testing.assert_close(forward(h), expected)
-
-
 def test_what_was_compiled_is_found_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     found = counters["inductor"]
     Fusion().run(capture(), build_graph)

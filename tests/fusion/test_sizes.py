@@ -13,7 +13,7 @@ from fused_blocks import assert_trains_alike
 import rockmate.fusion.rewrite
 from rockmate import RockmateModule
 from rockmate.capture.signature import CallSignature, flatten_call
-from rockmate.entry.step_family import MAX_FUSED_SIZES, _advice_on_sizes
+from rockmate.entry.step_family import _advice_on_sizes
 
 WARNING = "kernels have been compiled for"
 
@@ -66,12 +66,3 @@ def test_the_warning_of_many_lengths_names_a_multiple() -> None:
     assert "multiples of 64" in lengths
     assert "pad_to_multiple_of=64" in lengths
     assert "multiple" not in _advice_on_sizes([call(4, 500), call(2, 500), call(1, 500)])
-
-
-def test_sizes_within_the_limit_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    assert MAX_FUSED_SIZES >= 4
-    model = models.Stack(num_layers=2, width=64).train()
-    module = RockmateModule(model, (torch.randn(64, 64),), 0.8, kernels="fused")
-    for rows in (64, 48, 32, 64):
-        module(torch.randn(rows, 64)).square().mean().backward()
-    assert WARNING not in caplog.text

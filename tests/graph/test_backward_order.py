@@ -78,13 +78,8 @@ def test_a_weights_gradient_precedes_the_inputs() -> None:
     graph = autograds_order(model, torch.randn(3, 6))
     ordered = [op.name for op in weight_gradients_first(graph, options_of(model)).backward_ops]
     products = [name for name in names if name.startswith("mm")]
-    assert products == [
-        "mm",
-        "mm_1",
-        "mm_2",
-        "mm_3",
-        "mm_4",
-    ]  # input, weight, input, weight, weight: autograd's order
+    # input, weight, input, weight, weight: autograd's order
+    assert products == ["mm", "mm_1", "mm_2", "mm_3", "mm_4"]
     assert [name for name in ordered if name.startswith("mm")] == [
         "mm_1",
         "mm",

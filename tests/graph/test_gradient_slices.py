@@ -1,4 +1,4 @@
-"""Slices of weight gradients and of the cross-entropy gradient have a size for their device."""
+"""Slices of gradients, and storages, have the sizes that suit their device and its allocator."""
 
 from __future__ import annotations
 
@@ -71,3 +71,13 @@ def test_slices_of_rows_give_eagers_gradient() -> None:
     expected = torch.autograd.grad(model(x).square().mean(), model.weight)[0]
     module(x).square().mean().backward()
     assert torch.equal(model.weight.grad, expected)
+
+
+@pytest.mark.parametrize(("machine", "granularity"), [("cpu-avx2", 1), ("h200", 512)])
+def test_storages_have_the_allocators_sizes(machine: str, granularity: int) -> None:
+    model = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5)).train()
+    step = capture_step(model, torch.randn(11, 3), machine=load_machine(machine))
+    (hidden,) = (op.writes[0] for op in step.graph.ops if op.name == "tanh")
+    assert hidden.num_bytes == -(-11 * 7 * 4 // granularity) * granularity
+    counted = [storage for storage in step.graph.storages if not storage.is_static]
+    assert all(storage.num_bytes % granularity == 0 for storage in counted)

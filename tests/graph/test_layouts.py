@@ -120,16 +120,9 @@ def test_unpooled_values_are_in_the_format_of_the_pooled_ones() -> None:
 
 
 ELEMENTWISE = (
-    functional.elu,
-    functional.hardswish,
-    functional.hardtanh,
-    functional.leaky_relu,
-    functional.logsigmoid,
-    functional.mish,
-    functional.softplus,
-    functional.glu,
-    torch.exp2,
-)
+    functional.elu, functional.hardswish, functional.hardtanh, functional.leaky_relu,
+    functional.logsigmoid, functional.mish, functional.softplus, functional.glu, torch.exp2,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("function", ELEMENTWISE, ids=lambda function: function.__name__)

@@ -12,7 +12,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from helpers import check_against_eager, differing, gradients_of, planned
+from helpers import check_against_eager, differing, gradients_of
 from joint_graphs import SPECIAL, assert_same_bits, bits, captured, captured_for, run
 from made_of import made_of
 from schedules import verify
@@ -84,16 +84,6 @@ def assert_clean_is_the_same(
         assert_same_bits(results, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])
-def test_joint_graph_gives_the_same_bits(name: str) -> None:
-    workload = models.tiny(name)
-
-    def make() -> Capture:
-        return captured_for(workload.model, workload.sample)
-
-    assert_clean_is_the_same(make)
-
-
 def nasty(h: Tensor) -> Any:
     """Equal outputs, outputs that are views or copies of each other, copies of what is returned,
     draws from equal arguments."""
@@ -150,9 +140,8 @@ def test_masks_of_all_layers_are_made_once() -> None:
     assert all(before[target] == 3 > after[target] == 1 for target in ("ones", "tril", "where"))
     count = sum(after.values())
     clean(capture.joint.graph)
-    assert (
-        sum(calls(capture).values()) == count < sum(before.values())
-    )  # a second time there is nothing left
+    # a second time there is nothing left
+    assert sum(calls(capture).values()) == count < sum(before.values())
 
 
 def test_equal_calls_merge_through_their_views() -> None:
@@ -211,9 +200,8 @@ def test_what_counts_as_a_copy_is_one(dtype: torch.dtype) -> None:
         if dtype.itemsize > 2 or not dtype.is_floating_point
         else ~x.isnan()
     )
-    for result in (
-        results
-    ):  # in half precision eager's payloads differ between the vectors of a loop and its tail
+    # in half precision eager's payloads differ between the vectors of a loop and its tail
+    for result in results:
         assert torch.equal(bits(result)[defined], bits(x)[defined])
         assert torch.equal(result.isnan(), x.isnan())
 
@@ -274,17 +262,6 @@ def test_draws_do_not_merge() -> None:
     )
     assert found["native_dropout"] == 2
     assert found["rand_like"] == 2
-
-
-def test_masks_of_different_layers_stay_different() -> None:
-    case = planned("gpt2")
-    masks = [
-        op
-        for op in case.planner.plan(1.0).graph.ops
-        if getattr(op.node.target, "__name__", "") == "dropout_mask"
-    ]
-    assert len(masks) == 1 + 3 * 3
-    assert len({node for op in masks for node in op.node.users}) >= len(masks)
 
 
 def test_draw_that_nobody_reads_stays() -> None:
@@ -480,6 +457,5 @@ def test_loss_without_scores_holds_one_matrix_of_their_size() -> None:
     measured = measure.allocator_peak(step)
     scores_bytes = 4096 * 512 * 4
     assert measured <= 1.02 * plan.predicted_peak_bytes
-    assert (
-        scores_bytes <= plan.predicted_peak_bytes < 1.5 * scores_bytes
-    )  # log-probabilities and their gradient take the scores' place
+    # log-probabilities and their gradient take the scores' place
+    assert scores_bytes <= plan.predicted_peak_bytes < 1.5 * scores_bytes

@@ -41,9 +41,8 @@ def test_feed_forward_blocks(name: str) -> None:
     names = [block.name for block in blocks if isinstance(block, Region)]
     assert len(names) == 2
     assert all(re.search(r"mlp|intermediate", name) for name in names)
-    refused = [
-        block for block in blocks if isinstance(block, Refusal)
-    ]  # scores of queries x keys, and no fused projection
+    # scores of queries x keys, and no fused projection
+    refused = [block for block in blocks if isinstance(block, Refusal)]
     assert all(
         block.call.startswith("aten.bmm") and re.search(r"attn$|attention\.self$", block.block)
         for block in refused

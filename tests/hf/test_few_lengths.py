@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from fine_tuning import Record
-from helpers import Step, assert_same, differing, one_step, relative_error
+from helpers import Step, assert_same, one_step
 from torch import Tensor, nn
 
 from bench import measure
-from rockmate import RockmateModule, wrap_trainer
+from rockmate import RockmateModule
 from rockmate.capture import sample, symbolic
 from rockmate.entry import request
 
@@ -114,15 +111,8 @@ def padded(given: dict[str, Tensor], multiple: int = MULTIPLE) -> dict[str, Tens
 
 CAPTURES = {
     Reader: ["capture", "solve", "capture", "capture"],  # one schedule serves all lengths
-    Looping: [
-        "capture",
-        "solve",
-        "capture with symbols",
-        "capture",
-        "solve",
-        "capture",
-        "solve",
-    ],  # each has its own ops
+    # each has its own ops
+    Looping: ["capture", "solve", "capture with symbols", "capture", "solve", "capture", "solve"],
 }
 
 
@@ -152,15 +142,6 @@ def test_twenty_lengths_take_one_capture_a_multiple_and_keep_the_budget(
             <= budget_bytes
         )
     assert work == CAPTURES[build]
-
-
-@pytest.mark.parametrize("build", [Reader, Looping])
-def test_padding_does_not_change_the_loss(build: type[nn.Module]) -> None:
-    model = build().eval()
-    for length in (1, 5, 6, 11):
-        plain, longer = batch(length), padded(batch(length))
-        assert longer["input_ids"].shape[1] > length
-        assert relative_error(model(**longer)["loss"], model(**plain)["loss"]) <= 1e-6
 
 
 def steps_of(module: nn.Module, owner: nn.Module, given: dict[str, Tensor], seed: int) -> Step:
@@ -203,54 +184,3 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
 
 
 # --- Trainer --------------------------------------------------------------------------------------
-
-
-def pad_to_longest(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    fills = {"input_ids": 0, "labels": -100}
-    pad = nn.utils.rnn.pad_sequence
-    return {
-        name: pad([row[name] for row in rows], batch_first=True, padding_value=fill)
-        for name, fill in fills.items()
-    }
-
-
-def trainer_of(
-    model: nn.Module, folder: Path, collate: Callable[[Any], Any]
-) -> tuple[transformers.Trainer, Record]:
-    record = Record()
-    args = transformers.TrainingArguments(
-        output_dir=str(folder),
-        per_device_train_batch_size=2,
-        num_train_epochs=1,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        save_strategy="no",
-        dataloader_pin_memory=False,
-        seed=3,
-    )
-    rows = [
-        row(length, length) for length in (2, 3, 3, 5, 4, 9, 1, 4)
-    ]  # of four batches only one has the 9
-    return transformers.Trainer(
-        model=model, args=args, callbacks=[record], train_dataset=rows, data_collator=collate
-    ), record
-
-
-@pytest.mark.filterwarnings("ignore")  # of the trainer
-def test_a_trainer_whose_collator_pads_captures_once_a_multiple(
-    tmp_path: Path, work: list[str]
-) -> None:
-    def pad_to_fives(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        return padded(pad_to_longest(rows), 5)
-
-    plain, reference = trainer_of(Looping(), tmp_path, pad_to_fives)
-    plain.train()
-    trainer, record = trainer_of(Looping(), tmp_path, pad_to_fives)
-    module = wrap_trainer(trainer, 0.8)
-    trainer.train()
-    assert record.logs == reference.logs
-    assert len(record.logs) == 5
-    assert not differing(module.state_dict(), plain.model.state_dict())
-    assert work.count("capture") == 2

@@ -8,7 +8,7 @@ from typing import Any
 import peft
 import pytest
 import torch
-from fine_tuning import batch, llama, trained, trainer
+from fine_tuning import batch, llama, trained
 from helpers import differing, gradients_of
 from torch import nn
 
@@ -55,21 +55,6 @@ def test_frozen_weights_have_no_gradient_in_the_plan_and_their_inputs_are_not_ke
     assert frozen.baseline_peak_bytes < 0.9 * whole.baseline_peak_bytes
     kept, all_kept = (each.plan(1.0).simulation.saved_bytes for each in (frozen, whole))
     assert kept < 0.7 * all_kept  # the first layer's backward does not exist
-
-
-def test_adapters_are_saved_and_loaded(tmp_path: Path) -> None:
-    worker, _ = trainer(RockmateModule(adapted(), budget=0.7), tmp_path)
-    assert isinstance(worker.model, peft.PeftModel)
-    assert worker.label_names == ["labels"]
-    worker.train()
-    worker.save_model(str(tmp_path / "adapter"))
-    assert {path.name for path in (tmp_path / "adapter").iterdir()} >= {
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    }
-    assert not list((tmp_path / "adapter").glob("model*.safetensors"))
-    recompute = peft.PeftModel.from_pretrained(llama(num_hidden_layers=2), tmp_path / "adapter")
-    assert not differing(recompute.state_dict(), worker.model.state_dict())
 
 
 def test_unfreezing_after_planning_plans_anew() -> None:

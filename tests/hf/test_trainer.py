@@ -6,7 +6,6 @@ The plain model's run, number for number.
 from __future__ import annotations
 
 import copy
-import logging
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from fine_tuning import BATCH, Sentences, batch, gpt2, llama, trained, trainer
-from helpers import assert_alike, differing, gradients_of, relative_error
+from fine_tuning import BATCH, Sentences, batch, llama, trained, trainer
+from helpers import assert_alike, differing, gradients_of
 from torch import Tensor, nn
 
 from rockmate import InfeasibleBudgetError, PlannedStep, RockmateError, RockmateModule, wrap_trainer
@@ -64,45 +63,6 @@ def test_trains_as_the_plain_model(arguments: dict[str, Any], tmp_path: Path) ->
     assert len(logs) >= 2
     assert our_logs == logs
     assert not differing(model.state_dict(), reference.state_dict())
-
-
-def test_accumulated_gradients_of_a_tied_weight_are_summed_in_another_order(tmp_path: Path) -> None:
-    # Adam divides by the gradient, and so enlarges its rounding.
-    options = {"gradient_accumulation_steps": 2, "optim": "sgd"}
-    _, reference = trained(gpt2, plain, tmp_path, **options)
-    _, model = trained(gpt2, planned, tmp_path, **options)
-    for name, value in model.state_dict().items():
-        assert relative_error(value, reference.state_dict()[name]) <= 1e-5
-
-
-def test_a_sample_without_the_keyword_that_trainer_adds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    logs, _ = trained(llama, plain, tmp_path)
-    with caplog.at_level(logging.WARNING, logger="rockmate"):
-        our_logs, _ = trained(llama, lambda model: RockmateModule(model, batch(), 0.6), tmp_path)
-    assert our_logs == logs
-    assert [
-        record.message.split(":")[0]
-        for record in caplog.records
-        if record.name.startswith("rockmate")
-    ] == ["planned for this call, since the call has other keywords than the sample"]
-
-
-def test_saves_resumes_and_loads_into_the_plain_model(tmp_path: Path) -> None:
-    logs, reference = trained(llama, plain, tmp_path / "reference", num_train_epochs=2)
-    model = llama()
-    first, _ = trainer(planned(model), tmp_path, num_train_epochs=2, save_strategy="epoch")
-    first.train()
-    assert not differing(model.state_dict(), reference.state_dict())
-    second, record = trainer(planned(llama()), tmp_path, num_train_epochs=2)
-    second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert record.logs[:-1] == logs[4:-1]
-    assert not differing(second.model.state_dict(), reference.state_dict())
-    second.save_model(str(tmp_path / "final"))
-    recompute = type(model).from_pretrained(tmp_path / "final")
-    assert not differing(recompute.state_dict(), reference.state_dict())
-    assert recompute.config.architectures == ["LlamaForCausalLM"]
 
 
 def test_loads_the_best_model(tmp_path: Path) -> None:
@@ -352,9 +312,8 @@ def test_a_smaller_last_batch_trains_as_with_the_plain_model(tmp_path: Path) -> 
 def test_the_loop_of_accelerate(mixed_precision: str) -> None:
     found = []
     for wrap in (plain, planned):
-        accelerate.state.AcceleratorState._reset_state(
-            reset_partial_state=True
-        )  # it keeps the first precision of a process
+        # it keeps the first precision of a process
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         accelerator = accelerate.Accelerator(
             cpu=True, gradient_accumulation_steps=2, mixed_precision=mixed_precision
         )

@@ -10,7 +10,6 @@ from typing import Any
 import moves
 import pytest
 import torch
-from fine_tuning import llama
 from helpers import differing, gradients_of, same_gradients
 from moves import X, layers, module_of, step
 from ranks import run_on_ranks
@@ -20,19 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rockmate import MissingCompilerError, RockmateModule
 from rockmate.schedule.flights import Flights
-
-
-def test_varying_shapes_move_within_the_same_bytes(tmp_path: Path) -> None:
-    model = layers()
-    eager = copy.deepcopy(model)
-    module = module_of(tmp_path, model)
-    budget = module.plan.budget_bytes
-    for rows in (128, 96, 64, 128, 96, 160):
-        x = torch.randn(rows, 256)
-        same_gradients(module, eager, lambda callee, x=x: step(callee, x))
-        assert module.plan.budget_bytes == budget
-        assert module.plan.predicted_peak_bytes <= budget
-    assert module.plan.schedule.moves
 
 
 def test_a_smaller_batch_reuses_the_schedule_with_its_moves(tmp_path: Path) -> None:
@@ -89,21 +75,6 @@ def test_marks_keep_a_value_here(tmp_path: Path) -> None:
     assert not {move.storage for move in marked.schedule.moves} & saved
 
 
-def test_two_forwards_in_flight_count_twice(tmp_path: Path) -> None:
-    model = layers()
-    module = module_of(tmp_path, model, in_flight=2)
-    plan = module.plan
-    sizes = {plan.snapshot.storages[move.storage].num_bytes for move in plan.schedule.moves}
-    assert plan.simulation.host_bytes >= 2 * len(plan.schedule.moves) * min(sizes)
-    eager = copy.deepcopy(model)
-
-    def both(callee: nn.Module) -> None:
-        one, other = callee(X).square().mean(), callee(2 * X).square().mean()
-        (one + other).backward()
-
-    same_gradients(module, eager, both)
-
-
 def test_outputs_outside_the_loss(tmp_path: Path) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -156,20 +127,6 @@ def test_compiled(tmp_path: Path) -> None:
         model, backend="rockmate", options={"budget": 0.5, "offload": f"disk:{tmp_path}"}
     )
     same_gradients(model, eager, lambda callee: step(compiled if callee is model else eager))
-
-
-@pytest.mark.filterwarnings("ignore")  # of PEFT
-def test_lora(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    plain = llama(vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2)
-    adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1)
-    model = peft.get_peft_model(plain, adapters).train()
-    words = torch.randint(0, 500, (2, 64))
-    batch = {"input_ids": words, "labels": words}
-    eager = copy.deepcopy(model)
-    module = RockmateModule(model, batch, 0.5, offload=f"disk:{tmp_path}")
-    assert module.plan.schedule.moves
-    same_gradients(module, eager, lambda callee: callee(**batch).loss.backward())
 
 
 def test_fused_kernels(tmp_path: Path) -> None:

@@ -17,13 +17,9 @@ import pytest
 import torch
 from helpers import same_gradients
 from moves import X, layers, step
-from schedules import verify
 
 from bench.models import built, makers
 from rockmate import InfeasibleBudgetError, Plan, PlanFileError, Planner, RockmateModule
-from rockmate.costs.cost import Link
-
-SLOW = Link(out_gb_per_s=0.5, in_gb_per_s=0.5, latency_ms=0.01, duplex=0.8)
 
 
 def planner_of(folder: Path, **options: object) -> Planner:
@@ -34,35 +30,6 @@ def planner_of(folder: Path, **options: object) -> Planner:
 def half() -> Plan:
     """Of half of the peak, made once."""
     return planner_of(Path(tempfile.gettempdir()), host_budget="1GiB").plan(0.5)
-
-
-@pytest.mark.parametrize("name", ["gpt2", "hf-resnet"])
-@pytest.mark.parametrize("link", [moves.FAST, SLOW], ids=["fast", "slow"])
-def test_a_plan_with_moves_is_never_slower_and_fits(
-    name: str, link: Link, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moves.use_fast_link(monkeypatch, link)
-    workload = models.medium(name)
-    plain = Planner(workload.model, workload.sample, machine="cpu-avx2")
-    planner = Planner(
-        workload.model, workload.sample, machine="cpu-avx2", offload=f"disk:{tmp_path}"
-    )
-    assert planner.baseline_peak_bytes == plain.baseline_peak_bytes
-    assert planner.minimum_peak_bytes <= plain.minimum_peak_bytes
-    for share in (0.6, 0.3):
-        budget = int(share * plain.baseline_peak_bytes)
-        try:
-            without_ms = plain.plan(budget).predicted_ms
-        except InfeasibleBudgetError:
-            without_ms = float("inf")
-        try:
-            plan = planner.plan(budget)
-        except InfeasibleBudgetError:
-            assert without_ms == float("inf")
-            continue
-        assert plan.predicted_ms <= without_ms * (1 + 1e-9)
-        assert plan.predicted_peak_bytes <= budget
-        verify(plan.graph, plan.schedule)
 
 
 def test_moves_reach_budgets_below_the_least_peak_of_recomputation(tmp_path: Path) -> None:

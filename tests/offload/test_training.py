@@ -15,7 +15,7 @@ from schedules import verify
 from torch import nn
 
 from bench.measure import allocator_peak
-from rockmate import Planner, RockmateModule
+from rockmate import Planner
 from rockmate.offload.disk_tier import DiskTier
 from rockmate.offload.tiers import tier_of
 from rockmate.schedule.offload_request import OffloadRequest
@@ -114,17 +114,3 @@ def test_nothing_is_left_in_memory_after_a_step(tmp_path: Path) -> None:
     module = module_of(tmp_path)
     step(module)
     assert net_allocated(lambda: step(module)) == 0
-
-
-def test_the_input_gets_its_gradient(tmp_path: Path) -> None:
-    model = layers()
-    eager = copy.deepcopy(model)
-    x = torch.randn(128, 256, requires_grad=True)
-    module = RockmateModule(model, x, 0.5, offload=f"disk:{tmp_path}")
-    assert module.plan.schedule.moves
-
-    def loss(callee: nn.Module, _: int) -> list[torch.Tensor]:
-        given = torch.randn(128, 256, requires_grad=True)
-        return [callee(given).square().mean(), given]
-
-    assert_trains_alike(module, eager, loss, 2)

@@ -100,9 +100,8 @@ def test_slices_with_other_bits_are_not_taken(name: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(convolutions, name, lambda *args: whole(*args).nextafter(torch.ones(())))
     assert can_take_slices(layout_of(values), weight, how, run=False)
     assert not can_take_slices(layout_of(values), weight, how, run=True)
-    assert not can_take_slices(
-        layout_of(values[:, :, :20]), weight, how, run=False
-    )  # other sizes likewise
+    # other sizes likewise
+    assert not can_take_slices(layout_of(values[:, :, :20]), weight, how, run=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

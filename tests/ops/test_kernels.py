@@ -197,9 +197,8 @@ def test_cross_entropy_backward(
         gradient, given, target, weight, reduction, -100, total, out=given if aliased else None
     )
     assert (ours.data_ptr() == given.data_ptr()) is aliased
-    assert torch.equal(
-        ours.nan_to_num(7.0), expected.nan_to_num(7.0)
-    )  # a mean over no target is not a number
+    # a mean over no target is not a number
+    assert torch.equal(ours.nan_to_num(7.0), expected.nan_to_num(7.0))
     assert aliased or same_bits(given, scores)
 
 
@@ -315,9 +314,8 @@ def test_normalizing_again_gives_the_bits_of_batch_norm(
 def test_what_cannot_be_normalized_again_with_the_same_bits() -> None:
     values, vector = torch.randn(4, 5, 6, 7), torch.randn(5)
     assert can_recompute_normalization(values, None, None, vector, vector)
-    assert not can_recompute_normalization(
-        values.permute(0, 1, 3, 2), None, None, vector, vector
-    )  # another kernel, which rounds otherwise
+    # another kernel, which rounds otherwise
+    assert not can_recompute_normalization(values.permute(0, 1, 3, 2), None, None, vector, vector)
     assert not can_recompute_normalization(values.bfloat16(), vector, vector, vector, vector)
     assert not can_recompute_normalization(
         values.bfloat16(), None, None, vector.bfloat16(), vector.bfloat16()
@@ -364,9 +362,8 @@ def test_what_cannot_be_pooled_again() -> None:
         torch.randn(2, 5, 8, 8).to(memory_format=torch.channels_last), [2, 2]
     )
     assert can_recompute_max_pool(torch.empty(1, 3, 32766), [2, 2])
-    assert not can_recompute_max_pool(
-        torch.empty(1, 3, 32768), [2, 2]
-    )  # the offset of the second row does not fit into two bytes
+    # the offset of the second row does not fit into two bytes
+    assert not can_recompute_max_pool(torch.empty(1, 3, 32768), [2, 2])
 
 
 # --- in place -------------------------------------------------------------------------------------
@@ -436,9 +433,8 @@ CASE_NAMES = [  # the same in every process: a function's text has its address
 def test_in_place_form_is_the_functional_form(target: Any, position: int) -> None:
     form = _FORMS[target]
     given = arguments_of(target)
-    takes_number = (
-        not form.out_name and len(given) > 1
-    )  # the two forms round a number to bfloat16 differently: not offered there
+    # the two forms round a number to bfloat16 differently: not offered there
+    takes_number = not form.out_name and len(given) > 1
     only_float32 = takes_number or target is cross_entropy_backward
     for dtype in (torch.float32,) if only_float32 else (torch.float32, torch.bfloat16):
         args = [
@@ -558,40 +554,15 @@ def test_structure_refuses_what_it_does_not_know() -> None:
 @pytest.mark.parametrize(
     ("budget", "num_bytes"),
     [
-        (1, 1),
-        (123456789, 123456789),
-        (0.5, 500),
-        (1.0, 1001),
-        (0.0015, 1),
-        ("1", 1),
-        ("10B", 10),
-        ("1kB", 1000),
-        ("1KB", 1000),
-        ("1KiB", 1024),
-        ("800MB", 800_000_000),
-        ("6GiB", 6 * 2**30),
-        ("1.5 GiB", 3 * 2**29),
-        ("2TB", 2 * 10**12),
-        ("1tib", 2**40),
-        (".5MiB", 2**19),
-        ("1.MB", 10**6),
-        ("  7 gb ", 7 * 10**9),
-        ("0.3B", None),
-        ("0.1kB", 100),
-        ("1.9B", 1),
-        ("3 PB", None),
-        ("1,000", None),
-        ("1e3", None),
-        ("٣GB", None),
-        ("6 GiB/s", None),
-        ("nan", None),
-        ("inf", None),
-        (float("inf"), None),
-        (-0.1, None),
-        (1.0000001, None),
+        (1, 1), (123456789, 123456789), (0.5, 500), (1.0, 1001), (0.0015, 1), ("1", 1), ("10B", 10),
+        ("1kB", 1000), ("1KB", 1000), ("1KiB", 1024), ("800MB", 800_000_000), ("6GiB", 6 * 2**30),
+        ("1.5 GiB", 3 * 2**29), ("2TB", 2 * 10**12), ("1tib", 2**40), (".5MiB", 2**19),
+        ("1.MB", 10**6), ("  7 gb ", 7 * 10**9), ("0.3B", None), ("0.1kB", 100), ("1.9B", 1),
+        ("3 PB", None), ("1,000", None), ("1e3", None), ("٣GB", None), ("6 GiB/s", None),
+        ("nan", None), ("inf", None), (float("inf"), None), (-0.1, None), (1.0000001, None),
         (2**80, 2**80),
     ],
-)
+)  # fmt: skip
 def test_budget_table(budget: Any, num_bytes: int | None) -> None:
     if num_bytes is None:
         with pytest.raises(InvalidBudgetError):

@@ -187,12 +187,8 @@ def test_line_of_the_users_code_is_told() -> None:
     lines = Path(models.__file__).read_text().splitlines()
     sources = {op.name: op.source for op in plan.snapshot.ops}
     number = next(i for i, line in enumerate(lines, start=1) if "x = x + layer(x)" in line)
-    for name in (
-        "addmm",
-        "gelu",
-        "addmm_1",
-        "add",
-    ):  # the layers of torch.nn are no code of the user's
+    # the layers of torch.nn are no code of the user's
+    for name in ("addmm", "gelu", "addmm_1", "add"):
         assert sources[name].endswith(f"models.py:{number} in forward: x = x + layer(x)")
         assert not Path(sources[name]).is_absolute()
     assert {op.source for op in plan.snapshot.ops if op.phase == "backward"} == {""}
@@ -255,9 +251,8 @@ def test_what_is_live_adds_up_to_the_simulated_bytes(name: str) -> None:
         )
         assert sizes == sorted(sizes, reverse=True)
         assert min(sizes) > 0
-        assert (
-            plan.residency.simulation(plan.costs) == plan.simulation
-        )  # at every step, not the peak alone
+        # at every step, not the peak alone
+        assert plan.residency.simulation(plan.costs) == plan.simulation
         step = len(plan.schedule.forward) // 2
         assert (
             sum(num_bytes for _, num_bytes in live_at(plan, step))

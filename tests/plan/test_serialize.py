@@ -30,8 +30,6 @@ from rockmate import (
     RockmateModule,
     SignatureMismatchError,
 )
-from rockmate.graph.snapshot_capture import snapshot_of
-from rockmate.planning.step import capture_step
 from rockmate.schedule.schedule import baseline_schedule
 from rockmate.schedule.simulate import simulate
 
@@ -232,27 +230,6 @@ def test_loaded_plan_runs_in_a_process_without_solvers(tmp_path: Path) -> None:
     assert numbers.split() == [loss.item().hex(), *sums]
     assert loaded == "end"
     assert "highspy is blocked" in planning  # so the block works
-
-
-def test_fingerprint_is_that_of_the_step_not_of_its_weights_or_names() -> None:
-    x = torch.randn(64, 16)
-
-    def fingerprint(model: nn.Module, sample: torch.Tensor = x) -> str:
-        step = capture_step(model.train(), sample)
-        return snapshot_of(step.graph, step.call).fingerprint
-
-    base = fingerprint(models.Stack())
-    assert fingerprint(models.Stack()) == base
-    others = [
-        fingerprint(models.Stack(num_layers=3)),
-        fingerprint(models.Stack(dropout=0.2)),
-        fingerprint(models.Stack(), x[:32].clone()),
-        fingerprint(models.Stack().double(), x.double()),
-        fingerprint(
-            nn.Sequential(models.Stack())
-        ),  # parameters of other names: their gradients go elsewhere
-    ]
-    assert len({base, *others}) == 6
 
 
 # --- what is refused ------------------------------------------------------------------------------

@@ -6,11 +6,7 @@ Models of transformers go through a set of names, so that the order differs betw
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,21 +18,8 @@ from rockmate.graph.snapshot import StepSnapshot
 from rockmate.graph.snapshot_capture import snapshot_of
 from rockmate.planning.step import capture_step
 
-ROOT = Path(__file__).resolve().parents[2]
 NAMES = ("a", "b", "c")
 ORDERS = list(itertools.permutations(NAMES))
-ONE_PROCESS = """
-import sys
-import architectures
-from rockmate import Plan, Planner, RockmateModule
-
-name, path = sys.argv[1:]
-model, batch = architectures.case(name)
-if path.endswith("new"):
-    Planner(model, batch, machine="cpu-avx2").plan(0.6).save(path)
-else:
-    print(RockmateModule(model, batch, plan=Plan.load(path)).plan.snapshot.fingerprint)
-"""
 
 
 class Branches(nn.Module):
@@ -120,33 +103,3 @@ def test_another_order_of_draws_is_another_step() -> None:
 def test_another_order_of_contributions_to_a_gradient_is_another_step() -> None:
     one, other = (snapshot(Branches(order, is_tied=True)) for order in (NAMES, ("b", "a", "c")))
     assert one.fingerprint != other.fingerprint
-
-
-def test_a_plan_of_transformers_is_taken_with_any_seed_of_hashes(tmp_path: Path) -> None:
-    assert len({run("gemma3_text", tmp_path, seed) for seed in (0, 1, 2)}) == 1
-
-
-def run(name: str, folder: Path, seed: int) -> str:
-    """The fingerprint of a plan that a new process takes; the first one saves it."""
-    path = folder / "plan"
-    if not path.exists():
-        new_process(name, folder / "new", seed)
-        (folder / "new").rename(path)
-    return new_process(name, path, seed)
-
-
-def new_process(name: str, path: Path, seed: int) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS, name, str(path)],
-        capture_output=True,
-        check=False,
-        text=True,
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}",
-            "PYTHONHASHSEED": str(seed),
-            "OMP_NUM_THREADS": "1",
-        },
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.strip()

@@ -65,11 +65,11 @@ def test_random_marks_are_of_both_words() -> None:
     assert min(words.count("save"), words.count("recompute")) > 20
 
 
+@pytest.mark.parametrize("in_flight", [1, 2, 4])
 @pytest.mark.parametrize("name", SMALL)
-def test_no_random_schedule_that_keeps_the_marks_beats_the_bound(name: str) -> None:
-    number = 0
-    for seed in (0, 2, 5, 7):
-        graph, costs, _ = random_marked(name, seed)
+def test_no_random_schedule_that_keeps_the_marks_beats_the_bound(name: str, in_flight: int) -> None:
+    for seed in (0, 7):
+        graph, costs, _ = random_marked(name, seed, in_flight=in_flight)
         _, bound = search_of("none", graph, costs)
         rng = random.Random(seed)
         for _ in range(15):
@@ -77,10 +77,8 @@ def test_no_random_schedule_that_keeps_the_marks_beats_the_bound(name: str) -> N
             verify(graph, schedule)
             assert not broken(graph, schedule)
             found = simulate(graph, schedule, costs)
-            number += 1
             least_ms = bound.bound_ms(found.peak_bytes)
             assert least_ms * ROUNDING <= found.time_ms, (seed, schedule)
-    assert number == 60
 
 
 def least_forced_ms(graph: Graph) -> float:
@@ -151,16 +149,3 @@ def test_plans_for_several_forwards_fit_and_the_bound_holds(name: str) -> None:
                 assert found.peak_bytes == whole <= budget_bytes
                 assert not broken(graph, found.schedule)
                 assert bound.bound_ms(budget_bytes) * ROUNDING <= found.time_ms
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_no_random_schedule_in_flight_beats_the_bound(name: str) -> None:
-    for in_flight in (2, 4):
-        for seed in (0, 7):
-            graph, costs, _ = random_marked(name, seed, in_flight=in_flight)
-            _, bound = search_of("none", graph, costs)
-            rng = random.Random(seed)
-            for _ in range(15):
-                schedule = with_marks_kept(graph, random_schedule(graph, rng))
-                found = simulate(graph, schedule, costs)
-                assert bound.bound_ms(found.peak_bytes) * ROUNDING <= found.time_ms

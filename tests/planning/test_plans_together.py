@@ -73,20 +73,6 @@ def test_they_are_about_as_fast_as_plans_made_one_by_one(name: str) -> None:
     assert max(slower) <= 0.1
 
 
-def test_the_order_of_budgets_does_not_matter_nor_what_was_planned_before() -> None:
-    known = planner_of("unet")
-    before, after = (Planner.of(known._step, machine=MACHINE, numerics="bitwise") for _ in range(2))
-    budgets = budgets_of(known)
-    alone = {budget: before.plan(budget).schedule for budget in budgets[::5]}
-    plans = before.plans([*budgets[::2], *budgets[::-1]])
-    assert list(plans) == budgets
-    assert [plan.schedule for plan in plans.values()] == [
-        plan.schedule for plan in after.plans(budgets).values()
-    ]
-    assert all(after.plan(budget).schedule == plans[budget].schedule for budget in budgets)
-    assert alone.keys() <= plans.keys()
-
-
 def test_more_room_takes_no_longer_than_a_budget_that_is_met_just_below_the_minimum() -> None:
     planner = Planner.of(planner_of("gpt2-12")._step, machine=MACHINE, numerics="bitwise")
     at_minimum = planner.plan(planner.minimum_peak_bytes)
@@ -150,24 +136,6 @@ def test_a_sweep_of_many_budgets_is_of_plans_made_together() -> None:
     ]
 
 
-def test_an_interrupt_while_planning_keeps_the_rows_of_an_earlier_sweep(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, sample = Stack(3).train(), torch.randn(64, 16)
-    budgets = f"0.6:1.0:{SWEPT}"
-    before = rockmate.sweep(model, sample, budgets=budgets, machine=MACHINE, out=tmp_path)
-    lines = (tmp_path / "sweep.jsonl").read_text()
-    assert len(before) == SWEPT == len(lines.splitlines())
-
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("rockmate.planning.local_search.LocalSearch.best_within_each", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        rockmate.sweep(model, sample, budgets=budgets, machine=MACHINE, out=tmp_path)
-    assert (tmp_path / "sweep.jsonl").read_text() == lines
-
-
 def test_an_interrupt_while_one_after_the_other_is_planned_keeps_the_rows_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,15 +162,3 @@ def test_measured_rows_are_of_the_plans_made_together() -> None:
     assert all(row.is_measured and not row.broken_promise for row in rows)
     times = [row.predicted_ratio or 0.0 for row in rows]
     assert times == sorted(times, reverse=True)
-
-
-def test_a_plan_made_together_trains() -> None:
-    model, sample = Stack(3).train(), torch.randn(64, 16)
-    planner = Planner(model, sample)
-    plan = planner.plans(
-        linspace_int(planner.minimum_peak_bytes, planner.baseline_peak_bytes, SWEPT)
-    )[planner.minimum_peak_bytes]
-    module = planner.module_of(plan)
-    assert module.plan.schedule == plan.schedule
-    module(sample).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())

@@ -111,16 +111,10 @@ def test_a_memory_limit_takes_a_plan_that_fits_what_is_left_now(
 
 
 OTHERS: tuple[dict[str, Any], ...] = (
-    {"budget": 0.8},
-    {"budget": "300KiB"},
-    {"rows": 33},
-    {"strategy": "none"},
-    {"numerics": "bitwise"},
-    {"gap_tolerance": 0.5},
-    {"marks": {"layers.0.1": "recompute"}},
-    {"machine": "cpu-avx2"},
-    {"in_flight": 2},
-)
+    {"budget": 0.8}, {"budget": "300KiB"}, {"rows": 33}, {"strategy": "none"},
+    {"numerics": "bitwise"}, {"gap_tolerance": 0.5}, {"marks": {"layers.0.1": "recompute"}},
+    {"machine": "cpu-avx2"}, {"in_flight": 2},
+)  # fmt: skip
 
 
 def test_what_a_plan_depends_on_tells_plans_apart(

@@ -84,12 +84,8 @@ VALUES = torch.randn(4, 4)
         (aten.view.default, (VALUES, [16]), {}, torch.Tensor.view),
         (aten.relu_.default, (VALUES,), {}, torch.relu_),
         (aten.sum.dim_IntList, (VALUES, [0], True), {}, torch.sum),
-        (
-            aten.add.Scalar,
-            (VALUES, 2.0),
-            {},
-            None,
-        ),  # torch.add makes another op of it, which rounds halves differently
+        # torch.add makes another op of it, which rounds halves differently
+        (aten.add.Scalar, (VALUES, 2.0), {}, None),
         (aten.slice.Tensor, (VALUES, 0, 0, 2), {}, None),  # there is no such function
         (aten.scalar_tensor.default, (1.0,), {}, None),
         (torch.ops.prims.sin.default, (VALUES,), {}, None),

@@ -6,7 +6,6 @@ A group of one, and two processes that must do what plain DistributedDataParalle
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,9 @@ import models
 import pytest
 import torch
 from helpers import assert_same, modules_of, train
-from ranks import needs_gloo, run_processes
+from ranks import needs_gloo, run_on_ranks
 from torch import distributed, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -282,10 +282,11 @@ def check_buckets_become_ready_one_by_one(rank: int) -> None:
         work = distributed.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda done: done.value()[0])
 
+    # DDP checks them
     reduce.__annotations__ = {
         "bucket": distributed.GradBucket,
         "return": torch.futures.Future[torch.Tensor],
-    }  # DDP checks them
+    }
     parallel.register_comm_hook(None, reduce)
     for name, parameter in model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
@@ -302,24 +303,15 @@ def check_buckets_become_ready_one_by_one(rank: int) -> None:
     assert any(place < first_layer for place in buckets), events
 
 
-def enter(rank: int, store: str, checks: list[Callable[[int], None]]) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS
-    )
-    try:
-        for check in checks:
-            check(rank)
-    finally:
-        distributed.destroy_process_group()
-
-
-def test_two_processes() -> None:
-    checks = [
+def check_all(mesh: DeviceMesh) -> None:
+    for check in (
         check_buckets_become_ready_one_by_one,
         check_plans_agree,
         check_equal_to_plain,
         check_left_out_heads,
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        run_processes(enter, (f"{folder}/store", checks), NUM_RANKS)
+    ):
+        check(mesh.get_rank())
+
+
+def test_two_processes() -> None:
+    run_on_ranks(check_all, NUM_RANKS)

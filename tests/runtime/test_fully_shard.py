@@ -12,8 +12,6 @@ import pytest
 import torch
 from ranks import needs_gloo, run_on_ranks
 from sharded_net import (
-    LENGTH,
-    NUM_TOKENS,
     WIDTH,
     Net,
     OddNet,
@@ -447,95 +445,15 @@ def check_death(mesh: DeviceMesh) -> None:
     os._exit(0)
 
 
-def check_architectures(mesh: DeviceMesh) -> None:
-    """Losses, norms and parameters of architectures from configurations, dropout on."""
-    import transformers
-
-    common: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "use_cache": False}
-    configs = [
-        *(
-            # Dropout within attention, fused and in ops of its own.
-            transformers.GPT2Config(
-                vocab_size=NUM_TOKENS, n_positions=LENGTH, n_embd=32, n_layer=2, n_head=4,
-                attn_pdrop=0.1, attn_implementation=attention, **common,
-            )
-            for attention in ("sdpa", "eager")
-        ),
-        transformers.LlamaConfig(
-            vocab_size=NUM_TOKENS, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, attention_dropout=0.1, **common,
-        ),
-    ]  # fmt: skip
-    for config in configs:
-        found = []
-        for is_ours in (False, True):
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(config).train()
-            for layer in (*layers_of(model), model):
-                fully_shard(layer, mesh=mesh)
-            module = model
-            if is_ours:
-                module = RockmateModule(model, text_batch(0), 0.5, numerics="bitwise")
-                assert module.plan.predicted_peak_bytes < module.plan.baseline_peak_bytes
-            found.append(trained_by_loss(module, model, mesh.get_local_rank()))
-        assert_equal(*found)
-
-
-def text_batch(seed: int) -> dict[str, Tensor]:
-    tokens = batch(seed, size=4)
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    lists = (part for part in model.modules() if isinstance(part, nn.ModuleList))
-    return [*next(lists)]
-
-
-def trained_by_loss(module: nn.Module, model: nn.Module, seed: int) -> list[Tensor]:
-    """As `trained`, for models that return their loss."""
-    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-2), list[Tensor]()
-    for step in range(3):
-        torch.manual_seed(100 * step + seed)
-        loss = module(**text_batch(10 * step + seed)).loss
-        loss.backward()
-        found.append(loss.detach().clone())
-        norm = norm_of_gradients(model)
-        found.append(norm)
-        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [*found, *map(whole, model.parameters())]
-
-
-def norm_of_gradients(model: nn.Module) -> Tensor:
-    """From whole gradients: kernels for norms of shards round by where those lie in memory."""
-    whole_ones = [whole(p.grad).double() for p in model.parameters() if p.grad is not None]
-    return nn.utils.get_total_norm(whole_ones).float()
-
-
 CHECKS: dict[Callable[[DeviceMesh], None], int] = {
-    check_training: 2,
-    check_uneven: 3,
-    check_eval_between: 2,
-    check_exchanges: 4,
-    check_ignored: 2,
-    check_wrapped_first: 2,
-    check_other_sizes: 2,
-    check_policies: 2,
-    check_memory: 2,
-    check_checkpoints: 2,
-    check_frozen: 2,
-    check_refusals: 2,
-    check_plan_of_another_mesh: 2,
-    check_other_budgets: 2,
-    check_interleaved_groups: 2,
-    check_a_circle_of_groups: 4,
+    check_training: 2, check_uneven: 3, check_eval_between: 2, check_exchanges: 4, check_ignored: 2,
+    check_wrapped_first: 2, check_other_sizes: 2, check_policies: 2, check_memory: 2,
+    check_checkpoints: 2, check_frozen: 2, check_refusals: 2, check_plan_of_another_mesh: 2,
+    check_other_budgets: 2, check_interleaved_groups: 2, check_a_circle_of_groups: 4,
     check_death: 2,
-    check_architectures: 2,
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("index", range(len(CHECKS)), ids=[check.__name__ for check in CHECKS])
-def test_processes(index: int) -> None:
-    check, num_ranks = [*CHECKS.items()][index]
-    run_on_ranks(check, num_ranks)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_processes(check: Callable[[DeviceMesh], None]) -> None:
+    run_on_ranks(check, CHECKS[check])

@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from helpers import assert_gradients_alike
 from made_of import made_of
 from torch import Tensor, nn
 
-from rockmate import BackwardError, Planner, RockmateModule
+from rockmate import Planner, RockmateModule
 from rockmate._torch.allocator import timeline
 
 
@@ -53,8 +54,7 @@ def test_a_recomputation_reads_the_values_of_the_forward(kind: str) -> None:
             OVERWRITES[kind](tensor)
         loss.backward()
         assert owner.layers[0].weight.grad is not None
-    for mine, theirs in zip(ours.parameters(), eager.parameters(), strict=True):
-        assert torch.equal(mine.grad, theirs.grad)
+    assert_gradients_alike(ours, eager)
 
 
 def test_the_copies_are_inside_the_budget() -> None:
@@ -65,12 +65,3 @@ def test_the_copies_are_inside_the_budget() -> None:
     module(*given).sum().backward()
     peak = timeline(lambda: module(*given).sum().backward()).peak_bytes
     assert peak <= module.plan.budget_bytes
-
-
-def test_an_input_that_eager_saves_is_refused_as_in_eager() -> None:
-    ours, x = nn.Linear(8, 8), torch.randn(4, 8)
-    module = RockmateModule(ours, x, 1.0, machine="cpu-avx2")
-    loss = module(x).sum()
-    x.div_(255)
-    with pytest.raises(BackwardError, match="changed in place after the forward"):
-        loss.backward()

@@ -5,18 +5,15 @@ Each check runs in both processes. Eager is PyTorch's own: the same parallelized
 
 from __future__ import annotations
 
-import os
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from ranks import needs_gloo, run_processes
+from ranks import needs_gloo, run_on_ranks
 from torch import Tensor, distributed, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -295,29 +292,11 @@ def check_a_rank_that_does_not_plan(mesh: DeviceMesh) -> None:
 
 
 CHECKS: list[Callable[[DeviceMesh], None]] = [
-    check_tensor_parallel,
-    check_sequence_parallel,
-    check_fully_sharded,
-    check_inputs,
-    check_frames,
-    check_refusals,
-    check_a_rank_that_does_not_plan,
-]
+    check_tensor_parallel, check_sequence_parallel, check_fully_sharded, check_inputs, check_frames,
+    check_refusals, check_a_rank_that_does_not_plan,
+]  # fmt: skip
 
 
-def enter(rank: int, store: str, index: int) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=NUM_RANKS
-    )
-    CHECKS[index](init_device_mesh("cpu", (NUM_RANKS,)))
-    distributed.barrier()
-    # Gloo and the legacy profiler together: PyTorch aborts in about one teardown of fifty.
-    os._exit(0)
-
-
-@pytest.mark.parametrize("index", range(len(CHECKS)), ids=[check.__name__ for check in CHECKS])
-def test_two_processes(index: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_processes(enter, (f"{folder}/store", index), NUM_RANKS)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_two_processes(check: Callable[[DeviceMesh], None]) -> None:
+    run_on_ranks(check, NUM_RANKS)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_gradients_alike
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -72,16 +73,14 @@ def test_a_hooked_gradient_is_whole_and_inside_the_budget(tied: bool, which: str
     planner = Planner(model, words())
     with pytest.raises(InfeasibleBudgetError) as caught:
         planner.plan(1000)
-    modules = [
-        planner.module(budget) for budget in (caught.value.minimum_bytes, 1.0)
-    ]  # the first in chunks, where they help
+    # the first in chunks, where they help
+    modules = [planner.module(budget) for budget in (caught.value.minimum_bytes, 1.0)]
     for module in modules:
         for owner, step in ((model, module), (reference, reference)):
             owner.zero_grad()
             for _ in range(2):
                 step(words()).backward()
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
+        assert_gradients_alike(model, reference, rtol=1e-5, atol=1e-7)
     num_hooked = 1 if which == "head" else len(list(model.parameters()))
     assert len(seen[0]) == len(seen[1]) == len(modules) * 2 * num_hooked
     assert sorted(tuple(gradient.shape) for gradient in seen[0]) == sorted(
@@ -102,9 +101,8 @@ def test_a_hook_after_planning_is_planned_for(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level(logging.WARNING, logger="rockmate"):
         assert peak_bytes(module, model, words()) <= module.plan.budget_bytes
     assert ["head.weight has a tensor hook" in line for line in rockmate_lines(caplog)] == [True]
-    assert (
-        peak_bytes(module, model, words(21)) <= module.plan.budget_bytes
-    )  # which takes over the schedule
+    # which takes over the schedule
+    assert peak_bytes(module, model, words(21)) <= module.plan.budget_bytes
     assert module.plan.options.hooked == ("head.weight",)
 
 
@@ -122,11 +120,9 @@ def test_a_shorter_batch_adds_up_tied_gradients_and_has_a_plan() -> None:
             owner.zero_grad()
             step(batch).backward()
         torch.testing.assert_close(seen[0], seen[1], rtol=1e-5, atol=1e-7)
-        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-7)
-        assert (
-            module.plan.schedule.forward == of_sample.schedule.forward
-        )  # taken over, not planned anew
+        assert_gradients_alike(model, reference, rtol=1e-5, atol=1e-7)
+        # taken over, not planned anew
+        assert module.plan.schedule.forward == of_sample.schedule.forward
         assert module.plan.predicted_peak_bytes < of_sample.predicted_peak_bytes
     assert len(seen[0]) == 3
 

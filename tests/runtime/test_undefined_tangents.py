@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from helpers import assert_alike, same_gradients
 from made_of import made_of
 from torch import Tensor, nn
@@ -65,19 +64,6 @@ def test_gradients_are_eagers_for_every_set_of_used_outputs(budget: str | float)
 
     for used in SUBSETS:
         same_gradients(module, reference, partial(both, used=used))
-
-
-def test_heads_trained_in_turn_stay_eagers() -> None:
-    """Adam moves a parameter with a zero gradient, and not one without."""
-    models = [seeded(Heads), seeded(Heads)]
-    callees = [RockmateModule(models[0], batch(), 1.0, machine="cpu-avx2"), models[1]]
-    for model, callee in zip(models, callees, strict=True):
-        optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(6):
-            optimizer.zero_grad()
-            backward(callee, batch(seed=step), (0,) if step % 2 else (2,))
-            optimizer.step()
-    assert_alike(models[0].parameters(), models[1].parameters())
 
 
 class Signs(nn.Module):
@@ -163,37 +149,6 @@ def test_an_input_behind_an_unused_output_gets_no_gradient() -> None:
     assert x.grad is not None
     assert y.grad is None
     assert model.right.weight.grad is None
-
-
-def test_a_head_inside_an_opaque_module_gets_no_gradient() -> None:
-    @made_of(lambda: {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)})
-    class Opaque(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            return self.first(x), self.second(x)
-
-    @made_of(lambda: {"stem": nn.Linear(8, 8), "heads": Opaque()})
-    class Model(nn.Module):
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            first, second = self.heads(self.stem(x).tanh())
-            return first.cos(), second.sin()
-
-    model, reference, x = seeded(Model), seeded(Model), torch.randn(4, 8)
-    module = RockmateModule(model, x, 1.0, untraced=["heads"])
-    for used in ((0,), (1,), (0, 1)):
-        same_gradients(module, reference, lambda callee, used=used: backward(callee, x, used))
-
-
-def test_logits_beside_a_loss_leave_the_bits_of_eager() -> None:
-    def make() -> nn.Module:
-        config = transformers.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=64)
-        config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-        return transformers.GPT2LMHeadModel(config)
-
-    model, reference = seeded(make), seeded(make)
-    ids = torch.randint(64, (2, 12))
-    sample = {"input_ids": ids, "labels": ids}
-    module = RockmateModule(model, sample, 1.0, machine="cpu-avx2")
-    same_gradients(module, reference, lambda callee: callee(**sample).loss.backward())
 
 
 class RandomHeads(nn.Module):

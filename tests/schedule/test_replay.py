@@ -70,13 +70,11 @@ def replayed_live_bytes(plan: Plan, overhead_of: list[int]) -> np.ndarray:
     for op, positions in runs.items():
         if op.is_random and len(positions) > 1:
             live[positions[0] : positions[-1] + 1] += STATE_BYTES
-        elif (
-            "batch_norm" in str(op.node.target) and len(positions) > 1
-        ):  # mean and inverse deviation of each channel, float32
+        elif "batch_norm" in str(op.node.target) and len(positions) > 1:
+            # mean and inverse deviation of each channel, float32
             live[positions[0] : positions[-1] + 1] += 2 * 4 * op.node.meta["val"][0].shape[1]
-        elif (
-            "max_pool2d" in str(op.node.target) and len(positions) > 1
-        ):  # two bytes for each maximum
+        elif "max_pool2d" in str(op.node.target) and len(positions) > 1:
+            # two bytes for each maximum
             live[positions[0] : positions[-1] + 1] += 2 * op.node.meta["val"][0].numel()
     for position in schedule.in_place:
         op = steps[position]

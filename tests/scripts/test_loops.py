@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.func import functional_call, grad, jacrev, jvp, vmap
 from torch.nn import functional as F
-from twice import Numbers, Wrap, differences, numbers_of, stepped, wrapped
+from twice import Numbers, Wrap, differences, numbers_of, wrapped
 
 from rockmate.errors import RockmateError
 
@@ -123,20 +123,22 @@ def inner_and_outer(wrap: Wrap) -> Numbers:
     model = wrap(nn.Sequential(nn.Linear(4, 24), nn.ReLU(), nn.Linear(24, 24), nn.ReLU(),
                                nn.Linear(24, 1)))  # fmt: skip
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-
-    def losses() -> Iterator[Tensor]:
-        for _ in range(3):
-            weights = dict(model.named_parameters())
-            for _ in range(2):
-                loss = functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
-                slopes = torch.autograd.grad(loss, list(weights.values()))
-                weights = {
-                    name: weight - 0.1 * slope
-                    for (name, weight), slope in zip(weights.items(), slopes, strict=True)
-                }
-            yield functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
-
-    return [*stepped(optimizer, losses()), model]
+    losses = []
+    for _ in range(3):
+        weights = dict(model.named_parameters())
+        for _ in range(2):
+            loss = functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
+            slopes = torch.autograd.grad(loss, list(weights.values()))
+            weights = {
+                name: weight - 0.1 * slope
+                for (name, weight), slope in zip(weights.items(), slopes, strict=True)
+            }
+        loss = functional_call(model, weights, (torch.randn(5, 4),)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return [*losses, model]
 
 
 def test_weights_given_to_a_call_get_their_gradients_returned() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from twice import Numbers, Script, Wrap, differences, stepped, wrapped
+from twice import Numbers, Script, Wrap, differences, wrapped
 
 VOCABULARY, BLOCK = 64, 16
 
@@ -150,51 +149,12 @@ def character_model(wrap: Wrap, tied: bool, accumulated: int) -> Numbers:
     return [*losses, model.generate(x[:, :2], 8), model]
 
 
-class Translator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.source, self.target = nn.Embedding(32, 16), nn.Embedding(32, 16)
-        self.transformer = nn.Transformer(
-            16, 2, num_encoder_layers=2, num_decoder_layers=2, dim_feedforward=32, batch_first=True
-        )
-        self.generator = nn.Linear(16, 32)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        padded = source == 0
-        mask = nn.Transformer.generate_square_subsequent_mask(target.size(1))
-        output = self.transformer(
-            self.source(source), self.target(target), tgt_mask=mask,
-            src_key_padding_mask=torch.zeros(padded.shape).masked_fill(padded, float("-inf")),
-            memory_key_padding_mask=torch.zeros(padded.shape).masked_fill(padded, float("-inf")),
-        )  # fmt: skip
-        return self.generator(output)
-
-
-def translation(wrap: Wrap) -> Numbers:
-    """Sentences of varying lengths, padded; the schedule of the transformer paper."""
-    model = wrap(Translator())
-    optimizer = torch.optim.Adam(model.parameters(), betas=(0.9, 0.98), eps=1e-9)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) ** -0.5, (step + 1) * 4**-1.5)
-    )
-
-    def losses() -> Iterator[Tensor]:
-        for size in (9, 6, 11, 9):
-            source, target = torch.randint(1, 32, (4, size)), torch.randint(1, 32, (4, size - 1))
-            source[1, -2:] = 0
-            output, labels = model(source, target[:, :-1]), target[:, 1:].reshape(-1)
-            yield F.cross_entropy(output.reshape(-1, 32), labels, ignore_index=0)
-
-    return [*stepped(optimizer, losses(), schedule.step), model]
-
-
 @pytest.mark.parametrize(
     "script",
     [
         pytest.param(partial(character_model, tied=True, accumulated=1), id="character_model"),
         pytest.param(partial(character_model, tied=False, accumulated=3),
                      id="character_model_in_micro_batches"),
-        translation,
     ],
 )  # fmt: skip
 def test_a_script_logs_and_trains_the_same_numbers(script: Script) -> None:

@@ -17,14 +17,9 @@ def gpt2(**changes: Any) -> nn.Module:
     """Two layers, dropout on, tied output embedding; the same weights at each call."""
     torch.manual_seed(0)
     options = {
-        "vocab_size": VOCABULARY,
-        "n_positions": 32,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_embd": 32,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
+        "vocab_size": VOCABULARY, "n_positions": 32, "n_layer": 2, "n_head": 2, "n_embd": 32,
+        "bos_token_id": 0, "eos_token_id": 0,
+    }  # fmt: skip
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**options, **changes}))
     model.loss_type = "ForCausalLM"
     return model.train()
@@ -34,17 +29,11 @@ def llama(**changes: Any) -> nn.Module:
     """One layer, untied output embedding; the same weights at each call."""
     torch.manual_seed(0)
     options = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 32,
-        "attention_dropout": 0.1,
-        "bos_token_id": 0,
+        "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "max_position_embeddings": 32, "attention_dropout": 0.1, "bos_token_id": 0,
         "eos_token_id": 1,
-    }
+    }  # fmt: skip
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**options, **changes})).train()
 
 
@@ -100,19 +89,11 @@ def trainer(
         if name in arguments
     }
     settings = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": BATCH,
-        "per_device_eval_batch_size": BATCH,
-        "num_train_epochs": 1,
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "learning_rate": 1e-2,
-        "dataloader_pin_memory": False,
-        "seed": 3,
-    }
+        "output_dir": str(folder), "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": BATCH, "num_train_epochs": 1, "logging_steps": 1,
+        "report_to": [], "use_cpu": True, "disable_tqdm": True, "save_strategy": "no",
+        "learning_rate": 1e-2, "dataloader_pin_memory": False, "seed": 3,
+    }  # fmt: skip
     args = transformers.TrainingArguments(**{**settings, **arguments})
     data = {"train_dataset": Sentences(), "eval_dataset": Sentences(8), **extra}
     return transformers.Trainer(model=model, args=args, callbacks=[record], **data), record

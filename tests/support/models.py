@@ -16,17 +16,9 @@ from bench.models import TARGET, Workload, batches
 from bench.models.hf import TOKENS, hf, usual
 
 TINY = (
-    "gpt2",
-    "llama",
-    "qwen3",
-    "bert-base",
-    "vit-base",
-    "t5-small",
-    "hf-resnet",
-    "resnet50",
-    "mlp",
+    "gpt2", "llama", "qwen3", "bert-base", "vit-base", "t5-small", "hf-resnet", "resnet50", "mlp",
     "encoder",
-)
+)  # fmt: skip
 """Every architecture that must work, by its name in the benchmark."""
 
 HAS_OWN_LOSS = frozenset(

@@ -24,8 +24,6 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Six blocks with dropout, a buffer, attributes and a constant of its own."""
 
-    factor = 1.0
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

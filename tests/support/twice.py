@@ -7,7 +7,7 @@ it would log and save: losses, and the modules that it has trained.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,25 +26,6 @@ def wrapped(model: nn.Module, **options: Any) -> nn.Module:
     """The line that a user adds: plans from the first batch, within about half of the peak."""
     settings = {"budget": 0.6, "on_infeasible": "least"} | options
     return RockmateModule(model, None, **settings)
-
-
-def stepped(
-    optimizer: torch.optim.Optimizer, losses: Iterable[Tensor], *then: Callable[[], object]
-) -> list[float]:
-    """The loop of most scripts: one step for each loss, which is computed when its turn comes.
-
-    Returns:
-        what is logged.
-    """
-    logged = []
-    for loss in losses:
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for each in then:
-            each()
-        logged.append(loss.item())
-    return logged
 
 
 def numbers_of(script: Script, wrap: Wrap) -> dict[str, Tensor]:
@@ -66,14 +47,13 @@ def numbers_of(script: Script, wrap: Wrap) -> dict[str, Tensor]:
     return numbers
 
 
-def differences(script: Script, wrap: Wrap = wrapped, *, zeroes_last: bool = False) -> list[str]:
+def differences(script: Script, wrap: Wrap = wrapped) -> list[str]:
     """Names of the numbers that are not the same bits with wrapped models.
 
-    A script ends with gradients, unless it `zeroes_last`, as Trainer does.
+    A script whose numbers are those of modules ends with gradients.
     """
     plain, ours = numbers_of(script, lambda model: model), numbers_of(script, wrap)
     assert plain.keys() == ours.keys()
-    assert zeroes_last or any(
-        each.numel() for name, each in plain.items() if name.endswith(".grad")
-    )
+    gradients = [each for name, each in plain.items() if name.endswith(".grad")]
+    assert not gradients or any(each.numel() for each in gradients)
     return [name for name in plain if not same_bits(ours[name], plain[name])]

@@ -15,18 +15,16 @@ import pytest
 import torch
 from made_of import made_of
 from torch import Tensor, nn
-from trial_net import BATCHES, Counting, Net, without_op
+from trial_net import BATCHES, Counting, Net
 
 from rockmate import RockmateModule, TrialError, UnsupportedModelError
 from rockmate.capture.forward_attributes import ForwardAttributes
 from rockmate.capture.model_signature import ModelWatch
 from rockmate.frames.call import Call
-from rockmate.runtime import emit
 from rockmate.runtime.autograd import Runner
 from rockmate.runtime.results import Results
 
 Patch = pytest.MonkeyPatch
-SCALE = 1.0
 
 
 def unwatched(patch: Patch) -> None:
@@ -52,34 +50,6 @@ def frozen_attribute(patch: Patch, model: Any) -> Any:
     return lambda step: setattr(model, "scale", 1.0 + step)
 
 
-def frozen_attribute_of_class(patch: Patch, model: Any) -> Any:
-    class Scaled(Net):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return super().forward(x * type(self).factor)
-
-    model.__class__ = Scaled
-    unwatched(patch)
-    return lambda step: setattr(Scaled, "factor", 1.0 + step)
-
-
-def frozen_global(patch: Patch, model: Any) -> Any:
-    class Scaled(Net):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return super().forward(x * globals()["SCALE"])  # as no name tells
-
-    model.__class__ = Scaled
-    return lambda step: patch.setitem(globals(), "SCALE", 1.0 + step)
-
-
-def frozen_attribute_of_input(_: Patch, model: Any) -> Any:
-    class Scaled(Net):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return super().forward(x * getattr(x, "_weight", 1.0))
-
-    model.__class__ = Scaled
-    return lambda step: setattr(BATCHES[step], "_weight", 1.0 + step)
-
-
 def attribute_of_parameter(_: Patch, model: Any) -> None:
     class Marked(Net):
         def forward(self, x: Tensor) -> dict[str, Tensor]:
@@ -101,21 +71,6 @@ def parameter_replaced(_: Patch, model: Any) -> None:
 
 def hook_not_called(_: Patch, model: Any) -> None:
     model.norm.register_forward_hook(lambda _, x, y, calls=[]: calls.append(1))
-
-
-def hook_added_later(patch: Patch, model: Any) -> Any:
-    unwatched(patch)
-
-    def add(step: int) -> None:
-        if step == 1:
-            model.norm.register_forward_hook(lambda _, __, output: output * 2)
-
-    return add
-
-
-def mode_changed_later(patch: Patch, model: Any) -> Any:
-    unwatched(patch)
-    return lambda step: model.norm.train(step == 0)
 
 
 def buffers_not_updated(patch: Patch, _: Any) -> None:
@@ -145,28 +100,6 @@ def old_attribute_delivered(patch: Patch, _: Any) -> None:
         deliver(self, known[0])
 
     patch.setattr(ForwardAttributes, "deliver", old)
-
-
-def stale_constant(patch: Patch, _: Any) -> None:
-    compiled = emit.emit
-
-    def stale(graph: Any, *args: Any) -> Any:
-        for name, value in graph.constants.items():
-            graph.constants[name] = value + 0.25
-        return compiled(graph, *args)
-
-    patch.setattr("rockmate.planning.step.emit", stale)
-
-
-def op_dropped(patch: Patch, _: Any) -> None:
-    without_op(patch, "aten.gelu.default", lambda node: node.replace_all_uses_with(node.args[0]))
-
-
-def number_in_code_changed(patch: Patch, _: Any) -> None:
-    def change(node: Any) -> None:
-        node.args = tuple(each * 1.001 if isinstance(each, float) else each for each in node.args)
-
-    without_op(patch, "batch_norm", change)
 
 
 def dropout_draws_others(patch: Patch, _: Any) -> None:
@@ -211,12 +144,10 @@ def one_element_differs(patch: Patch, _: Any) -> None:
 
 
 PLANTED = (
-    frozen_attribute, frozen_attribute_of_class, frozen_global, frozen_attribute_of_input,
-    attribute_of_parameter, parameter_replaced, hook_not_called,
-    hook_added_later, mode_changed_later, buffers_not_updated, buffers_updated_twice,
-    attributes_not_delivered, old_attribute_delivered, stale_constant, op_dropped,
-    number_in_code_changed, dropout_draws_others, dropout_draws_more, random_numbers_of_python,
-    output_is_an_alias, input_changed, one_element_differs,
+    frozen_attribute, attribute_of_parameter, parameter_replaced, hook_not_called,
+    buffers_not_updated, buffers_updated_twice, attributes_not_delivered, old_attribute_delivered,
+    dropout_draws_others, dropout_draws_more, random_numbers_of_python, output_is_an_alias,
+    input_changed, one_element_differs,
 )  # fmt: skip
 
 

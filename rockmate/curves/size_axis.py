@@ -103,9 +103,9 @@ def _resized(tensor: TensorSignature, dim: int, size: int) -> TensorSignature:
 
 
 def _token_places(call: CallSignature) -> list[tuple[int, int]]:
-    first = next(
-        (each for each in call.tensors if len(each.shape) > 1 and _holds_numbers(each)), None
-    )
+    long = [each for each in call.tensors if len(each.shape) > 1]
+    kinds = (each.dtype.is_floating_point or each.dtype.is_complex for each in long)
+    first = next((each for each, is_real in zip(long, kinds, strict=True) if not is_real), None)
     if first is None:
         return []
     return [
@@ -114,11 +114,6 @@ def _token_places(call: CallSignature) -> list[tuple[int, int]]:
         for dim, size in enumerate(tensor.shape)
         if dim and size == first.shape[1]
     ]
-
-
-def _holds_numbers(tensor: TensorSignature) -> bool:
-    """Whether a tensor holds integers, as token ids are."""
-    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
 
 
 def _named_places(call: CallSignature, kind: Kind, dims: Dims) -> list[tuple[int, int]]:

@@ -74,3 +74,16 @@ def test_an_input_that_eager_saves_is_refused_as_in_eager() -> None:
     x.div_(255)
     with pytest.raises(BackwardError, match="changed in place after the forward"):
         loss.backward()
+
+
+def test_what_the_backward_reads_otherwise_than_eager_is_refused() -> None:
+    """Where a bias is added again, and where autocast casts the products of the backward."""
+    blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]
+    ours, x = nn.Sequential(*blocks), torch.randn(64, 32)
+    module = RockmateModule(ours, x, 0.6, machine="cpu-avx2")
+    loss = module(x).sum()
+    with torch.autocast("cpu"), pytest.raises(BackwardError, match="behind the autocast context"):
+        loss.backward(retain_graph=True)
+    blocks[0][0].bias.data.add_(1)
+    with pytest.raises(BackwardError, match=r"by way of `tensor.data`"):
+        loss.backward()

@@ -113,3 +113,11 @@ def test_auto_ends_in_eagers_numbers(caplog: pytest.LogCaptureFixture) -> None:
         found.append([*losses, torch.get_rng_state()])
     assert all(map(torch.equal, *found))
     assert "kept by frames instead of a plan, since drawn_once draws random" in caplog.text
+
+
+def test_a_trace_leaves_nothing_in_caches() -> None:
+    model: Any = Net()
+    model.table = functools.cache(lambda rows: torch.ones(rows, 1))
+    model.register_forward_pre_hook(lambda net, given: (given[0] * net.table(len(given[0])),))
+    RockmateModule(model, BATCHES[0], 0.9)
+    assert model.table(64).sum() == 64

@@ -113,8 +113,9 @@ class Fingerprint(NamedTuple):
     def of(cls, tensor: torch.Tensor, *, is_exact: bool) -> Fingerprint:
         """That of a tensor; with `is_exact`, small ones alone have a sample."""
         tensor = tensor.detach()
-        shape, bits = tuple(tensor.shape), bits_of(tensor)
-        has_sample = tensor.is_floating_point() and tensor.layout == torch.strided
+        shape, bits = () if tensor.is_nested else tuple(tensor.shape), bits_of(tensor)
+        is_plain = tensor.layout == torch.strided and not tensor.is_nested
+        has_sample = tensor.is_floating_point() and is_plain
         if not has_sample or is_wrapper(tensor) or (is_exact and tensor.numel() > _NUM_SAMPLES):
             return cls(shape, tensor.dtype, bits)
         pieces = [piece for each in _pieces(tensor) for piece in each.split(_MOST_CONVERTED)]

@@ -15,6 +15,7 @@ from trial_net import BATCHES, Net
 from rockmate import RockmateModule, TrialError
 from rockmate._torch.allocator import timeline
 from rockmate.entry import runnable_call
+from rockmate.state.digest import Fingerprint
 
 
 def test_a_forward_larger_than_the_budget_is_stopped_and_said(
@@ -121,3 +122,11 @@ def test_a_trace_leaves_nothing_in_caches() -> None:
     model.register_forward_pre_hook(lambda net, given: (given[0] * net.table(len(given[0])),))
     RockmateModule(model, BATCHES[0], 0.9)
     assert model.table(64).sum() == 64
+
+
+def test_nested_tensors_are_compared() -> None:
+    parts = [torch.ones(2, 3), torch.zeros(4, 3)]
+    lists = (parts, [each.clone() for each in parts], parts[::-1])
+    made = [torch.nested.nested_tensor(each, layout=torch.jagged) for each in lists]
+    one, same, other = (Fingerprint.of(each, is_exact=True).bits for each in made)
+    assert one == same != other

@@ -222,14 +222,6 @@ def _adam(parameter: torch.Tensor, settings: Mapping[str, Any]) -> int:
     return (3 if settings.get("amsgrad") else 2) * parameter.nbytes
 
 
-def _sgd(parameter: torch.Tensor, settings: Mapping[str, Any]) -> int:
-    return parameter.nbytes if settings.get("momentum") else 0
-
-
-def _momentum(parameter: torch.Tensor, settings: Mapping[str, Any]) -> int:
-    return parameter.nbytes
-
-
 def _rmsprop(parameter: torch.Tensor, settings: Mapping[str, Any]) -> int:
     return (1 + bool(settings.get("momentum")) + bool(settings.get("centered"))) * parameter.nbytes
 
@@ -251,9 +243,9 @@ def _adam_8bit(parameter: torch.Tensor, settings: Mapping[str, Any]) -> int:
 
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(("adam", "adamw", "nadam", "radam", "adamw_torch", "adamw_torch_fused"), _adam),
-    "sgd": _sgd,
-    "adagrad": _momentum,
-    "sgd_momentum": _momentum,
+    "sgd": lambda each, settings: each.nbytes if settings.get("momentum") else 0,
+    "adagrad": lambda each, _: each.nbytes,
+    "sgd_momentum": lambda each, _: each.nbytes,
     "rmsprop": _rmsprop,
     "adafactor": _adafactor,
     **dict.fromkeys(

@@ -64,8 +64,8 @@ def is_asked_for(leaf_node: Any) -> bool:
 
 def returns_gradients_of(leaves: Iterable[torch.Tensor]) -> bool:
     """Whether the running backward is of an `autograd.grad` for one of the leaves."""
-    edges = (torch.autograd.graph.get_gradient_edge(leaf) for leaf in leaves if leaf.requires_grad)
-    return any(_executes(edge.node) is None for edge in edges)
+    edge_of = torch.inference_mode(False)(torch.autograd.graph.get_gradient_edge)
+    return any(_executes(edge_of(leaf).node) is None for leaf in leaves if leaf.requires_grad)
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

@@ -62,14 +62,12 @@ _Doubled.__module__ = "tried"  # functions of this package are not replaced
 _doubled = _Doubled.apply  # as libraries keep it
 
 
-def _tripled(cls: type, run: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    return args[0] * 3 if cls is _Doubled else run(*args)
-
-
 def _functions() -> None:
     for apply in (_doubled, _Doubled.apply):
         rows = _ROWS.clone().requires_grad_()
-        with functions.applications_replaced(_tripled):
+        with functions.applications_replaced(
+            lambda cls, run, args: args[0] * 3 if cls is _Doubled else run(*args)
+        ):
             result = apply(rows)
             (gradient,) = torch.autograd.grad(result, rows, _ROWS)
         _expect(torch.equal(result, _ROWS * 3), "an application is not seen")

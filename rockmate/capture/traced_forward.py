@@ -35,6 +35,7 @@ from rockmate.capture.trace_state import (
 from rockmate.capture.write_log import Write, WriteLog, can_watch
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
 from rockmate.ops.gathering import gathered_by_ops
+from rockmate.state.call_state import results_dropped
 from rockmate.state.objects import ABSENT, Objects
 
 
@@ -259,6 +260,7 @@ class TracedForward(nn.Module):
                 no_random_state_set(),
                 members_of_tensors_left(),
                 parametrizations_afresh(),
+                results_dropped(),
                 self.log.noting(),
                 gathered_by_ops(self.model),
             ):

@@ -23,6 +23,7 @@ from rockmate.runtime.autograd import Runner
 from rockmate.runtime.ddp import finds_unused_parameters
 from rockmate.runtime.model_checks import raise_as_eager
 from rockmate.runtime.program import PlannedCall
+from rockmate.runtime.step_arguments import addresses_of, contents_of
 from rockmate.runtime.undefined_tangents import forbid_gradient
 from rockmate.state.random_state import RandomState
 from rockmate.trial.conditions import conditions_of
@@ -179,9 +180,11 @@ class RunnableCall:
         is_laid_out = all(layouts[at].is_of(tensors[at]) for at in layouts)
         known = self.planned.larger or self.planned  # its own plan takes a second to make
         conditions = conditions_of(known.plan, is_laid_out=is_laid_out)
+        self.runner.memory_of = contents_of
         try:
             return run_beside_eager(self._model, args, kwargs, step, conditions, self.trials)
         finally:
+            self.runner.memory_of = addresses_of
             self.graded.clear()  # by the trial's own backward
 
 

@@ -93,7 +93,11 @@ class Fusion:
             subgraphs = _subgraphs(graph, groups)
             wanted = [each for each in subgraphs if not self._stays(each, left)]
             compiled |= self._compiled(graph, wanted, deadline)
-            slow = {each.key for each in wanted if self._is_refused(compiled[each.key])}
+            refused = (
+                (each.key, compiled[each.key]) for each in wanted if compiled[each.key].refusal
+            )
+            # Where others were measured, only what cannot run stays unfused.
+            slow = {key for key, each in refused if self.refused is None or not each.is_right}
             kept = [each for each in wanted if each.key not in slow]
             left |= slow
             refused_places.update(each.key for each in wanted if each.key in slow)
@@ -120,10 +124,6 @@ class Fusion:
         if self.is_for_other_sizes:
             return subgraph.kind in {key[: len(subgraph.kind)] for key in left}
         return subgraph.key in left
-
-    def _is_refused(self, group: CompiledGroup) -> bool:
-        """Whether a group stays unfused; where others were measured, only if it cannot run."""
-        return bool(group.refusal) and (self.refused is None or not group.is_right)
 
 
 def _subgraphs(graph: Graph, groups: Sequence[Group]) -> list[Subgraph]:

@@ -120,18 +120,11 @@ def _timed(
     seconds = time.perf_counter() - begin_s
     own_s, all_s = cpu_seconds() - own_s, time.process_time() - all_s
     slowdown = own_s / max(number, 1) / alone_s
-    if not _has_core_for_copies():
-        # The step stands still while the thread that copies has the core.
+    if torch.get_num_threads() == 1 and len(os.sched_getaffinity(0)) == 1:
+        # The step stands still while the thread that copies has the core. With several threads,
+        # its own clock shows what it loses.
         slowdown *= all_s / max(own_s, _EPSILON_S)
     return _Timed(seconds, slowdown)
-
-
-def _has_core_for_copies() -> bool:
-    """Whether copies need not share a core with the step.
-
-    With several threads for the step, its own clock shows what it loses.
-    """
-    return torch.get_num_threads() > 1 or len(os.sched_getaffinity(0)) > 1
 
 
 def measure_pinned_link(device: torch.device) -> Link:

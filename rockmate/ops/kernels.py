@@ -256,11 +256,7 @@ _OFFSET_DTYPE = torch.int16
 def recompute_max_pool(
     values: torch.Tensor,
     offsets: torch.Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    *_: object,
+    *window: Sequence[int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Max-pooling with known positions of the maxima, bitwise as in the first run.
 
@@ -272,12 +268,9 @@ def recompute_max_pool(
         values: (..., height, width), contiguous.
         offsets: (1, ..., rows, columns) or without the first dimension; the flat offset of each
             maximum from the first value of its window.
-        kernel: for two dimensions, or one number for both; likewise the following.
-        stride: the kernel if empty.
-        padding: on each side.
-        dilation: distance between the values of a window.
+        window: kernel, stride, padding and dilation, each for two dimensions or for both.
     """
-    firsts = _first_in_window(offsets, values.shape[-1], stride or kernel, padding, dilation)
+    firsts = _first_in_window(offsets, values.shape[-1], *window)
     indices = offsets + firsts
     return values.flatten(-2).gather(-1, indices.flatten(-2)).view(indices.shape), indices
 
@@ -285,11 +278,7 @@ def recompute_max_pool(
 def saved_offsets(
     results: Sequence[torch.Tensor],
     values: torch.Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
-    *_: object,
+    *window: Sequence[int],
 ) -> torch.Tensor:
     """(1, ..., rows, columns): offsets of the first run's maxima, for `recompute_max_pool`.
 
@@ -298,7 +287,7 @@ def saved_offsets(
     """
     (indices,) = results
     offsets = torch.empty((1, *indices.shape), dtype=_OFFSET_DTYPE, device=indices.device)
-    firsts = _first_in_window(indices, values.shape[-1], stride or kernel, padding, dilation)
+    firsts = _first_in_window(indices, values.shape[-1], *window)
     torch.sub(indices, firsts, out=offsets[0])
     return offsets
 
@@ -306,12 +295,14 @@ def saved_offsets(
 def _first_in_window(
     pooled: torch.Tensor,
     width: int,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    *_: object,
 ) -> torch.Tensor:
     """(rows, columns): the flat index of each window's first value that is not padding."""
-    firsts = []
+    firsts, stride = [], stride or kernel
     for dim in (-2, -1):
         windows = torch.arange(pooled.shape[dim], device=pooled.device)
         starts = windows * stride[dim % len(stride)] - padding[dim % len(padding)]

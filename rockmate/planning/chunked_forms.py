@@ -149,7 +149,11 @@ class ChunkedForms:
                 return
             if not self._is_promising(form, budget_bytes, incumbent_ms):
                 bound = form.lower_bound
-                if ruled_out is not None and not _promises_more(bound, ruled_out, budget_bytes):
+                if (
+                    ruled_out is not None  # smaller chunks seldom do better then
+                    and bound.bound_ms(budget_bytes) >= ruled_out.bound_ms(budget_bytes)
+                    and bound.peak_bound_bytes >= ruled_out.peak_bound_bytes
+                ):
                     return
                 ruled_out = bound
                 continue
@@ -254,11 +258,3 @@ def _take_faster(best: dict[int, Found], form: Form, found: dict[int, Candidate]
     }
     best |= faster
     return bool(faster)
-
-
-def _promises_more(smaller: LowerBound, larger: LowerBound, budget_bytes: int) -> bool:
-    """Whether smaller chunks lower time bound or peak bound; else smaller ones seldom do."""
-    return (
-        smaller.bound_ms(budget_bytes) < larger.bound_ms(budget_bytes)
-        or smaller.peak_bound_bytes < larger.peak_bound_bytes
-    )

@@ -135,13 +135,13 @@ def _layouts_text(call: TracedCall) -> str:
 
 def _settings(device: torch.device) -> list[Any]:
     """What costs depend on beside the step: versions, device, threads, the choice of kernels."""
-    is_cuda, cudnn = device.type == "cuda", torch.backends.cudnn
+    is_cuda, cudnn, mkldnn = device.type == "cuda", torch.backends.cudnn, torch.backends.mkldnn
     cpu = torch.backends.cpu.get_cpu_capability()
     name = torch.cuda.get_device_name(device) if is_cuda else f"{platform.machine()} {cpu}"
     is_deterministic = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic
-    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
-    settings = (*is_deterministic, cudnn.benchmark, workspace)
-    return [torch.__version__, name, torch.get_num_threads(), _code_digest(), *settings]
+    libraries = cudnn.enabled, mkldnn.enabled, torch.get_float32_matmul_precision()
+    settings = (*is_deterministic, cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
+    return [torch.__version__, name, torch.get_num_threads(), _code_digest(), *settings, *libraries]
 
 
 @cache

@@ -82,6 +82,7 @@ class Runner:
         held: whole gradients that wait for their reduction, of a sharded model; else None.
         returned_to: the tensor by whose history the gradient of a parameter is returned.
         check_tangents: is given the gradients of outputs, and may refuse them.
+        memory_of: what of the tensors that are read again must be equal in the backward.
         arguments: those of forwards.
         backwards: those that have been asked for.
         owners: parameters whose gradients are accumulated.
@@ -101,6 +102,7 @@ class Runner:
         self.model, self.program = model, program
         self.check_tangents: Callable[[Sequence[torch.Tensor | None]], None] = lambda _: None
         self.saved_bytes: Callable[[], int] = int
+        self.memory_of: Callable[[Sequence[torch.Tensor]], list[Any]] = addresses_of
         self.around: Callable[[str], AbstractContextManager[Any]] = engine.profiler_label
         self.binding = Binding(model, program.tensor_names())
         self.returned_to: Callable[[str], torch.Tensor] = self.binding.__getitem__
@@ -182,7 +184,8 @@ class PlannedStep(torch.autograd.Function):
         fields.save_for_backward(*statics, *aliases)
         # The script's own hooks of saved tensors may give others back.
         is_watched = program.recomputes and not engine.has_saved_tensor_hooks()
-        fields.addresses = addresses_of(statics) if is_watched else None
+        fields.memory_of = runner.memory_of
+        fields.memory = runner.memory_of(statics) if is_watched else None
         # Saved values and states, without saved outputs: None after such a backward.
         fields.saved, fields.moves = saved, moves
         # These refer to tensors of the caller's, and live as long as the function's node.

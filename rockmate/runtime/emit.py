@@ -22,7 +22,7 @@ from rockmate._torch.dispatch import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.build import FUNCTIONAL_BATCH_NORM
-from rockmate.graph.ir import FORWARD_ENDS, Graph, Storage
+from rockmate.graph.ir import FORWARD_ENDS, Graph, Phase, Storage
 from rockmate.graph.snapshot_capture import call_text
 from rockmate.ops.collectives import groups_of, is_communication
 from rockmate.ops.convolutions import input_gradient
@@ -86,6 +86,7 @@ def emit(
             _wrappings(graph),
         ),
         recomputes=bool(recomputed),
+        product_dtypes=_product_dtypes(graph),
         saved=tuple(saved),
         saved_outputs=_saved_outputs(results, saved_storages, graph.storage_of),
         collectives=_collectives(graph, schedule, flights),
@@ -117,6 +118,12 @@ def _is_running_statistic(node: fx.Node) -> bool:
     return is_made and node.args[1] in (3, 4)
 
 
+def _product_dtypes(graph: Graph) -> frozenset[torch.dtype]:
+    """See `Program.product_dtypes`."""
+    nodes = [op.node for op in graph.ops if op.phase is Phase.BACKWARD]
+    return frozenset(each.meta["val"].dtype for each in nodes if each.target in _PRODUCTS)
+
+
 def _differentiable(graph: Graph) -> frozenset[int]:
     return frozenset(role.index for _, role in graph.inputs if role.kind is RoleKind.TANGENT)
 
@@ -132,6 +139,7 @@ def _layouts(graph: Graph) -> PlannedLayouts:
     return PlannedLayouts(fakes)
 
 
+_PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
 # A convolution lays a gradient out itself, and takes the bias's gradient of what it was given.
 _OF_ANY_STRIDES = {
     _aten.mm.default, _aten.sum.dim_IntList, _aten.convolution_backward.default, input_gradient,

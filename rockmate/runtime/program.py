@@ -128,6 +128,7 @@ class Program:
         results: the forward's first results: outputs and updates.
         gradients: the backward's results, and what the sink accumulates.
         recomputes: whether the backward runs ops of the forward again.
+        product_dtypes: of the backward's matrix products, which autocast casts where it is on.
         saved: saved values and states, the forward's further results, in the order in which the
             backward takes them.
         saved_outputs: positions in `saved` of values in the memory of an output.
@@ -147,6 +148,7 @@ class Program:
     results: Results
     gradients: Gradients
     recomputes: bool
+    product_dtypes: frozenset[torch.dtype]
     saved: tuple[Argument, ...]
     saved_outputs: tuple[int, ...]
     collectives: tuple[tuple[str, str], ...]

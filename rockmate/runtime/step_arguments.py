@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.engine import is_asked_for, is_batched, keeps_graph
 from rockmate._torch.subclasses import at_path, is_subclassed, without_class
 from rockmate.capture.roles import Role, RoleKind
@@ -27,6 +28,7 @@ from rockmate.offload.weight_home import has_homes, homes_of
 from rockmate.runtime.gradient_sink import GradientSink
 from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.runtime.program import Argument, ArgumentKind, EmittedFunction, Program
+from rockmate.state.digest import bits_of
 
 
 class Statics:
@@ -151,10 +153,10 @@ class Backwards:
         num_statics = len(self.statics)
         statics_and_aliases = self._saved_tensors(ctx)
         statics, aliases = statics_and_aliases[:num_statics], statics_and_aliases[num_statics:]
-        if ctx.addresses is not None and ctx.addresses != addresses_of(statics):
+        if ctx.memory is not None and ctx.memory != ctx.memory_of(statics):
             msg = (
                 f"{self._name} reads a parameter, buffer or input again whose memory was changed "
-                "for another after the forward (`tensor.data = ...`). Change it after the backward"
+                "after the forward by way of `tensor.data`. Change it after the backward"
                 f"{self._way_out}."
             )
             raise BackwardError(msg)
@@ -210,6 +212,11 @@ def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
     return list(map(torch.Tensor.data_ptr, tensors))
 
 
+def contents_of(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Address and bits of each, as `tensor.data.add_` changes bits alone."""
+    return [(each.data_ptr(), bits_of(each)) for each in tensors]
+
+
 class DroppingSink(GradientSink):
     """Drops the gradients of parameters."""
 
@@ -242,7 +249,7 @@ def refuse_parameters(visited: Iterable[torch.Tensor], *, has_others: bool) -> N
 
 
 def refuse_unsupported(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> None:
-    """Raises `BackwardError` for a second backward, a second derivative, or several at once."""
+    """Raises `BackwardError` for a second backward or derivative, several at once, or autocast."""
     if ctx.saved is None:
         msg = (
             "backward ran a second time through the same forward, whose values have been freed. "
@@ -258,6 +265,14 @@ def refuse_unsupported(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Non
             "  def loss_fn(x): return grad(model(x).sum(), x, create_graph=True)[0].norm()\n"
             "  step = rockmate.plan_step(loss_fn, [model], budget=0.8)\n"
             "  step(x).backward()"
+        )
+        raise BackwardError(msg)
+    dtype = autocast_dtypes().get(ctx.anchor.leaf.device.type)
+    if dtype is not None and ctx.runner.program.product_dtypes - {dtype, torch.float64}:
+        msg = (
+            f"this backward runs under torch.autocast, where eager casts matrix products to {dtype}"
+            ", and a plan does not. Call backward() behind the autocast context, as PyTorch advises"
+            ', or take mode="frames" with plan_frames=False.'
         )
         raise BackwardError(msg)
     if any(each is not None and is_batched(each) for each in tangents):

@@ -154,18 +154,14 @@ def plan_slots(moves: Sequence[Move], num_bytes: Sequence[int]) -> SlotPlan:
             [
                 (offsets[other], offsets[other] + sizes[other])
                 for other in placed
-                if _overlap(moves[other], moves[index])
+                if moves[other].send <= moves[index].fetched  # behind which a slot is free
+                and moves[index].send <= moves[other].fetched
             ],
             sizes[index],
         )
         placed.append(index)
     ends = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
     return SlotPlan(tuple(offsets), tuple(sizes), max(ends, default=0))
-
-
-def _overlap(one: Move, other: Move) -> bool:
-    """Whether both slots are taken at some time; a slot is free behind the gap of `fetched`."""
-    return one.send <= other.fetched and other.send <= one.fetched
 
 
 def _first_fit(taken: list[tuple[int, int]], size: int) -> int:

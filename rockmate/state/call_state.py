@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import functools
+import gc
 import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +35,7 @@ from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
 
 _CachedFunction: Any = type(functools.lru_cache(len))
+_LIBRARIES = ("torch.", "rockmate.", "builtins.", "sympy.")
 
 
 def outside_of(modules: Iterable[nn.Module], hooks: Iterable[Any] = ()) -> Objects:
@@ -196,6 +198,20 @@ def _without_draws(function: Any) -> Any:
 
 
 @contextmanager
+def results_dropped() -> Iterator[None]:
+    """Empties what `functools.lru_cache` wraps, wherever it stands, if the body has added to it."""
+    known = [each for each in gc.get_objects() if type(each) is _CachedFunction]
+    known = [each for each in known if not str(each.__module__).startswith(_LIBRARIES)]
+    before = [each.cache_info().misses for each in known]
+    try:
+        yield
+    finally:
+        for each, misses in zip(known, before, strict=True):
+            if each.cache_info().misses != misses:
+                each.cache_clear()
+
+
+@contextmanager
 def caches_passed_by(model: nn.Module) -> Iterator[None]:
     """Has a model's classes and their files call what `functools.lru_cache` wraps, uncached.
 
@@ -278,8 +294,7 @@ def _globals_of(members: Iterable[Any]) -> list[dict[str, Any]]:
     The user's own files that such files name, and so on, are among them.
     """
     files = dict.fromkeys(str(getattr(each, "__module__", "")) for each in members)
-    libraries = ("torch", "rockmate", "builtins")
-    found = [each for each in files if each.partition(".")[0] not in libraries]
+    found = [each for each in files if not f"{each}.".startswith(_LIBRARIES)]
     tables = []
     for name in found:
         module = sys.modules.get(name)

@@ -28,7 +28,7 @@ def bits_of(tensor: torch.Tensor) -> int:
     On the CPU it takes no memory of PyTorch's, which a budget may be short of.
     """
     tensor = tensor.detach()
-    if tensor.layout != torch.strided or is_wrapper(tensor):
+    if tensor.layout != torch.strided or tensor.is_nested or is_wrapper(tensor):
         return hash(tuple(map(bits_of, _inner(tensor))))
     tensor = tensor.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
     if tensor.device.type == "cpu":
@@ -47,6 +47,8 @@ def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 
 def _inner(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if tensor.is_nested:
+        return list(tensor.unbind())
     if tensor.layout == torch.strided:
         return [part.detach() for part in parts_of(tensor)]
     if tensor.layout == torch.sparse_coo:
@@ -111,8 +113,9 @@ class Fingerprint(NamedTuple):
     def of(cls, tensor: torch.Tensor, *, is_exact: bool) -> Fingerprint:
         """That of a tensor; with `is_exact`, small ones alone have a sample."""
         tensor = tensor.detach()
-        shape, bits = tuple(tensor.shape), bits_of(tensor)
-        has_sample = tensor.is_floating_point() and tensor.layout == torch.strided
+        shape, bits = () if tensor.is_nested else tuple(tensor.shape), bits_of(tensor)
+        is_plain = tensor.layout == torch.strided and not tensor.is_nested
+        has_sample = tensor.is_floating_point() and is_plain
         if not has_sample or is_wrapper(tensor) or (is_exact and tensor.numel() > _NUM_SAMPLES):
             return cls(shape, tensor.dtype, bits)
         pieces = [piece for each in _pieces(tensor) for piece in each.split(_MOST_CONVERTED)]

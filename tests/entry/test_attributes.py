@@ -544,7 +544,9 @@ def test_a_model_that_replaces_a_submodule_is_planned_as_it_is_then(
     assert module.part.factor == eager.part.factor == 3.0
     assert torch.equal(module.norm.running_mean, eager.norm.running_mean)
     assert "puts submodules in place" in caplog.text
-    with pytest.raises(UnsupportedModelError, match="Run the plain model once before it is planned"):
+    with pytest.raises(
+        UnsupportedModelError, match="Run the plain model once before it is planned"
+    ):
         Planner(Switching(), torch.randn(6, 8))
 
 

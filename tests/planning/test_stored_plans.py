@@ -128,6 +128,7 @@ def test_what_a_plan_depends_on_tells_plans_apart(
     surroundings: tuple[tuple[Any, str, Any], ...] = (
         (torch, "get_num_threads", lambda: 3),
         (torch, "__version__", "2.99.0"),
+        (torch.backends.mkldnn, "enabled", False),
         (stored_plans, "_code_digest", lambda: "other"),
     )
     for number, changed in enumerate(surroundings, start=2 + len(OTHERS)):

@@ -10,7 +10,7 @@ from helpers import assert_gradients_alike
 from made_of import made_of
 from torch import Tensor, nn
 
-from rockmate import Planner, RockmateModule
+from rockmate import BackwardError, Planner, RockmateModule
 from rockmate._torch.allocator import timeline
 
 
@@ -65,3 +65,16 @@ def test_the_copies_are_inside_the_budget() -> None:
     module(*given).sum().backward()
     peak = timeline(lambda: module(*given).sum().backward()).peak_bytes
     assert peak <= module.plan.budget_bytes
+
+
+def test_what_the_backward_reads_otherwise_than_eager_is_refused() -> None:
+    """Where a bias is added again, and where autocast casts the products of the backward."""
+    blocks = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]
+    ours, x = nn.Sequential(*blocks), torch.randn(64, 32)
+    module = RockmateModule(ours, x, 0.6, machine="cpu-avx2")
+    loss = module(x).sum()
+    with torch.autocast("cpu"), pytest.raises(BackwardError, match="behind the autocast context"):
+        loss.backward(retain_graph=True)
+    blocks[0][0].bias.data.add_(1)
+    with pytest.raises(BackwardError, match=r"by way of `tensor.data`"):
+        loss.backward()

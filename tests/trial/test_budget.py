@@ -15,6 +15,7 @@ from trial_net import BATCHES, Net
 from rockmate import RockmateModule, TrialError
 from rockmate._torch.allocator import timeline
 from rockmate.entry import runnable_call
+from rockmate.state.digest import Fingerprint
 
 
 def test_a_forward_larger_than_the_budget_is_stopped_and_said(
@@ -113,3 +114,19 @@ def test_auto_ends_in_eagers_numbers(caplog: pytest.LogCaptureFixture) -> None:
         found.append([*losses, torch.get_rng_state()])
     assert all(map(torch.equal, *found))
     assert "kept by frames instead of a plan, since drawn_once draws random" in caplog.text
+
+
+def test_a_trace_leaves_nothing_in_caches() -> None:
+    model: Any = Net()
+    model.table = functools.cache(lambda rows: torch.ones(rows, 1))
+    model.register_forward_pre_hook(lambda net, given: (given[0] * net.table(len(given[0])),))
+    RockmateModule(model, BATCHES[0], 0.9)
+    assert model.table(64).sum() == 64
+
+
+def test_nested_tensors_are_compared() -> None:
+    parts = [torch.ones(2, 3), torch.zeros(4, 3)]
+    lists = (parts, [each.clone() for each in parts], parts[::-1])
+    made = [torch.nested.nested_tensor(each, layout=torch.jagged) for each in lists]
+    one, same, other = (Fingerprint.of(each, is_exact=True).bits for each in made)
+    assert one == same != other

@@ -170,7 +170,8 @@ def _region(
             break
         starts += further
         input_rows |= dict(further.values())
-    returned = _returned_storages(capture)
+    made = (node for node, role in capture.outputs if role.kind is RoleKind.OUTPUT)
+    returned = {storage for node in made for storage in storage_ids(node)}
     outputs = [
         node for node in nodes if not returned.isdisjoint(storage_ids(node)) and node in large
     ]
@@ -286,13 +287,3 @@ def _num_stored_elements(node: fx.Node) -> int:
         if isinstance(value, torch.Tensor)
         else 0
     )
-
-
-def _returned_storages(capture: Capture) -> set[int]:
-    """Returns the storages of the outputs of the forward."""
-    return {
-        storage
-        for node, role in capture.outputs
-        if role.kind is RoleKind.OUTPUT
-        for storage in storage_ids(node)
-    }

@@ -22,6 +22,7 @@ from rockmate._torch.dispatch import is_op
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.wrapping import Wrapping
 from rockmate.graph.build import FUNCTIONAL_BATCH_NORM
+from rockmate.graph.chunking.calls import HALF_PRECISION
 from rockmate.graph.ir import FORWARD_ENDS, Graph, Phase, Storage
 from rockmate.graph.snapshot_capture import call_text
 from rockmate.ops.collectives import groups_of, is_communication
@@ -119,9 +120,16 @@ def _is_running_statistic(node: fx.Node) -> bool:
 
 
 def _product_dtypes(graph: Graph) -> frozenset[torch.dtype]:
-    """See `Program.product_dtypes`."""
+    """See `Program.product_dtypes`. Sums over chunks of half precision are in float32 here alone."""
     nodes = [op.node for op in graph.ops if op.phase is Phase.BACKWARD]
-    return frozenset(each.meta["val"].dtype for each in nodes if each.target in _PRODUCTS)
+    products = [each for each in nodes if each.target in _PRODUCTS]
+    own = [each for each in products if not all(map(_is_widened, each.args[-2:]))]
+    return frozenset(each.meta["val"].dtype for each in own)
+
+
+def _is_widened(factor: Any) -> bool:
+    is_cast = factor.target == _aten._to_copy.default
+    return is_cast and factor.args[0].meta["val"].dtype in HALF_PRECISION
 
 
 def _differentiable(graph: Graph) -> frozenset[int]:

@@ -80,7 +80,7 @@ def test_calls_of_other_sizes(swap: Any) -> None:
 def test_one_that_a_second_capture_does_not_correct_is_refused(
     swap: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel_layouts, "_in_observed_layout", lambda *_: None)
+    monkeypatch.setattr(kernel_layouts, "_laid_out", lambda _, fake: fake)
     with pytest.raises(KernelLayoutError, match=r"swap.*register_fake.*untraced"):
         RockmateModule(Swapped(swap), torch.randn(4, 6, 8), 1.0)
 

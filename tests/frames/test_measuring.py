@@ -174,9 +174,9 @@ def test_forwards_of_ever_smaller_sizes_before_one_backward_are_measured_once(
     begun: list[int] = []
 
     class Counted(StepRecorder):
-        def __init__(self, *args: Any) -> None:
+        def __init__(self, *args: Any, **options: Any) -> None:
             begun.append(1)
-            super().__init__(*args)
+            super().__init__(*args, **options)
 
     monkeypatch.setattr("rockmate.frames.runner.StepRecorder", Counted)
     module = framed(Chain(num_blocks=2), 0.9, plan_frames=False)

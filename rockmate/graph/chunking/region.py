@@ -170,8 +170,7 @@ def _region(
             break
         starts += further
         input_rows |= dict(further.values())
-    made = (node for node, role in capture.outputs if role.kind is RoleKind.OUTPUT)
-    returned = {storage for node in made for storage in storage_ids(node)}
+    returned = _returned_storages(capture)
     outputs = [
         node for node in nodes if not returned.isdisjoint(storage_ids(node)) and node in large
     ]
@@ -241,6 +240,11 @@ def _further_starts(
         elif call.target in VIEWS or call in halves.forward:
             pending += [(each, Rows(0, 0)) for each in operands]
     return elementwise or products
+
+
+def _returned_storages(capture: Capture) -> set[int]:
+    made = (node for node, role in capture.outputs if role.kind is RoleKind.OUTPUT)
+    return {storage for node in made for storage in storage_ids(node)}
 
 
 def _calls_of_region(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from rockmate._torch.members import parametrizations_afresh
 
+_switched_off = ContextVar[Mapping[str, torch.dtype]]("autocast", default={})  # noqa: B039
 _CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 """Number of dimensions of a weight -> op that autocast casts it for."""
 
@@ -20,7 +22,23 @@ def autocast_off() -> contextlib.AbstractContextManager[None]:
 
     Costs nothing where autocast is off.
     """
-    return autocast_as({}) if autocast_dtypes() else contextlib.nullcontext()
+    dtypes = autocast_dtypes()
+    return _off(dtypes) if dtypes else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _off(dtypes: Mapping[str, torch.dtype]) -> Iterator[None]:
+    token = _switched_off.set(dtypes)
+    try:
+        with autocast_as({}):
+            yield
+    finally:
+        _switched_off.reset(token)
+
+
+def autocast_around() -> contextlib.AbstractContextManager[None]:
+    """Runs within `autocast_off` with the autocast of the user's that is on around it."""
+    return autocast_as(_switched_off.get() or autocast_dtypes())
 
 
 def autocast_dtypes() -> dict[str, torch.dtype]:

@@ -53,9 +53,10 @@ def training_only_features_off(
     to be recorded (`keeps_checkpoints`). One line in the log tells of the cache, if `is_told`.
     """
     names = {"use_cache"} if keeps_checkpoints else {"use_cache", "gradient_checkpointing"}
+    found = {(id(owner), name): (owner, name) for owner, name in switches_of(model)}
     switches = [
         (owner, name, False)
-        for owner, name in switches_of(model)
+        for owner, name in found.values()  # modules share configs
         if name in names and getattr(owner, name) is True
     ]
     if is_told and any(name == "use_cache" for _, name, _ in switches):

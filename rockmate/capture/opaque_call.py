@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from rockmate._torch.allocator import net_allocated
+from rockmate._torch.autocast import autocast_around
 from rockmate._torch.members import tensor_tables
 from rockmate._torch.settings import Settings
 from rockmate._torch.storage import StorageWeakRef, storage_id, versions_of
@@ -402,7 +403,8 @@ class OpaqueBackward(_OpaqueOp):
                 'which runs its backward once. Keep the budget without a plan: mode="frames".'
             )
         del handle.graph  # pyright: ignore[reportAttributeAccessIssue]
-        return graph.differentiate(gradients[:-1], self.call.gradients)
+        with autocast_around():
+            return graph.differentiate(gradients[:-1], self.call.gradients)
 
     def on_sample(
         self, made_up: Callable[[int], Any]

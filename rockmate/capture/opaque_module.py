@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -134,6 +135,7 @@ def _calls_seen(
     def watched(path: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
 
+        @functools.wraps(forward)  # whose signature a parent may read
         def call(*args: Any, **kwargs: Any) -> Any:
             before = versions(path, (args, kwargs))
             running.append(path)

@@ -39,6 +39,7 @@ class FrameTrials:
         self._steps, self._is_joined = TrialSteps(option), is_joined
         self._tried = {0}  # numbers of the schedules of steps
         self._tried_paths: tuple[list[str], bool] | None = None
+        self._undropped = set[str]()  # paths of frames that some step could not drop
 
     def repeat(self) -> None:
         """Has the next steps tried again, those without schedules, too."""
@@ -99,13 +100,15 @@ class FrameTrials:
         The step runs forward, then each frame once more, as in a backward. All of it is undone.
         If a step has left some `undropped` (else a first one may set up the model), those of this
         run are returned apart, with the bytes that are live at its end: what such frames hold, and
-        what is outside of frames. For the other arguments, see `run`.
+        what is outside of frames. Where it cannot run, those that an earlier step has left, too.
+        For the other arguments, see `run`.
         """
         known, num_bytes = (paths, bool(undropped)), 0
         if known == self._tried_paths or memory.agreement is not None:
             return set(), set(), 0
         before, found = CallState(model, *call), dict[str, str]()
-        alone = set[str](), undropped.intersection(paths), 0
+        alone = set[str](), undropped & self._undropped.intersection(paths), 0
+        self._undropped |= undropped
         if self._steps.option == "never" or before.has_iterators():
             return alone
         memory.log.tried = []

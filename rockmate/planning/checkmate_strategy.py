@@ -46,9 +46,9 @@ class CheckmateSearch:
     ) -> None:
         if graph.num_in_flight > 1 or graph.must_recompute:
             msg = (
-                f"in_flight is {graph.num_in_flight}, and {len(graph.must_recompute)} values are "
-                "marked 'recompute'. The strategy 'checkmate' plans one forward before its "
-                "backward, and recomputes what it chooses; take another strategy"
+                "the strategy 'checkmate' plans one forward before its backward, and recomputes "
+                f"what it chooses. Here in_flight is {graph.num_in_flight}, and marks or "
+                f"checkpoints recompute {len(graph.must_recompute)} values. Take another strategy"
             )
             raise InvalidArgumentError(msg)
         self._graph = graph

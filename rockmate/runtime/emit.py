@@ -120,11 +120,11 @@ def _is_running_statistic(node: fx.Node) -> bool:
 
 
 def _product_dtypes(graph: Graph) -> frozenset[torch.dtype]:
-    """See `Program.product_dtypes`. Sums over chunks of half precision are in float32 here alone."""
+    """See `Program.product_dtypes`. Sums over chunks of half precision are wider here alone."""
     nodes = [op.node for op in graph.ops if op.phase is Phase.BACKWARD]
     products = [each for each in nodes if each.target in _PRODUCTS]
-    own = [each for each in products if not all(map(_is_widened, each.args[-2:]))]
-    return frozenset(each.meta["val"].dtype for each in own)
+    own = (each for each in products if not all(map(_is_widened, each.all_input_nodes[-2:])))
+    return frozenset(d for d in (each.meta["val"].dtype for each in own) if d.is_floating_point)
 
 
 def _is_widened(factor: Any) -> bool:
@@ -147,7 +147,10 @@ def _layouts(graph: Graph) -> PlannedLayouts:
     return PlannedLayouts(fakes)
 
 
-_PRODUCTS = {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default}
+_PRODUCTS = {
+    _aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default,
+    _aten._trilinear.default,
+}  # fmt: skip
 # A convolution lays a gradient out itself, and takes the bias's gradient of what it was given.
 _OF_ANY_STRIDES = {
     _aten.mm.default, _aten.sum.dim_IntList, _aten.convolution_backward.default, input_gradient,

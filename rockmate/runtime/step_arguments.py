@@ -272,7 +272,7 @@ def refuse_unsupported(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Non
         msg = (
             f"this backward runs under torch.autocast, where eager casts matrix products to {dtype}"
             ", and a plan does not. Call backward() behind the autocast context, as PyTorch advises"
-            ', or take mode="frames" with plan_frames=False.'
+            '. RockmateModule with mode="frames" and plan_frames=False casts them, too.'
         )
         raise BackwardError(msg)
     if any(each is not None and is_batched(each) for each in tangents):

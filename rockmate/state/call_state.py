@@ -199,16 +199,18 @@ def _without_draws(function: Any) -> Any:
 
 @contextmanager
 def results_dropped() -> Iterator[None]:
-    """Empties what `functools.lru_cache` wraps, wherever it stands, if the body has added to it."""
+    """Empties what `functools.lru_cache` wraps, wherever it stands, if the body has filled it.
+
+    One that held results before, which a script may go on with, keeps all.
+    """
     known = [each for each in gc.get_objects() if type(each) is _CachedFunction]
     known = [each for each in known if not str(each.__module__).startswith(_LIBRARIES)]
-    before = [each.cache_info().misses for each in known]
+    empty = [each for each in known if not each.cache_info().currsize]
     try:
         yield
     finally:
-        for each, misses in zip(known, before, strict=True):
-            if each.cache_info().misses != misses:
-                each.cache_clear()
+        for each in empty:
+            each.cache_clear()
 
 
 @contextmanager

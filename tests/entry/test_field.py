@@ -219,6 +219,3 @@ def test_plans_that_are_held_are_limited(monkeypatch: pytest.MonkeyPatch) -> Non
         next(inner for inner in model.modules() if isinstance(inner, nn.Dropout)).p = 0.05 * index
         module(X)
     assert len(module._plans.runnables) == 3
-
-
-# --- what the allocator makes of a plan -----------------------------------------------------------

@@ -464,3 +464,16 @@ def test_an_input_and_an_output_gradient_in_other_strides_than_planned() -> None
     plain, x, weights = Reshaping(), torch.randn(12, 8, 16).transpose(0, 1), torch.randn(12, 8, 16)
     module = RockmateModule(copy.deepcopy(plain), torch.randn(8, 12, 16), 1.0, numerics="bitwise")
     same_gradients(module, plain, lambda each: (each(x).transpose(0, 1) * weights).sum().backward())
+
+
+@pytest.mark.parametrize("is_image", [False, True])
+def test_a_tight_plan_takes_rows_that_are_one_and_images_with_channels_last(is_image: bool) -> None:
+    plain = models.BatchNormNet() if is_image else models.Stack(dropout=0.0)
+    sample = torch.randn(4, 3, 8, 8) if is_image else torch.randn(64, 16)
+    other = torch.randn(1, 16).expand(64, 16)
+    if is_image:
+        other = torch.randn(4, 3, 8, 8).to(memory_format=torch.channels_last)
+    module = RockmateModule(copy.deepcopy(plain), sample, 0.6, on_infeasible="least")
+    for each in (module, plain):
+        each(other).square().sum().backward()
+    assert_gradients_alike(module, plain, rtol=1e-4, atol=1e-5)

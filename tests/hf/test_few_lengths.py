@@ -181,6 +181,3 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
         for record in caplog.records
         if record.name.startswith("rockmate") and record.levelno >= logging.WARNING
     ]
-
-
-# --- Trainer --------------------------------------------------------------------------------------

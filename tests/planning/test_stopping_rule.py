@@ -65,7 +65,7 @@ def test_a_wide_tolerance_ends_the_search_early(monkeypatch: pytest.MonkeyPatch)
     assert other.predicted_peak_bytes <= budget
     assert other.status == "within_gap"
     assert other.predicted_ms - other.lower_bound_ms <= 0.5 * other.baseline_ms
-    stages = [len(planner._forms.captured.local_search.traces[budget].steps)
+    stages = [len(planner._forms.captured.local_search._trace(budget).steps)
               for planner in (exact, rough)]  # fmt: skip
     assert stages[1] < stages[0] / 3
     assert one.predicted_ms <= other.predicted_ms

@@ -293,7 +293,7 @@ def test_plan_takes_the_smallest_peak_if_asked(
         (["fit", "NET", "--memory", "1GiB", "--json", "nowhere/x.json"], "no folder nowhere"),
         (["run", "--budget=2.0", "file"], "as a float is a fraction"),
         (["run", "--budget=0.5,0.6", "file"], "--budget has several budgets"),
-        (["run", "--memory=x", "file"], "budget 'x' cannot be read"),
+        (["run", "--memory=x", "file"], "--memory 'x' cannot be read"),
         (["plan", "NET", "--budget", "1.0", "--strategy", "best"], "'best' is not known"),
         (["check", "--device", "nowhere"], "device 'nowhere' cannot be used here"),
         (["check", "--only", "nothing", "--device", "cpu"], "there are GPT-2, "),

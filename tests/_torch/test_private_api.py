@@ -321,6 +321,8 @@ def test_autocast() -> None:
         assert autocast.autocast_dtypes() == {"cpu": torch.bfloat16}
         with autocast.autocast_off():
             assert autocast.autocast_dtypes() == {}
+            with autocast.autocast_around():
+                assert autocast.autocast_dtypes() == {"cpu": torch.bfloat16}
         with autocast.autocast_as({}):
             assert autocast.autocast_dtypes() == {}
     with autocast.autocast_as({"cpu": torch.bfloat16}):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from rockmate._torch.members import parametrizations_afresh
 
-_switched_off = ContextVar[Mapping[str, torch.dtype]]("autocast", default={})  # noqa: B039
+_switched_off = ContextVar[Mapping[str, torch.dtype] | None]("autocast", default=None)
 _CONVOLUTIONS = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 """Number of dimensions of a weight -> op that autocast casts it for."""
 

@@ -1,4 +1,4 @@
-"""Settings of PyTorch that decide what ops a forward runs, and that a script may change between."""
+"""Settings of PyTorch that decide what ops a forward runs, and that a script may change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ _SWITCHES: Sequence[tuple[str, Callable[[], Any], Callable[[Any], object]]] = (
     ),
     ("attention by plain ops", cuda.math_sdp_enabled, cuda.enable_math_sdp),
     ("attention by cuDNN", cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
-    ("the order of attention's kernels", _C._get_sdp_priority_order, _C._set_sdp_priority_order),
+    (
+        "the order of attention's kernels",
+        lambda: tuple(_C._get_sdp_priority_order()),
+        lambda order: _C._set_sdp_priority_order([*order]),
+    ),
     ("torch.backends.cudnn.enabled", _C._get_cudnn_enabled, _C._set_cudnn_enabled),
     ("torch.backends.mkldnn.enabled", _C._get_mkldnn_enabled, _C._set_mkldnn_enabled),
 )
@@ -53,10 +57,10 @@ class Settings(NamedTuple):
     @classmethod
     def now(cls) -> Settings:
         """The present settings."""
-        return cls(tuple(autocast_dtypes().items()), tuple([_value(read()) for read in _READ]))
+        return cls(tuple(autocast_dtypes().items()), tuple([read() for read in _READ]))
 
     @contextlib.contextmanager
-    def set(self) -> Iterator[None]:
+    def applied(self) -> Iterator[None]:
         """Has these settings for the duration."""
         with autocast_as(dict(self.autocast)):
             before = Settings.now().switches
@@ -78,11 +82,7 @@ class Settings(NamedTuple):
         return next(texts, "")
 
 
-def _value(read: Any) -> Any:
-    return tuple(read) if isinstance(read, list) else read
-
-
 def _put(before: Sequence[Any], after: Sequence[Any]) -> None:
     for (_, _, put), old, new in zip(_SWITCHES, before, after, strict=True):
         if old != new:
-            put(list(new) if isinstance(new, tuple) else new)
+            put(new)

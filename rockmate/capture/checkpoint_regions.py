@@ -97,9 +97,7 @@ def refuse_unequal(model: nn.Module, capture: Capture) -> None:
         if node.meta.get(_IS_REDRAWN):
             what = f"a checkpointed call in {node.meta.get('module') or 'the model'} draws numbers"
             advice = "Have it draw the same ones, preserve_rng_state=True"
-    named = "GradientCheckpointingLayer"  # those that checkpoint their own calls
-    layers = modules_with_checkpointing(model)
-    layers = [each for each in layers if named in (base.__name__ for base in type(each).__mro__)]
+    layers = [each for each in modules_with_checkpointing(model) if _is_layer(each)]
     whole = {id(each) for layer in layers for each in layer.buffers()}
     update = RoleKind.BUFFER_UPDATE
     updated = {role.name: node for node, role in capture.outputs if role.kind is update}
@@ -109,6 +107,11 @@ def refuse_unequal(model: nn.Module, capture: Capture) -> None:
     if what:
         msg = f"{what}, and eager, which runs the call twice, does so again. {advice}."
         raise UnsupportedModelError(msg)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether it checkpoints its own calls, not those of modules within."""
+    return any(each.__name__ == "GradientCheckpointingLayer" for each in type(module).__mro__)
 
 
 def log_lifted(model: nn.Module, num_checkpoints: int) -> None:

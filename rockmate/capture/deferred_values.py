@@ -8,7 +8,7 @@ nothing asks for it, it is put where the forward puts it, after each planned for
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,13 +39,13 @@ class Deferred:
     tensor: torch.Tensor
     number_of: Callable[..., Any]
     is_delivered: bool = False
-    _numbers: list[Any] = field(default_factory=list)
+    _number: Any = None
 
     def number(self) -> Any:
         """The number itself, which is asked for once."""
-        if not self._numbers:
-            self._numbers.append(self.number_of(self.read, self.tensor))
-        return self._numbers[0]
+        if self._number is None:
+            self._number = self.number_of(self.read, self.tensor)
+        return self._number
 
 
 for _name in methods_of(bool, int, float, list):

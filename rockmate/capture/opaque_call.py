@@ -251,7 +251,7 @@ class OpaqueCall:
         args, kwargs = self.arguments.rebuild([value for _, value in pairs])
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
-            stack.enter_context(self.settings.set())
+            stack.enter_context(self.settings.applied())
             before = versions_of(arguments)
             with uncompiled(self.module), self._replaced(parameters):
                 result = self.module.forward(*args, **kwargs)  # its hooks are traced around it

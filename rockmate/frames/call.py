@@ -293,7 +293,7 @@ class Call:
             stack.enter_context(self._memory.inside_frame())
             if self._memory.outside.has_compiled_modules:
                 stack.enter_context(uncompiled_calls())
-            stack.enter_context(self._begin.settings.set())
+            stack.enter_context(self._begin.settings.applied())
             stack.enter_context(parametrizations_afresh())
             stack.enter_context(self._objects_put_back())
             changed = self._changed()

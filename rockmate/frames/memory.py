@@ -285,11 +285,8 @@ class Memory:
         if self.measuring.recorder is not None:
             self.measuring.recorder.saved[frame.key] = frame.num_bytes, frame.seconds
         is_alone = self.measuring.is_on and self.agreement is None
-        if (
-            (is_alone or self.log.tried is not None)
-            and frame.num_bytes
-            and not frame.can_be_dropped
-        ):
+        is_tried = is_alone or self.log.tried is not None
+        if is_tried and frame.num_bytes and not frame.can_be_dropped:
             self.log.undropped.add(frame.key.path)
         if self.needs is not None and not self.measuring.is_on:
             # A step that saves as much as the recorded one is as large, whatever its inputs are.

@@ -69,8 +69,8 @@ class FrameRunner:
         """Chooses frames by structure; nothing runs.
 
         As a fallback, steps of which no call can be a frame run as in eager. A limit of the whole
-        device is turned into bytes by the first call. All other arguments are as in
-        `RockmateModule`.
+        device becomes bytes at the first call. The rest is as in `RockmateModule`, where
+        `plans_insides` is `plan_frames`.
 
         Raises:
             UnsupportedModelError: FSDP1 has sharded the model.

@@ -103,14 +103,14 @@ class FrameTrials:
         what is outside of frames. Where it cannot run, those that an earlier step has left, too.
         For the other arguments, see `run`.
         """
-        known, num_bytes = (paths, bool(undropped)), 0
+        known, num_bytes, found = (paths, bool(undropped)), 0, dict[str, str]()
         if known == self._tried_paths or memory.agreement is not None:
             return set(), set(), 0
-        before, found = CallState(model, *call), dict[str, str]()
-        alone = set[str](), undropped & self._undropped.intersection(paths), 0
+        alone = undropped & self._undropped.intersection(paths)
         self._undropped |= undropped
-        if self._steps.option == "never" or before.has_iterators():
-            return alone
+        before = None if self._steps.option == "never" else CallState(model, *call)
+        if before is None or before.has_iterators():
+            return set(), _left_whole(alone), 0
         memory.log.tried = []
         try:
             with before.undone(), random_state_kept([memory.device]), autocast_uncached():
@@ -126,15 +126,20 @@ class FrameTrials:
                     frame.drop()
                 del output
         except Exception:  # noqa: BLE001 - of the forward: the step itself raises, or takes items
-            return alone
+            return set(), _left_whole(alone), 0
         finally:
             memory.log.tried = None
             memory.calls.forget()
             memory.in_flight.undo()
         within = memory.log.undropped.difference(found) if undropped else set[str]()
-        found |= dict.fromkeys(sorted(within), "a forward cannot run again")
-        for reason in list(found.values())[:1]:
-            logger.warning("left whole, as by keep=%r, since %s", sorted(found), reason)
+        _left_whole({*found, *within}, *list(found.values())[:1])
         if not within:
             self._tried_paths = [each for each in paths if each not in found], bool(undropped)
         return found.keys() - within, within, num_bytes
+
+
+def _left_whole(paths: set[str], reason: str = "a forward cannot run again") -> set[str]:
+    """Some frames, which a line tells of if there are any."""
+    if paths:
+        logger.warning("left whole, as by keep=%r, since %s", sorted(paths), reason)
+    return paths

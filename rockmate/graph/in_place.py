@@ -197,11 +197,11 @@ def in_place_call(
     """Target, arguments and keywords of the call that runs `op` on the memory of `operand`.
 
     Args:
-        op: the op.
-        operand: what `reusable_operand` gives for it.
-        args: current values of the op's arguments, as are those of `kwargs` and of `value`.
-        kwargs: its keywords.
-        value: that of the operand.
+        op: the op. `reusable_operand` gives `operand` for it.
+        operand: the argument in the joint graph.
+        args: current values of the op's arguments.
+        kwargs: current values of its keywords.
+        value: current value of the operand.
     """
     if isinstance(op.node.target, FusedOp):
         return op.node.target.in_place[op.node.args.index(operand)], args, kwargs

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from rockmate._torch.dispatch import is_op
+from rockmate._torch.settings import Settings
 from rockmate._util import cache_folder
 from rockmate.capture.roles import TracedCall
 from rockmate.errors import PlanFileError, PlanMismatchError
@@ -135,13 +136,15 @@ def _layouts_text(call: TracedCall) -> str:
 
 def _settings(device: torch.device) -> list[Any]:
     """What costs depend on beside the step: versions, device, threads, the choice of kernels."""
-    is_cuda, cudnn, mkldnn = device.type == "cuda", torch.backends.cudnn, torch.backends.mkldnn
+    is_cuda, backends = device.type == "cuda", torch.backends
     cpu = torch.backends.cpu.get_cpu_capability()
     name = torch.cuda.get_device_name(device) if is_cuda else f"{platform.machine()} {cpu}"
-    is_deterministic = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic
-    libraries = cudnn.enabled, mkldnn.enabled, torch.get_float32_matmul_precision()
-    settings = (*is_deterministic, cudnn.benchmark, os.environ.get("CUBLAS_WORKSPACE_CONFIG"))
-    return [torch.__version__, name, torch.get_num_threads(), _code_digest(), *settings, *libraries]
+    # `torch.get_float32_matmul_precision` raises where a script has set these.
+    precisions = (backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision)
+    cudnn = backends.cudnn.deterministic, backends.cudnn.benchmark
+    workspace = os.environ.get("CUBLAS_WORKSPACE_CONFIG")
+    settings = (*map(str, Settings.now().switches), *precisions, *cudnn, workspace)
+    return [torch.__version__, name, torch.get_num_threads(), _code_digest(), *settings]
 
 
 @cache

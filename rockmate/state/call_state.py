@@ -35,7 +35,7 @@ from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
 
 _CachedFunction: Any = type(functools.lru_cache(len))
-_LIBRARIES = ("torch.", "rockmate.", "builtins.", "sympy.")
+_LIBRARIES = {"torch", "rockmate", "builtins", "sympy"}
 
 
 def outside_of(modules: Iterable[nn.Module], hooks: Iterable[Any] = ()) -> Objects:
@@ -197,14 +197,18 @@ def _without_draws(function: Any) -> Any:
     return run
 
 
+def _is_of_library(module: Any) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
 @contextmanager
 def results_dropped() -> Iterator[None]:
     """Empties what `functools.lru_cache` wraps, wherever it stands, if the body has filled it.
 
     One that held results before, which a script may go on with, keeps all.
     """
-    known = [each for each in gc.get_objects() if type(each) is _CachedFunction]
-    known = [each for each in known if not str(each.__module__).startswith(_LIBRARIES)]
+    cached = [each for each in gc.get_objects() if type(each) is _CachedFunction]
+    known = [each for each in cached if not _is_of_library(each.__module__)]
     empty = [each for each in known if not each.cache_info().currsize]
     try:
         yield
@@ -296,7 +300,7 @@ def _globals_of(members: Iterable[Any]) -> list[dict[str, Any]]:
     The user's own files that such files name, and so on, are among them.
     """
     files = dict.fromkeys(str(getattr(each, "__module__", "")) for each in members)
-    found = [each for each in files if not f"{each}.".startswith(_LIBRARIES)]
+    found = [each for each in files if not _is_of_library(each)]
     tables = []
     for name in found:
         module = sys.modules.get(name)

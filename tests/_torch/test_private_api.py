@@ -341,7 +341,7 @@ def test_settings_are_put_back() -> None:
     assert sum(one != other for one, other in zip(before[1], inner[1], strict=True)) == 3 + (
         torch.backends.cuda.cudnn_sdp_enabled()
     )
-    with inner.set():
+    with inner.applied():
         assert settings.Settings.now() == inner
     assert settings.Settings.now() == before
     assert before.difference(before) == ""

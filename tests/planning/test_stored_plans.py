@@ -141,6 +141,20 @@ def test_what_a_plan_depends_on_tells_plans_apart(
     assert all(each.read_text(encoding="utf-8") == text for each, text in texts.items())
 
 
+def test_the_precision_of_products_that_a_script_sets_tells_plans_apart(folder: Path) -> None:
+    """`torch.get_float32_matmul_precision` cannot be read behind this."""
+    products: Any = torch.backends.cuda.matmul
+    start(1.0)
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        with pytest.raises(RuntimeError, match="legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        start(1.0)
+    finally:
+        products.fp32_precision = before
+    assert len(files(folder)) == 2
+
+
 # --- not stored -----------------------------------------------------------------------------------
 
 

@@ -28,6 +28,7 @@ from rockmate.entry.arguments import (
     memory_limit_of,
 )
 from rockmate.errors import (
+    BackwardError,
     InfeasibleBudgetError,
     InvalidSampleError,
     NothingToTrainError,
@@ -59,7 +60,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Mode = Literal["plan", "frames", "auto"]
-_CALL_ERRORS = (UnsupportedModelError, InvalidSampleError, TrialError, SignatureMismatchError)
+_BACKWARD_ERRORS = TrialError, BackwardError
+_CALL_ERRORS = UnsupportedModelError, InvalidSampleError, SignatureMismatchError, *_BACKWARD_ERRORS
 
 
 class RockmateModule(Wrapper):
@@ -355,7 +357,7 @@ class RockmateModule(Wrapper):
             return self._ungraded.run(self.original, args, kwargs)
         first, frames = self._first_backward, self._frames
         if frames is None and first is not None:
-            frames = first if first.is_of(args, kwargs) else first.chosen_frames()
+            frames = first if first.is_of(args, kwargs) else first.chosen_frames(self._plans)
             self.__dict__["_frames"] = None if frames is first else frames
         if frames is None:
             try:

@@ -65,6 +65,7 @@ class PlanCache:
         new_plans: counts the calls that needed a plan.
         refuses_in_flight: whether a forward that passes the budget together with those in flight,
             where none can be planned for, is an error. Otherwise one line tells of it.
+        casts_to: dtype of the autocast in which the script's backwards run, if that is known.
         largest: without a sample, the first call -> the same call at the sizes to plan for first.
     """
 
@@ -85,7 +86,7 @@ class PlanCache:
         # for in it; None for a fraction of its own baseline peak.
         self._samples: list[tuple[CallSignature, int | None]] = []
         self.largest: Callable[[CallSignature], CallSignature] | None = None
-        self.new_plans = NewPlans()
+        self.new_plans, self.casts_to = NewPlans(), None
         self._first: RunnableCall | None = None  # with gradients for outputs beside a loss
         self._before = self.request, self.runnables
         self._adapted_trials = TrialSteps(trial)  # of all sizes that take over a schedule
@@ -135,6 +136,7 @@ class PlanCache:
             runnable = self._with_less(runnable, excess_bytes, (call, tensors))
         if beyond := runnable.beyond_budget():
             runnable = self._for_in_flight(runnable, beyond, (call, tensors))
+        runnable.planned.program.refuse_casts(self.casts_to)
         return runnable.run_or_try(tensors, args, kwargs)
 
     def _for_outputs(self, runnable: RunnableCall, called: Called) -> RunnableCall:

@@ -118,6 +118,7 @@ class Call:
             memory: knows which buffers change, and whether the model draws Python's numbers.
         """
         self.key, self._memory, self.cannot_repeat = key, memory, False
+        memory.calls.kinds[key.path] = type(module)
         self._arguments: Arguments | None = arguments
         # The caller may change containers afterwards: lists of features, caches.
         self._given = Arguments(arguments.forward, *with_changed(lambda each: each, arguments[1:]))
@@ -364,7 +365,8 @@ class Call:
                     msg = (
                         f"a parameter, buffer or attribute of {self.key} was changed after its "
                         f"call, before the backward: {list(tensor.shape)}. Change it after the "
-                        f"backward, or leave all like it whole: keep={[self.key.path]!r}."
+                        "backward, or leave all like it whole: "
+                        f"{self._memory.calls.alike(self.key.path)}."
                     )
                     raise UnsupportedModelError(msg)
             return op(*args, **kwargs)
@@ -376,8 +378,8 @@ class Call:
         msg = (
             f"{self.key} does not repeat itself: its forward {first}, and {second} when it "
             "ran again. It depends on state outside of it, such as a global counter. Leave all "
-            f"like it whole: keep={[self.key.path]!r}. If a first call sets the model up, run the "
-            "plain model once before it is wrapped."
+            f"like it whole: {self._memory.calls.alike(self.key.path)}. If a first call sets the "
+            "model up, run the plain model once before it is wrapped."
         )
         return UnsupportedModelError(msg)
 

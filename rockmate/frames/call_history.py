@@ -46,10 +46,11 @@ class CallHistory:
 
     Attributes:
         present: calls of the present step so far.
+        kinds: classes of submodules whose calls were frames, by their paths.
     """
 
     def __init__(self) -> None:
-        self.present: list[FrameKey] = []
+        self.present, self.kinds = list[FrameKey](), dict[str, type]()
         self._steps: deque[frozenset[FrameKey]] = deque(maxlen=_REMEMBERED_STEPS)
         self._state: object = None
         # Bytes that calls of a path save, by the sizes of their inputs; None if they vary.
@@ -67,6 +68,10 @@ class CallHistory:
         if state != self._state:
             self._state = state
             self._saved.clear()
+
+    def alike(self, path: str) -> str:
+        """The option that leaves the submodule of a path whole, and others of its class."""
+        return f"keep={[each for each, kind in self.kinds.items() if kind is self.kinds[path]]!r}"
 
     def shares(self) -> dict[FrameKey, float]:
         """For the calls of the last steps, the share of these in which they count as coming."""

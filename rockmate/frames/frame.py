@@ -62,7 +62,7 @@ class Frame:
                 raise
             msg = (
                 f"{self.key} differentiates by torch.func, within which nothing sees what autograd "
-                f"saves. Leave all like it whole: keep={[self.key.path]!r}."
+                f"saves. Leave all like it whole: {self._memory.calls.alike(self.key.path)}."
             )
             raise UnsupportedModelError(msg) from error
         self.seconds = self._memory.clock() - begin_s

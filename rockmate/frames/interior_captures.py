@@ -178,14 +178,7 @@ class InteriorCaptures:
             self._before = CallState(module, arguments.args, arguments.kwargs)
 
     def take(self, call: Call, module: nn.Module, arguments: Arguments, output: Any) -> None:
-        """Captures the inside of a call, if it can be.
-
-        Args:
-            call: which has run, with the state that it began in.
-            module: the submodule.
-            arguments: of the call.
-            output: of it.
-        """
+        """Captures the inside of a call, if it can be; the call has run from the state in it."""
         path, shape = call.key.path, self._present
         known, layouts = self._known[path], self._layouts[path]
         if not layouts.are_known(output):
@@ -199,9 +192,8 @@ class InteriorCaptures:
                 if any(map(vars, tensors_in(output))):
                     msg = "its output has attributes that Python sets"
                     raise UnsupportedModelError(msg)
-                interior = self._capturing.interior(
-                    call, module, arguments, self._before, layouts.for_trial(output)
-                )
+                tried = self._before, layouts.for_trial(output), layouts.autocast
+                interior = self._capturing.interior(call, module, arguments, *tried)
                 interior.adds_gradients = path in self._repeated
                 interior.copies_gradients = layouts.differ
                 known[self._signature] = interior

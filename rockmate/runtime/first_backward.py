@@ -1,8 +1,8 @@
 """Whether a script wants gradients that no plan gives, as first steps in frames show.
 
-Those are gradients that it differentiates (create_graph=True), and gradients of parameters that
-autograd returns. Once a planned backward runs it is too late for frames. Scripts that want them,
-for a penalty or for forces, have inputs that require gradients, or say so in their text.
+Those are gradients that it differentiates (create_graph=True), gradients of parameters that
+autograd returns, and those that autocast rounds. Once a planned backward runs it is too late for
+frames. Scripts that want them have inputs that require gradients, or say so in their text.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockmate._torch.autocast import autocast_dtypes
 from rockmate._torch.engine import returns_gradients_of
 from rockmate._util import is_users
 from rockmate.capture.structure import Structure
@@ -35,7 +36,7 @@ OTHERS = tuple(str(Path(code.__file__ or "").parent) for code in (torch, sys.mod
 
 
 class FirstBackward:
-    """The first step of each kind of inputs that require gradients. Frames run it.
+    """The first step of each kind of inputs that require gradients, and autocast. Frames run it.
 
     Attributes:
         frames: those that have run one; None before.
@@ -44,18 +45,18 @@ class FirstBackward:
     def __init__(self, model: nn.Module, make_frames: Callable[[], Any]) -> None:
         self._model, self._make_frames, self.frames = model, make_frames, None
         self._is_over = self._is_wanted = False
-        self._kind, self._known = (), set[tuple[bool, ...]]()
+        self._kind, self._known = (), dict[tuple[Any, ...], torch.dtype | None]()
 
     def is_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call begins a step of a kind that has had no backward."""
         given = [each for each in tensors_within((args, kwargs)) if each.requires_grad]
-        self._kind = tuple(each.is_leaf for each in given)
+        self._kind = (*autocast_dtypes().items(), *(each.is_leaf for each in given))
         is_new = not self._is_over and self._kind not in self._known
         return is_new and (bool(given) or self._is_written)
 
     @cached_property
     def _is_written(self) -> bool:
-        return _is_in_script(_WISH)
+        return _is_in(_WISH, _callers()) or _is_in("autocast", _users_files())
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of that call. Where frames refuse it, a plan may do."""
@@ -69,13 +70,19 @@ class FirstBackward:
             node.register_prehook(note)
         return output
 
-    def _note(self, kind: tuple[bool, ...], _: Any) -> None:
-        self._known.add(kind)
+    def _note(self, kind: tuple[Any, ...], _: Any) -> None:
+        devices = {each.device.type for each in self._model.parameters()}
+        dtypes = (dtype for device, dtype in autocast_dtypes().items() if device in devices)
+        self._known[kind] = next(dtypes, None)
         returns = returns_gradients_of(self._model.parameters())
         self._is_wanted |= returns or torch.is_grad_enabled()
 
-    def chosen_frames(self) -> Any:
-        """The frames, if a step has had gradients that no plan gives; else None."""
+    def chosen_frames(self, plans: Any) -> Any:
+        """The frames, if a step has had gradients that no plan gives; else None.
+
+        The plans are told what autocast casts to in the backward of this kind of step.
+        """
+        plans.casts_to = self._known.get(self._kind)
         if self.frames is not None:
             self.frames.end_recording()
         if self._is_wanted:
@@ -87,13 +94,22 @@ class FirstBackward:
 def names_outputs(structure: Structure) -> bool:
     """Whether the script has names of an output's parts beside the loss; a tuple has none."""
     names = set(_NAME.findall(repr(structure))) - _NO_NAMES
+    pattern = rf"\b({'|'.join(names)}|to_tuple|values)\b"
+    return not names or _is_in(pattern, {*_callers(), *_users_files()})
+
+
+def _callers() -> set[str]:
+    """The files whose code calls the model, libraries' among them."""
+    files = {frame.f_code.co_filename for frame, _ in walk_stack(None)}
+    return {each for each in files if not each.startswith(OTHERS)}
+
+
+def _users_files() -> set[str]:
+    """The files of all modules of the script: one has the loss, or the autocast."""
     modules = [getattr(each, "__dict__", {}) for each in sys.modules.values()]  # some are lazy
-    files = filter(is_users, (str(each.get("__file__")) for each in modules))  # one has the loss
-    return not names or _is_in_script(rf"\b({'|'.join(names)}|to_tuple|values)\b", files)
+    files = {str(each.get("__file__")) for each in modules}
+    return set(filter(is_users, files | _callers()))
 
 
-def _is_in_script(pattern: str, others: Iterable[str] = ()) -> bool:
-    """Whether it is in a file of the script, among those whose code calls the model, or others."""
-    files = {frame.f_code.co_filename for frame, _ in walk_stack(None)}.union(others)
-    own = [each for each in files if not each.startswith(OTHERS)]
-    return any(re.search(pattern, line) for each in own for line in linecache.getlines(each))
+def _is_in(pattern: str, files: Iterable[str]) -> bool:
+    return any(re.search(pattern, line) for each in files for line in linecache.getlines(each))

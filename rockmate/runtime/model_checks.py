@@ -97,14 +97,8 @@ def raise_as_eager(
 ) -> None:
     """Raises what the plain model raises on a call that has failed, and leaves what it leaves.
 
-    A call that it runs is undone.
-
-    Args:
-        error: of a capture or a planned forward. The plain model runs only if its first cause may
-            be the model's own: no class of the tracer's.
-        model: the plain model, or a wrapper of it.
-        args: of the call.
-        kwargs: of the call.
+    A call that it runs is undone. The plain model runs only if the first cause of the error may be
+    the model's own: no class of the tracer's.
     """
     from rockmate.capture.read_values import UnknownValueError
     from rockmate.state.call_state import CallState

@@ -19,6 +19,7 @@ from rockmate.capture.roles import Role, RoleKind
 from rockmate.capture.signature import CallSignature
 from rockmate.capture.size_template import Size
 from rockmate.capture.structure import Structure
+from rockmate.errors import BackwardError
 from rockmate.graph.ir import Op, Storage
 from rockmate.plan.plan import Plan
 from rockmate.runtime.results import Gradients, Results
@@ -167,6 +168,17 @@ class Program:
         """The same for a copy of the model, which `copy.deepcopy` has made."""
         own = {name: memo.get(id(each), each) for name, each in self.constants.items()}
         return replace(self, constants=own)
+
+    def refuse_casts(self, dtype: torch.dtype | None) -> None:
+        """Raises `BackwardError` if autocast to a dtype would cast products of the backward."""
+        if dtype is None or not self.product_dtypes - {dtype, torch.float64}:
+            return
+        msg = (
+            f"the backward runs under torch.autocast, where eager casts matrix products to {dtype}"
+            ", and a plan does not. Call backward() behind the autocast context, as PyTorch "
+            'advises, or use RockmateModule with mode="frames", which casts them, too.'
+        )
+        raise BackwardError(msg)
 
     def tensor_names(self) -> list[str]:
         """Names of the module's tensors that it reads, updates or has gradients of."""

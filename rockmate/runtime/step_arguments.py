@@ -234,9 +234,7 @@ class DroppingSink(GradientSink):
 def refuse_parameters(visited: Iterable[torch.Tensor], *, has_others: bool) -> None:
     """Raises `BackwardError` if the running backward may ask for parameters of the step.
 
-    Args:
-        visited: the parameters that are inputs of the step.
-        has_others: whether the step has parameters that are not.
+    Visited are those that are inputs of the step, and it may have others.
     """
     nodes = (torch.autograd.graph.get_gradient_edge(each).node for each in visited)
     if has_others or any(map(is_asked_for, nodes)):
@@ -267,14 +265,7 @@ def refuse_unsupported(ctx: Any, tangents: Sequence[torch.Tensor | None]) -> Non
             "  step(x).backward()"
         )
         raise BackwardError(msg)
-    dtype = autocast_dtypes().get(ctx.anchor.leaf.device.type)
-    if dtype is not None and ctx.runner.program.product_dtypes - {dtype, torch.float64}:
-        msg = (
-            f"this backward runs under torch.autocast, where eager casts matrix products to {dtype}"
-            ", and a plan does not. Call backward() behind the autocast context, as PyTorch advises"
-            '. RockmateModule with mode="frames" and plan_frames=False casts them, too.'
-        )
-        raise BackwardError(msg)
+    ctx.runner.program.refuse_casts(autocast_dtypes().get(ctx.anchor.leaf.device.type))
     if any(each is not None and is_batched(each) for each in tangents):
         msg = (
             "is_grads_batched=True asks for several gradients at once. Run one backward for each, "

@@ -428,7 +428,7 @@ class Drawn(Body):
 
 def test_other_values_of_the_same_shape_are_named() -> None:
     model = Net(Drawn)
-    with pytest.raises(UnsupportedModelError, match=r"keep=\['blocks\.\d'\]"):
+    with pytest.raises(UnsupportedModelError, match=r"keep=\['blocks\.0', 'blocks\.1', "):
         trained(framed(model, 0.05), model)
     keep = [f"blocks.{number}" for number in range(5)]
     trained(framed(Net(Drawn), 0.9, keep=keep), model)
@@ -457,7 +457,7 @@ class Perturbed(Body):
 
 def test_parameters_that_a_second_run_leaves_changed_are_named() -> None:
     model = Net(Perturbed)
-    with pytest.raises(UnsupportedModelError, match=r"parameter for a while.*keep=\['blocks\.4"):
+    with pytest.raises(UnsupportedModelError, match=r"parameter for a while.*'blocks\.0', 'blo"):
         trained(framed(model, 0.05), model)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -54,22 +54,19 @@ class Capturing:
         arguments: Arguments,
         before: CallState,
         layouts: Layouts,
+        autocast: Mapping[str, torch.dtype],
     ) -> Interior:
-        """The inside of a call, tried.
+        """The inside of a call that has run, tried with some layouts of its outputs' gradients.
 
-        Args:
-            call: which has run, with the state that it began in.
-            module: the submodule.
-            arguments: of the call.
-            before: what it may have changed.
-            layouts: of the gradients of each output.
+        The call has the state that it began in, `before` what it may have changed. The autocast is
+        that of its backwards.
 
         Raises:
             UnsupportedModelError: it would not be as in eager. Other errors of captures, too.
         """
         check_call(call, module, before)
-        first_layouts = [each[0] for each in layouts]
-        run = partial(trained, call, module, clock=self._clock, layouts=first_layouts)
+        given = {"layouts": [each[0] for each in layouts], "autocast": autocast}
+        run = partial(trained, call, module, clock=self._clock, **given)
         outside = EscapedTensors()
         eager = run(_watched(arguments.forward, outside))
         if outside.found():

@@ -76,13 +76,7 @@ def has_hooks(modules: Iterable[nn.Module]) -> bool:
 
 
 def check_call(call: Call, module: nn.Module, before: CallState) -> None:
-    """Refuses a call whose inside a plan would not run as eager does.
-
-    Args:
-        call: which has run.
-        module: the submodule.
-        before: the state that the call began in.
-    """
+    """Refuses a call that has run from a state, whose inside a plan would not run as eager does."""
     parameters = [each for _, each in module.named_parameters(remove_duplicate=False)]
     refused = {
         "it, or a submodule or a parameter of it, has hooks": has_hooks(module.modules()),

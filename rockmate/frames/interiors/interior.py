@@ -44,15 +44,9 @@ class Interior:
         layouts: Layouts,
         cast_names: Sequence[str],
     ) -> None:
-        """Writes no code yet.
+        """Writes no code yet. Layouts are of the gradients of each output in the trial.
 
-        Args:
-            path: of the submodule, for errors.
-            step: the captured inside; gradients are returned.
-            module: the submodule.
-            planned: its schedules.
-            layouts: of the gradients of each output in its trial.
-            cast_names: parameters whose gradient is that of the cast that autocast keeps.
+        Gradients of parameters of `cast_names` are those of the casts that autocast keeps.
         """
         self.copies_gradients = self.adds_gradients = False
         self._layouts = layouts

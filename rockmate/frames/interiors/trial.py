@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from rockmate._torch.autocast import cached_cast
+from rockmate._torch.autocast import autocast_as, autocast_dtypes, cached_cast
 from rockmate.capture.structure import Structure, flatten
 from rockmate.frames.call import Call
 from rockmate.frames.interiors.gradients import contributions_noted
@@ -30,23 +30,24 @@ class GradientLayouts:
 
     Attributes:
         differ: whether one lay otherwise than its output.
+        autocast: that of the last backward, with which eager computes gradients, too.
     """
 
     def __init__(self) -> None:
         """None is known."""
-        self.differ = False
+        self.differ, self.autocast = False, dict[str, torch.dtype]()
         self._known: defaultdict[Hashable, list[tuple[int, ...]]] = defaultdict(list)
         self._tried: set[Hashable] = set()
 
     def add(self, place: int, own: tuple[int, ...], gradient: torch.Tensor) -> bool:
-        """Takes one; whether a trial that there was had none of its layout."""
-        layout, key = layout_of(gradient), (place, gradient.shape)
-        known = self._known[key]
+        """Takes one; whether a trial that there was had none of its layout, or other autocast."""
+        layout, key, before = layout_of(gradient), (place, gradient.shape), self.autocast
+        known, self.autocast = self._known[key], autocast_dtypes()
         self.differ |= layout != own
-        if layout in known or len(known) == _MOST_LAYOUTS:
-            return False
-        known.append(layout)
-        return key in self._tried
+        is_known = layout in known or len(known) == _MOST_LAYOUTS
+        if not is_known:
+            known.append(layout)
+        return key in self._tried and not (is_known and self.autocast == before)
 
     def are_known(self, output: Any) -> bool:
         """Whether a backward of an output of these shapes has come."""
@@ -96,19 +97,13 @@ def trained(
     forward: Callable[..., Any],
     clock: Callable[[], float],
     layouts: Sequence[tuple[int, ...]],
+    autocast: Mapping[str, torch.dtype],
     cast_names: Sequence[str] = (),
 ) -> Trial:
-    """Runs a forward and its backward in the state that a call began in, which then goes back.
+    """Runs a forward, and its backward under some autocast, in the state that a call began in.
 
-    The gradients of outputs are random numbers, the same ones at each time.
-
-    Args:
-        call: whose state and arguments they are.
-        module: its submodule.
-        forward: what runs.
-        clock: seconds.
-        layouts: of the gradient of each output.
-        cast_names: parameters that autocast casts, whose casts' gradients are compared, too.
+    The state then goes back. Gradients of outputs are random numbers in some `layouts`, the same at
+    each time. Those of the casts of parameters of `cast_names` are compared, too.
     """
     given: list[torch.Tensor] = []
 
@@ -126,7 +121,7 @@ def trained(
         pairs = zip(tensors, layouts, strict=True)
         tangents = [(each, _tangent(each, own)) for each, own in pairs if each.requires_grad]
         outputs, gradients = [each for each, _ in tangents], [each for _, each in tangents]
-        with contributions_noted(outputs, leaves) as found:
+        with contributions_noted(outputs, leaves) as found, autocast_as(autocast):
             _ = torch.autograd.grad(outputs, leaves, gradients, allow_unused=True)
         seconds = clock() - begin_s
         contributions = tuple([

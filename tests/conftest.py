@@ -4,7 +4,7 @@
 |---|---|
 | `unit` | of algorithms and of the source tree: no torch model |
 | `model` | all others that are quick; the default |
-| `integration` | of commands, guides, scripts, other libraries and compilers, memory elsewhere |
+| `integration` | of commands, guides, scripts, processes, other libraries, memory elsewhere |
 | `slow` | listed in `slow.txt`: further cases of properties that a quick case covers |
 | `bench` | of the benchmarks, and those that measure time |
 | `cuda` | that need a CUDA device |
@@ -49,14 +49,17 @@ INTEGRATION = (
     "tests/offload/",
     "tests/scripts/",
     "tests/test_packaging.py",
-    # Whole models of other libraries, and searches that are compared by their time.
+    # Whole models of other libraries, several processes, and searches that are compared by time.
     "tests/entry/test_quantized.py",
     "tests/entry/test_shapes.py::test_smaller_shapes_take_over_the_schedule_and_equal_eager[gpt2]",
     "tests/entry/test_step_functions.py::test_derivatives_by_functions",
     "tests/frames/test_quantized.py",
+    "tests/frames/test_sharded.py::test_two_processes",
     "tests/interiors/test_planned_frames.py::test_a_decoder_of_transformers_with_layerdrop",
     "tests/planning/test_plans_together.py::test_they_are_about_as_fast_as_plans_made_one_by_one",
+    "tests/runtime/test_distributed.py::test_two_processes",
     "tests/runtime/test_fake_cuda.py",
+    "tests/runtime/test_fully_shard.py::test_processes",
 )
 QUICK_BENCH = ("tests/bench/test_frames_page.py", "tests/bench/test_zoo.py")
 BENCH = ("tests/bench/",)

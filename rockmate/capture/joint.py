@@ -67,7 +67,7 @@ from rockmate.ops.collectives import wait_for_collectives
 from rockmate.ops.gathering import padded_names, put_padded_parts
 from rockmate.ops.kernel_layouts import in_kernel_layout
 from rockmate.ops.value_mark import values_marked
-from rockmate.state.call_state import caches_passed_by, outside_of, undone
+from rockmate.state.call_state import caches_passed_by, empty_caches, outside_of, undone
 from rockmate.state.writes import Writes
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ def capture_joint(
     make = partial(
         TracedForward, model, structure, differentiable=differentiable, outputs=outputs,
         keeps_checkpoints=keeps_checkpoints, reads_masks=reads_masks,
-        sample=values if values and values.num_carriers else None,
+        sample=values if values and values.num_carriers else None, caches=empty_caches(),
     )  # fmt: skip
     check_behaviour()
     with uncompiled(model), caches_passed_by(model):

@@ -220,19 +220,20 @@ class TracedForward(nn.Module):
         reads_masks: bool = False,
         sample: SampleValues | None = None,
         logs: Sequence[Place] = (),
+        caches: Sequence[Any] = (),
     ) -> None:
         """Takes the model and how it is called.
 
         With a `sample`, reads of values that follow from its values are answered, or deferred.
         Containers at the places of `logs` are only written to. What stands `outside` is looked at
-        behind a run.
+        behind a run, and `caches` of functions are emptied.
         """
         super().__init__()
         self.model = model
         self.structure = structure
         self._differentiable, self._outputs = differentiable, outputs
         self.keeps_checkpoints, self.reads_masks = keeps_checkpoints, reads_masks
-        self.outside, self.log = outside, WriteLog(logs)
+        self.outside, self.log, self._caches = outside, WriteLog(logs), caches
         self._sample, self.reader = sample, ValueReader(sample)
         self._members, self.held = named_members(model), HeldTensors(model)
         for name, tensor in self.held.tensors.items():
@@ -260,7 +261,7 @@ class TracedForward(nn.Module):
                 no_random_state_set(),
                 members_of_tensors_left(),
                 parametrizations_afresh(),
-                results_dropped(),
+                results_dropped(self._caches),
                 self.log.noting(),
                 gathered_by_ops(self.model),
             ):

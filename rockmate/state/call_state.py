@@ -7,7 +7,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import setitem
 from typing import Any
@@ -201,19 +201,23 @@ def _is_of_library(module: Any) -> bool:
     return str(module).partition(".")[0] in _LIBRARIES
 
 
-@contextmanager
-def results_dropped() -> Iterator[None]:
-    """Empties what `functools.lru_cache` wraps, wherever it stands, if the body has filled it.
+def empty_caches() -> list[Any]:
+    """What `functools.lru_cache` wraps, wherever it stands, that holds no result.
 
-    One that held results before, which a script may go on with, keeps all.
+    One that holds results, which a script may go on with, keeps all. Takes a look at every object.
     """
     cached = [each for each in gc.get_objects() if type(each) is _CachedFunction]
     known = [each for each in cached if not _is_of_library(each.__module__)]
-    empty = [each for each in known if not each.cache_info().currsize]
+    return [each for each in known if not each.cache_info().currsize]
+
+
+@contextmanager
+def results_dropped(caches: Sequence[Any]) -> Iterator[None]:
+    """Empties these caches behind the body, which may have filled them with tensors of a trace."""
     try:
         yield
     finally:
-        for each in empty:
+        for each in caches:
             each.cache_clear()
 
 

@@ -65,6 +65,10 @@ _OF_NO_REPEAT = (
     "(register_buffer) or an attribute, or pass it as an argument; or begin anew with the plain "
     "model, module.original."
 )
+_NOT_HELD = (
+    "%s is not held against eager, since %s. What the forward reads beside its tensors is taken as "
+    'it was at the capture. A larger budget lets eager run, and mode="frames" needs no capture.'
+)
 
 
 def run_beside_eager(
@@ -234,7 +238,8 @@ class _Trial:
             reason = f"copies of what the forward changes take {size_text(writes.num_bytes)}"
             outcome = None
         if reason:
-            logger.info("%s is not held against eager, since %s", self._conditions.what, reason)
+            level = logging.WARNING if self._steps.is_first else logging.INFO
+            logger.log(level, _NOT_HELD, self._conditions.what, reason)
         return outcome
 
 

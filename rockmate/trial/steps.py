@@ -23,9 +23,14 @@ class TrialSteps:
     _num_trials: int = 0
 
     @property
+    def is_first(self) -> bool:
+        """Whether the trial at hand is the first one."""
+        return self._num_trials == 1
+
+    @property
     def has_time(self) -> bool:
         """Whether the trial at hand may take what both backwards do: some six forwards."""
-        is_first = self._num_trials == 1 or self.option == "always"
+        is_first = self.is_first or self.option == "always"
         return 6 * self.forward_s <= (_MOST_S if is_first else _MOST_LATER_S)
 
     def __post_init__(self) -> None:

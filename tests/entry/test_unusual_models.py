@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -50,6 +51,8 @@ class SparseBuffer(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("edges", torch.eye(3).to_sparse())
+        with warnings.catch_warnings(action="ignore"):  # of their beta state
+            self.register_buffer("rows", torch.eye(3).to_sparse_csr())
 
 
 class Scaled(nn.Module):

@@ -49,7 +49,7 @@ from torch._dynamo import lookup_backend
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from bench.models import Workload
-from bench.peers.checkpoint import checkpoint_layers, checkpoint_per_layer, eager
+from bench.peers.checkpoint import checkpoint_layers, eager
 from bench.peers.checkpoint import checkpoint_stages as checkpoint_stages
 from bench.peers.compiled import (
     compiled,
@@ -110,7 +110,7 @@ def peers_for(*, quick: bool = False) -> dict[str, Peer]:
     default_partitioner = lookup_backend("aot_eager_default_partitioner")
     return {
         "eager": eager,
-        "checkpoint": checkpoint_per_layer,
+        "checkpoint": checkpoint_layers,
         **{
             f"checkpoint: every {k}": partial(checkpoint_layers, every=k) for k in settings["every"]
         },
@@ -156,5 +156,5 @@ def family(name: str) -> str:
     return name.partition(":")[0]
 
 
-PEERS: dict[str, Peer] = {"eager": eager, "checkpoint": checkpoint_per_layer}
+PEERS: dict[str, Peer] = {"eager": eager, "checkpoint": checkpoint_layers}
 """The two that every model can be trained with."""

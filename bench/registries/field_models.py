@@ -306,25 +306,6 @@ def mace(kind: str = "MACE", **options: Any) -> nn.Module:
     return _Potential(made, training=True)
 
 
-def neighbours(number: int) -> dict[str, Tensor]:
-    """One molecule, as NequIP reads it."""
-    points = _points(number)
-    kinds = torch.randint(3, (number,))
-    return {"pos": points, "edge_index": _near(points), "atom_types": kinds}
-
-
-def nequip() -> nn.Module:
-    """A small NequIP."""
-    importlib.import_module("nequip.utils.global_state").set_global_state()
-    make = importlib.import_module("nequip.model").NequIPGNNModel
-    made = make(
-        seed=0, model_dtype="float32", type_names=["H", "C", "O"], r_max=2.5, num_layers=2,
-        l_max=1, parity=True, num_features=8, radial_mlp_depth=1, radial_mlp_width=16,
-        avg_num_neighbors=4.0,
-    )  # fmt: skip
-    return _Potential(made, "total_energy")
-
-
 def schnetpack_batch(number: int) -> dict[str, Tensor]:
     """One molecule, as SchNetPack reads it."""
     points = _points(number)

@@ -14,13 +14,10 @@ from torch import Tensor, nn
 # --- graphs -----------------------------------------------------------------------------------
 
 
-def _drawn(seed: int | None) -> torch.Generator | None:
-    return None if seed is None else torch.Generator().manual_seed(seed)
-
-
 def graph(nodes: int, edges: int, *, seed: int | None = None) -> tuple[Tensor, Tensor]:
     """Sixteen features of each node, and edges; with a `seed`, the same edges in each step."""
-    return torch.randn(nodes, 16), torch.randint(nodes, (2, edges), generator=_drawn(seed))
+    drawn = None if seed is None else torch.Generator().manual_seed(seed)
+    return torch.randn(nodes, 16), torch.randint(nodes, (2, edges), generator=drawn)
 
 
 def data(nodes: int, edges: int) -> Any:
@@ -212,19 +209,6 @@ class Ode(nn.Module):
 # --- potentials -------------------------------------------------------------------------------
 
 
-class Spherical(nn.Module):
-    """Spherical harmonics of directions, before a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        o3 = importlib.import_module("e3nn.o3")
-        self.harmonics = o3.SphericalHarmonics([0, 1, 2], normalize=True)
-        self.first, self.last = nn.Linear(9, 64), nn.Linear(64, 1)
-
-    def forward(self, points: Tensor) -> Tensor:  # noqa: D102
-        return self.last(self.first(self.harmonics(points)).tanh())
-
-
 class Equivariant(nn.Module):
     """Energy of points by tensor products along edges, and its gradient by the points."""
 
@@ -283,13 +267,13 @@ def molecules(number: int, _: int) -> dict[str, Tensor]:
 class _Potential(nn.Module):
     """A potential with its forces, as in training."""
 
-    def __init__(self, model: nn.Module, energy: str = "energy", **options: Any) -> None:
+    def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__()
-        self.model, self.energy, self.options = model, energy, options
+        self.model, self.options = model, options
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         found = self.model(dict(batch), **self.options)
-        return found[self.energy], found["forces"]
+        return found["energy"], found["forces"]
 
 
 def mace(kind: str = "MACE", **options: Any) -> nn.Module:

@@ -6,15 +6,15 @@
     python -m bench.compare --page --output bench/results/peers_cpu_202611
     python -m bench.compare --readme --output bench/results/peers_cpu_202611
 
-Writes STEM.jsonl, then the page STEM.md, all points as STEM/points.csv, and a picture
-STEM/<model>.png for each model. Each model runs in a process of its own, and its lines are written
-when it is finished: an interrupted command goes on with the next model when it is started again
-with the same output. A model whose process dies is named at the end, and the other models go on.
+Writes STEM.jsonl, then the page STEM.md, and all points as STEM/points.csv. Each model runs in a
+process of its own, and its lines are written when it is finished: an interrupted command goes on
+with the next model when it is started again with the same output. A model whose process dies is
+named at the end, and the other models go on.
 `--readme` prints README's table.
 
 `bench.comparison` says what is measured, `bench.peers` describes the peers,
 `bench.models.COMPARED` lists the models. The ILP solver of the min-cut partitioner needs scipy, the
-LoRA models peft, diffusion models diffusers, pictures matplotlib.
+LoRA models peft, diffusion models diffusers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from bench import command, measure, models, peers
 from bench.command import Record, say
 from bench.comparison import plans
 from bench.comparison.measurement import measure_model
-from bench.comparison.page import page, points_csv, readme_table, save_picture
+from bench.comparison.page import page, points_csv, readme_table
 from bench.comparison.result import ModelResult, by_model
 
 
@@ -114,9 +114,6 @@ def _write(records: Sequence[Record], options: argparse.Namespace) -> None:
     command.write(options, page(records, f"{stem.name}/points.csv"))
     stem.mkdir(exist_ok=True)
     (stem / "points.csv").write_text(points_csv(results))
-    for result in results:
-        if result.eager and result.peers:
-            save_picture(result, stem / f"{result.name}.png")
 
 
 if __name__ == "__main__":

@@ -205,15 +205,6 @@ def resident_peak(step: Step) -> int:
     Linux and CPU only, and only in a process that started with `RESIDENT_ENVIRONMENT`. Run the step
     once before, in the same process.
     """
-    return resident_marks([step])[0]
-
-
-def resident_marks(steps: Sequence[Step]) -> list[int]:
-    """The resident peak of each step, called one after the other, above the start of the first.
-
-    Memory that a step leaves resident is in the marks of all later ones: memory that it did not
-    free, or fragments that nothing fits in.
-    """
     missing = {
         name for name in RESIDENT_ENVIRONMENT if name.startswith("MALLOC")
     } - os.environ.keys()
@@ -222,14 +213,11 @@ def resident_marks(steps: Sequence[Step]) -> list[int]:
         raise RuntimeError(f"the resident peak needs {names} set at process start")
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    before_bytes, marks_bytes = None, []
-    for step in steps:
-        # This sets the mark to what is resident now.
-        Path("/proc/self/clear_refs").write_text("5")
-        before_bytes = _status_bytes("VmRSS") if before_bytes is None else before_bytes
-        step()
-        marks_bytes.append(_status_bytes("VmHWM") - before_bytes)
-    return marks_bytes
+    # This sets the mark to what is resident now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before_bytes = _status_bytes("VmRSS")
+    step()
+    return _status_bytes("VmHWM") - before_bytes
 
 
 def _status_bytes(field: str) -> int:
@@ -288,7 +276,6 @@ def time_in_turn(
     rounds: int,
     *,
     before: Step = lambda: None,
-    num_threads: int = 1,
     device: str | torch.device = "cpu",
     is_wall: bool = False,
     warm_ups: int = 1,
@@ -301,7 +288,6 @@ def time_in_turn(
         steps: Name to step.
         rounds: How often each is timed.
         before: Called before each step, outside its time, for example to zero the gradients.
-        num_threads: Intra-op threads during the timing; the setting is restored afterwards.
         device: Where the steps run. A CUDA device is synchronized before and after each step.
         is_wall: Whether wall time counts; else as in `time_once`.
         warm_ups: Rounds before those that count.
@@ -321,7 +307,7 @@ def time_in_turn(
 
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
     names = list(steps)
-    with quiet(num_threads):
+    with quiet():
         for number in range(-warm_ups, rounds):
             ordered = names[::-1] if number % 2 else names
             own = _round(ordered, names[0], timed, reference_every)
@@ -370,10 +356,10 @@ def time_once(step: Step, device: str | torch.device = "cpu", *, is_wall: bool =
 
 
 @contextmanager
-def quiet(num_threads: int = 1) -> Iterator[None]:
-    """Sets the number of intra-op threads and pauses garbage collection; restores both."""
+def quiet() -> Iterator[None]:
+    """Takes one intra-op thread and pauses garbage collection; restores both."""
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(1)
     gc.collect()
     try:
         with gc_paused():

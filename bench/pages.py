@@ -1,4 +1,4 @@
-"""The parts of all pages: tables, targets, numbers, pictures, and where the lines come from.
+"""The parts of all pages: tables, targets, numbers, and where the lines come from.
 
 A page is a file of `bench/templates` with its parts filled in.
 """
@@ -211,70 +211,6 @@ def _loads(records: Iterable[Record]) -> str:
     loads = [each["load_average"] for each in records]
     low, high = f"{min(loads):.1f}", f"{max(loads):.1f}"
     return low if low == high else f"{low} to {high}"
-
-
-# --- pictures ---------------------------------------------------------------------------------
-
-INK, PEER_COLOR, OURS_COLOR = "#2b2e33", "#c8322b", "#1f6fb4"
-STRATEGIES = {"rockmate": OURS_COLOR, "rotor": "#4f9a5b", "chen": "#c8822b", "checkmate": "#8a55a8"}
-"""Colors."""
-
-
-class Line(NamedTuple):
-    """One line of a picture.
-
-    Attributes:
-        points: across and up.
-        style: as matplotlib's `plot` takes it.
-        step: "post" or "pre" for a step function.
-        words: beside each point; empty if none.
-    """
-
-    points: Sequence[tuple[float, float]]
-    style: Mapping[str, Any]
-    step: str = ""
-    words: Sequence[str] = ()
-
-
-def picture(
-    path: Path,
-    title: str,
-    lines: Iterable[Line],
-    *,
-    across: str,
-    up: str,
-    limits: tuple[float, float | None],
-) -> None:
-    """Draws lines. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 6), layout="constrained", facecolor="white")
-    panel = figure.subplots()
-    for line in lines:
-        _draw(panel, line)
-    panel.set_title(title, color=INK, fontsize=9)
-    panel.set_xlim(0, None)
-    panel.set_ylim(*limits)
-    panel.spines[["top", "right"]].set_visible(False)
-    panel.grid(color="#e4e6ea", linewidth=0.8)
-    panel.set_axisbelow(True)
-    panel.legend(frameon=False, labelcolor=INK, fontsize=8)
-    figure.supxlabel(across)
-    figure.supylabel(up)
-    figure.savefig(path, dpi=110)
-
-
-def _draw(panel: Any, line: Line) -> None:
-    xs, ys = [x for x, _ in line.points], [y for _, y in line.points]
-    if line.step:
-        panel.step(xs, ys, where=line.step, **line.style)
-    else:
-        panel.plot(xs, ys, **line.style)
-    for word, place in zip(line.words, line.points, strict=False):
-        panel.annotate(
-            word, place, xytext=(5, 4), textcoords="offset points", fontsize=6,
-            color=line.style["color"],
-        )  # fmt: skip
 
 
 _TEMPLATES = _templates()

@@ -4,9 +4,8 @@
     python -m bench.plan_quality --model llama --quick --output X
     python -m bench.plan_quality --page --output bench/results/plan_quality_cpu_202611
 
-Writes STEM.jsonl, the page STEM.md, and a picture STEM/<model>.png for each model. The lines of a
-model are written when it is finished. An interrupted command goes on when it is started again with
-the same output.
+The lines of a model are written when it is finished. An interrupted command goes on when it is
+started again with the same output.
 
 Only predictions are compared: simulated peaks and sums of measured op times, all of one planner and
 so with one set of op costs. No step is run. The lines of JSON are of three kinds:
@@ -26,12 +25,11 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from bench import command, models
 from bench.command import Record
-from bench.quality_page import SERIES, newest_of_models, page, save_picture
+from bench.quality_page import SERIES, page
 from rockmate import InfeasibleBudgetError, Plan, Planner
 from rockmate.bound.lower_bound import LowerBound
 from rockmate.plan.faults import fault_of
@@ -46,8 +44,6 @@ OTHERS = ("none", "chen", "rotor")
 STRATEGIES = (*OTHERS, DEFAULT)
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.25)
 MACHINE = "cpu-avx2"
-NUM_BOUNDS = 48
-"""Number of budgets at which the lower bound is drawn."""
 PAGE_BYTES = 4096
 QUICK_BUDGETS = (1.0, 0.5, 0.25)
 NUM_FRONTIER_POINTS = 6
@@ -65,10 +61,6 @@ class _ModelPlans:
 
     def model_record(self) -> Record:
         planner = self.planner
-        proved_minimum_bytes = self._proved_minimum_bytes()
-        least_bytes = proved_minimum_bytes + PAGE_BYTES
-        share = (planner.baseline_peak_bytes - least_bytes) / (NUM_BOUNDS - 1)
-        budgets_bytes = [least_bytes + round(share * point) for point in range(NUM_BOUNDS)]
         return {
             "kind": "model",
             "model": self.name,
@@ -77,8 +69,7 @@ class _ModelPlans:
             "baseline_ms": planner.baseline_ms,
             "timings_s": dict(planner.timings),
             "minimum_peak_bytes": {each: planner.minimum_peak(each) for each in STRATEGIES},
-            "proved_minimum_bytes": proved_minimum_bytes,
-            "lower_bounds": [(size, self._bounds.bound_ms(size)) for size in budgets_bytes],
+            "proved_minimum_bytes": self._proved_minimum_bytes(),
             "frontiers": {
                 strategy: [
                     (point.budget_bytes, point.predicted_ms)
@@ -121,21 +112,17 @@ class _ModelPlans:
                 "chunks": str(plan.options.loss_chunks or ""),
             }
 
-    @cached_property
-    def _bounds(self) -> LowerBound:
-        """The bounds on unchunked schedules."""
-        plan = self.planner.plan(1.0, strategy="none")
-        return LowerBound(plan.graph, plan.costs, plan.baseline_ms)
-
     def _proved_minimum_bytes(self) -> int:
         """The largest number of bytes that no unchunked schedule fits in.
 
         The bound is infinite there. The number is exact to a page.
         """
+        plan = self.planner.plan(1.0, strategy="none")
+        bounds = LowerBound(plan.graph, plan.costs, plan.baseline_ms)
         low, high = 0, self.planner.minimum_peak_bytes
         while high - low > PAGE_BYTES:
             middle = (low + high) // 2
-            if math.isinf(self._bounds.bound_ms(middle)):
+            if math.isinf(bounds.bound_ms(middle)):
                 low = middle
             else:
                 high = middle
@@ -214,17 +201,9 @@ def _measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     gc.collect()
 
 
-def _draw(options: argparse.Namespace, records: list[Record]) -> int:
-    options.output.mkdir(parents=True, exist_ok=True)
-    for name, own in newest_of_models(records).items():
-        if "frontiers" in own[0]:
-            save_picture(own, options.output / f"{name}.png")
-    return 0
-
-
 main = command.main_of(
     "plan_quality", __doc__, _measured, page, models=MODELS, tiny=True, stem="plan_quality_cpu",
-    further={"--quick": {"action": "store_true", "help": "fewer budgets"}}, after=_draw,
+    further={"--quick": {"action": "store_true", "help": "fewer budgets"}},
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The page of `bench.plan_quality`, whose targets are in its template, and the pictures."""
+"""The page of `bench.plan_quality`, whose targets are in its template."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise
-from pathlib import Path
 from typing import Any
 
 from bench.command import Record
-from bench.pages import INK, PEER_COLOR, STRATEGIES, Line, about, filled, picture
+from bench.pages import about, filled
 
 ROUNDING = 1e-9
 """Relative, of times: the same op times may be summed in another order."""
@@ -197,53 +196,3 @@ def page(records: Sequence[Record]) -> list[str]:
         ],
         rising=lines.rising_notes(),
     )
-
-
-# --- picture ----------------------------------------------------------------------------------
-
-
-def save_picture(records: Sequence[Record], path: Path) -> None:
-    """Draws the frontier of each strategy on one model, with the lower bound.
-
-    A strategy's curve is a step function: the time at a budget is that of its fastest plan for no
-    more. So is the bound's: it holds for every smaller budget.
-
-    Args:
-        records: Of one model, the one of kind `model` first; see `bench.plan_quality`.
-        path: A file name that ends in .png, .pdf or .svg.
-    """
-    model, plans = records[0], [r for r in records if r["kind"] == "plan" and r["is_feasible"]]
-    lines = []
-    for strategy, color in (STRATEGIES | {"none": INK}).items():
-        curve = _scaled(_frontier(model, plans, strategy), model)
-        if curve:
-            style = {"color": color, "label": strategy, "marker": "."}
-            lines.append(Line([*curve, (1.05, curve[-1][1])], style, step="post"))
-    bound = {"color": PEER_COLOR, "linestyle": "--", "label": "lower bound"}
-    lines.append(Line(_scaled(model["lower_bounds"], model), bound, step="pre"))
-    megabytes = model["baseline_peak_bytes"] / 1e6
-    title = f"{model['model']}: baseline {megabytes:.4g} MB and {model['baseline_ms']:.4g} ms"
-    picture(
-        path,
-        title,
-        lines,
-        across="peak, as a share of the baseline's",
-        up="predicted time over the baseline's",
-        limits=(0.98, 2.0),
-    )
-
-
-def _frontier(model: Record, plans: Sequence[Record], strategy: str) -> list[tuple[float, float]]:
-    """The strategy's points that no other one dominates."""
-    points = {(budget_bytes, ms) for budget_bytes, ms in model["frontiers"].get(strategy, ())}
-    points |= {(r["peak_bytes"], r["ms"]) for r in plans if r["strategy"] == strategy}
-    best: list[tuple[float, float]] = []
-    for point in sorted(points):
-        if not best or point[1] < best[-1][1]:
-            best.append(point)
-    return best
-
-
-def _scaled(points: Sequence[Sequence[float]], model: Record) -> list[tuple[float, float]]:
-    """Share of the peak and time ratio."""
-    return [(size / model["baseline_peak_bytes"], ms / model["baseline_ms"]) for size, ms in points]

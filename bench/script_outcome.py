@@ -181,7 +181,7 @@ def _within(run: Any, settings: Settings, heard: list[str], module: RockmateModu
     is_frames = module.frames is not None
     found["ran"] = "frames" if is_frames else "plan"
     lines = [line for line in heard if any(text in line for text in _NO_BUDGET)]
-    if all(each.is_measured for each in (*run.habits, *_measurable(run))):
+    if all(each.is_measured for each in run.habits) and all(map(_is_measurable, run.model.layers)):
         allowed = settings.budget + _beside(run)
         try:
             found["peak"] = _peak(run, allowed)
@@ -200,15 +200,8 @@ def _within(run: Any, settings: Settings, heard: list[str], module: RockmateModu
     return found
 
 
-def _measurable(run: Any) -> list[Any]:
-    @dataclass
-    class Layer:
-        is_measured: bool
-
-    return [
-        Layer(getattr(each, "is_measured", not hasattr(each, "extra_loss")))
-        for each in run.model.layers
-    ]
+def _is_measurable(layer: Any) -> bool:
+    return getattr(layer, "is_measured", not hasattr(layer, "extra_loss"))
 
 
 def _peak(run: Any, budget: int = 0) -> int:
@@ -225,22 +218,18 @@ def _peak(run: Any, budget: int = 0) -> int:
             run.forward_and_backward(step)
         else:
             try:
-                found.append(allocator_peak(functools.partial(_step, run, step)))
+                found.append(allocator_peak(functools.partial(run.forward_and_backward, step)))
             except RockmateError as error:
                 if _PROFILED not in str(error):
                     raise
                 run.prefetch(step)
                 run.forward_and_backward(step)  # is planned for
                 run.prefetch(step)
-                found.append(allocator_peak(functools.partial(_step, run, step)))
+                found.append(allocator_peak(functools.partial(run.forward_and_backward, step)))
             if budget == 0 or found[-1] <= budget:
                 break
         run.optimizer.zero_grad(set_to_none=False)
     return min(found)
-
-
-def _step(run: Any, step: int) -> None:
-    run.forward_and_backward(step)
 
 
 def _beside(run: Any) -> int:
@@ -293,16 +282,13 @@ def _advised(settings: Settings, error: RockmateError) -> Settings | None:
             ("auto", "frames"),
         }
         if f'mode="{mode}"' in text and is_step:
-            return replace(settings, mode=mode, options=_left(options, "keep"))
+            kept = {name: value for name, value in options.items() if name == "keep"}
+            return replace(settings, mode=mode, options=kept)
     if "plan_frames=False" in text and options.get("plan_frames", True):
         return replace(settings, options=options | {"plan_frames": False})
     if "module.original" in text or "plain model" in text:
         return replace(settings, is_plain=True)
     return None
-
-
-def _left(options: dict[str, Any], *names: str) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name in names}
 
 
 def _text(error: BaseException) -> str:

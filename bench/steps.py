@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from bench import command
 from bench.command import Record
 from bench.measure import allocator_peak, gradients_of, same_bits, time_in_turn
+from bench.models.hf import hf
 from bench.pages import about, filled
 from rockmate import plan_step, wrap_trainer
 
@@ -141,10 +142,8 @@ def forces(size: int) -> Case:
 
 
 def _gpt2(num_words: int) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=num_words, n_layer=2, n_embd=128, n_head=2, n_positions=128)
-    return GPT2LMHeadModel(config).train()
+    sizes = {"n_layer": 2, "n_embd": 128, "n_head": 2, "n_positions": 128}
+    return hf("GPT2LMHeadModel", vocab_size=num_words, **sizes)
 
 
 def _log_probs(model: nn.Module, words: Tensor) -> Tensor:

@@ -49,16 +49,9 @@ from torch._dynamo import lookup_backend
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from bench.models import Workload
-from bench.peers.checkpoint import checkpoint_layers, checkpoint_per_layer, eager
+from bench.peers.checkpoint import checkpoint_layers, eager
 from bench.peers.checkpoint import checkpoint_stages as checkpoint_stages
-from bench.peers.compiled import (
-    compiled,
-    compiled_by_layer,
-    compiled_by_layer_with_checkpoints,
-    compiled_with_checkpoints,
-    inductor,
-    min_cut,
-)
+from bench.peers.compiled import compiled, compiled_by_layer, inductor, min_cut
 from bench.peers.segments import checkpoint_in_sequence, checkpoint_segments
 
 Peer = Callable[[Workload], AbstractContextManager[Callable[..., Any]]]
@@ -110,7 +103,7 @@ def peers_for(*, quick: bool = False) -> dict[str, Peer]:
     default_partitioner = lookup_backend("aot_eager_default_partitioner")
     return {
         "eager": eager,
-        "checkpoint": checkpoint_per_layer,
+        "checkpoint": checkpoint_layers,
         **{
             f"checkpoint: every {k}": partial(checkpoint_layers, every=k) for k in settings["every"]
         },
@@ -132,20 +125,18 @@ def _inductors(modes: Sequence[str], budgets: Sequence[float]) -> dict[str, Peer
     """Inductor in each mode: whole and by layer, at each budget, and with checkpoints."""
     first, largest = modes[0], budgets[0]
     points = [*((first, budget) for budget in budgets), *((mode, largest) for mode in modes[1:])]
-    plain = {"inductor": compiled, "inductor by layer": compiled_by_layer}
-    checkpointed = {
-        "inductor, checkpoints": compiled_with_checkpoints,
-        "inductor by layer, checkpoints": compiled_by_layer_with_checkpoints,
-    }
+    lenders = {"inductor": compiled, "inductor by layer": compiled_by_layer}
     return {
         **{
             f"{name}: {mode} {budget:g}": partial(lend, backend=inductor(mode, budget))
-            for name, lend in plain.items()
+            for name, lend in lenders.items()
             for mode, budget in points
         },
         **{
-            f"{name}: {mode}": partial(lend, backend=inductor(mode, largest))
-            for name, lend in checkpointed.items()
+            f"{name}, checkpoints: {mode}": partial(
+                lend, backend=inductor(mode, largest), has_checkpoints=True
+            )
+            for name, lend in lenders.items()
             for mode in modes
         },
     }
@@ -156,5 +147,5 @@ def family(name: str) -> str:
     return name.partition(":")[0]
 
 
-PEERS: dict[str, Peer] = {"eager": eager, "checkpoint": checkpoint_per_layer}
+PEERS: dict[str, Peer] = {"eager": eager, "checkpoint": checkpoint_layers}
 """The two that every model can be trained with."""

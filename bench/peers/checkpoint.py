@@ -51,11 +51,6 @@ def checkpoint_layers(workload: Workload, *, every: int = 1, **options: Any) -> 
         yield model
 
 
-def checkpoint_per_layer(workload: Workload) -> AbstractContextManager[nn.Module]:
-    """One checkpoint per layer, the usual setting."""
-    return checkpoint_layers(workload)
-
-
 @contextmanager
 def checkpoint_stages(workload: Workload) -> Iterator[nn.Module]:
     """One non-reentrant checkpoint around every stage.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -71,40 +71,32 @@ def inductor(mode: str, budget: float) -> Callable[..., Any]:
 
 
 @contextmanager
-def compiled(workload: Workload, *, backend: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-    """The whole model compiled; the first call inside compiles, and later contexts use its code."""
-    with dynamo_config.patch(**_COMPILATION):
-        yield _compiled_model(workload, backend)
-
-
-@contextmanager
-def compiled_by_layer(workload: Workload, *, backend: Callable[..., Any]) -> Iterator[nn.Module]:
-    """Each layer compiled by itself; equal layers share the code."""
-    with (
-        dynamo_config.patch(**_COMPILATION),
-        replaced_forwards(_compiled_forwards(workload, backend)),
-    ):
-        yield workload.model
-
-
-@contextmanager
-def compiled_with_checkpoints(
-    workload: Workload, *, backend: Callable[..., Any]
+def compiled(
+    workload: Workload, *, backend: Callable[..., Any], has_checkpoints: bool = False
 ) -> Iterator[Callable[..., Any]]:
-    """The whole model compiled, with a checkpoint around every layer."""
-    with checkpoint_layers(workload), dynamo_config.patch(**_COMPILATION):
+    """The whole model compiled; the first call inside compiles, and later contexts use its code.
+
+    Args:
+        workload: the model.
+        backend: of `torch.compile`.
+        has_checkpoints: whether a checkpoint is around every layer.
+    """
+    around = checkpoint_layers(workload) if has_checkpoints else nullcontext()
+    with around, dynamo_config.patch(**_COMPILATION):
         yield _compiled_model(workload, backend)
 
 
 @contextmanager
-def compiled_by_layer_with_checkpoints(
-    workload: Workload, *, backend: Callable[..., Any]
+def compiled_by_layer(
+    workload: Workload, *, backend: Callable[..., Any], has_checkpoints: bool = False
 ) -> Iterator[nn.Module]:
-    """Each layer compiled by itself, and a checkpoint around each compiled layer."""
-    forwards = {
-        layer: functools.partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=True)
-        for layer, forward in _compiled_forwards(workload, backend).items()
-    }
+    """Each layer compiled by itself, or a checkpoint around each; equal layers share the code."""
+    forwards = _compiled_forwards(workload, backend)
+    if has_checkpoints:
+        around = functools.partial(checkpoint, use_reentrant=False, preserve_rng_state=True)
+        forwards = {
+            layer: functools.partial(around, forward) for layer, forward in forwards.items()
+        }
     with dynamo_config.patch(**_COMPILATION), replaced_forwards(forwards):
         yield workload.model
 

@@ -14,13 +14,10 @@ from torch import Tensor, nn
 # --- graphs -----------------------------------------------------------------------------------
 
 
-def _drawn(seed: int | None) -> torch.Generator | None:
-    return None if seed is None else torch.Generator().manual_seed(seed)
-
-
 def graph(nodes: int, edges: int, *, seed: int | None = None) -> tuple[Tensor, Tensor]:
     """Sixteen features of each node, and edges; with a `seed`, the same edges in each step."""
-    return torch.randn(nodes, 16), torch.randint(nodes, (2, edges), generator=_drawn(seed))
+    drawn = None if seed is None else torch.Generator().manual_seed(seed)
+    return torch.randn(nodes, 16), torch.randint(nodes, (2, edges), generator=drawn)
 
 
 def data(nodes: int, edges: int) -> Any:
@@ -212,19 +209,6 @@ class Ode(nn.Module):
 # --- potentials -------------------------------------------------------------------------------
 
 
-class Spherical(nn.Module):
-    """Spherical harmonics of directions, before a linear layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        o3 = importlib.import_module("e3nn.o3")
-        self.harmonics = o3.SphericalHarmonics([0, 1, 2], normalize=True)
-        self.first, self.last = nn.Linear(9, 64), nn.Linear(64, 1)
-
-    def forward(self, points: Tensor) -> Tensor:  # noqa: D102
-        return self.last(self.first(self.harmonics(points)).tanh())
-
-
 class Equivariant(nn.Module):
     """Energy of points by tensor products along edges, and its gradient by the points."""
 
@@ -283,13 +267,13 @@ def molecules(number: int, _: int) -> dict[str, Tensor]:
 class _Potential(nn.Module):
     """A potential with its forces, as in training."""
 
-    def __init__(self, model: nn.Module, energy: str = "energy", **options: Any) -> None:
+    def __init__(self, model: nn.Module, **options: Any) -> None:
         super().__init__()
-        self.model, self.energy, self.options = model, energy, options
+        self.model, self.options = model, options
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         found = self.model(dict(batch), **self.options)
-        return found[self.energy], found["forces"]
+        return found["energy"], found["forces"]
 
 
 def mace(kind: str = "MACE", **options: Any) -> nn.Module:
@@ -304,25 +288,6 @@ def mace(kind: str = "MACE", **options: Any) -> nn.Module:
         avg_num_neighbors=4.0, atomic_numbers=[1, 6, 8], correlation=2, **options,
     )  # fmt: skip
     return _Potential(made, training=True)
-
-
-def neighbours(number: int) -> dict[str, Tensor]:
-    """One molecule, as NequIP reads it."""
-    points = _points(number)
-    kinds = torch.randint(3, (number,))
-    return {"pos": points, "edge_index": _near(points), "atom_types": kinds}
-
-
-def nequip() -> nn.Module:
-    """A small NequIP."""
-    importlib.import_module("nequip.utils.global_state").set_global_state()
-    make = importlib.import_module("nequip.model").NequIPGNNModel
-    made = make(
-        seed=0, model_dtype="float32", type_names=["H", "C", "O"], r_max=2.5, num_layers=2,
-        l_max=1, parity=True, num_features=8, radial_mlp_depth=1, radial_mlp_width=16,
-        avg_num_neighbors=4.0,
-    )  # fmt: skip
-    return _Potential(made, "total_energy")
 
 
 def schnetpack_batch(number: int) -> dict[str, Tensor]:

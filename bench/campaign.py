@@ -1,8 +1,8 @@
 """The cases of `bench.cuda`: each gives the figures of one model in one setting.
 
 Peaks are those of the caching allocator in excess of the bytes before the step, with `.grad` in
-place. On a CPU, for a rehearsal, they are those of the CPU's allocator, and values move to a disk
-instead of the host. The peer copies them within its memory.
+place. On a CPU, for a rehearsal, they are those of the CPU's allocator, nothing is capped, and
+values move to a disk instead of the host. The peer copies them within its memory.
 """
 
 from __future__ import annotations
@@ -10,21 +10,26 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 
-from bench.measure import Trainer, allocator_peak, time_in_turn
-from bench.models import Maker, Workload, built, makers
-from rockmate import InfeasibleBudgetError, Planner, RockmateModule
+from bench.measure import Trainer, allocator_peak, time_in_turn, time_once
+from bench.models import Batch, Maker, Workload, built, makers
+from rockmate import InfeasibleBudgetError, InfeasibleMemoryLimitError, Planner, RockmateModule
 from rockmate.checks.run import host_waits
+from rockmate.costs.estimate import estimate_costs
+from rockmate.costs.machine import load_machine
+from rockmate.costs.measure import measure_costs
 from rockmate.curves.measure import tensor_difference
 from rockmate.fusion.report import FusionReport
 from rockmate.offload.disk_tier import DiskTier
 from rockmate.offload.pinned_tier import PinnedTier
 from rockmate.offload.tiers import tier_of
+from rockmate.planning.step import capture_step
 from rockmate.planning.strategies import UNMOVED
 from rockmate.schedule.lanes import LaneReplay
 
@@ -131,8 +136,12 @@ def prepared(build: Build, **options: Any) -> tuple[Workload, Planner, float]:
     return _kept[key]
 
 
-def _module(planner: Planner, share: float) -> RockmateModule:
+def planned_module(workload: Workload, batch: Batch, share: float) -> RockmateModule:
     """A planned module at a share of the peak, or at the smallest peak if that is more."""
+    return _module(Planner(workload.model, batch, outputs="loss"), share)
+
+
+def _module(planner: Planner, share: float) -> RockmateModule:
     return planner.module(share, on_infeasible="least", trial="never")
 
 
@@ -188,6 +197,113 @@ def _peaks(step: Callable[[], object], device: torch.device) -> dict[str, int]:
     torch.cuda.synchronize(device)
     reserved_bytes = torch.cuda.max_memory_reserved(device) - before_bytes
     return {"peak_bytes": peak_bytes, "reserved_bytes": reserved_bytes}
+
+
+# --- op costs -------------------------------------------------------------------------------------
+
+
+def op_costs(build: Build) -> Figures:
+    """Estimated times of ops against measured ones, by kind of op, the largest total first."""
+    workload = build()
+    step = capture_step(workload.model, workload.make_batch(0))
+    measured = measure_costs(step.graph)
+    estimated = estimate_costs(step.graph, load_machine(_machine_name(_device(workload))))
+    totals: dict[str, list[float]] = {}
+    for op, own, other in zip(step.graph.ops, measured.first, estimated.first, strict=True):
+        name = str(getattr(op.node.target, "_opname", None) or op.node.target.__name__)  # pyright: ignore
+        pair = totals.setdefault(name, [0.0, 0.0])
+        pair[0], pair[1] = pair[0] + own.time_ms, pair[1] + other.time_ms
+    largest = sorted(totals.items(), key=lambda item: -item[1][0])[:12]
+    return {
+        "measured_ms": sum(pair[0] for pair in totals.values()),
+        "estimated_ms": sum(pair[1] for pair in totals.values()),
+        "by_op": {name: [round(value, 4) for value in pair] for name, pair in largest},
+    }
+
+
+def _machine_name(device: torch.device) -> str:
+    """The description of the card that is there, of an H100 for a card without one."""
+    if device.type == "cpu":
+        return "cpu-avx2"
+    name = torch.cuda.get_device_name(device).lower()
+    return next((each for each in ("h200", "a100", "l4") if each in name), "h100")
+
+
+# --- largest batch --------------------------------------------------------------------------------
+
+
+def largest_batches(build: Build, cap_bytes: int) -> Figures:
+    """The largest batch that trains under a cap on the device, planned and eager, and its speed."""
+    device = _device(build())
+    release_memory()
+    with _capped(device, cap_bytes):
+        return {
+            name: _largest(partial(_train, build, limit))
+            for name, limit in (("eager", None), ("planned", cap_bytes))
+        }
+
+
+@contextmanager
+def _capped(device: torch.device, cap_bytes: int) -> Iterator[None]:
+    if device.type == "cpu":
+        yield
+        return
+    total_bytes = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total_bytes), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
+def _largest(train: Callable[[int], float]) -> dict[str, float]:
+    """Doubles the rows until a batch does not fit, then halves the gap three times."""
+    times_ms: dict[int, float] = {}
+    low, high = 0, 1
+    while high <= 4096 and (time_ms := _attempt(train, high)) is not None:
+        times_ms[high] = time_ms
+        low, high = high, 2 * high
+    for _ in range(3):
+        middle = (low + high) // 2
+        time_ms = None if middle in (low, high) else _attempt(train, middle)
+        if time_ms is None:
+            high = middle
+        else:
+            times_ms[middle] = time_ms
+            low = middle
+    best = max(times_ms, default=0)
+    return {"rows": best, "rows_per_s": 1e3 * best / times_ms[best] if best else 0.0}
+
+
+def _attempt(train: Callable[[int], float], rows: int) -> float | None:
+    try:
+        return train(rows)
+    except (torch.OutOfMemoryError, InfeasibleBudgetError, InfeasibleMemoryLimitError):
+        return None
+    finally:
+        release_memory()
+
+
+def _train(build: Build, limit_bytes: int | None, rows: int) -> float:
+    """Milliseconds of the third step of plain gradient descent, planned where there is a limit."""
+    workload = build()
+    batch, model = workload.make_batch(0, rows), workload.model
+    is_cpu = _device(workload).type == "cpu"
+    if is_cpu and rows > 8:
+        raise torch.OutOfMemoryError
+    call: Callable[..., Any] = model
+    if limit_bytes is not None and is_cpu:
+        call = planned_module(workload, batch, 0.5)
+    elif limit_bytes is not None:
+        options: dict[str, Any] = {"optimizer": "sgd", "outputs": "loss", "trial": "never"}
+        call = RockmateModule(model, batch, memory_limit=limit_bytes, **options)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-5)
+    time_ms = 0.0
+    for _ in range(3):
+        time_ms = time_once(Trainer(workload, batch).step(call), _device(workload))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return time_ms
 
 
 # --- moves to the host --------------------------------------------------------------------------

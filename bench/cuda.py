@@ -1,4 +1,4 @@
-"""The campaign on a GPU: correctness, memory and time, in parts.
+"""The campaign on a GPU: correctness, memory, time, op costs and largest batches, in parts.
 
     python -m bench.cuda --output DIR [--part correctness ...] [--model gpt2-medium ...]
     python -m bench.cuda --output DIR --page > bench/results/h200_<yyyymm>.md
@@ -15,6 +15,8 @@ DIR/PART.jsonl and is not run again, so the same command resumes. A run starts n
 | fused | the same with fused kernels, and the error of their gradients |
 | peers | the same as for a step for activation checkpoints and for torch.compile |
 | offload | a planned step with moves to the host: overlap, bytes, rates; and `save_on_cpu` |
+| costs | measured times of ops against the estimate for the machine |
+| batch | largest batch under a cap on the memory of the device, planned and eager |
 
 Only this checkout, PyTorch, transformers and HiGHS are needed. The last can be carried as a wheel:
 `pip download highspy -d wheels`, then `pip install --no-index -f wheels highspy`.
@@ -40,6 +42,7 @@ from bench.pages import filled
 
 FRACTIONS = (1.0, 0.5, 0.25)
 OFFLOAD_FRACTIONS = (0.5, 0.25)
+CAPS_GB = (24, 48, 80)
 PEERS = ("checkpoint", "compile")
 SAVE_ON_CPU = "save_on_cpu"
 """Setting of the peer in the part with moves."""
@@ -62,8 +65,9 @@ class Case:
     run: Callable[[], Mapping[str, Any]]
 
 
-def cases(models: Mapping[str, Build]) -> Iterator[Case]:
+def cases(models: Mapping[str, Build], *, tiny: bool) -> Iterator[Case]:
     """All cases, model by model."""
+    caps = {f"{cap} GB": (cap << 20) // 100 if tiny else cap * 10**9 for cap in CAPS_GB}
     fused = partial(campaign.planned_step, is_fused=True)
     parts: dict[str, dict[str, Callable[..., Mapping[str, Any]]]] = {
         "correctness": {"": campaign.correctness},
@@ -72,6 +76,10 @@ def cases(models: Mapping[str, Build]) -> Iterator[Case]:
         "peers": {peer: partial(campaign.peer_step, peer=peer) for peer in PEERS},
         "offload": {f"{share}": partial(offloaded_step, share=share) for share in OFFLOAD_FRACTIONS}
         | {SAVE_ON_CPU: save_on_cpu_step},
+        "costs": {"": campaign.op_costs},
+        "batch": {
+            name: partial(campaign.largest_batches, cap_bytes=size) for name, size in caps.items()
+        },
     }
     for name, build in models.items():  # whose planner is kept from one part to the next
         for part, settings in parts.items():
@@ -135,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--page", action="store_true", help="print the page of finished cases")
     options = parser.parse_args(arguments)
     models = campaign.builds(torch.device(options.device), tiny=options.tiny)
-    every = list(cases(models))
+    every = list(cases(models, tiny=options.tiny))
     done = {part: finished(options.output, part) for part in dict.fromkeys(c.part for c in every)}
     machine = options.output / "machine.json"
     if options.page:

@@ -185,9 +185,6 @@ class ModelWatch:
         self._tensor_places = [
             place for place, member in enumerate(members) if isinstance(member, torch.Tensor)
         ]
-        self._strided_places = [
-            place for place in self._tensor_places if members[place].layout is torch.strided
-        ]
         self._with_parts = [
             (place, list(inner_tensors(members[place])))
             for place in self._tensor_places
@@ -213,7 +210,7 @@ class ModelWatch:
         tensors = [members[place] for place in self._tensor_places]
         return (
             list(map(_STATE, tensors)),
-            [members[place].stride() for place in self._strided_places],
+            [each.stride() for each in tensors if each.layout is torch.strided],
             list(map(bool, map(tensor_hooks_of, tensors))),
             list(map(_IS_TRAINING, self._watched)),
             list(map(hook_keys, self._watched))

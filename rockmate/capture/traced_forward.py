@@ -35,7 +35,6 @@ from rockmate.capture.trace_state import (
 from rockmate.capture.write_log import Write, WriteLog, can_watch
 from rockmate.errors import InvalidSampleError, NothingToTrainError, UnsupportedModelError
 from rockmate.ops.gathering import gathered_by_ops
-from rockmate.state.call_state import results_dropped
 from rockmate.state.objects import ABSENT, Objects
 
 
@@ -261,7 +260,6 @@ class TracedForward(nn.Module):
                 no_random_state_set(),
                 members_of_tensors_left(),
                 parametrizations_afresh(),
-                results_dropped(self._caches),
                 self.log.noting(),
                 gathered_by_ops(self.model),
             ):
@@ -289,6 +287,8 @@ class TracedForward(nn.Module):
             self.reader.note_escapes(also_delivered=False)
         finally:
             before.restore()
+            for each in self._caches:  # no call is to meet tensors of a trace
+                each.cache_clear()
         self.left.outside = Outside(changed, self.outside.objects.again(outside_in_trace))
         self.outputs.differentiable = tuple(
             at for at, each in enumerate(flat) if each.requires_grad

@@ -7,7 +7,7 @@ import functools
 import gc
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import setitem
 from typing import Any
@@ -209,16 +209,6 @@ def empty_caches() -> list[Any]:
     cached = [each for each in gc.get_objects() if type(each) is _CachedFunction]
     known = [each for each in cached if not _is_of_library(each.__module__)]
     return [each for each in known if not each.cache_info().currsize]
-
-
-@contextmanager
-def results_dropped(caches: Sequence[Any]) -> Iterator[None]:
-    """Empties these caches behind the body, which may have filled them with tensors of a trace."""
-    try:
-        yield
-    finally:
-        for each in caches:
-            each.cache_clear()
 
 
 @contextmanager

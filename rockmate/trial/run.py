@@ -66,8 +66,8 @@ _OF_NO_REPEAT = (
     "model, module.original."
 )
 _NOT_HELD = (
-    "%s is not held against eager, since %s. What the forward reads beside its tensors is taken as "
-    'it was at the capture. A larger budget lets eager run, and mode="frames" needs no capture.'
+    "%s is not held against eager, since %s. Values that are no tensors are taken as captured. A "
+    'larger budget lets eager run; mode="frames" needs no capture.'
 )
 
 

@@ -12,7 +12,7 @@ import torch
 from bench import cuda
 from rockmate._torch.inductor import missing_compiler
 
-PARTS = ["correctness", "step"]
+PARTS = ["correctness", "step", "costs", "batch"]
 
 
 def run(folder: Path, *options: str) -> int:
@@ -41,6 +41,7 @@ def test_the_campaign_resumes_and_prints_a_page(
     assert cuda.main(["--output", str(tmp_path), "--page"]) == 0
     text = capsys.readouterr().out
     assert "| measured peak <= budget | all | 3 of 3 |" in text
+    assert "gpt2-medium | 24 GB" in text
 
 
 def test_the_part_with_fused_kernels(
@@ -87,12 +88,12 @@ def test_an_error_is_a_record_and_stops_nothing(tmp_path: Path) -> None:
     def fail() -> dict[str, int]:
         raise RuntimeError("no memory")
 
-    good = cuda.Case("peers", "a", "", lambda: {"ratio": 1.0})
-    assert cuda.run(tmp_path, [cuda.Case("peers", "b", "", fail), good], 60.0) == 0
-    failed, done = map(json.loads, (tmp_path / "peers.jsonl").read_text().splitlines())
+    good = cuda.Case("costs", "a", "", lambda: {"measured_ms": 1.0})
+    assert cuda.run(tmp_path, [cuda.Case("costs", "b", "", fail), good], 60.0) == 0
+    failed, done = map(json.loads, (tmp_path / "costs.jsonl").read_text().splitlines())
     assert failed["error"] == "RuntimeError: no memory"
-    assert done["ratio"] == 1.0
-    records = {part: [] for part in (*PARTS, "fused", "peers", "offload")} | {"peers": [failed]}
+    assert done["measured_ms"] == 1.0
+    records = {part: [] for part in (*PARTS, "fused", "peers", "offload")} | {"costs": [failed]}
     machine = dict.fromkeys(("command", "commit", "processor", "machine", "num_cores"), "x")
     machine |= {"gpu": None, "num_threads": 1, "python": "3", "torch": "2", "transformers": "5"}
     assert "b : RuntimeError: no memory" in cuda.page(records, machine)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -51,8 +50,6 @@ class SparseBuffer(Net):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("edges", torch.eye(3).to_sparse())
-        with warnings.catch_warnings(action="ignore"):  # of their beta state
-            self.register_buffer("rows", torch.eye(3).to_sparse_csr())
 
 
 class Scaled(nn.Module):
@@ -80,6 +77,17 @@ def test_bit_for_bit(make: type[Net], options: dict[str, Any]) -> None:
     plain = copy.deepcopy(model)
     module = RockmateModule(model, X, 0.9, on_infeasible="least", numerics="bitwise", **options)
     same_steps(module, plain, lambda each, step: each(X[: 64 - step]))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_buffer_in_a_compressed_layout() -> None:
+    model, plain = Net(), Net()
+    plain.load_state_dict(model.state_dict())
+    model.register_buffer("rows", torch.eye(3).to_sparse_csr())
+    module = RockmateModule(model, X, 0.9, on_infeasible="least", numerics="bitwise")
+    for each in (module, plain, module, plain):
+        each(X).sum().backward()
+    assert_gradients_alike(model, plain)
 
 
 class Adjacent(Net):

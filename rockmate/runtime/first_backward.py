@@ -50,13 +50,18 @@ class FirstBackward:
     def is_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call begins a step of a kind that has had no backward."""
         given = [each for each in tensors_within((args, kwargs)) if each.requires_grad]
-        self._kind = (*autocast_dtypes().items(), *(each.is_leaf for each in given))
+        casts = bool(dtypes := autocast_dtypes())
+        self._kind = (*dtypes.items(), *(each.is_leaf for each in given))
         is_new = not self._is_over and self._kind not in self._known
-        return is_new and (bool(given) or self._is_written)
+        return is_new and (bool(given) or self._is_written or (casts and self._sets_autocast))
 
     @cached_property
     def _is_written(self) -> bool:
-        return _is_in(_WISH, _callers()) or _is_in("autocast", _users_files())
+        return _is_in(_WISH, _callers())
+
+    @cached_property
+    def _sets_autocast(self) -> bool:
+        return _is_in("autocast", _users_files())
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """The output of that call. Where frames refuse it, a plan may do."""

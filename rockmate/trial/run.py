@@ -238,7 +238,7 @@ class _Trial:
             reason = f"copies of what the forward changes take {size_text(writes.num_bytes)}"
             outcome = None
         if reason:
-            level = logging.WARNING if self._steps.is_first else logging.INFO
+            level = logging.WARNING if self._steps.num_trials == 1 else logging.INFO
             logger.log(level, _NOT_HELD, self._conditions.what, reason)
         return outcome
 

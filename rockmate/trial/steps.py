@@ -20,17 +20,12 @@ class TrialSteps:
     num_steps: int = 0
     forward_s: float = 0.0  # processor time of the last plain forward
     _is_due: bool = False
-    _num_trials: int = 0
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the trial at hand is the first one."""
-        return self._num_trials == 1
+    num_trials: int = 0
 
     @property
     def has_time(self) -> bool:
         """Whether the trial at hand may take what both backwards do: some six forwards."""
-        is_first = self.is_first or self.option == "always"
+        is_first = self.num_trials == 1 or self.option == "always"
         return 6 * self.forward_s <= (_MOST_S if is_first else _MOST_LATER_S)
 
     def __post_init__(self) -> None:
@@ -49,5 +44,5 @@ class TrialSteps:
         self._is_due |= self.option == "always" or (self.option == "log" and (is_due or is_power))
         is_trial = self._is_due and can_run
         self._is_due &= not is_trial
-        self._num_trials += is_trial
+        self.num_trials += is_trial
         return is_trial

@@ -204,6 +204,24 @@ def test_kernels_of_attention_are_those_that_the_script_allows_around_the_call(
     assert not differences(script, wrap)
 
 
+def test_a_backward_whose_products_autocast_would_cast_takes_auto_to_frames() -> None:
+    class Careful(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return super().forward(x).sin()
+
+    model, x = nn.Sequential(Careful(16, 16), Careful(16, 16)), torch.randn(32, 16)
+
+    def script(wrap: Wrap) -> Numbers:
+        module = wrap(own := copy.deepcopy(model))
+        for _ in range(3):
+            with torch.autocast("cpu", torch.bfloat16):
+                module(x).square().mean().backward()
+        return [own]
+
+    assert not differences(script, lambda own: RockmateModule(own, None, 1.0, mode="auto"))
+
+
 @pytest.mark.parametrize("num_calls", [1, 2])
 def test_gradients_of_uses_of_a_cast_weight_are_those_without_autocasts_cache(
     num_calls: int,

@@ -98,7 +98,8 @@ def test_the_peak_is_within_the_budget() -> None:
         for seed in range(6):
             loss_of(module, seed).backward()
         assert num_planned(module) > 0
-        assert module.frames is not None and module.frames.budget_bytes is not None  # noqa: PT018
+        assert module.frames is not None
+        assert module.frames.budget_bytes is not None
         torch.manual_seed(0)
         x = torch.randn(ROWS, WIDTH)
         peak = timeline(lambda module=module, x=x: module(x).square().mean().backward()).peak_bytes
@@ -262,8 +263,10 @@ def test_a_parameter_that_is_changed_is_named(how: str) -> None:
     loss = module(torch.randn(ROWS, WIDTH)).mean()
     with torch.no_grad():
         for parameter in model.blocks.parameters():
-            changed = parameter.mul_(0.5) if how != "data" else parameter.data * 0.5
-            parameter.data = changed.data
+            if how == "data":
+                parameter.data = parameter.data * 0.5
+            else:
+                parameter.mul_(0.5)
     with pytest.raises(BackwardError, match=rf"blocks\.5.*{how}.*keep=\['blocks\.5'\]"):
         loss.backward()
 
@@ -280,8 +283,7 @@ def test_modes_frozen_parameters_and_autocast_are_those_of_the_call() -> None:
     check(Net(dropped=0.0), loss=loss, num_steps=12)
 
 
-@pytest.mark.parametrize("mode", ["auto", "frames"])
-def test_a_backward_under_autocast_of_a_forward_outside(mode: Any) -> None:
+def test_a_backward_under_autocast_of_a_forward_outside() -> None:
     def loss(module: nn.Module, seed: int) -> Tensor:
         value = loss_of(module, seed)
         with torch.autocast("cpu", torch.bfloat16):
@@ -289,7 +291,7 @@ def test_a_backward_under_autocast_of_a_forward_outside(mode: Any) -> None:
         return value.detach().requires_grad_()
 
     model = Net(dropped=0.0)
-    module = RockmateModule(copy.deepcopy(model), None, 0.8, mode=mode)
+    module = RockmateModule(copy.deepcopy(model), None, 0.8, mode="frames")
     assert_trains_alike(module, model, loss, 7)
 
 

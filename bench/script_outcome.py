@@ -208,13 +208,14 @@ def _peak(run: Any, budget: int = 0) -> int:
     """Of a step's forward and backward, with gradients in place and the batch made before.
 
     The first that keeps the budget counts, else the smallest of seven: a call that is planned for,
-    or that frames measure, may take more.
+    or that frames measure, may take more. Frames look at their peaks in steps of their own first.
     """
     first, found = random_scripts.NUM_STEPS, []
-    for step in range(first, first + 8):
+    watched = first + (4 if budget else 1)
+    for step in range(first, watched + 7):
         run.prepare_step(first)
         run.prefetch(step)
-        if step == first:
+        if step < watched:
             run.forward_and_backward(step)
         else:
             try:

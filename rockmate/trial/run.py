@@ -207,7 +207,7 @@ class _Trial:
         """
         plain, undo, writes = self._plain, self._undo, self._writes
         reason, outcome, saving = "", None, Saving(plain, undo, self._before.storages)
-        has_failed = False
+        has_failed, level = False, logging.INFO
         try:
             unsaved = nothing_saved()(plain), lambda: False
             for run, evict in (unsaved, (saving.run, saving.evict), (plain, lambda: False)):
@@ -221,6 +221,8 @@ class _Trial:
                 except (DifferentiatedError, RuntimeError) as error:
                     if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
                         raise  # else within torch.func no such hooks may be on
+                    if self._steps.num_trials == 1:  # a forward for compilers may take none
+                        level = logging.WARNING
                     undo()
         except IteratorError:
             reason = "the plain forward would use an iterator up"
@@ -238,7 +240,6 @@ class _Trial:
             reason = f"copies of what the forward changes take {size_text(writes.num_bytes)}"
             outcome = None
         if reason:
-            level = logging.WARNING if self._steps.num_trials == 1 else logging.INFO
             logger.log(level, _NOT_HELD, self._conditions.what, reason)
         return outcome
 

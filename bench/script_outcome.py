@@ -143,8 +143,8 @@ def _attempt(script: Any, settings: Settings, theirs: Any, heard: list[str]) -> 
         if difference and is_plan:
             # Under autocast, as docs/guide/limits.md says, a plan adds gradients of several uses of
             # a weight as eager does without autocast's cache. Elsewhere this changes nothing. With
-            # mode="auto", frames may run the first step.
-            for first in range(2 if settings.mode == "auto" else 1):
+            # mode="auto", frames may run the first step of a kind.
+            for first in range(4 if settings.mode == "auto" else 1):
                 theirs = _trained_uncached(make(script), first)
                 difference = random_scripts.difference(ours, theirs, rounding=rounding)
                 if not difference:

@@ -43,12 +43,14 @@ class TensorState(NamedTuple):
 
 def items_of(content: Any) -> Collection[Any]:
     """What a content leads to."""
-    if isinstance(content, dict):
+    kind = type(content)
+    if kind is dict:
         return content.values()
-    if isinstance(content, list):
+    if kind is list:
         return content
-    if isinstance(content, Both):
-        return [*items_of(content.items), *content.attributes.values()]
+    if kind is Both:
+        found = items_of(content.items)
+        return [*found, *content.attributes.values()] if content.attributes else found
     return content.attributes.values() if isinstance(content, TensorState) else ()
 
 

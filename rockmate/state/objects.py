@@ -102,8 +102,8 @@ class Objects:
                     pending += [each for each in value if type(each) not in ATOMS]
                 continue
             handler = follows(kind)
-            if handler in (None, OF_ATTRIBUTES):
-                handler = _OF_BUFFER if is_buffer(value) else handler
+            if (handler is None or handler is OF_ATTRIBUTES) and is_buffer(value):
+                handler = _OF_BUFFER
             length = _own(kind).__len__(value) if isinstance(value, _SIZED) else 0
             if handler is None or length > _MOST_COPIED:
                 continue
@@ -185,8 +185,9 @@ ABSENT: Any = _Absent()
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    found = dict(vars(value)) if _has_dict(type(value)) else {}
-    for name in _slots(type(value)):
+    kind = type(value)
+    found = dict(vars(value)) if kind.__dictoffset__ else {}
+    for name in _slots(kind):
         item = getattr(value, name, ABSENT)
         if item is not ABSENT:
             found[name] = item
@@ -215,6 +216,8 @@ def _own(kind: type) -> Any:
 def put_dict(value: dict[Any, Any], content: dict[Any, Any]) -> None:
     """Gives a dict its items back, in their order."""
     own = _own(type(value))
+    if not content and not own.__len__(value):
+        return
     if len(content) == own.__len__(value) and all(
         (name is known or name == known) and each is before
         for (name, each), (known, before) in zip(own.items(value), content.items(), strict=True)

@@ -357,11 +357,11 @@ class RockmateModule(Wrapper):
             return self._ungraded.run(self.original, args, kwargs)
         first, frames = self._first_backward, self._frames
         if frames is None and first is not None:
-            frames = first if first.is_of(args, kwargs) else first.chosen_frames(self._plans)
+            frames = first if first.is_of(args, kwargs) else first.chosen_frames()
             self.__dict__["_frames"] = None if frames is first else frames
         if frames is None:
             try:
-                return self._plans.run(args, kwargs)
+                return self._plans.run(args, kwargs, casts_to=first and first.casts_to)
             except NothingToTrainError:
                 self._ungraded.add(args, kwargs)
                 return self._ungraded.run(self.original, args, kwargs)

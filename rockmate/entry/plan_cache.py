@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rockmate._torch.fsdp import put_shards
@@ -65,7 +66,6 @@ class PlanCache:
         new_plans: counts the calls that needed a plan.
         refuses_in_flight: whether a forward that passes the budget together with those in flight,
             where none can be planned for, is an error. Otherwise one line tells of it.
-        casts_to: dtype of the autocast in which the script's backwards run, if that is known.
         largest: without a sample, the first call -> the same call at the sizes to plan for first.
     """
 
@@ -86,7 +86,7 @@ class PlanCache:
         # for in it; None for a fraction of its own baseline peak.
         self._samples: list[tuple[CallSignature, int | None]] = []
         self.largest: Callable[[CallSignature], CallSignature] | None = None
-        self.new_plans, self.casts_to = NewPlans(), None
+        self.new_plans = NewPlans()
         self._first: RunnableCall | None = None  # with gradients for outputs beside a loss
         self._before = self.request, self.runnables
         self._adapted_trials = TrialSteps(trial)  # of all sizes that take over a schedule
@@ -125,8 +125,20 @@ class PlanCache:
             adapted = [at for at, each in enumerate(self.runnables) if at and each.is_adapted]
             del self.runnables[adapted[-1] if adapted else MAX_PLANS]
 
-    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """The model's output for a training call; errors as for `RockmateModule.forward`."""
+    def run(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        casts_to: torch.dtype | None = None,
+    ) -> Any:
+        """The model's output for a training call; errors as for `RockmateModule.forward`.
+
+        Args:
+            args: of the call.
+            kwargs: of the call.
+            casts_to: dtype of the autocast in which the script's backwards run, if that is known.
+        """
         tensors, call = flatten_bare_call(args, kwargs, self._optional)
         self.new_plans.begin_call()
         runnable = self.runnable_for(call, tensors)
@@ -136,7 +148,7 @@ class PlanCache:
             runnable = self._with_less(runnable, excess_bytes, (call, tensors))
         if beyond := runnable.beyond_budget():
             runnable = self._for_in_flight(runnable, beyond, (call, tensors))
-        runnable.planned.program.refuse_casts(self.casts_to)
+        runnable.planned.program.refuse_casts(casts_to)
         return runnable.run_or_try(tensors, args, kwargs)
 
     def _for_outputs(self, runnable: RunnableCall, called: Called) -> RunnableCall:

@@ -82,12 +82,13 @@ class FirstBackward:
         returns = returns_gradients_of(self._model.parameters())
         self._is_wanted |= returns or torch.is_grad_enabled()
 
-    def chosen_frames(self, plans: Any) -> Any:
-        """The frames, if a step has had gradients that no plan gives; else None.
+    @property
+    def casts_to(self) -> torch.dtype | None:
+        """What autocast casts to in the backward of this kind of step."""
+        return self._known.get(self._kind)
 
-        The plans are told what autocast casts to in the backward of this kind of step.
-        """
-        plans.casts_to = self._known.get(self._kind)
+    def chosen_frames(self) -> Any:
+        """The frames, if a step has had gradients that no plan gives; else None."""
         if self.frames is not None:
             self.frames.end_recording()
         if self._is_wanted:

@@ -361,7 +361,7 @@ class RockmateModule(Wrapper):
             self.__dict__["_frames"] = None if frames is first else frames
         if frames is None:
             try:
-                return self._plans.run(args, kwargs, casts_to=first and first.casts_to)
+                return self._plans.run(args, kwargs, first and first.casts_to)
             except NothingToTrainError:
                 self._ungraded.add(args, kwargs)
                 return self._ungraded.run(self.original, args, kwargs)

@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rockmate._torch.fsdp import put_shards
@@ -125,19 +124,10 @@ class PlanCache:
             adapted = [at for at, each in enumerate(self.runnables) if at and each.is_adapted]
             del self.runnables[adapted[-1] if adapted else MAX_PLANS]
 
-    def run(
-        self,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        *,
-        casts_to: torch.dtype | None = None,
-    ) -> Any:
+    def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], casts_to: Any = None) -> Any:
         """The model's output for a training call; errors as for `RockmateModule.forward`.
 
-        Args:
-            args: of the call.
-            kwargs: of the call.
-            casts_to: dtype of the autocast in which the script's backwards run, if that is known.
+        The script's backwards run in an autocast that casts to `casts_to`, a dtype, if it is known.
         """
         tensors, call = flatten_bare_call(args, kwargs, self._optional)
         self.new_plans.begin_call()

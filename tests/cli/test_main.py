@@ -158,7 +158,7 @@ def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "from torch import nn\n"
         "class Wrong(nn.Linear):\n"
         "    def forward(self, x):\n        return super().forward(x) * (1.0 if "
-        "torch.compiler.is_compiling() else 2.0)\n"
+        "torch.compiler._is_compiling_flag else 2.0)\n"
         "def net():\n"
         "    layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in "
         "range(2)]\n"

@@ -45,14 +45,10 @@ def joint_graph(
 def compile_flags(*, are_on: bool = True, asked: set[str] | None = None) -> Iterator[None]:
     """Makes `torch.compiler.is_compiling()` and `is_exporting()` true, or leaves them out.
 
-    Code of libraries then reads no tensor values. Only `torch.compile` and `torch.export` set the
+    Code of libraries then reads no tensor values. The user's own files are told what eager tells
+    them, and noted in `asked`, unless that is None. Only `torch.compile` and `torch.export` set the
     flags publicly, for all who ask. The backward is traced outside the user's autocast, where eager
     runs it.
-
-    Args:
-        are_on: whether they are set.
-        asked: gets the user's own files that ask, which are told what eager tells them. None tells
-            all the same.
     """
     from torch._functorch import config
 

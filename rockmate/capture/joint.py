@@ -154,16 +154,11 @@ def _captured(
         with undone(model, Writes()):
             # A checkpoint would run what is opaque without gradients, unlike the trace.
             with training_only_features_off(model):
+                answers = partial(_answers, first := make(), tensors, failure is None, asked)
                 calls = record_calls(
-                    model,
-                    tensors,
-                    (first := make()).structure,
-                    untraced,
+                    model, tensors, first.structure, untraced, as_traced=answers,
                     with_functions=functions.are_recorded and not is_elsewhere,
-                    as_traced=(
-                        answers := partial(_answers, first, tensors, failure is None, asked)
-                    ),
-                )
+                )  # fmt: skip
             forward = make(logs=logs)
             with functions.traced(), answers():
                 joint, wrapped[:] = _traced(model, forward, tensors, calls)

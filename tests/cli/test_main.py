@@ -24,12 +24,9 @@ SIZES = "--layers 3 --width 64 --batch 2 --tokens 64 --steps 3 --budget 0.7"
 TINY = SIZES.split()
 
 
-def run_demo(out: Path, *arguments: str) -> int:
-    return main(["demo", *TINY, "--threads", "1", "--quiet", "--out", str(out), *arguments])
-
-
 def test_demo_prints_one_table_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(tmp_path / "out") == 0
+    options = ["--threads", "1", "--quiet", "--out", str(tmp_path / "out")]
+    assert main(["demo", *TINY, *options]) == 0
     printed, noise = capfd.readouterr()
     assert noise == ""
     assert "3 layers, width 64" in printed

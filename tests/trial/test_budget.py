@@ -72,6 +72,12 @@ def test_a_gradient_within_is_tried_below_eagers_peak_or_told(*, leaves_out: boo
         module(x)
 
 
+def test_a_script_is_told_what_eager_tells_it_while_its_model_is_captured() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    model.register_forward_hook(lambda *given: given[-1] * (1 + torch.compiler.is_compiling()))
+    assert torch.equal(RockmateModule(model, x, 1.0, trial="never")(x), model(x))
+
+
 @pytest.mark.parametrize(
     ("option", "expected"), [("log", [1, 2, 4]), ("always", [1, 2, 3, 4]), ("never", [])]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from rockmate._util import attributes_set
+from rockmate._util import attributes_set, is_users
 
 
 def joint_graph(
@@ -41,17 +42,33 @@ def joint_graph(
 
 
 @contextlib.contextmanager
-def compile_flags(*, are_on: bool = True) -> Iterator[None]:
+def compile_flags(*, are_on: bool = True, asked: set[str] | None = None) -> Iterator[None]:
     """Makes `torch.compiler.is_compiling()` and `is_exporting()` true, or leaves them out.
 
-    Model code then reads no tensor values. Only `torch.compile` and `torch.export` set the flags
-    publicly. The backward is traced outside the user's autocast, where eager runs it.
+    Code of libraries then reads no tensor values. The user's own files are told what eager tells
+    them, and noted in `asked`, unless that is None. Only `torch.compile` and `torch.export` set the
+    flags publicly, for all who ask. The backward is traced outside the user's autocast, where eager
+    runs it.
     """
     from torch._functorch import config
 
-    flags = ("_is_compiling_flag", "_is_exporting_flag") if are_on else ()
+    def is_told() -> bool:
+        frame = sys._getframe(2)
+        while frame.f_code.co_name == "is_compiling" and frame.f_back:  # PyTorch's older names
+            frame = frame.f_back
+        file = frame.f_code.co_filename
+        if asked is None or not is_users(file):
+            return True
+        asked.add(file)
+        return False
+
+    flags: list[tuple[Any, str, Any]] = [(torch.compiler, "_is_told", is_told)]
+    for name in ("compiling", "exporting") if are_on else ():
+        code = compile(f"_is_{name}_flag and _is_told()", __file__, "eval")
+        flags.append((getattr(torch.compiler, f"is_{name}"), "__code__", code))
+        flags.append((torch.compiler, f"_is_{name}_flag", True))
     with (
-        attributes_set(*((torch.compiler, flag, True) for flag in flags)),
+        attributes_set(*flags),
         config.patch(backward_pass_autocast="off"),
     ):
         yield

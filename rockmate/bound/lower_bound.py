@@ -100,11 +100,7 @@ class LowerBound:
             return None
         saved = {*point.live, *(values[value] for value in plan.saved if value < len(values))}
         saved |= self._made_after(point)
-        return frozenset(
-            storage
-            for storage in saved
-            if storage.producer is not None and storage.producer.phase is Phase.FORWARD
-        )
+        return frozenset(each for each in saved if each.phase is Phase.FORWARD)
 
     @property
     def points(self) -> tuple[ProgramPoint, ...]:

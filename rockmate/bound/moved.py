@@ -106,9 +106,7 @@ class MovedBound:
         return [
             number
             for number, storage in enumerate(values)
-            if storage.index in allowed
-            and storage.producer is not None
-            and storage.producer.phase is Phase.FORWARD
+            if storage.index in allowed and storage.phase is Phase.FORWARD
         ]
 
 

@@ -87,6 +87,7 @@ def _forward_attributes(
         writes=tuple(forward.left.writes),
         values=forward.left.values,
         fixed=(*forward.left.fixed, *settled),
+        takes_gradient=forward.takes_gradient,
     )
 
 

@@ -22,7 +22,7 @@ _Expected = tuple[Place, tuple[Any, ...]]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ForwardAttributes:
-    """What the forward of one capture has to do with attributes.
+    """What the forward of one capture has to do with attributes, and with gradients.
 
     Attributes:
         read: attributes that the graph depends on.
@@ -34,6 +34,7 @@ class ForwardAttributes:
             the step's output tensors.
         fixed: attributes that it gives an object without tensors, and that object.
         constants: tensors that the graph reads, neither parameters nor buffers, and their versions.
+        takes_gradient: whether it takes a gradient itself.
     """
 
     read: tuple[Place, ...] = ()
@@ -44,6 +45,7 @@ class ForwardAttributes:
     values: Structure
     fixed: tuple[tuple[Place, Any], ...] = ()
     constants: tuple[tuple[torch.Tensor, int], ...] = ()
+    takes_gradient: bool = False
 
     def difference(self) -> str:
         """Which attribute has none of its accepted values now, in words; empty if all have."""

@@ -4,8 +4,8 @@ PyTorch's AOTAutograd traces the plain module with fake tensors, without Dynamo.
 and backward as one functional ATen graph whose inputs and outputs bear descriptors. Here the
 descriptors become `Role`s. What would let the trace differ from eager is set for its duration:
 
-* The flags behind `torch.compiler.is_compiling()` and `is_exporting()` are on, so model code reads
-  no tensor values.
+* `torch.compiler.is_compiling()` and `is_exporting()` are true for libraries, so that they read no
+  tensor values. The user's own files are told so only where eager's code does not trace.
 * Hugging Face's mask code is told what it cannot read. Without a padding mask there is no padding,
   without `position_ids` there is no packing. The graph then has the attention kernel of eager.
 * The key/value cache and gradient checkpointing of Hugging Face models are off.
@@ -147,20 +147,18 @@ def _captured(
     objects = outside_of(model.modules(), hooks_within(model.modules()))
     make = partial(make, outside=Outside(outside, objects))
     failure: InvalidSampleError | None = None  # of a trace as a compiler's
+    asked: set[str] | None = set()  # files of the user's that ask whether it is one
 
     def trace(logs: Sequence[Place] = ()) -> tuple[fx.GraphModule, TracedForward]:
         # Hooks put tensors into dictionaries of the script, where those of a trace are no use.
         with undone(model, Writes()):
             # A checkpoint would run what is opaque without gradients, unlike the trace.
             with training_only_features_off(model):
+                answers = partial(_answers, first := make(), tensors, failure is None, asked)
                 calls = record_calls(
-                    model,
-                    tensors,
-                    (first := make()).structure,
-                    untraced,
+                    model, tensors, first.structure, untraced, as_traced=answers,
                     with_functions=functions.are_recorded and not is_elsewhere,
-                    as_traced=(answers := partial(_answers, first, tensors, failure is None)),
-                )
+                )  # fmt: skip
             forward = make(logs=logs)
             with functions.traced(), answers():
                 joint, wrapped[:] = _traced(model, forward, tensors, calls)
@@ -174,6 +172,9 @@ def _captured(
             is_told = isinstance(error, InvalidSampleError | UnsupportedModelError)
             is_told = is_told and not isinstance(error, InPlaceCollectiveError)
             if is_told and not is_elsewhere and functions.may_be_traced_again(error):
+                continue
+            if is_told and asked:  # eager's code does not trace: a compiler's may
+                asked = None
                 continue
             if failure is not None:
                 raise failure from error
@@ -193,11 +194,12 @@ def _captured(
 
 @contextlib.contextmanager
 def _answers(
-    forward: TracedForward, tensors: list[torch.Tensor], has_flags: bool
+    forward: TracedForward, tensors: list[torch.Tensor], has_flags: bool, asked: set[str] | None
 ) -> Iterator[None]:
     """What libraries' code is told while the model is traced. It is set for the whole process."""
     masks = known_masks(*forward.structure.rebuild(tensors), are_read=forward.reads_masks)
-    with CAPTURE_LOCK, compile_flags(are_on=has_flags), masks, scripts_traced(forward.model):
+    flags = compile_flags(are_on=has_flags, asked=asked)
+    with CAPTURE_LOCK, flags, masks, scripts_traced(forward.model):
         yield
 
 
@@ -244,6 +246,7 @@ def _traced(
             node.meta["val"] = fakes.get(id(constant), node.meta.get("val"))
         install(joint.graph)
         before.refuse_changes(forward.left.outside.objects)
+    forward.takes_gradient = modules.takes_gradient
     forward.left.accesses.add_reads(accesses)  # of hooks and autograd functions in the backward
     forget_tensors(next(iter(joint.graph.nodes)).meta["val"])
     checkpoints.note_decisions()

@@ -25,6 +25,7 @@ from torch import fx, nn
 
 from rockmate._torch import graphs
 from rockmate._torch.aot import sequence_number
+from rockmate._torch.engine import backward_id
 from rockmate._torch.graphs import on_node_created
 from rockmate.capture import fake_device
 
@@ -32,7 +33,7 @@ from rockmate.capture import fake_device
 MADE_BY_FORWARD = "made_by_forward"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModuleStack:
     """The submodules that the forward has run and is running.
 
@@ -40,10 +41,12 @@ class ModuleStack:
         spans: of each submodule's finished forward, its autograd sequence numbers and its path:
             (first, past the last, path).
         entered: the submodules that are running, outermost first: (first sequence number, path).
+        takes_gradient: whether the forward has run a backward of its own.
     """
 
     spans: list[tuple[int, int, str]] = field(default_factory=list)
     entered: list[tuple[int, str]] = field(default_factory=list)
+    takes_gradient: bool = False
 
     @property
     def innermost(self) -> str:
@@ -88,6 +91,7 @@ def record_module_stack(model: nn.Module) -> Iterator[ModuleStack]:
         if trail.entered:
             node.meta["module"] = trail.innermost
             node.meta[MADE_BY_FORWARD] = True
+            trail.takes_gradient |= backward_id() >= 0
 
     handles = []
     for path, module in model.named_modules():

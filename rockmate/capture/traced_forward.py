@@ -200,12 +200,14 @@ class TracedForward(nn.Module):
         left: what the forward did to attributes.
         reader: reads values of tensors.
         log: what it does with containers that it only writes to.
+        takes_gradient: whether it takes a gradient itself.
         held: tensors in attributes of the model's tensors, which are inputs of the trace.
         outside: what it may reach outside of the model.
     """
 
     outputs: TracedOutputs
     left: LeftBehind
+    takes_gradient: bool
 
     def __init__(
         self,

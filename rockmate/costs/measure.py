@@ -99,7 +99,10 @@ def measure_costs(
         [distinct(_Call(op, _ADD, pair, {})) for pair in _additions(parameters, op)]
         for op in graph.ops
     ]
-    state_saves = [[distinct(_save_state_call(op))] if op.save_state else [] for op in graph.ops]
+    state_saves = [
+        [distinct(_Call(op, op.save_state, ([*op.saved_results], *op.node.args), {}))]
+        if op.save_state else [] for op in graph.ops
+    ]  # fmt: skip
     costs = {} if known is None else known
     on_link = [call for call in calls.values() if is_communication(call.target)]
     costs.update({call.key: collective_cost(call.op.node) for call in on_link})
@@ -165,10 +168,6 @@ def _recompute_call(op: Op) -> _Call:
     return _Call(op, op.recompute_target or op.node.target, args, op.node.kwargs)
 
 
-def _save_state_call(op: Op) -> _Call:
-    return _Call(op, op.save_state, ([*op.saved_results], *op.node.args), {})
-
-
 def _add_flipped_product(
     total: torch.Tensor, left: torch.Tensor, right: torch.Tensor
 ) -> torch.Tensor:
@@ -193,11 +192,7 @@ def _additions(parameters: Mapping[str, fx.Node], op: Op) -> list[tuple[fx.Node,
 
 def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
     with progress_bar(
-        total=_NUM_ROUNDS + 1,
-        desc="measuring ops",
-        unit="round",
-        disable=not progress,
-        leave=False,
+        total=_NUM_ROUNDS + 1, desc="measuring ops", unit="round", disable=not progress, leave=False
     ) as bar:
         pool = InputPool()
         for call in calls:

@@ -11,7 +11,6 @@ import torch
 from rockmate.capture.signature import (
     CallSignature,
     SampleCall,
-    TensorSignature,
     flatten_call,
     resized_call,
 )
@@ -100,9 +99,8 @@ def input_bytes(call: CallSignature) -> int:
 
 
 def _token_places(call: CallSignature) -> list[tuple[int, int]]:
-    first = next(
-        (each for each in call.tensors if len(each.shape) > 1 and _holds_numbers(each)), None
-    )
+    of_numbers = (n for n in call.tensors if not (n.dtype.is_floating_point or n.dtype.is_complex))
+    first = next((each for each in of_numbers if len(each.shape) > 1), None)
     if first is None:
         return []
     return [
@@ -111,10 +109,6 @@ def _token_places(call: CallSignature) -> list[tuple[int, int]]:
         for dim, size in enumerate(tensor.shape)
         if dim and size == first.shape[1]
     ]
-
-
-def _holds_numbers(tensor: TensorSignature) -> bool:
-    return not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
 
 
 def _named_places(call: CallSignature, kind: Kind, dims: Dims) -> list[tuple[int, int]]:

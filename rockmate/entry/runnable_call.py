@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -180,6 +181,7 @@ class RunnableCall:
         is_laid_out = all(layouts[at].is_of(tensors[at]) for at in layouts)
         known = self.planned.larger or self.planned  # its own plan takes a second to make
         conditions = conditions_of(known.plan, is_laid_out=is_laid_out)
+        conditions = replace(conditions, takes_gradient=self.planned.attributes.takes_gradient)
         self.runner.memory_of = contents_of
         try:
             return run_beside_eager(self._model, args, kwargs, step, conditions, self.trials)

@@ -199,9 +199,7 @@ class _Growth:
     def _are_siblings(self, op: Op, sibling: Op, read: Storage) -> bool:
         """Whether two readers of one value belong into one group."""
         if op.phase is Phase.BACKWARD:
-            is_gradient = read.is_tangent or (
-                read.producer is not None and read.producer.phase is Phase.BACKWARD
-            )
+            is_gradient = read.is_tangent or read.phase is Phase.BACKWARD
             return is_gradient and _is_large(read, op)
         mine, theirs = self.sources[op.writes[0]], self.sources[sibling.writes[0]]
         return mine is not None and mine is theirs

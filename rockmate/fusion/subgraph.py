@@ -227,10 +227,5 @@ def takeable(graph: Graph, subgraph: Subgraph) -> int | None:
         for position, storage in enumerate(subgraph.inputs)
         if same_memory(storage, result) and has_dead_operand(graph, subgraph, storage)
     )
-    return min(
-        found, key=lambda position: not _is_gradient(subgraph.inputs[position]), default=None
-    )
-
-
-def _is_gradient(storage: Storage) -> bool:
-    return storage.producer is not None and storage.producer.phase is Phase.BACKWARD
+    inputs, backward = subgraph.inputs, Phase.BACKWARD
+    return min(found, key=lambda at: inputs[at].phase is not backward, default=None)

@@ -216,12 +216,8 @@ def _assign_backward(graph: Graph, block_of: dict[Op, int]) -> None:
     for op in graph.backward_ops:
         if op.phase is Phase.BACKWARD:
             own = by_sequence.get(op.node.meta.get("seq_nr", -1), last)
-            above = [
-                block_of[s.producer]
-                for s in op.reads
-                if s.producer and s.producer.phase is Phase.BACKWARD
-            ]
-            block_of[op] = min([own, *above])
+            made = [s.producer for s in op.reads if s.producer and s.phase is Phase.BACKWARD]
+            block_of[op] = min([own, *(block_of[each] for each in made)])
     for op in reversed(graph.backward_ops):
         if op.phase is Phase.LATE:
             # It runs right before its first reader, and the last block runs first.

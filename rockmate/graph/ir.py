@@ -90,6 +90,11 @@ class Storage:
     mark_sources: tuple[str, ...] = ()
 
     @property
+    def phase(self) -> Phase | None:
+        """That of its producer."""
+        return self.producer and self.producer.phase
+
+    @property
     def must_recompute(self) -> bool:
         """Whether it must not be live across the border between forward and backward."""
         return self.mark == "recompute"
@@ -352,5 +357,4 @@ class Graph:
 
 
 def _is_of_backward(storage: Storage) -> bool:
-    producer = storage.producer
-    return storage.is_tangent or (producer is not None and producer.phase is not Phase.FORWARD)
+    return storage.is_tangent or storage.phase not in (None, Phase.FORWARD)

@@ -51,7 +51,7 @@ class _Place:
 
     def write(self, weight: torch.Tensor) -> None:
         """Copies a weight here, and puts it here."""
-        source = _bytes_of(weight)
+        source = weight.detach().reshape(-1).view(torch.uint8)
         if weight.device == self.mapped.device:
             self.slab.copy_out(self.offset, source).wait()
         else:
@@ -171,10 +171,6 @@ class WeightHomes:
 
 def _like(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.device
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 _OF_MODEL: weakref.WeakKeyDictionary[nn.Module, WeightHomes] = weakref.WeakKeyDictionary()

@@ -67,8 +67,7 @@ def _greedy_min_live(graph: Graph) -> tuple[Op, ...]:
 
 def _awaited(op: Op) -> set[Op]:
     """The backward ops whose results `op` reads."""
-    makers = {storage.producer for storage in op.reads if storage.producer is not None}
-    return {maker for maker in makers if maker.phase is Phase.BACKWARD}
+    return {s.producer for s in op.reads if s.producer and s.phase is Phase.BACKWARD}
 
 
 def _late_before(op: Op, placed: Collection[Op]) -> list[Op]:
@@ -76,9 +75,7 @@ def _late_before(op: Op, placed: Collection[Op]) -> list[Op]:
     found: set[Op] = set()
     pending = [op]
     while pending:
-        makers = {
-            storage.producer for storage in pending.pop().reads if storage.producer is not None
-        }
+        makers = {each.producer for each in pending.pop().reads if each.producer is not None}
         new = [
             maker
             for maker in makers

@@ -45,11 +45,8 @@ def _recompute(storage: Storage, at_hand: set[Storage], steps: list[int]) -> Non
         if pending[-1] in at_hand or producer is None or producer.phase is Phase.BACKWARD:
             pending.pop()
             continue
-        missing = [
-            s
-            for s in producer.reads
-            if s not in at_hand and s.producer and s.producer.phase is not Phase.BACKWARD
-        ]
+        computed = [s for s in producer.reads if s.phase not in (None, Phase.BACKWARD)]
+        missing = [each for each in computed if each not in at_hand]
         if missing:
             pending.extend(reversed(missing))
             continue

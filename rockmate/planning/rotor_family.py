@@ -93,7 +93,8 @@ class RotorFamily:
         """The gradients that a block's backward reads from outside, and those it leaves live."""
         own = set(block.backward)
         made = {storage for op in block.backward for storage in op.writes}
-        given = {s for op in block.backward for s in op.reads if s not in made and _is_gradient(s)}
+        read = {s for op in block.backward for s in op.reads if s.phase is Phase.BACKWARD}
+        given = read - made
         left = {
             s
             for s in made
@@ -101,7 +102,3 @@ class RotorFamily:
             or s.is_kept_to_end
         }
         return given, left
-
-
-def _is_gradient(storage: Storage) -> bool:
-    return storage.producer is not None and storage.producer.phase is Phase.BACKWARD

@@ -74,12 +74,14 @@ def emit(
     )  # fmt: skip
     gradients = _returned_gradients(graph)
     _write_backward(backward, saved, [node for node, _ in gradients])
+    uncounted = frozenset(at for at, (node, _) in enumerate(results) if _is_running_statistic(node))
+    tangents = frozenset(role.index for _, role in graph.inputs if role.kind is RoleKind.TANGENT)
     without = variants_of(backward.graph, tuple(backward.arguments), backward.sources)
     return Program(
         forward=compiled(forward.graph, forward.arguments),
         backward=compiled(backward.graph, backward.arguments),
         backward_without=without,
-        results=Results([role for _, role in results], _uncounted(results), _differentiable(graph)),
+        results=Results([role for _, role in results], uncounted, tangents),
         gradients=Gradients(
             [role for _, role in gradients],
             _own_gradients(gradients, saved_storages, graph.storage_of),
@@ -108,10 +110,6 @@ def _saved_outputs(
     return tuple(index for index, storage in enumerate(saved) if storage in outputs)
 
 
-def _uncounted(results: Sequence[tuple[fx.Node, Role]]) -> frozenset[int]:
-    return frozenset(at for at, (node, _) in enumerate(results) if _is_running_statistic(node))
-
-
 def _is_running_statistic(node: fx.Node) -> bool:
     """Whether a value is what a batch normalization makes of its running mean or variance."""
     source = node.args[0] if node.op == "call_function" and node.args else None
@@ -130,10 +128,6 @@ def _product_dtypes(graph: Graph) -> frozenset[torch.dtype]:
 def _is_widened(factor: Any) -> bool:
     is_cast = factor.target == _aten._to_copy.default
     return is_cast and factor.args[0].meta["val"].dtype in HALF_PRECISION
-
-
-def _differentiable(graph: Graph) -> frozenset[int]:
-    return frozenset(role.index for _, role in graph.inputs if role.kind is RoleKind.TANGENT)
 
 
 def _layouts(graph: Graph) -> PlannedLayouts:

@@ -61,7 +61,10 @@ class CallState:
         objects: modules and arguments, and what is reached from them, the classes of the modules,
             and data among the globals of the files that these stand in.
         storages: of all tensors among them.
+        keeps_results: whether those that `functools.lru_cache` keeps stay when all is put back.
     """
+
+    keeps_results = False
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         classes = dict.fromkeys(map(type, modules_within(model)))
@@ -111,7 +114,7 @@ class CallState:
         """
         put_shards(self._model)  # while hooks of fully_shard know what they have gathered
         self.objects.restore()
-        for each in self._empty:
+        for each in () if self.keeps_results else self._empty:
             each.cache_clear()
         with torch.no_grad():
             writes.restore()

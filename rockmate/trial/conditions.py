@@ -23,6 +23,7 @@ class Conditions:
         is_exact: whether the step runs eager's kernels on whole tensors, so that bits are equal.
         only_loss: whether the step returns the loss alone.
         is_captured: whether the step was captured, without key/value caches and checkpoints.
+        takes_gradient: whether the captured forward takes a gradient itself.
         what: the step, in words.
     """
 
@@ -33,6 +34,7 @@ class Conditions:
     is_exact: bool
     only_loss: bool = False
     is_captured: bool = False
+    takes_gradient: bool = False
     what: str = "the planned step"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rockmate._torch.autocast import autocast_off
-from rockmate._torch.engine import saving
+from rockmate._torch.engine import backward_id, saving
 from rockmate._torch.members import all_hooks_of, has_node_hooks
 from rockmate._torch.storage import bytes_of
 from rockmate.budget import size_text
@@ -52,11 +52,13 @@ class Saving:
         """Tensors of these storages are there anyway."""
         self._forward, self._undo, self._storages = forward, undo, storages
         self._held: dict[int, torch.Tensor] = {}
+        self._used: set[int] = set()  # of those, by backwards within the forward
         self.num_runs, self._last, self._number = 0, sys.maxsize, -1  # of saved tensors
 
     def run(self) -> Any:
         """The output of one more run."""
         self._held.clear()
+        self._used.clear()
         self.num_runs, self._next = self.num_runs + 1, 0
         with saving(self._pack, self._unpack):
             output = self._forward()
@@ -72,12 +74,21 @@ class Saving:
             del self._held[each]
         return bool(oldest)
 
+    def evict_used(self) -> bool:
+        """As `evict`, but first what backwards within the forward have read, or save."""
+        used = self._used & self._held.keys()
+        for each in used:
+            del self._held[each]
+        return bool(used) or self.evict()
+
     def _pack(self, tensor: torch.Tensor) -> int | torch.Tensor:
         if any(key in self._storages for key in storages_of(tensor)):
             return tensor.detach()
         at, self._next = self._next, self._next + 1
         if at <= self._last:
             self._held[at] = tensor.detach()
+        if backward_id() >= 0:
+            self._used.add(at)
         return at
 
     def _unpack(self, at: int | torch.Tensor) -> torch.Tensor:
@@ -90,6 +101,7 @@ class Saving:
             self.run()
         if at not in self._held:
             raise OutOfBudget
+        self._used.add(at)
         return self._held[at]
 
 

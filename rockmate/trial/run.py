@@ -55,6 +55,10 @@ Values that belong to another step differ by a thousand times as much."""
 _COARSE_ULPS = 8  # of shorter formats, in which each op rounds that much
 _NUM_REPEATS = 3  # of the plain forward and the step: clocks may give the same twice
 _AFTER = "after the backward, "
+_TAKES_GRADIENT = (
+    "the forward takes a gradient itself (torch.autograd.grad), and took none when it was "
+    "captured, where torch.compiler.is_compiling() is true"
+)
 _FRAMES, _NEVER = 'mode="frames"', 'trial="never" looks away: the step is then as it was planned.'
 _PLAIN = "Train the plain model, module.original"
 _OF_NO_REPEAT = (
@@ -104,6 +108,7 @@ class _Trial:
     ) -> None:
         self._model, self._before = model, before
         self._conditions, self._steps = conditions, steps
+        before.keeps_results = conditions.is_captured  # else the step's own Python fills caches
         self._writes = Writes(conditions.most_bytes, conditions.largest_bytes)
         self._undo = partial(before.put_back, self._writes, before.random_now())
         self._settings, self._rounding = Settings.now(), _rounding(before)
@@ -126,6 +131,7 @@ class _Trial:
             wrong = gradients.difference(output, self._rounding)
             found = [Difference(wrong)] if wrong else self._left_behind(gradients)
         del output
+        self._before.keeps_results &= not found
         self._undo()
         if not found:  # a backward of the first run is over
             return ours()
@@ -206,11 +212,12 @@ class _Trial:
         Where it raises an error of its own, what it has changed stays, as in eager.
         """
         plain, undo, writes = self._plain, self._undo, self._writes
+        conditions = self._conditions
         reason, outcome, saving = "", None, Saving(plain, undo, self._before.storages)
-        has_failed, level = False, logging.INFO
+        has_failed, takes_gradient = False, False
         try:
             unsaved = nothing_saved()(plain), lambda: False
-            for run, evict in (unsaved, (saving.run, saving.evict), (plain, lambda: False)):
+            for run, evict in (unsaved, (saving.run, saving.evict_used), (plain, lambda: False)):
                 try:
                     begin_s = time.thread_time()
                     with writes.noted(evict):
@@ -221,13 +228,12 @@ class _Trial:
                 except (DifferentiatedError, RuntimeError) as error:
                     if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
                         raise  # else within torch.func no such hooks may be on
-                    if self._steps.num_trials == 1:  # a forward for compilers may take none
-                        level = logging.WARNING
+                    takes_gradient = True
                     undo()
         except IteratorError:
             reason = "the plain forward would use an iterator up"
         except (OutOfBudget, torch.OutOfMemoryError):
-            reason = f"the plain forward takes more than {size_text(self._conditions.most_bytes)}"
+            reason = f"the plain forward takes more than {size_text(conditions.most_bytes)}"
         except Exception:
             has_failed = True
             raise
@@ -236,11 +242,15 @@ class _Trial:
             if not has_failed:
                 undo()
             writes.release()
-        if outcome is not None and writes.num_bytes > self._conditions.most_copied_bytes:
+        if outcome is not None and writes.num_bytes > conditions.most_copied_bytes:
             reason = f"copies of what the forward changes take {size_text(writes.num_bytes)}"
             outcome = None
         if reason:
-            logger.log(level, _NOT_HELD, self._conditions.what, reason)
+            if takes_gradient and conditions.is_captured and not conditions.takes_gradient:
+                raise TrialError(_text(_TAKES_GRADIENT, self._model, conditions, sets_up=False))
+            is_warned = takes_gradient and self._steps.num_trials == 1
+            level = logging.WARNING if is_warned else logging.INFO
+            logger.log(level, _NOT_HELD, conditions.what, reason)
         return outcome
 
 

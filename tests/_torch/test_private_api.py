@@ -256,6 +256,9 @@ class TestAot:
         with aot.compile_flags():
             assert torch.compiler.is_compiling()
             assert torch.compiler.is_exporting()
+        with aot.compile_flags(asked=(asked := set[str]())):
+            assert not torch._dynamo.is_compiling()
+        assert asked == {__file__}
         assert not torch.compiler.is_compiling()
         assert not torch.compiler.is_exporting()
 

@@ -417,7 +417,7 @@ class Masked(nn.Module):
 
     def forward(self, image: Tensor) -> Tensor:
         x = self.conv(image).flatten(2).transpose(1, 2)
-        mask = x.new_ones(len(x), 1, 1) if torch.compiler.is_compiling() else None
+        mask = x.new_ones(len(x), 1, 1) if torch.compiler._is_compiling_flag else None
         return self.halting(x, mask).square().mean()
 
 

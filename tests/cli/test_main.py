@@ -24,12 +24,9 @@ SIZES = "--layers 3 --width 64 --batch 2 --tokens 64 --steps 3 --budget 0.7"
 TINY = SIZES.split()
 
 
-def run_demo(out: Path, *arguments: str) -> int:
-    return main(["demo", *TINY, "--threads", "1", "--quiet", "--out", str(out), *arguments])
-
-
 def test_demo_prints_one_table_and_draws(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run_demo(tmp_path / "out") == 0
+    options = ["--threads", "1", "--quiet", "--out", str(tmp_path / "out")]
+    assert main(["demo", *TINY, *options]) == 0
     printed, noise = capfd.readouterr()
     assert noise == ""
     assert "3 layers, width 64" in printed
@@ -158,7 +155,7 @@ def network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         "from torch import nn\n"
         "class Wrong(nn.Linear):\n"
         "    def forward(self, x):\n        return super().forward(x) * (1.0 if "
-        "torch.compiler.is_compiling() else 2.0)\n"
+        "torch.compiler._is_compiling_flag else 2.0)\n"
         "def net():\n"
         "    layers = [nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in "
         "range(2)]\n"

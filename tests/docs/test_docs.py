@@ -265,7 +265,8 @@ def test_links_of_the_site_lead_to_what_is_in_it() -> None:
     files = in_site()
     dead = []
     for page in sorted(path for path in files if path.suffix == ".md"):
-        for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text())):
+        code, flags = r"^```.*?^```$|`[^`\n]+`", re.DOTALL | re.MULTILINE
+        for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(code, "", page.read_text(), flags=flags)):
             path, _, anchor = link.partition("#")
             target = (page.parent / path).resolve() if path else page
             if link.startswith("http"):
@@ -276,10 +277,6 @@ def test_links_of_the_site_lead_to_what_is_in_it() -> None:
             if is_dead:
                 dead.append(f"{page.relative_to(ROOT)}: {link}")
     assert not dead, "\n".join(dead)
-
-
-def without_code(text: str) -> str:
-    return re.sub(r"^```.*?^```$|`[^`\n]+`", "", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def anchors(page: Path) -> set[str]:

@@ -118,13 +118,9 @@ def test_the_older_form_of_a_policy(answer: bool, mark: str | None) -> None:
     assert (storage.mark or None) == mark
 
 
-def contexts_of(policy: Any) -> Callable[..., Any]:
-    return functools.partial(create_selective_checkpoint_contexts, policy)
-
-
 def selectively(policy: Any) -> Callable[..., Any]:
     """Wraps a call as one that PyTorch checkpoints selectively."""
-    contexts = contexts_of(policy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
     return lambda run, *args: checkpoint(run, *args, use_reentrant=False, context_fn=contexts)
 
 

@@ -135,9 +135,7 @@ def test_frames_that_cannot_be_dropped_are_refused_at_the_second_step() -> None:
     assert budget <= 1.05 * peak_of(plain, x, cuts)
 
 
-def test_steps_that_a_profiler_watches_cannot_be_measured(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_steps_that_a_profiler_watches_cannot_be_measured(caplog: pytest.LogCaptureFixture) -> None:
     module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         for _ in range(2):

@@ -37,10 +37,6 @@ def link_with(
     return measure_disk_link(DiskTier(str(folder)))
 
 
-def asleep() -> None:
-    time.sleep(PAUSE_S)
-
-
 def busy() -> None:
     end = time.thread_time() + PAUSE_S
     while time.thread_time() < end:
@@ -48,7 +44,7 @@ def busy() -> None:
 
 
 def test_a_slow_disk_has_a_low_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    link = link_with(asleep, tmp_path, monkeypatch, cores=2)
+    link = link_with(lambda: time.sleep(PAUSE_S), tmp_path, monkeypatch, cores=2)
     assert 0 < link.out_gb_per_s <= CHUNK_BYTES / PAUSE_S / 1e9
     assert link.in_gb_per_s > 0
     assert link.latency_ms >= 1e3 * PAUSE_S

@@ -177,10 +177,6 @@ def test_uniform_chain_is_binomial(num_stages: int, num_checkpoints: int) -> Non
     )
 
 
-def text_at(chain: Chain, budget: int) -> str:
-    return " ".join(map(str, Table(chain, budget, num_slots=max(budget, 1)).sequence(budget)))
-
-
 def equal_stages(num_stages: int, unit: int = 1) -> Chain:
     """Return a chain whose stages save 5 units, with boundaries of 1 unit."""
     stage = Stage(
@@ -208,7 +204,8 @@ def equal_stages(num_stages: int, unit: int = 1) -> Chain:
     ],
 )
 def test_known_sequences(chain: Chain, budget: int, expected: str) -> None:
-    assert text_at(chain, budget) == expected
+    sequence = Table(chain, budget, num_slots=max(budget, 1)).sequence(budget)
+    assert " ".join(map(str, sequence)) == expected
 
 
 @pytest.mark.parametrize("num_slots", [1, 3, 40, 1000])

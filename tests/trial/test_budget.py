@@ -41,27 +41,41 @@ def test_a_forward_larger_than_the_budget_is_stopped_and_said(
     assert found.peak_bytes <= module.plan.budget_bytes
 
 
-def test_a_forward_that_takes_a_gradient_within_is_tried_below_eagers_peak() -> None:
-    """What its own gradient needs is held, and not what autograd saves besides."""
+@made_of(lambda: {"layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(8))})
+class Forces(nn.Module):
+    """The gradient of an energy, and code for compilers that may leave it out."""
 
-    @made_of(lambda: {"layers": nn.ModuleList(nn.Linear(64, 64) for _ in range(12))})
-    class Forced(nn.Module):
-        def forward(self, x: Any) -> Any:
-            h = x
-            for layer in self.layers:
-                h = layer(h).sin()
-            leaf = h.detach().requires_grad_()
-            energy = self.layers[0](leaf).square().sum()
-            (force,) = torch.autograd.grad(energy, leaf, create_graph=True)
-            return (h + force).square().mean() * getattr(x, "_scale", 1.0)
+    leaves_out = False
 
-    x: Any = torch.randn(512, 64)
-    module = RockmateModule(Forced(), x, 0.5, numerics="bitwise", trial="log")
-    x._scale = 2.0
-    with pytest.raises(TrialError, match="output is"):
+    def forward(self, x: Any) -> Any:
+        is_left, scale = (
+            self.leaves_out and torch.compiler._is_compiling_flag,
+            vars(x).get("_scale"),
+        )
+        h = leaf = x
+        for number, layer in enumerate(self.layers):
+            h = layer(h).tanh()
+            if number == 3:
+                h = leaf = h.detach().requires_grad_(not is_left)
+        force = x if is_left else torch.autograd.grad(h.sum(), leaf, create_graph=True)[0]
+        return (h + force).square().mean() * (scale or 1.0)
+
+
+@pytest.mark.parametrize("leaves_out", [False, True])
+def test_a_gradient_within_is_tried_below_eagers_peak_or_told(*, leaves_out: bool) -> None:
+    """A trial drops what it has read and does not read. Where it alone takes one, there is none."""
+    model, x = Forces(), torch.randn(512, 64)
+    model.leaves_out = leaves_out
+    module: Any = RockmateModule(model, x, 0.6, numerics="bitwise", on_infeasible="least")
+    vars(x)["_scale"] = 2.0
+    with pytest.raises(TrialError, match="takes a gradient" if leaves_out else "output is"):
         module(x)
-    del x._scale
-    module(x).backward()
+
+
+def test_a_script_is_told_what_eager_tells_it_while_its_model_is_captured() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    model.register_forward_hook(lambda *given: given[-1] * (1 + torch.compiler.is_compiling()))
+    assert torch.equal(RockmateModule(model, x, 1.0, trial="never")(x), model(x))
 
 
 @pytest.mark.parametrize(
@@ -130,3 +144,22 @@ def test_nested_tensors_are_compared() -> None:
     made = [torch.nested.nested_tensor(each, layout=torch.jagged) for each in lists]
     one, same, other = (Fingerprint.of(each, is_exact=True).bits for each in made)
     assert one == same != other
+
+
+@functools.cache
+def kept() -> Tensor:
+    return torch.ones(())
+
+
+class Keeping(Net):
+    def forward(self, x: Any) -> Any:
+        return {"loss": super().forward(x)["loss"] * kept()}
+
+
+def test_a_trial_leaves_in_caches_what_eager_does() -> None:
+    """Else a call for inference fills them, with what no training can save."""
+    module = RockmateModule(Keeping(), BATCHES[0], 0.9)
+    module(BATCHES[0])
+    with torch.inference_mode():
+        module(BATCHES[0])
+    module.original(BATCHES[0])["loss"].backward()

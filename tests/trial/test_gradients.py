@@ -87,12 +87,12 @@ def global_of_a_backward(patch: Patch, model: Any) -> Any:
 
 def backward_by_a_compiler(patch: Patch, model: Any) -> None:
     global_of_a_backward(patch, model)
-    patch.setitem(globals(), "SCALE", lambda: 2.0 if torch.compiler.is_compiling() else 1.0)
+    patch.setitem(globals(), "SCALE", lambda: 2.0 if torch.compiler._is_compiling_flag else 1.0)
 
 
 def hook_on_an_activation(_: Patch, model: Any) -> None:
     def hooked(_: Any, __: Any, output: Tensor) -> None:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler._is_compiling_flag:
             output.register_hook(lambda grad: grad * 2)
 
     model.norm.register_forward_hook(hooked)
@@ -101,7 +101,7 @@ def hook_on_an_activation(_: Patch, model: Any) -> None:
 def branch_without_a_value(_: Patch, model: Any) -> None:
     def detached(_: Any, __: Any, output: Tensor) -> Tensor:
         half = output * 0.5
-        return half + (half if torch.compiler.is_compiling() else half.detach())
+        return half + (half if torch.compiler._is_compiling_flag else half.detach())
 
     model.norm.register_forward_hook(detached)
 

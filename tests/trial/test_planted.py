@@ -27,11 +27,6 @@ from rockmate.runtime.results import Results
 Patch = pytest.MonkeyPatch
 
 
-def unwatched(patch: Patch) -> None:
-    """Has nothing look at the model."""
-    patch.setattr(ModelWatch, "has_changed", lambda _: False)
-
-
 def around_forward(patch: Patch, change: Callable[..., Any]) -> None:
     """Has the planned forward be `change(forward, inputs)`."""
     run = Runner.run
@@ -46,7 +41,7 @@ def around_forward(patch: Patch, change: Callable[..., Any]) -> None:
 
 
 def frozen_attribute(patch: Patch, model: Any) -> Any:
-    unwatched(patch)
+    patch.setattr(ModelWatch, "has_changed", lambda _: False)
     return lambda step: setattr(model, "scale", 1.0 + step)
 
 

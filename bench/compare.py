@@ -60,7 +60,6 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     name = 'for example "checkpoint: every 2"; repeatable; default: all'
     add("--method", action="append", default=[], help=name)
-    add("--quick", action="store_true", help="fewer settings and budgets")
     add("--loss-only", action="store_true", help="plans for steps that return only their loss")
     add("--readme", action="store_true", help="measure nothing: print README's table")
     parser.set_defaults(output=None)
@@ -75,12 +74,12 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:
     """Reasons why the options cannot be met."""
-    known = {peers.STAGES, *peers.peers_for(quick=options.quick)}
+    known = {peers.STAGES, *peers.peers_for()}
     for method in options.method:
         if method not in known and not plans.is_ours(method):
             examples = '"checkpoint: every 2", "min-cut: 0.5 dp", "rockmate: 0.5"'
             yield f'--method is {method!r}; for example {examples}, "rockmate: at 12.5 MB"'
-    is_part = options.model or options.method or options.quick or options.tiny
+    is_part = options.model or options.method or options.tiny
     if options.output is None and (is_part or options.loss_only):
         yield "--output STEM is needed for part of the comparison"
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from bench import peers
 from bench.command import Record
 from bench.comparison.result import (
     GRADIENT_TOLERANCE,
@@ -42,7 +41,7 @@ def page(records: Sequence[Record], points_file: str = "points.csv") -> list[str
         points_file=points_file,
         provenance=about(_starts(results)),
         further_rounds=_further_rounds(results),
-        quick=_quick_settings(results),
+        quick=[r.name for r in results if all(x["options"].get("quick") for x in r.of("run"))],
     )
 
 
@@ -76,31 +75,9 @@ def _further_rounds(results: Sequence[ModelResult]) -> str:
     ) * has_both
 
 
-def _quick_settings(results: Sequence[ModelResult]) -> str:
-    """A note on the models that had only the quick settings of each peer."""
-    quick = ", ".join(r.name for r in results if all(x["options"]["quick"] for x in r.of("run")))
-    settings = ", ".join(name for name in peers.peers_for(quick=True) if ":" in name)
-    note = f"With `--quick` ({quick}), families with settings have only these: {settings}."
-    return note if quick else ""
-
-
-_README = {
-    "llama": "Llama type",
-    "llama-lora": "Llama type with LoRA",
-    "gpt2-deep": "GPT-2, 24 layers",
-    "gpt2-1row": "GPT-2, full vocabulary",
-    "bert-narrow": "BERT, narrow",
-    "t5-small": "T5-small",
-    "vit-small": "ViT-small",
-    "resnet50": "ResNet-50",
-}
-
-
 def readme_table(results: Sequence[ModelResult]) -> list[str]:
     """README's table of results."""
-    found = {result.name: result for result in results}
-    named = {text: found[name] for name, text in _README.items() if name in found}
-    return filled("readme", results=named)
+    return filled("readme", results={result.name: result for result in results})
 
 
 def points_csv(results: Sequence[ModelResult]) -> str:

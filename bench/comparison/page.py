@@ -40,7 +40,7 @@ def page(records: Sequence[Record], points_file: str = "points.csv") -> list[str
         gradients=GRADIENT_TOLERANCE,
         points_file=points_file,
         provenance=about(_starts(results)),
-        further_rounds=_further_rounds(results),
+        has_further_rounds=any(_methods_asked(each) == {True, False} for each in results),
         quick=[r.name for r in results if all(x["options"].get("quick") for x in r.of("run"))],
     )
 
@@ -53,6 +53,11 @@ def _starts(results: Iterable[ModelResult]) -> list[Record]:
     ]
 
 
+def _methods_asked(result: ModelResult) -> set[bool]:
+    """Whether commands of a model named methods."""
+    return {bool(run["options"]["method"]) for run in result.of("run")}
+
+
 def _command(options: Record) -> str:
     words = ["python -m bench.compare"]
     words += [f"--device {options['device']}"] if "device" in options else []
@@ -61,18 +66,6 @@ def _command(options: Record) -> str:
     words += ["--rounds", str(options["rounds"])]
     words += [f'--method "{method}"' for method in options["method"]]
     return " ".join(words)
-
-
-def _further_rounds(results: Sequence[ModelResult]) -> str:
-    """A note on commands for single methods, if a model has such a command beside one for all."""
-    has_both = any(
-        len({bool(run["options"]["method"]) for run in result.of("run")}) > 1 for result in results
-    )
-    return (
-        "A command with `--method` adds rounds of these methods and of every plan at the peak of a "
-        "peer. It was run where a point was missed by less than its noise. Medians are over the "
-        "rounds of all commands."
-    ) * has_both
 
 
 def readme_table(results: Sequence[ModelResult]) -> list[str]:

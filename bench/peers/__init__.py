@@ -134,7 +134,3 @@ def _inductors() -> dict[str, Peer]:
 def family(name: str) -> str:
     """The part of a method's name before its setting."""
     return name.partition(":")[0]
-
-
-PEERS: dict[str, Peer] = {"eager": eager, "checkpoint": checkpoint_layers}
-"""The two that every model can be trained with."""

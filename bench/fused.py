@@ -53,7 +53,6 @@ PEERS = tuple(name for name in peers_for() if name.startswith("inductor"))
 _PRODUCTS = ("mm", "convolution", "attention")
 """In the names of ops that no fusion spares."""
 
-
 SHARES = (None, 0.5, 0.25, 0.1)
 """Budgets as shares of eager's peak; None recomputes nothing."""
 

@@ -50,6 +50,7 @@ MEASURED_SHARES = (0.5, 0.25)
 OTHERS = ("chen", "rotor")
 STEPS: dict[str, dict[str, Any]] = {"all": {"numerics": "bitwise"}, "loss": {"outputs": "loss"}}
 """What a step returns -> how it is planned."""
+TIME_LIMIT_S = 600.0  # of one search, as in `bench.fingerprint`: none comes near it
 _NEAR = 0.001  # of a peak: how near the least bytes are that nothing is proved to fit in
 
 
@@ -68,8 +69,8 @@ def planned(name: str, shares: Sequence[float], *, tiny: bool = False) -> Iterat
     for outputs, options in STEPS.items():
         workload = _workload(name, tiny=tiny)
         workload = workload.with_loss_inside() if outputs == "loss" else workload
-        machine = "h100" if name in LONG else "cpu-avx2"
-        planner = Planner(workload.model, workload.sample, machine=machine, **options)
+        how = {"machine": "h100" if name in LONG else "cpu-avx2", "time_limit_s": TIME_LIMIT_S}
+        planner = Planner(workload.model, workload.sample, **how, **options)
         least = {each: planner.minimum_peak(each) for each in (*OTHERS, "rockmate")}
         others = OTHERS if outputs == "all" else ()
         budgets = {share: int(share * planner.baseline_peak_bytes) for share in shares}

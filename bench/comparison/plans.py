@@ -32,7 +32,6 @@ SHARES = ("minimum", IN_TWICE, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 PEAK_STEP = 0.01
 """Peers whose peaks differ by less than this share one plan, made for the smallest of them."""
 
-
 MEASURED = ("rounds", "method", "tiny", "loss_only")
 """The options of `bench.compare` that decide what is measured."""
 

@@ -76,7 +76,6 @@ The list follows PyTorch's description of the technique.
 STAGES = "checkpoint: stages"
 """Name of the peer that only models with stages have."""
 
-
 _BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
 _MIN_CUT: dict[str, dict[str, Sequence[float]]] = {
     "min-cut": {"dp": _BUDGETS, "ilp": (0.5, 0.3, 0.1)},

@@ -175,29 +175,40 @@ def measured(
     peaks |= {method: case.peak_bytes(module) for method, module in modules.items()}
     steps |= {method: case.step(module) for method, module in modules.items()}
     times = time_in_turn(steps, rounds, before=case.zero)
+    rows = {
+        method: {
+            "model": workload.name,
+            "method": method,
+            "eager_peak_bytes": case.eager_peak_bytes,
+            "peak_bytes": peak,
+            "ratio": times[method].ratio,
+            "ratio_spread": times[method].ratio_spread,
+            "error": error_of(found[method], expected),
+        }
+        for method, peak in peaks.items()
+    }
     for name in peers:
         fitting = [m for m in modules if m.startswith("fused") and peaks[m] <= peaks[name]]
         best = min(fitting, key=lambda each: modules[each].plan.predicted_ms, default="")
-        yield {
-            "kind": "peer",
-            "model": workload.name,
-            "method": name,
-            "eager_peak_bytes": case.eager_peak_bytes,
-            "peak_bytes": peaks[name],
-            "ratio": times[name].ratio,
-            "ratio_spread": times[name].ratio_spread,
-            "error": error_of(found[name], expected),
-            "our_peak_bytes": peaks.get(best),
-            "our_ratio": times[best].ratio if best else None,
-            "our_spread": times[best].ratio_spread if best else None,
-        }
+        own = rows.get(best, dict.fromkeys(("peak_bytes", "ratio", "ratio_spread")))
+        ours = {"our_peak_bytes": own["peak_bytes"], "our_ratio": own["ratio"]}
+        yield {"kind": "peer", **rows[name], **ours, "our_spread": own["ratio_spread"]}
+    for more in _planned(case, modules, found, expected):
+        yield rows[more["method"]] | more
+
+
+def _planned(
+    case: Case,
+    modules: Mapping[str, RockmateModule],
+    found: Mapping[str, dict[str, Tensor]],
+    expected: dict[str, Tensor],
+) -> Iterator[Record]:
+    """What the records of plans have beside those of peers."""
     # Chunks add the same numbers in another order.
     is_chunked = {method: each.plan.options.loss_chunks for method, each in modules.items()}
     whole = (found[m] for m in modules if "fused" in m and not is_chunked[m])
     first_fused = next(whole, expected)
     common = {
-        "model": workload.name,
-        "eager_peak_bytes": case.eager_peak_bytes,
         "num_places": case.fusion.num_places,
         "num_kernels": case.fusion.num_kernels,
         "compile_s": case.fusion.compile_s,
@@ -213,11 +224,7 @@ def measured(
             "method": method,
             "budget_bytes": plan.budget_bytes,
             "predicted_bytes": plan.predicted_peak_bytes,
-            "peak_bytes": peaks[method],
             "predicted_ms": plan.predicted_ms,
-            "ratio": times[method].ratio,
-            "ratio_spread": times[method].ratio_spread,
-            "error": error_of(found[method], expected),
             "chunks": str(plan.options.loss_chunks or ""),
             "is_bitwise": same_bits(found[method], first_fused if is_fused else expected),
             "num_recomputed": plan.schedule.num_recomputations(),

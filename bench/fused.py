@@ -112,7 +112,8 @@ class Case(Trainer):
                     budget = min(budget, int(share * self.eager_peak_bytes))
                 module = self.module(kernels, budget)
                 if module is not None:
-                    found[_method(f"{kernels}{self._suffix}", share)] = module
+                    name = f"{share:.3g}" if share else "no recomputation"
+                    found[f"{kernels}{self._suffix}: {name}"] = module
         return found
 
     def module(self, kernels: str, budget_bytes: int) -> RockmateModule | None:
@@ -145,10 +146,6 @@ class Case(Trainer):
         }
         training_step(self.workload, model, batch, seed=1)
         return gradients_of(model)
-
-
-def _method(kind: str, share: float | None) -> str:
-    return f"{kind}: {share:.3g}" if share else f"{kind}: no recomputation"
 
 
 def measured(

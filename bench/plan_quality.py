@@ -71,7 +71,10 @@ def planned(name: str, shares: Sequence[float], *, tiny: bool = False) -> Iterat
         workload = workload.with_loss_inside() if outputs == "loss" else workload
         how = {"machine": "h100" if name in LONG else "cpu-avx2", "time_limit_s": TIME_LIMIT_S}
         planner = Planner(workload.model, workload.sample, **how, **options)
-        least = {each: _least_bytes(planner, each) for each in (*OTHERS, "rockmate")}
+        least = {  # in chunks where that is smaller
+            each: planner.plan(1, strategy=each, on_infeasible="least").predicted_peak_bytes
+            for each in (*OTHERS, "rockmate")
+        }
         others = OTHERS if outputs == "all" else ()
         budgets = {share: int(share * planner.baseline_peak_bytes) for share in shares}
         yield {
@@ -87,11 +90,6 @@ def planned(name: str, shares: Sequence[float], *, tiny: bool = False) -> Iterat
                 if budget >= least["rockmate"]
             ],
         }
-
-
-def _least_bytes(planner: Planner, strategy: str) -> int:
-    """The smallest peak, in chunks where that is smaller."""
-    return planner.plan(1, strategy=strategy, on_infeasible="least").predicted_peak_bytes
 
 
 def _figures(planner: Planner, budget: int, others: Sequence[str]) -> Record:

@@ -8,7 +8,7 @@
 | `models`, `unet` | the workloads: tables of architectures and of sizes, and what needs code |
 | `peers` | the other ways to train in less memory |
 | `comparison`, `compare` | all methods on one model, measured; the command |
-| `plan_quality`, `quality_page` | plans beside a lower bound and other strategies |
+| `plan_quality` | plans beside a lower bound, other strategies and measured costs |
 | `cuda`, `campaign` | a GPU, in parts that resume; their cases |
 | `zoo`, `fields`, `registries`, `scripts`, `forks` | models and scripts in processes of their own |
 | `fingerprint` | digests of plans, to compare two versions of the code |

@@ -28,8 +28,6 @@ from rockmate import InfeasibleBudgetError, Planner
 MODELS = ("mlp", "gpt2-2layer", "llama-2layer", "bert-2layer", "encoder")
 BUDGETS = (1.0, 0.5)
 NUM_WARM_UPS = 20
-REACHED_RATIO, REACHED_MS = 1.3, 0.3
-"""Targets of a planned call: one of the two is to be reached."""
 
 
 def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
@@ -75,18 +73,10 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
         }
 
 
-def is_small(record: Record) -> bool:
-    """Whether a step reaches the target of the ratio or of the difference."""
-    return record["ratio"] <= REACHED_RATIO or record["difference_ms"] <= REACHED_MS
-
-
 def page(records: Sequence[Record]) -> list[str]:
     """The table, with the number of steps that reach a target as its headline."""
     newest = command.newest(records, "model", "step")
-    judged = [record for record in newest if record["predicted_ratio"] is not None]
-    num_small, reached = sum(map(is_small, judged)), (REACHED_RATIO, REACHED_MS)
-    parts = {"judged": judged, "reached": reached, "num_small": num_small, "is_small": is_small}
-    return filled("call_cost", lines=newest, about=about(newest, __doc__), **parts)
+    return filled("call_cost", lines=newest, about=about(newest, __doc__))
 
 
 _FURTHER = {

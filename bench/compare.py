@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -60,28 +59,24 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     name = 'for example "checkpoint: every 2"; repeatable; default: all'
     add("--method", action="append", default=[], help=name)
-    add("--quick", action="store_true", help="fewer settings and budgets")
     add("--loss-only", action="store_true", help="plans for steps that return only their loss")
     add("--readme", action="store_true", help="measure nothing: print README's table")
-    parser.set_defaults(output=None)
     options = parser.parse_args(arguments)
-    for problem in _problems(options):
+    for problem in _problems(options, is_whole=options.output == parser.get_default("output")):
         parser.error(problem)
-    if options.output is None:
-        options.output = command.RESULTS / f"peers_cpu_{time.strftime('%Y%m')}"
     options.model = options.model or models.COMPARED
     return options
 
 
-def _problems(options: argparse.Namespace) -> Iterator[str]:
-    """Reasons why the options cannot be met."""
-    known = {peers.STAGES, *peers.peers_for(quick=options.quick)}
+def _problems(options: argparse.Namespace, *, is_whole: bool) -> Iterator[str]:
+    """Reasons why the options cannot be met; the whole has an output of its own."""
+    known = {peers.STAGES, *peers.peers_for()}
     for method in options.method:
         if method not in known and not plans.is_ours(method):
             examples = '"checkpoint: every 2", "min-cut: 0.5 dp", "rockmate: 0.5"'
             yield f'--method is {method!r}; for example {examples}, "rockmate: at 12.5 MB"'
-    is_part = options.model or options.method or options.quick or options.tiny
-    if options.output is None and (is_part or options.loss_only):
+    is_part = options.model or options.method or options.tiny
+    if is_whole and (is_part or options.loss_only):
         yield "--output STEM is needed for part of the comparison"
 
 

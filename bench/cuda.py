@@ -99,11 +99,6 @@ def run_case(case: Case) -> dict[str, Any]:
     return {"model": case.model, "setting": case.setting, **figures, "seconds": seconds}
 
 
-def finished(folder: Path, part: str) -> list[dict[str, Any]]:
-    """The records of a part."""
-    return command.read(folder / f"{part}.jsonl")
-
-
 def run(folder: Path, todo: Sequence[Case], limit_s: float) -> int:
     """Runs cases until the limit; returns the number of those that are left."""
     begin = time.perf_counter()
@@ -144,7 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     models = campaign.builds(torch.device(options.device), tiny=options.tiny)
     every = list(cases(models, tiny=options.tiny))
-    done = {part: finished(options.output, part) for part in dict.fromkeys(c.part for c in every)}
+    parts = dict.fromkeys(case.part for case in every)
+    done = {part: command.read(options.output / f"{part}.jsonl") for part in parts}
     machine = options.output / "machine.json"
     if options.page:
         text = page(done, json.loads(machine.read_text(encoding="utf-8")))

@@ -35,6 +35,7 @@ from torch import nn
 from bench import command
 from bench.command import Record
 from bench.machine import machine_text
+from bench.measure import status_bytes
 from bench.models import Workload, built, makers
 from bench.pages import filled
 from rockmate.capture.options import Numerics
@@ -145,7 +146,7 @@ def train_capped(name: str, num_rows: int) -> Iterator[bool]:
     _warm_up()
     held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
     inputs = sum(each.nbytes for each in sample.values())
-    limit = _data_bytes() - held - inputs + case.memory_mib * _MIB
+    limit = status_bytes("VmData") - held - inputs + case.memory_mib * _MIB
     resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
     fits = True
     try:
@@ -168,13 +169,6 @@ def _warm_up() -> None:
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(8, 8)).sum().backward()
     optimizer.step()
-
-
-def _data_bytes() -> int:
-    """The data segment of this process."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        line = next(line for line in status if line.startswith("VmData:"))
-    return int(line.split()[1]) * 1024
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -36,7 +36,6 @@ from rockmate import RockmateModule
 
 SEEDS = (0, 1, 2)
 
-
 SHARES = (1.1, 0.6, 0.4, 0.25)
 """Budgets, as shares of eager's peak."""
 

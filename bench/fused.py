@@ -3,7 +3,7 @@
     python -m bench.fused                        # all; bench/results/fused_cpu_<yyyymm>.*
     python -m bench.fused --model gpt2-12 --rounds 5 --output /tmp/fused
     python -m bench.fused --chunks --share 0.1 --model llama
-    python -m bench.fused --peers --model llama --peer "inductor: default 0.5"
+    python -m bench.fused --model llama --peer "inductor: default 0.5"
     python -m bench.fused --page                 # only the page
 
 Each model trains in turn eager, and planned with eager's kernels and with fused ones: without
@@ -15,9 +15,9 @@ these with gradients in float64, in the worse of PyTorch's memory formats; gradi
 plans without chunks with each other, bit by bit. Writes STEM.jsonl, a line for each method, and
 STEM.md.
 
-With `--peers`, the peers are those of `bench.peers` with Inductor's kernels: the model compiled
-whole or by layer, at several `activation_memory_budget`s, with and without checkpoints. Each peer's
-peak is measured, and a plan with fused kernels is made for that peak. Then all take turns.
+A `--peer` of `bench.peers` with Inductor's kernels takes turns with the plans: the model compiled
+whole or by layer, at an `activation_memory_budget`, with or without checkpoints. Unless shares are
+named, plans are made for the peaks of the peers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ KERNELS = ("eager", "fused")
 PEERS = tuple(name for name in peers_for() if name.startswith("inductor"))
 _PRODUCTS = ("mm", "convolution", "attention")
 """In the names of ops that no fusion spares."""
-
 
 SHARES = (None, 0.5, 0.25, 0.1)
 """Budgets as shares of eager's peak; None recomputes nothing."""
@@ -113,7 +112,8 @@ class Case(Trainer):
                     budget = min(budget, int(share * self.eager_peak_bytes))
                 module = self.module(kernels, budget)
                 if module is not None:
-                    found[f"{kernels}{self._suffix}: {share or 'no recomputation'}"] = module
+                    name = f"{share:.3g}" if share else "no recomputation"
+                    found[f"{kernels}{self._suffix}: {name}"] = module
         return found
 
     def module(self, kernels: str, budget_bytes: int) -> RockmateModule | None:
@@ -149,24 +149,63 @@ class Case(Trainer):
 
 
 def measured(
-    workload: Workload, rounds: int, shares: Sequence[float | None], *, chunks: bool
+    workload: Workload,
+    rounds: int,
+    shares: Sequence[float | None],
+    *,
+    chunks: bool = False,
+    peers: Sequence[str] = (),
 ) -> Iterator[Record]:
-    """A record for each method of one model."""
-    case = Case(workload, chunks=chunks)
-    modules = case.modules(shares)
+    """A record for each method of one model; no shares stand for the peaks of the peers."""
+    case, lenders = Case(workload, chunks=chunks), peers_for()
     expected = case.gradients(workload.model)
-    found = {method: case.gradients(module) for method, module in modules.items()}
-    peaks = {method: case.peak_bytes(module) for method, module in modules.items()}
-    steps = {"eager": case.step(workload.model)}
+    steps: dict[str, Callable[[], Any]] = {"eager": case.step(workload.model)}
+    found, peaks = dict[str, dict[str, Tensor]](), dict[str, int]()
+    for name in peers:
+        with lenders[name](workload) as model:
+            found[name], peaks[name] = case.gradients(model), case.peak_bytes(model)
+        steps[name] = partial(case.lent_step, lenders[name])
+        command.say(f"{workload.name}: {name} has a peak of {peaks[name] / 1e6:.1f} MB")
+    at_peaks = [each / case.eager_peak_bytes for each in peaks_to_meet(peaks.values())]
+    modules = case.modules(shares or at_peaks)
+    found |= {method: case.gradients(module) for method, module in modules.items()}
+    peaks |= {method: case.peak_bytes(module) for method, module in modules.items()}
     steps |= {method: case.step(module) for method, module in modules.items()}
     times = time_in_turn(steps, rounds, before=case.zero)
+    rows = {
+        method: {
+            "model": workload.name,
+            "method": method,
+            "eager_peak_bytes": case.eager_peak_bytes,
+            "peak_bytes": peak,
+            "ratio": times[method].ratio,
+            "ratio_spread": times[method].ratio_spread,
+            "error": error_of(found[method], expected),
+        }
+        for method, peak in peaks.items()
+    }
+    for name in peers:
+        fitting = [m for m in modules if m.startswith("fused") and peaks[m] <= peaks[name]]
+        best = min(fitting, key=lambda each: modules[each].plan.predicted_ms, default="")
+        own = rows.get(best, dict.fromkeys(("peak_bytes", "ratio", "ratio_spread")))
+        ours = {"our_peak_bytes": own["peak_bytes"], "our_ratio": own["ratio"]}
+        yield {"kind": "peer", **rows[name], **ours, "our_spread": own["ratio_spread"]}
+    for more in _planned(case, modules, found, expected):
+        yield rows[more["method"]] | more
+
+
+def _planned(
+    case: Case,
+    modules: Mapping[str, RockmateModule],
+    found: Mapping[str, dict[str, Tensor]],
+    expected: dict[str, Tensor],
+) -> Iterator[Record]:
+    """What the records of plans have beside those of peers."""
     # Chunks add the same numbers in another order.
     is_chunked = {method: each.plan.options.loss_chunks for method, each in modules.items()}
     whole = (found[m] for m in modules if "fused" in m and not is_chunked[m])
     first_fused = next(whole, expected)
     common = {
-        "model": workload.name,
-        "eager_peak_bytes": case.eager_peak_bytes,
         "num_places": case.fusion.num_places,
         "num_kernels": case.fusion.num_kernels,
         "compile_s": case.fusion.compile_s,
@@ -182,11 +221,7 @@ def measured(
             "method": method,
             "budget_bytes": plan.budget_bytes,
             "predicted_bytes": plan.predicted_peak_bytes,
-            "peak_bytes": peaks[method],
             "predicted_ms": plan.predicted_ms,
-            "ratio": times[method].ratio,
-            "ratio_spread": times[method].ratio_spread,
-            "error": error_of(found[method], expected),
             "chunks": str(plan.options.loss_chunks or ""),
             "is_bitwise": same_bits(found[method], first_fused if is_fused else expected),
             "num_recomputed": plan.schedule.num_recomputations(),
@@ -202,57 +237,11 @@ def error_of(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     return tensor_difference(mine, theirs, small=1e-4).largest_relative
 
 
-# --- Inductor beside our plans ----------------------------------------------------------------
-
-
-def measured_peers(workload: Workload, names: Sequence[str], rounds: int) -> Iterator[Record]:
-    """A record for each peer, with our plan at its peak."""
-    case, lenders = Case(workload), peers_for()
-    expected = case.gradients(workload.model)
-    errors: dict[str, float] = {}
-    peaks: dict[str, int] = {}
-    steps: dict[str, Callable[[], Any]] = {"eager": case.step(workload.model)}
-    for name in names:
-        lend = lenders[name]
-        with lend(workload) as model:
-            errors[name] = error_of(case.gradients(model), expected)
-            peaks[name] = case.peak_bytes(model)
-        steps[name] = partial(case.lent_step, lend)
-        command.say(f"{workload.name}: {name} has a peak of {peaks[name] / 1e6:.1f} MB")
-    modules = _modules_at(case, peaks_to_meet(list(peaks.values())))
-    ours = {budget: case.peak_bytes(module) for budget, module in modules.items()}
-    steps |= {f"fused at {budget}": case.step(module) for budget, module in modules.items()}
-    times = time_in_turn(steps, rounds, before=case.zero)
-    for name in names:
-        fitting = [budget for budget in modules if ours[budget] <= peaks[name]]
-        best = min(fitting, key=lambda each: modules[each].plan.predicted_ms, default=None)
-        own = times.get(f"fused at {best}")
-        yield {
-            "kind": "peer",
-            "model": workload.name,
-            "method": name,
-            "eager_peak_bytes": case.eager_peak_bytes,
-            "peak_bytes": peaks[name],
-            "ratio": times[name].ratio,
-            "ratio_spread": times[name].ratio_spread,
-            "error": errors[name],
-            "our_peak_bytes": None if best is None else ours[best],
-            "our_ratio": own.ratio if own else None,
-            "our_spread": own.ratio_spread if own else None,
-        }
-
-
-def _modules_at(case: Case, budgets: Sequence[int]) -> dict[int, RockmateModule]:
-    """Our plans of fused kernels within each of these peaks; those that fit."""
-    found = {budget: case.module("fused", budget) for budget in budgets}
-    return {budget: module for budget, module in found.items() if module is not None}
-
-
 def _measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     workload = build(name, tiny=options.tiny).with_loss_inside()
-    if options.peers:
-        return measured_peers(workload, options.peer or PEERS, options.rounds)
-    return measured(workload, options.rounds, options.share or SHARES, chunks=options.chunks)
+    peers = options.peer or ()
+    shares = options.share or (() if peers else SHARES)
+    return measured(workload, options.rounds, shares, chunks=options.chunks, peers=peers)
 
 
 # --- page -------------------------------------------------------------------------------------
@@ -323,15 +312,12 @@ def _auto(plans: _Lines, name: str, share: float | None) -> float | None:
     return fused["ratio"] / eager["ratio"] if is_fused else 1.0
 
 
-_BESIDE = "measure Inductor's points and our plans at their peaks"
-_PEER = "with --peers; repeatable; default: all"
 main = command.main_of(
     "fused", __doc__, _measured, page, models=MODELS, rounds=7, tiny=True, stem="fused_cpu",
     further={
         "--share": {"action": "append", "type": float, "help": "repeatable; default: all"},
         "--chunks": {"action": "store_true", "help": "chunks wherever they are faster"},
-        "--peers": {"action": "store_true", "help": _BESIDE},
-        "--peer": {"action": "append", "choices": PEERS, "help": _PEER},
+        "--peer": {"action": "append", "choices": PEERS, "help": "repeatable; default: none"},
     },
 )  # fmt: skip
 

@@ -215,12 +215,13 @@ def resident_peak(step: Step) -> int:
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     # This sets the mark to what is resident now.
     Path("/proc/self/clear_refs").write_text("5")
-    before_bytes = _status_bytes("VmRSS")
+    before_bytes = status_bytes("VmRSS")
     step()
-    return _status_bytes("VmHWM") - before_bytes
+    return status_bytes("VmHWM") - before_bytes
 
 
-def _status_bytes(field: str) -> int:
+def status_bytes(field: str) -> int:
+    """A size of this process, as the kernel counts it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if name == field:

@@ -1,32 +1,29 @@
 """The strength of the quick tests: planted faults, and the tests that find them.
 
-    python -m bench.mutations --results DIR [--only N ...] > docs/internals/mutations.md
+    python -m bench.mutations               # all; writes bench/results/mutations_<yyyymm>.*
+    python -m bench.mutations --model "two draws of equal arguments are merged" --output X
 
-For each fault of mutations.toml, the repository is copied, the fault is planted, and the
-quick tests run until one fails: first those beside the mutated code, then all. A finished fault is
-a JSON file in DIR and is not run again. The page names the failing test of each fault.
+For each fault of mutations.toml, the index of the repository is copied, the fault is planted, and
+the quick tests run until one fails: first those beside the mutated code, then all. The page names
+the failing test of each fault.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from tqdm import tqdm
+from typing import NamedTuple
 
 from bench import command
-from bench.command import ROOT
-from bench.machine import machine_record
+from bench.command import ROOT, Record
 from bench.pages import filled
 
 _TIERS = "unit or model"
@@ -45,7 +42,7 @@ class Mutation(NamedTuple):
 
 
 _TABLE = tomllib.loads((ROOT / "bench" / "mutations.toml").read_text(encoding="utf-8"))
-MUTATIONS = tuple(Mutation(**each) for each in _TABLE["faults"])
+MUTATIONS = {each["fault"]: Mutation(**each) for each in _TABLE["faults"]}
 
 
 def planted(mutation: Mutation, text: str) -> str:
@@ -60,40 +57,31 @@ def planted(mutation: Mutation, text: str) -> str:
     return text.replace(mutation.text, mutation.mutated)
 
 
-def run_mutation(mutation: Mutation) -> dict[str, Any]:
+def measured(fault: str, _: argparse.Namespace) -> Iterator[Record]:
     """Plants a fault in a copy of the repository and runs the quick tests there."""
+    mutation = MUTATIONS[fault]
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        _copy_tracked(copy)
-        path = copy / mutation.path
+        line = ["git", "checkout-index", "--all", "--prefix", f"{folder}/"]
+        subprocess.run(line, cwd=ROOT, check=True)
+        path = Path(folder) / mutation.path
         path.write_text(planted(mutation, path.read_text(encoding="utf-8")), encoding="utf-8")
         begin = time.perf_counter()
-        found = _first_failure(copy, [mutation.first]) or _first_failure(copy, ["tests"])
-        seconds = time.perf_counter() - begin
-    return {"fault": mutation.fault, "found_by": found, "seconds": round(seconds, 1)}
+        found = _first_failure(folder, mutation.first) or _first_failure(folder, "tests")
+        seconds = round(time.perf_counter() - begin, 1)
+    yield {"model": fault, "path": mutation.path, "found_by": found, "seconds": seconds}
 
 
-def _copy_tracked(target: Path) -> None:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, target / name)
-
-
-def _first_failure(copy: Path, tests: Sequence[str]) -> str:
+def _first_failure(copy: str, tests: str) -> str:
     """The first failing quick test; empty if all pass.
 
     Raises:
         RuntimeError: pytest ends for another reason than a failed test.
     """
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-n", "logical", "--dist", "worksteal", "-m", _TIERS, *tests]
-    environment = os.environ | {"PYTHONPATH": str(copy)}
+    line = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    line += ["-n", "logical", "--dist", "worksteal", "-m", _TIERS, tests]
+    environment = os.environ | {"PYTHONPATH": copy}
     finished = subprocess.run(
-        command, cwd=copy, capture_output=True, check=False, text=True, env=environment
+        line, cwd=copy, capture_output=True, check=False, text=True, env=environment
     )
     failed = _FAILED.search(finished.stdout)
     if failed:
@@ -104,39 +92,12 @@ def _first_failure(copy: Path, tests: Sequence[str]) -> str:
     return ""
 
 
-def page(results: Sequence[dict[str, Any]], commit: str) -> str:
-    """The results as a Markdown page."""
-    paths = {mutation.fault: mutation.path for mutation in MUTATIONS}
-    text = filled(
-        "mutations",
-        num_found=sum(bool(result["found_by"]) for result in results),
-        number=len(results),
-        results=results,
-        paths=paths,
-        commit=commit,
-    )
-    return "\n".join(text) + "\n"
+def page(records: Sequence[Record]) -> list[str]:
+    """The counts, and the newest line of each fault."""
+    return filled("mutations", results=command.newest(records, "model"))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line."""
-    parser = command.parser("mutations", __doc__)
-    parser.add_argument("--results", type=Path, required=True, help="folder of finished faults")
-    parser.add_argument(
-        "--only", type=int, nargs="+", help="numbers of faults, from 0; no page is printed"
-    )
-    options = parser.parse_args(arguments)
-    options.results.mkdir(parents=True, exist_ok=True)
-    numbers = range(len(MUTATIONS)) if options.only is None else options.only
-    files = [options.results / f"{number:02d}.json" for number in numbers]
-    for number, path in zip(tqdm(numbers, desc="planted faults"), files, strict=True):
-        if not path.exists():
-            path.write_text(json.dumps(run_mutation(MUTATIONS[number])) + "\n", encoding="utf-8")
-    if options.only is None:
-        commit = machine_record("bench.mutations")["commit"]
-        results = [json.loads(path.read_text(encoding="utf-8")) for path in files]
-        sys.stdout.write(page(results, commit))
-    return 0
+main = command.main_of("mutations", __doc__, measured, page, models=MUTATIONS, stem="mutations")
 
 
 if __name__ == "__main__":

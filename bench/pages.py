@@ -22,8 +22,8 @@ def filled(template: str, **parts: Any) -> list[str]:
 
     Templates are Jinja's. Beside what that has, they have the filters `as`, a format that leaves
     None and NaN empty, `mb`, as `megabytes`, `kib`, and `where`, the records for which an
-    expression of `r` is true; and functions that give rows of targets: `every`, `always`, `worst`
-    and `target`. Lists stand for their lines, and a paragraph without text leaves no gap.
+    expression of `r` is true; and functions that give rows of targets: `every`, `worst` and
+    `target`. Lists stand for their lines, and a paragraph without text leaves no gap.
 
     Args:
         template: name of a file in `bench/templates`; without an ending, of Markdown.
@@ -60,15 +60,6 @@ def _worst(
     return worst_row(what, limit, figures, **options).text
 
 
-def _always(records: Sequence[Any], what: str, expression: str) -> str:
-    """The row of an expression that has to be true everywhere; it names where it is not."""
-    holds = _of_record(expression)
-    failing = [each["place"] for each in records if not holds(each)]
-    figure = f"{len(records) - len(failing)} of {len(records)}" if records else ""
-    is_hit = not failing if records else None
-    return Target(what, "always", figure, ", ".join(failing[:4]), is_hit).text
-
-
 def _as_text(part: Any) -> Any:
     return "\n".join(part) if isinstance(part, list) else "" if part is None else part
 
@@ -88,7 +79,7 @@ def _templates() -> jinja2.Environment:
     )
     kib: Callable[[int], str] = lambda size: f"{size / 1024:,.1f}"  # noqa: E731
     made.filters |= {"as": _formatted, "mb": megabytes, "kib": kib, "where": _where}
-    made.globals |= {"every": _every, "worst": _worst, "always": _always}
+    made.globals |= {"every": _every, "worst": _worst}
     made.globals["target"] = lambda *cells: Target(*cells).text
     return made
 

@@ -197,18 +197,10 @@ def records_of(case: str, measured: Measured) -> Iterator[Record]:
         yield {"model": case, "num_ops": measured.num_ops, **each._asdict()}
 
 
-def is_hit(record: Record) -> bool:
-    """Whether a time is within its target; one that was stopped is not."""
-    return record["figure_s"] is not None and record["figure_s"] <= record["target_s"]
-
-
 def page(records: Sequence[Record]) -> list[str]:
     """The table, with the number of targets that are hit as its headline."""
     newest = command.newest(records, "model", "what")
-    lines = [{**record, "is_hit": is_hit(record)} for record in newest]
-    num_hit = sum(record["is_hit"] for record in lines)
-    number, head = len(newest), about(newest)
-    return filled("planning_time", num_hit=num_hit, number=number, lines=lines, about=head)
+    return filled("planning_time", lines=newest, about=about(newest))
 
 
 def measured_apart(case: str, limit_s: int) -> list[Record]:

@@ -45,6 +45,7 @@ MEANINGS = {
 }
 
 _NUM_ADVICES = 6
+_NUM_WATCHED, _MOST_MEASURED = 4, 7  # steps in which frames look at their peaks, steps after these
 # A line of the log that says that nothing keeps the budget, or not in all steps.
 _NO_BUDGET = (
     "nothing keeps the budget", "without a budget", "without a plan or budget", "plain model ran",
@@ -144,7 +145,7 @@ def _attempt(script: Any, settings: Settings, theirs: Any, heard: list[str]) -> 
             # Under autocast, as docs/guide/limits.md says, a plan adds gradients of several uses of
             # a weight as eager does without autocast's cache. Elsewhere this changes nothing. With
             # mode="auto", frames may run the first step of a kind.
-            for first in range(4 if settings.mode == "auto" else 1):
+            for first in range(random_scripts.NUM_STEPS if settings.mode == "auto" else 1):
                 theirs = _trained_uncached(make(script), first)
                 difference = random_scripts.difference(ours, theirs, rounding=rounding)
                 if not difference:
@@ -207,12 +208,12 @@ def _is_measurable(layer: Any) -> bool:
 def _peak(run: Any, budget: int = 0) -> int:
     """Of a step's forward and backward, with gradients in place and the batch made before.
 
-    The first that keeps the budget counts, else the smallest of seven: a call that is planned for,
-    or that frames measure, may take more. Frames look at their peaks in steps of their own first.
+    The first that keeps the budget counts, else the smallest: a call that is planned for, or that
+    frames measure, may take more. Frames look at their peaks in steps of their own first.
     """
     first, found = random_scripts.NUM_STEPS, []
-    watched = first + (4 if budget else 1)
-    for step in range(first, watched + 7):
+    watched = first + (_NUM_WATCHED if budget else 1)
+    for step in range(first, watched + _MOST_MEASURED):
         run.prepare_step(first)
         run.prefetch(step)
         if step < watched:

@@ -5,16 +5,15 @@ The source of the blocks in docs/internals/walkthrough.md.
     python -m bench.walkthrough            print every section
     python -m bench.walkthrough --write    write them between the markers of the document
 
-The stages up to costs are called one by one, as a planner calls them, on a residual MLP; a planner
-has the rest. The model is small enough to read, and it has dropout, a loss and an output that the
-user holds. Sizes and the graph are the same at every run. Times are the machine's, and the plan may
-depend on them.
+The stages up to costs are called one by one, as a planner calls them, on the document's model; a
+planner has the rest. The model is small enough to read, and it has dropout, a loss and an output
+that the user holds. Sizes and the graph are the same at every run. Times are the machine's, and the
+plan may depend on them.
 """
 
 from __future__ import annotations
 
 import copy
-import inspect
 import re
 import sys
 from collections import Counter
@@ -25,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from bench import command
 from bench.measure import allocator_peak, gradients_of
@@ -47,34 +45,6 @@ BUDGET_FRACTION = 0.52
 _BOUND_FRACTIONS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4)
 _EXCERPT_LINES = 16
 _SEED = 0
-_BATCH, _WIDTH, _HIDDEN, _CLASSES, _NUM_LAYERS = 1024, 128, 512, 64, 3
-
-
-class Layer(nn.Module):
-    """A residual layer: two matrices, GELU between, dropout at the end."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        return x + self.dropout(self.down(functional.gelu(self.up(x))))
-
-
-class Classifier(nn.Module):
-    """A few such layers and a head; returns loss and scores, as a Hugging Face model does."""
-
-    def __init__(self, width: int, hidden: int, classes: int, num_layers: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(width, hidden) for _ in range(num_layers))
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:  # noqa: D102
-        for layer in self.layers:
-            x = layer(x)
-        scores = self.head(x)
-        return {"loss": functional.cross_entropy(scores, labels), "scores": scores}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +75,7 @@ class Section:
 def sections() -> Iterator[Section]:
     """Runs the pipeline and gives each stage's section as it is done."""
     torch.manual_seed(_SEED)
-    model = Classifier(_WIDTH, _HIDDEN, _CLASSES, _NUM_LAYERS).train()
-    sample = {"x": torch.randn(_BATCH, _WIDTH), "labels": torch.randint(_CLASSES, (_BATCH,))}
-    yield _section("model", _model_text(), language="python", is_exact=True)
+    model, sample = _of_document()
     capture = capture_joint(model, *flatten(((), sample), what="the sample"))
     before = _call_counts(capture)
     yield _filled("capture", capture=capture, num_calls=before.total(), is_exact=True)
@@ -140,7 +108,7 @@ def _planned(planner: Planner, model: nn.Module, sample: dict[str, Tensor]) -> I
     yield _filled("schedule", schedule=schedule, num_again=len(again), start=start, shown=shown)
     found = plan.simulation
     op = ops[schedule.steps[found.peak_position]]
-    yield _filled("simulation", plan=plan, found=found, op=op, live=_live_at_peak(plan))
+    yield _filled("simulation", plan=plan, found=found, op=op, live=plan.live_at_peak())
     program = planner.planned_call_of(plan).program
     yield _section("forward", _excerpt(program.forward.code), language="python")
     target = plan.graph.ops[schedule.steps[again[0]]].node.target
@@ -158,16 +126,12 @@ def _filled(name: str, *, is_exact: bool = False, **parts: Any) -> Section:
     return _section(name, content, is_exact=is_exact)
 
 
-def _model_text() -> str:
-    source = "\n\n\n".join(inspect.getsource(kind).rstrip() for kind in (Layer, Classifier))
-    source = re.sub(r' *""".*"""\n\n|  # noqa: D102', "", source)
-    sizes = f"width={_WIDTH}, hidden={_HIDDEN}, classes={_CLASSES}, num_layers={_NUM_LAYERS}"
-    inputs = f"torch.randn({_BATCH}, {_WIDTH})"
-    labels = f"torch.randint({_CLASSES}, ({_BATCH},))"
-    return (
-        f"{source}\n\nmodel = Classifier({sizes}).train()\n"
-        f'sample = {{"x": {inputs}, "labels": {labels}}}'
-    )
+def _of_document() -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model and the sample of the document's first code block."""
+    (code,) = re.findall(r"## The model\n.*?```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(code, names)
+    return names["model"], names["sample"]
 
 
 def _call_counts(capture: Capture) -> Counter[str]:
@@ -178,28 +142,6 @@ def _call_counts(capture: Capture) -> Counter[str]:
 
 def _call_name(target: Any) -> str:
     return str(target) if is_op(target) else target.__name__
-
-
-def _live_at_peak(plan: Plan) -> list[tuple[str, int]]:
-    """Names and bytes of all that is in memory at the peak, largest first."""
-    position, schedule, ops = plan.simulation.peak_position, plan.schedule, plan.graph.ops
-    storages = [
-        plan.snapshot.storages[each.storage]
-        for each in plan.residency.all()
-        if each.first <= position <= each.last
-    ]
-    rows = [(storage.name, storage.num_bytes) for storage in storages]
-    before, index, behind = (
-        schedule.steps[:position], schedule.steps[position], schedule.steps[position + 1 :],
-    )  # fmt: skip
-    if position in schedule.in_place:
-        own = ops[index].writes[0]
-        rows.append((f"less {own.name}, which takes over an operand's memory", -own.num_bytes))
-    cost = (plan.costs.recompute if index in before else plan.costs.first)[index]
-    rows.append((f"workspace of {ops[index].name}", cost.overhead_bytes))
-    held = {*before, index} & {*behind} | {*before} & {index}
-    rows += [(f"random state of {ops[i].name}", ops[i].recompute_state_bytes) for i in held]
-    return sorted((row for row in rows if row[1]), key=lambda row: -row[1])
 
 
 def _excerpt(code: str, first_shown: str = "") -> str:

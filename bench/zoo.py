@@ -33,7 +33,6 @@ from bench.registries.trial import trial
 
 _TIMM = "timm"
 
-
 _FAULTS = ("WRONG", "refused", "error", "timeout")
 _LONGEST = 300
 

@@ -7,6 +7,6 @@ Every measurement is one line of JSON. Lines by kind:
 * `point`: peaks and gradients of one method, and the seconds that its first step took beyond a
   later one;
 * `plan`: the budget and the predictions of one of our points;
-* `failed`, `skipped`, `infeasible`: a method without a point, and why;
+* `failed`, `infeasible`: a method without a point, and why; earlier also `skipped`;
 * `time`: one step of one method, and the mean of the eager steps before and after it.
 """

@@ -59,7 +59,7 @@ class ModelMeasurement(measure.Trainer):
         yield from self._times()
 
     def _peers(self) -> Iterator[Record]:
-        found = peers.peers_for(quick=self._options["quick"])
+        found = peers.peers_for()
         if self.workload.stages is not None:
             found[peers.STAGES] = peers.checkpoint_stages
         chosen = self._options["method"]

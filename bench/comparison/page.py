@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 
-from bench import peers
 from bench.command import Record
 from bench.comparison.result import (
     GRADIENT_TOLERANCE,
@@ -41,8 +40,8 @@ def page(records: Sequence[Record], points_file: str = "points.csv") -> list[str
         gradients=GRADIENT_TOLERANCE,
         points_file=points_file,
         provenance=about(_starts(results)),
-        further_rounds=_further_rounds(results),
-        quick=_quick_settings(results),
+        has_further_rounds=any(_methods_asked(each) == {True, False} for each in results),
+        quick=[r.name for r in results if all(x["options"].get("quick") for x in r.of("run"))],
     )
 
 
@@ -52,6 +51,11 @@ def _starts(results: Iterable[ModelResult]) -> list[Record]:
         for result in results
         for run in result.of("run")
     ]
+
+
+def _methods_asked(result: ModelResult) -> set[bool]:
+    """Whether commands of a model named methods."""
+    return {bool(run["options"]["method"]) for run in result.of("run")}
 
 
 def _command(options: Record) -> str:
@@ -64,43 +68,9 @@ def _command(options: Record) -> str:
     return " ".join(words)
 
 
-def _further_rounds(results: Sequence[ModelResult]) -> str:
-    """A note on commands for single methods, if a model has such a command beside one for all."""
-    has_both = any(
-        len({bool(run["options"]["method"]) for run in result.of("run")}) > 1 for result in results
-    )
-    return (
-        "A command with `--method` adds rounds of these methods and of every plan at the peak of a "
-        "peer. It was run where a point was missed by less than its noise. Medians are over the "
-        "rounds of all commands."
-    ) * has_both
-
-
-def _quick_settings(results: Sequence[ModelResult]) -> str:
-    """A note on the models that had only the quick settings of each peer."""
-    quick = ", ".join(r.name for r in results if all(x["options"]["quick"] for x in r.of("run")))
-    settings = ", ".join(name for name in peers.peers_for(quick=True) if ":" in name)
-    note = f"With `--quick` ({quick}), families with settings have only these: {settings}."
-    return note if quick else ""
-
-
-_README = {
-    "llama": "Llama type",
-    "llama-lora": "Llama type with LoRA",
-    "gpt2-deep": "GPT-2, 24 layers",
-    "gpt2-1row": "GPT-2, full vocabulary",
-    "bert-narrow": "BERT, narrow",
-    "t5-small": "T5-small",
-    "vit-small": "ViT-small",
-    "resnet50": "ResNet-50",
-}
-
-
 def readme_table(results: Sequence[ModelResult]) -> list[str]:
     """README's table of results."""
-    found = {result.name: result for result in results}
-    named = {text: found[name] for name, text in _README.items() if name in found}
-    return filled("readme", results=named)
+    return filled("readme", results={result.name: result for result in results})
 
 
 def points_csv(results: Sequence[ModelResult]) -> str:

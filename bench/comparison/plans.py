@@ -8,41 +8,31 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from bench import models
 from bench.command import Record
 from bench.comparison.result import OURS
-from rockmate import STRATEGIES, InfeasibleBudgetError, Plan, Planner, SolverLimitError
+from rockmate import InfeasibleBudgetError, Plan, Planner
+from rockmate.planning.candidate import linspace_int
 
 IN_TWICE = "in 2x"
 """In place of a share: the smallest budget whose predicted time is at most twice the baseline's."""
 
 _TWICE = 2.0
-_HALVINGS = 6
-"""Steps of the bisection for that budget."""
+_NUM_STEPS = 64
+"""Into so many the range of budgets falls in which that one is searched."""
 
-_AT = re.compile(r"at ([0-9.]+) MB")
-"""In place of a share: the peak of a peer."""
+_METHOD = re.compile(rf"{OURS}: (?:(minimum)|({IN_TWICE})|at ([0-9.]+) MB|(0?\.[0-9]+|1(?:\.0*)?))")
+"""A share of the peak, or what stands in its place: that of a peer with "at"."""
 
-_SHARE = re.compile(rf"minimum|{IN_TWICE}|{_AT.pattern}|0?\.[0-9]+|1(\.0*)?")
-SHARES = {
-    OURS: ("minimum", IN_TWICE, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0),
-    "rotor": ("minimum", 0.3, 0.5, 0.7),
-}
-QUICK_SHARES = {OURS: ("minimum", IN_TWICE, 0.5, 1.0), "rotor": ("minimum",)}
-OTHER_SHARES = {"none": (1.0,), "chen": ("minimum",), "checkmate": (0.5,)}
-"""Strategies with one budget. The first two have only one schedule."""
-
-LARGEST_WHOLE_GRAPH = 150
-"""Largest number of ops for which whole-graph Checkmate is tried."""
+SHARES = ("minimum", IN_TWICE, 0.15, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0)
 
 PEAK_STEP = 0.01
 """Peers whose peaks differ by less than this share one plan, made for the smallest of them."""
 
-
-MEASURED = ("rounds", "method", "quick", "tiny", "loss_only")
+MEASURED = ("rounds", "method", "tiny", "loss_only")
 """The options of `bench.compare` that decide what is measured."""
 
 
@@ -56,69 +46,33 @@ def plan_model(name: str, options: Record, folder: str, peaks: Sequence[int]) ->
     workload = workload_of(name, options)
     outputs = "loss" if options["loss_only"] else "all"
     planner = Planner(workload.model, workload.sample, outputs=outputs)
-    methods = options["method"]
-    sweep = _asked(planner, methods) if methods else _swept(planner, options["quick"])
-    yield from _plan_all(planner, Path(folder), [*sweep, *_at_peaks(planner, peaks)])
+    methods = options["method"] or [f"{OURS}: {share}" for share in SHARES]
+    asked = {method: _budget_bytes(planner, method) for method in methods if is_ours(method)}
+    yield from _plan_all(planner, Path(folder), asked | _at_peaks(planner, peaks))
 
 
 def is_ours(method: str) -> bool:
-    """Whether a method names one of our strategies and a valid share."""
-    strategy, _, share = method.partition(": ")
-    return strategy in STRATEGIES and bool(_SHARE.fullmatch(share))
+    """Whether a method is a plan within a valid share."""
+    return bool(_METHOD.fullmatch(method))
 
 
-def _swept(planner: Planner, quick: bool) -> Iterator[tuple[str, str, int]]:
-    """Method, strategy and budget in bytes of the full sweep."""
-    shares = {**OTHER_SHARES, **(QUICK_SHARES if quick else SHARES)}
-    for strategy in STRATEGIES:
-        for share in shares.get(strategy, ("minimum", 0.5)):
-            yield f"{strategy}: {share}", strategy, _budget_bytes(planner, strategy, share)
+def _budget_bytes(planner: Planner, method: str) -> int:
+    found = _METHOD.fullmatch(method)
+    assert found is not None
+    is_least, is_in_twice, megabytes, share = found.groups()
+    if megabytes:
+        return round(float(megabytes) * 1e6)
+    least, peak = planner.minimum_peak_bytes, planner.baseline_peak_bytes
+    if is_in_twice:
+        plans = planner.plans(linspace_int(least, peak, _NUM_STEPS + 1))
+        return min(size for size, plan in plans.items() if plan.predicted_ratio <= _TWICE)
+    return least if is_least else int(float(share) * peak)
 
 
-def _asked(planner: Planner, methods: Iterable[str]) -> Iterator[tuple[str, str, int]]:
-    """Method, strategy and budget in bytes of the methods that name a strategy.
-
-    A share is a fraction of the peak, "minimum", "in 2x" or as "at 12.5 MB".
-    """
-    for method in methods:
-        strategy, _, share = method.partition(": ")
-        if is_ours(method):
-            yield method, strategy, _budget_bytes(planner, strategy, share)
-
-
-def _budget_bytes(planner: Planner, strategy: str, share: float | str) -> int:
-    if share == IN_TWICE:
-        return _least_in(planner, strategy, _TWICE)
-    size = _AT.fullmatch(str(share))
-    if size:
-        return round(float(size[1]) * 1e6)
-    return (
-        planner.minimum_peak(strategy)
-        if share == "minimum"
-        else int(float(share) * planner.baseline_peak_bytes)
-    )
-
-
-def _least_in(planner: Planner, strategy: str, ratio: float) -> int:
-    """The smallest budget whose predicted time is at most `ratio` times the baseline's.
-
-    It is found to a 64th of the range.
-    """
-    too_small, enough = planner.minimum_peak(strategy), planner.baseline_peak_bytes
-    if planner.plan(too_small, strategy=strategy).predicted_ratio <= ratio:
-        return too_small
-    for _ in range(_HALVINGS):
-        middle = (too_small + enough) // 2
-        is_enough = planner.plan(middle, strategy=strategy).predicted_ratio <= ratio
-        too_small, enough = (too_small, middle) if is_enough else (middle, enough)
-    return enough
-
-
-def _at_peaks(planner: Planner, peaks: Iterable[int]) -> Iterator[tuple[str, str, int]]:
-    """Method, strategy and budget in bytes at the peaks of peers."""
-    for peak_bytes in peaks_to_meet(peaks):
-        if peak_bytes < planner.baseline_peak_bytes:
-            yield f"{OURS}: at {peak_bytes / 1e6:.6f} MB", OURS, peak_bytes
+def _at_peaks(planner: Planner, peaks: Iterable[int]) -> dict[str, int]:
+    """Method and budget in bytes at the peaks of peers."""
+    below = (each for each in peaks_to_meet(peaks) if each < planner.baseline_peak_bytes)
+    return {f"{OURS}: at {each / 1e6:.6f} MB": each for each in below}
 
 
 def peaks_to_meet(peaks: Iterable[int]) -> list[int]:
@@ -130,26 +84,14 @@ def peaks_to_meet(peaks: Iterable[int]) -> list[int]:
     return chosen
 
 
-def _plan_all(
-    planner: Planner, folder: Path, wanted: Iterable[tuple[str, str, int]]
-) -> Iterator[Record]:
-    num_ops = len(planner.plan(1.0).snapshot.ops)
-    for method, strategy, budget_bytes in wanted:
-        record = {
-            "method": method, "owner": "ours", "strategy": strategy, "budget_bytes": budget_bytes,
-        }  # fmt: skip
-        if strategy == "checkmate" and num_ops > LARGEST_WHOLE_GRAPH:
-            why = f"the graph has more than {LARGEST_WHOLE_GRAPH} ops"
-            yield {"kind": "skipped", **record, "why": why}
-            continue
+def _plan_all(planner: Planner, folder: Path, budgets: Mapping[str, int]) -> Iterator[Record]:
+    for method, budget_bytes in budgets.items():
+        record = {"method": method, "owner": "ours", "budget_bytes": budget_bytes}
         begin = time.perf_counter()
         try:
-            plan = planner.plan(budget_bytes, strategy=strategy)
+            plan = planner.plan(budget_bytes)
         except InfeasibleBudgetError as error:
             yield {"kind": "infeasible", **record, "minimum_bytes": error.minimum_bytes}
-            continue
-        except SolverLimitError as error:
-            yield {"kind": "failed", **record, "error": f"SolverLimitError: {error}"}
             continue
         plan_s = time.perf_counter() - begin
         file = re.sub(r"[^a-z0-9.]+", "-", method.lower()) + ".json"

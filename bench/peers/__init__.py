@@ -76,37 +76,25 @@ The list follows PyTorch's description of the technique.
 STAGES = "checkpoint: stages"
 """Name of the peer that only models with stages have."""
 
-
 _BUDGETS = (1.0, 0.8, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0)
-_ALL: dict[str, Any] = {
-    "every": (2, 3, 4),
+_MIN_CUT: dict[str, dict[str, Sequence[float]]] = {
     "min-cut": {"dp": _BUDGETS, "ilp": (0.5, 0.3, 0.1)},
     "min-cut by layer": {"dp": _BUDGETS, "ilp": (0.5, 0.3, 0.2, 0.1)},
-    "inductor": (1.0, 0.8, 0.5, 0.2, 0.0),
-    "modes": ("default", "max-autotune-no-cudagraphs"),
 }
-"""The settings of the families: one layer of how many is checkpointed, memory budgets by solver,
-Inductor's budgets, and its modes. Modes but the first are measured at the largest budget alone."""
-_QUICK: dict[str, Any] = {
-    "every": (2,),
-    "min-cut": {"dp": (0.5,)},
-    "min-cut by layer": {"dp": (0.5,), "ilp": (0.5,)},
-    "inductor": (1.0, 0.0),
-    "modes": ("default",),
-}
+"""Family -> memory budgets by solver."""
+_INDUCTOR_BUDGETS = (1.0, 0.8, 0.5, 0.2, 0.0)
+_INDUCTOR_MODES = ("default", "max-autotune-no-cudagraphs")
+"""Modes but the first are measured at the largest budget alone."""
 
 
-def peers_for(*, quick: bool = False) -> dict[str, Peer]:
-    """Name to peer, eager first; `quick` takes fewer settings of each family."""
-    settings = _QUICK if quick else _ALL
+def peers_for() -> dict[str, Peer]:
+    """Name to peer, eager first."""
     save_ops = partial(create_selective_checkpoint_contexts, SAVED_OPS)
     default_partitioner = lookup_backend("aot_eager_default_partitioner")
     return {
         "eager": eager,
         "checkpoint": checkpoint_layers,
-        **{
-            f"checkpoint: every {k}": partial(checkpoint_layers, every=k) for k in settings["every"]
-        },
+        **{f"checkpoint: every {k}": partial(checkpoint_layers, every=k) for k in (2, 3, 4)},
         "sqrt(n) segments": checkpoint_segments,
         "checkpoint_sequential": checkpoint_in_sequence,
         "selective": partial(checkpoint_layers, context_fn=save_ops),
@@ -114,17 +102,17 @@ def peers_for(*, quick: bool = False) -> dict[str, Peer]:
         **{
             f"{name}: {budget:g} {solver}": partial(lend, backend=min_cut(budget, solver))
             for name, lend in (("min-cut", compiled), ("min-cut by layer", compiled_by_layer))
-            for solver, budgets in settings[name].items()
+            for solver, budgets in _MIN_CUT[name].items()
             for budget in budgets
         },
-        **_inductors(settings["modes"], settings["inductor"]),
+        **_inductors(),
     }
 
 
-def _inductors(modes: Sequence[str], budgets: Sequence[float]) -> dict[str, Peer]:
+def _inductors() -> dict[str, Peer]:
     """Inductor in each mode: whole and by layer, at each budget, and with checkpoints."""
-    first, largest = modes[0], budgets[0]
-    points = [*((first, budget) for budget in budgets), *((mode, largest) for mode in modes[1:])]
+    first, *others = _INDUCTOR_MODES
+    points = [(first, budget) for budget in _INDUCTOR_BUDGETS] + [(mode, 1.0) for mode in others]
     lenders = {"inductor": compiled, "inductor by layer": compiled_by_layer}
     return {
         **{
@@ -134,10 +122,10 @@ def _inductors(modes: Sequence[str], budgets: Sequence[float]) -> dict[str, Peer
         },
         **{
             f"{name}, checkpoints: {mode}": partial(
-                lend, backend=inductor(mode, largest), has_checkpoints=True
+                lend, backend=inductor(mode, 1.0), has_checkpoints=True
             )
             for name, lend in lenders.items()
-            for mode in modes
+            for mode in _INDUCTOR_MODES
         },
     }
 
@@ -145,7 +133,3 @@ def _inductors(modes: Sequence[str], budgets: Sequence[float]) -> dict[str, Peer
 def family(name: str) -> str:
     """The part of a method's name before its setting."""
     return name.partition(":")[0]
-
-
-PEERS: dict[str, Peer] = {"eager": eager, "checkpoint": checkpoint_layers}
-"""The two that every model can be trained with."""

@@ -1,16 +1,17 @@
 """Runs scripts of other projects in eager and under `rockmate run`, and compares them.
 
-    python -m bench.unchanged.run FOLDER --work W --out bench/results/unchanged_scripts_202611.md
+    python -m bench.unchanged.run FOLDER --work W   # bench/results/unchanged_scripts_<yyyymm>.*
+    python -m bench.unchanged.run FOLDER --work W --model "nanoGPT train.py" --output X
 
 `FOLDER` has a checkout of each project (`karpathy+nanoGPT`, ...; see scripts.toml). Scripts run as
 they are, with tiny data that is made in a folder of its own, and without a network. Both runs are
 seen by `observer/sitecustomize.py`, which Python loads at its start: losses, final parameters,
-times of steps, memory of one step. `--full-sized` makes the end of the page: steps of seconds,
-twice in eager and twice at a budget of 1.0, by turns.
+times of steps, memory of one step. A script that has a line is not run again, unless it is named.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -28,9 +30,8 @@ from typing import Any
 import torch
 
 from bench import command
-from bench.command import ROOT
-from bench.machine import machine_record, machine_text
-from bench.pages import filled
+from bench.command import ROOT, Record
+from bench.pages import about, filled
 from bench.unchanged.data import make_data
 from rockmate.budget import parse_budget
 
@@ -58,8 +59,7 @@ class Script:
 
 
 _TABLE = tomllib.loads((_HERE / "scripts.toml").read_text(encoding="utf-8"))
-*SCRIPTS, FULL_SIZED = (Script(name, **fields) for name, fields in _TABLE.items())
-"""The last one has steps of full size."""
+SCRIPTS = {name: Script(name, **fields) for name, fields in _TABLE.items()}
 
 
 @dataclass
@@ -160,62 +160,32 @@ def row(script: Script, eager: Run, ours: Run) -> list[str]:
     ]
 
 
-def full_sized(folder: Path, work: Path) -> dict[str, Any]:
-    """Times of steps and of the start, twice in eager and twice within a budget of 1."""
-    budgets: list[list[str]] = [[], ["--budget", "1.0"]]
-    by_turns = [run(FULL_SIZED, folder, work, each) for each in 2 * budgets]
-    steps = [median(each.seconds[2:]) for each in by_turns]
-    starts = [each.seconds[0] for each in by_turns]
-    texts = [
-        [[f"{each:.2f}" for each in times[at::2]] for at in (0, 1)] for times in (steps, starts)
-    ]
-    return {
-        "result": difference(*by_turns[:2]),
-        "steps": texts[0],
-        "starts": texts[1],
-        "overhead": f"{100 * (sum(steps[1::2]) / sum(steps[::2]) - 1):+.1f}",
-        "beyond": f"{(sum(starts[1::2]) - sum(starts[::2])) / 2:+.1f}",
-    }
+def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
+    """A script's row."""
+    known = {record["model"] for record in command.read(command.lines_of(options))}
+    if name in known and not options.model:
+        return
+    script, folder, work = SCRIPTS[name], options.folder.resolve(), options.work.resolve()
+    both: list[list[str]] = [[], options.options.split()]
+    cells = row(script, *(run(script, folder, work, each) for each in both))
+    yield {"model": name, "options": options.options, "cells": cells}
 
 
-def main() -> int:
-    """Runs the scripts of the folder, and writes the page of all that are in the work folder."""
-    parser = command.parser("unchanged.run", __doc__)
-    add = parser.add_argument
-    add("folder", type=Path)
-    add("--work", type=Path, required=True, help="keeps runs and their rows")
-    add("--out", type=Path)
-    add("--only", default="", help="scripts whose name contains it; none for -")
-    add("--options", default="--budget 0.6")
-    add("--full-sized", action="store_true", help="that script alone")
-    arguments = parser.parse_args()
-    work, folder = arguments.work.resolve(), arguments.folder.resolve()
-    paths = {script: work / script.folder / "row.json" for script in SCRIPTS}
-    last = work / "full_sized.json"
-    machine = machine_text(machine_record("bench.unchanged.run"))
-    for text, name in ((arguments.folder, "FOLDER"), (arguments.work, "W")):
-        machine = machine.replace(str(text), name)
-    for script, path in paths.items():
-        if arguments.full_sized or arguments.only not in script.name or path.exists():
-            continue
-        options: list[list[str]] = [[], arguments.options.split()]
-        cells = row(script, *(run(script, folder, work, each) for each in options))
-        path.write_text(json.dumps(cells))
-        sys.stdout.write(f"{cells}\n")
-        sys.stdout.flush()
-    if arguments.full_sized:
-        last.write_text(json.dumps({**full_sized(folder, work), "machine": machine}, indent=1))
-        sys.stdout.write(last.read_text())
-    if arguments.out is not None:
-        lines = filled(
-            "unchanged",
-            options=arguments.options,
-            machine=machine,
-            rows=[json.loads(path.read_text()) for path in paths.values() if path.exists()],
-            full_sized=json.loads(last.read_text()) if last.exists() else None,
-        )
-        arguments.out.write_text("\n".join(lines) + "\n")
-    return 0
+def page(records: Sequence[Record]) -> list[str]:
+    """The rows of all scripts."""
+    newest = command.newest(records, "model")
+    return filled("unchanged", records=newest, about=about(newest))
+
+
+_FURTHER: dict[str, dict[str, Any]] = {
+    "folder": {"type": Path, "nargs": "?", "default": Path(), "help": "has the checkouts"},
+    "--work": {"type": Path, "default": Path("bench-out/unchanged"), "help": "keeps the runs"},
+    "--options": {"default": "--budget 0.6", "help": "of `rockmate run`"},
+}
+main = command.main_of(
+    "unchanged.run", __doc__, measured, page, models=SCRIPTS, stem="unchanged_scripts",
+    further=_FURTHER,
+)  # fmt: skip
 
 
 if __name__ == "__main__":

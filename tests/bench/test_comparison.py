@@ -18,7 +18,7 @@ from bench.comparison.plans import peaks_to_meet
 from bench.comparison.result import ModelResult, by_model
 from bench.pages import about
 
-OPTIONS = {"method": [], "rounds": 2, "quick": False, "tiny": False}
+OPTIONS = {"method": [], "rounds": 2, "tiny": False}
 MACHINE: dict[str, Any] = {
     **dict.fromkeys(("processor", "machine", "python", "torch", "transformers"), "M"),
     "num_cores": 2,
@@ -188,7 +188,7 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stem = tmp_path / "peers"
-    tiny = ["--model", "encoder", "--tiny", "--quick", "--rounds", "1"]
+    tiny = ["--model", "encoder", "--tiny", "--rounds", "1"]
     command = [*tiny, "--method", "checkpoint", "--output", str(stem)]
     assert compare.main(command) == 0
     page_text = capsys.readouterr().out
@@ -229,7 +229,7 @@ def test_the_command_measures_writes_and_goes_on_where_it_stopped(
 @pytest.mark.parametrize("options", [[], ["--loss-only"]])
 def test_a_plan_in_chunks_is_measured(options: list[str], tmp_path: Path) -> None:
     method = "rockmate: at 0.131 MB"  # below the smallest peak of this model without chunks
-    tiny = ["--model", "gpt2-12", "--tiny", "--quick", "--rounds", "1"]
+    tiny = ["--model", "gpt2-12", "--tiny", "--rounds", "1"]
     output = tmp_path / "chunks"
     assert compare.main([*tiny, "--method", method, "--output", str(output), *options]) == 0
     peaks = {
@@ -244,10 +244,10 @@ def test_a_plan_in_chunks_is_measured(options: list[str], tmp_path: Path) -> Non
     ("arguments", "text"),
     [
         (["--model", "gpt3"], "gpt2-deep"),
-        (["--quick"], "--output"),
+        (["--tiny"], "--output"),
         (["--rounds", "0"], "at least 1"),
         (["--method", "rockmate: half", "--output", "x"], "rockmate: at 12.5 MB"),
-        (["--method", "min-cut: 0.2 dp", "--quick", "--output", "x"], "checkpoint: every 2"),
+        (["--method", "min-cut: 0.7 dp", "--output", "x"], "checkpoint: every 2"),
     ],
 )
 def test_the_command_refuses_what_it_cannot_do(

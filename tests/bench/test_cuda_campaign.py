@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import moves
 import pytest
 import torch
 
 from bench import cuda
+from bench.command import read
 from rockmate._torch.inductor import missing_compiler
 
 PARTS = ["correctness", "step", "costs", "batch"]
+
+
+def finished(folder: Path, part: str) -> list[Any]:
+    return read(folder / f"{part}.jsonl")
 
 
 def run(folder: Path, *options: str) -> int:
@@ -29,14 +35,14 @@ def test_the_campaign_resumes_and_prints_a_page(
     run(tmp_path)
     assert "0 cases left" in capsys.readouterr().err
     for part in PARTS:
-        records = cuda.finished(tmp_path, part)
+        records = finished(tmp_path, part)
         assert records
         assert not [record["error"] for record in records if "error" in record]
-    (correct,) = cuda.finished(tmp_path, "correctness")
+    (correct,) = finished(tmp_path, "correctness")
     assert correct["num_equal"] == correct["num_gradients"] > 0
     assert correct["num_recomputations"] > 0
     assert all(
-        step["own_peak_bytes"] <= step["budget_bytes"] for step in cuda.finished(tmp_path, "step")
+        step["own_peak_bytes"] <= step["budget_bytes"] for step in finished(tmp_path, "step")
     )
     assert cuda.main(["--output", str(tmp_path), "--page"]) == 0
     text = capsys.readouterr().out
@@ -52,7 +58,7 @@ def test_the_part_with_fused_kernels(
     monkeypatch.setattr("rockmate.fusion.kernels.time_ms", lambda *_: 1.0)  # all are taken
     command = ["--output", str(tmp_path), "--tiny", "--device", "cpu", "--model", "gpt2-medium"]
     assert cuda.main([*command, "--part", "fused"]) == 0
-    records = cuda.finished(tmp_path, "fused")
+    records = finished(tmp_path, "fused")
     assert [record["setting"] for record in records] == ["1.0", "0.5", "0.25"]
     for record in records:
         assert "error" not in record
@@ -70,7 +76,7 @@ def test_the_part_with_moves_to_the_host(
     moves.use_fast_link(monkeypatch)
     command = ["--output", str(tmp_path), "--tiny", "--device", "cpu", "--model", "gpt2-medium"]
     assert cuda.main([*command, "--part", "offload"]) == 0
-    records = cuda.finished(tmp_path, "offload")
+    records = finished(tmp_path, "offload")
     assert [record["setting"] for record in records] == ["0.5", "0.25", "save_on_cpu"]
     assert not [record["error"] for record in records if "error" in record]
     for record in records[:2]:

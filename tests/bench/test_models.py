@@ -11,6 +11,7 @@ from bench.models.workload import modules_at
 from rockmate.curves.measure import tensor_difference
 
 NAMES = sorted(models.REGISTRY)
+PEERS = {"eager": peers.eager, "checkpoint": peers.checkpoint_layers}
 
 
 def needs_packages_of(name: str) -> None:
@@ -28,7 +29,7 @@ def test_tiny_model_trains_and_checkpointing_changes_no_bit(name: str) -> None:
     workload = models.build(name, tiny=True)
     batch = workload.make_batch(1)
     found = {}
-    for peer_name, peer in peers.PEERS.items():
+    for peer_name, peer in PEERS.items():
         workload.model.zero_grad(set_to_none=True)
         with peer(workload) as model:
             loss = measure.training_step(workload, model, batch, seed=3)
@@ -72,7 +73,7 @@ def test_checkpointing_saves_memory_and_puts_the_forwards_back() -> None:
     workload = models.build("mlp", tiny=True)
     batch = workload.make_batch(1)
     peaks = {}
-    for name, peer in peers.PEERS.items():
+    for name, peer in PEERS.items():
         with peer(workload) as model:
             step = lambda model=model: measure.training_step(workload, model, batch, seed=0)  # noqa: E731
             step()

@@ -7,7 +7,7 @@ import pytest
 from bench.mutations import MUTATIONS, ROOT, Mutation, page, planted
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.fault)
+@pytest.mark.parametrize("mutation", MUTATIONS.values(), ids=MUTATIONS)
 def test_a_fault_can_be_planted(mutation: Mutation) -> None:
     text = (ROOT / mutation.path).read_text(encoding="utf-8")
     mutated = planted(mutation, text)
@@ -18,14 +18,15 @@ def test_a_fault_can_be_planted(mutation: Mutation) -> None:
 
 def test_a_fault_whose_text_is_gone_is_an_error() -> None:
     with pytest.raises(ValueError, match="has 0 times"):
-        planted(MUTATIONS[0], "another text")
+        planted(next(iter(MUTATIONS.values())), "another text")
 
 
 def test_the_page_counts_what_was_found() -> None:
+    head = {"path": "a.py", "command": "run", "commit": "0123abc"}
     results = [
-        {"fault": MUTATIONS[0].fault, "found_by": "tests/a.py::test_b", "seconds": 3.0},
-        {"fault": MUTATIONS[1].fault, "found_by": "", "seconds": 400.0},
+        head | {"model": "one", "found_by": "tests/a.py::test_b", "seconds": 3.0},
+        head | {"model": "other", "found_by": "", "seconds": 400.0},
     ]
-    text = page(results, "0123abc")
+    text = "\n".join(page(results))
     assert "find 1 of 2" in text
     assert "| not found | 400 |" in text

@@ -28,11 +28,17 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning"),
 ]
 
-QUICK = peers.peers_for(quick=True)
-ON_CPU = list(QUICK)
-INDUCTOR = [name for name in ON_CPU if name.startswith("inductor")]
-COMPILED = ("min-cut", "partitioner", "inductor")
-PLAIN = [name for name in ON_CPU if not any(word in name for word in COMPILED)]
+PEERS = peers.peers_for()
+INDUCTOR = [
+    *(f"inductor{kind}: default {budget}" for kind in ("", " by layer") for budget in (1, 0)),
+    *(f"inductor{kind}, checkpoints: default" for kind in ("", " by layer")),
+]
+MIN_CUT = ["min-cut: 0.5 dp", "min-cut by layer: 0.5 dp", "min-cut by layer: 0.5 ilp"]
+COMPILED = [*MIN_CUT, "default partitioner"]
+PLAIN = [
+    "eager", "checkpoint", "checkpoint: every 2", "sqrt(n) segments", "checkpoint_sequential",
+    "selective",
+]  # fmt: skip
 
 
 def gradients(workload: models.Workload, peer: peers.Peer) -> dict[str, torch.Tensor]:
@@ -52,7 +58,7 @@ def peak(workload: models.Workload, peer: peers.Peer) -> int:
 def peer_of(name: str) -> peers.Peer:
     if name.endswith("ilp"):
         pytest.importorskip("scipy")
-    return QUICK[name]
+    return PEERS[name]
 
 
 @contextmanager
@@ -73,11 +79,10 @@ def counted(layers: list[nn.Module]) -> Iterator[Counter[int]]:
 
 
 def test_inductor_is_given_at_its_best() -> None:
-    everything = peers.peers_for()
     for family in ("inductor", "inductor by layer"):
-        assert {f"{family}: default {budget:g}" for budget in (1, 0.5, 0)} <= everything.keys()
-        assert f"{family}: max-autotune-no-cudagraphs 1" in everything
-        assert f"{family}, checkpoints: max-autotune-no-cudagraphs" in everything
+        assert {f"{family}: default {budget:g}" for budget in (1, 0.5, 0)} <= PEERS.keys()
+        assert f"{family}: max-autotune-no-cudagraphs 1" in PEERS
+        assert f"{family}, checkpoints: max-autotune-no-cudagraphs" in PEERS
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="Inductor needs a C++ compiler")
@@ -89,7 +94,7 @@ def test_inductor_has_eagers_gradients_but_for_rounding(name: str) -> None:
     assert difference.largest_relative < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in ON_CPU if name not in INDUCTOR])
+@pytest.mark.parametrize("name", [*PLAIN, *COMPILED])
 def test_gradients_are_those_of_eager(name: str) -> None:
     workload = models.build("mlp", tiny=True)
     expected = gradients(workload, peers.eager)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from bench import estimate as bench_estimate
-from bench.pages import filled
+from bench import plan_quality
+from bench.machine import machine_record
 from rockmate import InvalidSampleError, Plan, Planner, RockmateModule, UnsupportedModelError
 from rockmate.costs.estimate import estimate_costs, num_flops
 from rockmate.costs.machine import Machine, MachineError, known_machines, load_machine
@@ -457,15 +457,14 @@ def test_a_model_larger_than_the_machine_takes_no_memory() -> None:
 
 
 def test_the_comparison_with_measured_costs_adds_up() -> None:
-    error = bench_estimate.compare("mlp", "cpu-avx2", tiny=True, budgets=(0.7,))
-    kinds, *shares = zip(*error["kinds"], strict=True)
-    assert {"mm", "addmm", "gelu"} <= set(kinds)
-    assert [sum(own) for own in shares] == pytest.approx([1.0, 1.0])
-    (plan,) = error["plans"]
-    assert min(plan[which] for which in ("own", "real", "best")) >= 1.0
-    assert filled("estimate", **error)[0].startswith("mlp: ")
-    in_chunks = bench_estimate.compare("gpt2-deep", "cpu-avx2", tiny=True, budgets=(0.25,))
-    assert not in_chunks["plans"], "whose graph is another one"
+    found = plan_quality.priced("mlp", (0.7,), tiny=True)
+    (price,) = found["prices"]
+    assert min(price[which] for which in ("own", "real", "best")) >= 1.0
+    assert 0 <= found["misplaced"] < 1
+    text = plan_quality.page([machine_record("bench.plan_quality") | found])
+    assert any(line.startswith("| mlp | ") for line in text)
+    below = plan_quality.priced("gpt2-deep", (0.25,), tiny=True)
+    assert not below["prices"], "in chunks alone, whose graph is another one"
 
 
 def test_a_recomputation_with_saved_statistics_is_estimated_by_its_own_function() -> None:

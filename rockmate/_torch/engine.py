@@ -129,10 +129,7 @@ def saving(
 
 def dispatch_keys() -> tuple[Any, Any]:
     """The dispatcher's included and excluded keys in this thread, for `accumulate`."""
-    return (
-        torch._C._dispatch_tls_local_include_set(),
-        torch._C._dispatch_tls_local_exclude_set(),
-    )
+    return (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
 
 
 def accumulate(

@@ -143,11 +143,7 @@ class Structure:
 
 
 def flatten(
-    value: Any,
-    *,
-    what: str,
-    takes_objects: bool = False,
-    tensors: list[torch.Tensor] | None = None,
+    value: Any, *, what: str, takes_objects: bool = False, tensors: list[torch.Tensor] | None = None
 ) -> tuple[list[torch.Tensor], Structure]:
     """Separates the tensors of a nested object from its structure.
 

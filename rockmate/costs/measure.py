@@ -193,11 +193,7 @@ def _additions(parameters: Mapping[str, fx.Node], op: Op) -> list[tuple[fx.Node,
 
 def _run_rounds(calls: Sequence[_Call], *, progress: bool) -> None:
     with progress_bar(
-        total=_NUM_ROUNDS + 1,
-        desc="measuring ops",
-        unit="round",
-        disable=not progress,
-        leave=False,
+        total=_NUM_ROUNDS + 1, desc="measuring ops", unit="round", disable=not progress, leave=False
     ) as bar:
         pool = InputPool()
         for call in calls:

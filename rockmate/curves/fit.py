@@ -88,10 +88,7 @@ class Fit(Curve[FitRow]):
                 Column("measured", lambda row: f"{short_number(row.step_ms)} ms"),
                 Column("measured peak", lambda row: _short(row.measured_peak_bytes or 0)),
             ]
-        return [
-            *columns,
-            Column(f"{self.unit}/s", lambda row: short_number(row.speed(self.axis))),
-        ]
+        return [*columns, Column(f"{self.unit}/s", lambda row: short_number(row.speed(self.axis)))]
 
     def note(self, row: FitRow) -> str:
         """See `Curve`."""

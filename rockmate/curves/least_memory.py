@@ -68,12 +68,7 @@ class SizedPlanners:
 
 
 def largest_within(
-    need: Callable[[int], int],
-    limit_bytes: int,
-    *,
-    most: int,
-    known: Iterable[int],
-    low: int = 0,
+    need: Callable[[int], int], limit_bytes: int, *, most: int, known: Iterable[int], low: int = 0
 ) -> int:
     """The largest whole number up to `most` whose need is within a limit; 0 if that of 1 is not.
 

@@ -78,9 +78,7 @@ def wrap_trainer(
 
 
 def wrap_model_of(
-    trainer: Trainer,
-    bound: Mapping[str, Any],
-    options: Mapping[str, Any],
+    trainer: Trainer, bound: Mapping[str, Any], options: Mapping[str, Any]
 ) -> tuple[RockmateModule, dict[str, Any]]:
     """The module that is the trainer's model from here on, and its options beside the bound.
 

@@ -254,9 +254,7 @@ _OFFSET_DTYPE = torch.int16
 
 
 def recompute_max_pool(
-    values: torch.Tensor,
-    offsets: torch.Tensor,
-    *window: Sequence[int],
+    values: torch.Tensor, offsets: torch.Tensor, *window: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Max-pooling with known positions of the maxima, bitwise as in the first run.
 
@@ -276,9 +274,7 @@ def recompute_max_pool(
 
 
 def saved_offsets(
-    results: Sequence[torch.Tensor],
-    values: torch.Tensor,
-    *window: Sequence[int],
+    results: Sequence[torch.Tensor], values: torch.Tensor, *window: Sequence[int]
 ) -> torch.Tensor:
     """(1, ..., rows, columns): offsets of the first run's maxima, for `recompute_max_pool`.
 

@@ -181,10 +181,7 @@ class DefUse:
 
     @staticmethod
     def of(
-        ops: OpDefUse,
-        forward: Sequence[int],
-        backward: Sequence[int],
-        moves: Sequence[Move] = (),
+        ops: OpDefUse, forward: Sequence[int], backward: Sequence[int], moves: Sequence[Move] = ()
     ) -> DefUse:
         """The definitions and uses of a schedule.
 

@@ -29,11 +29,7 @@ class _Builder:
         self.value_bytes: list[int] = [0]
 
     def op(
-        self,
-        time_ms: float,
-        inputs: list[int],
-        *units: float,
-        recompute: bool = True,
+        self, time_ms: float, inputs: list[int], *units: float, recompute: bool = True
     ) -> list[int]:
         outputs = [len(self.value_bytes) + i for i in range(len(units))]
         self.value_bytes += [int(size * 1_048_576) for size in units]

@@ -18,13 +18,7 @@ from made_of import made_of
 from torch import Tensor, nn
 
 from bench.measure import allocator_peak
-from rockmate import (
-    Plan,
-    PlanMismatchError,
-    Planner,
-    RockmateModule,
-    UnsupportedModelError,
-)
+from rockmate import Plan, PlanMismatchError, Planner, RockmateModule, UnsupportedModelError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torchao and bitsandbytes, when imported
 

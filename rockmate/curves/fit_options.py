@@ -109,9 +109,7 @@ class FitOptions:
         """
         _num_bytes(self.memory, "memory")
         return MemoryLimit(
-            limit=self.memory,
-            optimizer=self.optimizer,
-            steps_in_backward=self.steps_in_backward,
+            limit=self.memory, optimizer=self.optimizer, steps_in_backward=self.steps_in_backward
         )
 
     @property

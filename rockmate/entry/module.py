@@ -350,7 +350,7 @@ class RockmateModule(Wrapper):
         # Set directly: `nn.Module.__setattr__` takes as long as an op.
         self.__dict__["_num_runs"] += 1
         if self._is_eager or not (self.training and torch.is_grad_enabled()):
-            self._ungraded.begin_plain(self._frames, is_eager=self._is_eager)
+            self._ungraded.begin_plain(self._frames or self._first_backward, self._is_eager)
             return self.original(*args, **kwargs)
         refuse_transforms()
         if self._ungraded.includes(args, kwargs):

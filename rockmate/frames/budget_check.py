@@ -166,8 +166,6 @@ def lowered(memory: Memory, key: FrameKey) -> int | None:
     memory.budget_bytes = lowered_bytes
     logger.warning(
         "out of memory in %s, within the budget of %s, which is %s from now on",
-        key,
-        size_text(before_bytes),
-        size_text(lowered_bytes),
-    )
+        key, size_text(before_bytes), size_text(lowered_bytes),
+    )  # fmt: skip
     return lowered_bytes

@@ -122,7 +122,7 @@ class Call:
         self._arguments: Arguments | None = arguments
         # The caller may change containers afterwards: lists of features, caches.
         self._given = Arguments(arguments.forward, *with_changed(lambda each: each, arguments[1:]))
-        self._inputs = tensors_in(self._given[1:])
+        self.inputs = tensors_in(self._given[1:])
         self._submodules = modules_within(module)
         is_known = not memory.measuring.is_on and key.path not in memory.outside.writing
         self._outside = None if is_known else outside_of(self._submodules)
@@ -132,7 +132,7 @@ class Call:
         outside = memory.outside
         random_state = RandomState([memory.device], of_pytorch_alone=not outside.draws_foreign)
         counts = num_collectives(), outside.num_items
-        self._begin = _Begin(versions_of(self._inputs), random_state, Settings.now(), *counts)
+        self._begin = _Begin(versions_of(self.inputs), random_state, Settings.now(), *counts)
 
     # --- taking -----------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Call:
     @property
     def num_bytes(self) -> int:
         """Of what it takes for a second run: arguments, and copies of state."""
-        tensors = [*self._inputs, *[each.copy for each in self._copied]]
+        tensors = [*self.inputs, *[each.copy for each in self._copied]]
         parts = [part for tensor in tensors for part in parts_of(tensor)]
         return sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
 
@@ -184,7 +184,7 @@ class Call:
         The tensors are to be held while the storages count: a forward may put another tensor in the
         place of a buffer, and the storage of an activation may then get the address of the old one.
         """
-        inputs = {key: tensor for tensor in self._inputs for key in storages_of(tensor)}
+        inputs = {key: tensor for tensor in self.inputs for key in storages_of(tensor)}
         return self._member_storages() | inputs
 
     def _member_storages(self) -> dict[int, torch.Tensor]:
@@ -262,7 +262,7 @@ class Call:
 
     def has_changed_inputs(self) -> bool:
         """Whether an argument was changed in place since the call began."""
-        return self._begin.versions != versions_of(self._inputs)
+        return self._begin.versions != versions_of(self.inputs)
 
     # --- the second run ---------------------------------------------------------------------------
 

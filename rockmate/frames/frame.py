@@ -86,6 +86,10 @@ class Frame:
         frame: weakref.ref[Frame] = weakref.ref(self)
         for node in {each.grad_fn for each in tensors_in(output) if each.grad_fn is not None}:
             node.register_prehook(partial(_begin_backward, frame, self._memory))
+        if self._memory.measuring.is_on:
+            end = partial(self._memory.end_backward, self.key, self.order)
+            for node in {each.grad_fn for each in self._call.inputs if each.grad_fn is not None}:
+                node.register_prehook(end)
 
     # --- the backward -----------------------------------------------------------------------------
 

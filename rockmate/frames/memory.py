@@ -375,6 +375,11 @@ class Memory:
                 needed = int(self.room.scale * guess)
             self._make_room(needed - frame.num_bytes, but=frame)
 
+    def end_backward(self, key: FrameKey, order: int, _: Any) -> None:
+        """The backward goes on before a frame, if none has begun since its own."""
+        if self.measuring.recorder is not None and self.backward.order == order:
+            self.measuring.recorder.mark(key, "between_bytes")
+
     def note_recomputation(self, key: FrameKey, seconds: float) -> None:
         """Takes what a second run of a forward has taken."""
         self._count_recomputation(seconds)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
 from rockmate.frames.agreement import Agreement
@@ -14,7 +14,7 @@ _PEAK_TOLERANCE = 1.01
 MOST_PLANNED = 256
 """Frames of a step of which insides are captured: what is known of each pair of them counts."""
 _BYTES = (
-    "forward_bytes", "after_bytes", "backward_bytes", "before_forward_bytes",
+    "forward_bytes", "after_bytes", "backward_bytes", "between_bytes", "before_forward_bytes",
     "before_backward_bytes",
 )  # fmt: skip
 
@@ -65,10 +65,7 @@ class ScheduleCost:
         """That of a step so many times as large."""
         if factor == 1:
             return self
-        names = (
-            "held_bytes", "read_output_bytes", "forward_bytes", "backward_bytes", "added_bytes",
-            "output_gradient_bytes",
-        )  # fmt: skip
+        names = [each.name for each in fields(self) if each.name.endswith("_bytes")]
         sizes = {name: math.ceil(factor * getattr(self, name)) for name in names}
         return replace(
             self, recompute_s=factor * self.recompute_s, seconds=factor * self.seconds, **sizes
@@ -101,6 +98,7 @@ class Needs:
         forward_bytes: while its forward runs.
         after_bytes: from there to the next frame, or to the first backward.
         backward_bytes: while it is recomputed and its backward runs, up to the next one's.
+        between_bytes: of that, from its end on.
         saved_bytes: what it saves.
         seconds: recompute time.
         before_forward_bytes: live when its forward begins.
@@ -113,6 +111,7 @@ class Needs:
     forward_bytes: int = 0
     after_bytes: int = 0
     backward_bytes: int = 0
+    between_bytes: int = 0
     saved_bytes: int = 0
     seconds: float = 0.0
     before_forward_bytes: int = 0
@@ -138,10 +137,11 @@ class Needs:
         return int(scale * self.before_forward_bytes) + schedule.forward_bytes
 
     def backward_peak(self, schedule: ScheduleCost | None, scale: float = 1.0) -> int:
-        """Peak of its backward; arguments as for `forward_peak`."""
+        """Peak of its backward, up to the next one's; arguments as for `forward_peak`."""
         if schedule is None:
             return int(scale * self.backward_bytes)
-        return int(scale * self.before_backward_bytes) + schedule.backward_bytes
+        own_bytes = int(scale * self.before_backward_bytes) + schedule.backward_bytes
+        return max(own_bytes, int(scale * self.between_bytes))
 
     def _option(self, number: int | None, held_bytes: int, seconds: float) -> Option:
         schedule = None if number is None else self.schedules[number]

@@ -7,15 +7,17 @@ import itertools
 import time
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rockmate._torch.allocator import Recording, Stretch
+from rockmate._torch.members import named_members
 from rockmate._torch.storage import StorageWeakRef, bytes_of
 from rockmate.frames.needs import MOST_PLANNED, FrameKey, Needs, StepNeeds
 from rockmate.state.tensors import parts_of, tensors_in
@@ -65,19 +67,21 @@ class StepRecorder:
         peak_bytes: before the first frame; of the whole step where there is none; 0 if unknown.
     """
 
-    def __init__(
-        self, device: torch.device, parameters: Sequence[torch.Tensor], *, is_look: bool = False
-    ) -> None:
-        """Begins to record. Gradients of the parameters that the step makes count for no need.
+    def __init__(self, device: torch.device, model: nn.Module, *, is_look: bool = False) -> None:
+        """Begins to record. Gradients of parameters that the step makes count for no need.
 
         A look at a step leaves the allocator's statistics, which are the script's, as they are.
         """
         self.has_ended, self.peak_bytes = False, 0
         gc.collect()  # memory of before that is freed meanwhile would count as room
         self._recording = Recording(device, leaves_out=is_look and device.type == "cuda")
-        # A script may free gradients between forward and backward. On a CPU, where such a release
-        # is seen or not, they are held until the recording ends.
+        # A script may free gradients between forward and backward, and a forward the old data of
+        # what it assigns. On a CPU, where the release of memory from before the recording is seen
+        # only if another one saw it come, all of these are held until the recording ends.
         is_cpu = device.type == "cpu"
+        members = named_members(model).values() if is_cpu else ()
+        self._held = [part.untyped_storage() for each in members for part in parts_of(each)]
+        parameters = [each for each in model.parameters() if each.requires_grad]
         self._gradients = {each: each.grad for each in parameters if is_cpu or each.grad is None}
         self._labels: list[_Label] = []  # of each stretch after the first
         self._outputs: dict[FrameKey, list[StorageWeakRef]] = {}
@@ -118,7 +122,7 @@ class StepRecorder:
         """Leaves no hook behind, and holds no gradient."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._nodes, self._gradients = [], [], {}
+        self._handles, self._nodes, self._gradients, self._held = [], [], {}, []
 
     def mark(self, key: FrameKey, what: str) -> None:
         """Begins the stretch of one of a frame's needs; of none if `what` is empty."""
@@ -182,15 +186,19 @@ class StepRecorder:
             without_backward=without,
             without_outputs=self._without_outputs,
         )
+        own, present = {each.key for each in self._labels if each.what == "forward_bytes"}, None
         for label, stretch in zip(self._labels, stretches, strict=False):
             key, what, gradient_bytes, is_first = label
+            # A backward of a forward before, with other frames, is no call of this step.
+            key = present = key if key in own or present is None else present
             needs = step.by_key.setdefault(key, Needs())
             if not what:
                 continue
-            peak = max(getattr(needs, what), stretch.peak_bytes - gradient_bytes)
-            setattr(needs, what, peak)
+            for each in (what, "backward_bytes") if what == "between_bytes" else (what,):
+                peak = max(getattr(needs, each), stretch.peak_bytes - gradient_bytes)
+                setattr(needs, each, peak)
             before = f"before_{what}"
-            if is_first and what != "after_bytes":
+            if is_first and hasattr(needs, before):
                 begin = max(getattr(needs, before), stretch.begin_bytes - gradient_bytes)
                 setattr(needs, before, begin)
         # A process's first calls are slow: medians are of calls that save and take as much.

@@ -42,8 +42,7 @@ from rockmate.trial.steps import TrialOption
 
 logger = logging.getLogger(__name__)
 
-_MOST_FORGOTTEN = 4
-"""How often all is measured anew because frames have a backward that had none."""
+_MOST_FORGOTTEN = 4  # times that all is measured anew, as frames have a backward that had none
 _MOST_TOGETHER = 256  # forwards of one recording: a script may never call backward
 
 
@@ -269,16 +268,17 @@ class FrameRunner:
         measuring.is_on = is_new
         is_due = is_new or (is_first and self._check.is_due(is_profiled=size.is_profiled))
         if measuring.recorder is None and is_due:
-            parameters = [each for each in self._model.parameters() if each.requires_grad]
             device = self._memory.device
-            measuring.recorder = StepRecorder(device, parameters, is_look=not is_new)
+            measuring.recorder = StepRecorder(device, self._model, is_look=not is_new)
             self._recorded_size = size
 
-    def end_recording(self, *, only_finished: bool = False) -> None:
-        """After the backward of a measured step: what it needs, and whether frames are right.
+    def begin_plain(self) -> int:
+        """A call without gradients begins: how many forwards wait for their backwards."""
+        self.end_recording(only_finished=True)
+        return self._memory.in_flight.num_together
 
-        A call without gradients may come before that backward (`only_finished`).
-        """
+    def end_recording(self, *, only_finished: bool = False) -> None:
+        """After the backward of a measured step, or if it has come (`only_finished`): its needs."""
         memory, recorder = self._memory, self._memory.measuring.recorder
         is_within = self._is_running or backward_id() != -1  # as where hooks step optimizers
         # Where an optimizer steps, no backward of a differentiated one is to come.

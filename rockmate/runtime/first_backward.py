@@ -75,6 +75,10 @@ class FirstBackward:
             node.register_prehook(note)
         return output
 
+    def begin_plain(self) -> int:
+        """As that of frames."""
+        return 0 if self.frames is None else self.frames.begin_plain()
+
     def _note(self, kind: tuple[Any, ...], _: Any) -> None:
         devices = {each.device.type for each in self._model.parameters()}
         dtypes = (dtype for device, dtype in autocast_dtypes().items() if device in devices)

@@ -16,9 +16,23 @@ from rockmate.capture.signature import CallSignature, flatten_call
 from rockmate.capture.traced_forward import ModuleReplacedError
 from rockmate.errors import RockmateError, TrialError
 from rockmate.runtime.model_checks import is_lazy
+from rockmate.runtime.pending_steps import pending_steps_of
 from rockmate.state.opened_object import tensors_within
 
 logger = logging.getLogger(__name__)
+
+_BETWEEN = (
+    "a call without gradients runs while a forward waits for its backward, and may take more than "
+    "the budget leaves: nothing counts it. A mean teacher, say, can be called before that forward."
+)
+_IN_EVAL = (
+    "a call in eval mode computes for gradients, which the plain model does without the budget: "
+    "evaluate under torch.no_grad(), or plan such a call by rockmate.plan_step(model, budget=...)"
+)
+_UNGRADED = (
+    "no output of this call requires a gradient, so the plain model ran it, without a plan or "
+    "budget: nothing is saved for a backward. Later calls like it do the same."
+)
 
 
 class UngradedCalls:
@@ -31,21 +45,22 @@ class UngradedCalls:
         self._model = model
         self._trained: Tensor | None = None  # a parameter or buffer that required a gradient
         self._found: list[tuple[CallSignature, ModelWatch]] = []  # calls that turned out to be some
-        self._has_told = self._is_lazy = self._has_set_up = self._has_told_of_eval = False
+        self._is_lazy, self._has_set_up, self._told = False, False, set[str]()
 
-    def begin_plain(self, frames: Any, *, is_eager: bool) -> None:
+    def begin_plain(self, frames: Any, is_eager: bool) -> None:
         """Before a call in eval mode, without gradients, or of a module whose budget is lost."""
-        if frames is not None:
-            frames.end_recording(only_finished=True)
-        if is_eager or self._has_told_of_eval or not torch.is_grad_enabled():
-            return
-        if any(each.requires_grad for each in self._model.parameters()):
-            self._has_told_of_eval = True
-            logger.warning(
-                "a call in eval mode computes for gradients, which the plain model does without "
-                "the budget: evaluate under torch.no_grad(), or plan such a call by "
-                "rockmate.plan_step(model, budget=...)"
-            )
+        num_pending = 0 if frames is None else frames.begin_plain()
+        num_pending += len(pending_steps_of(self._model).runners_of(self._model))
+        is_graded = torch.is_grad_enabled()
+        if num_pending and not (is_eager or is_graded):
+            self._tell(_BETWEEN)
+        if is_graded and not is_eager and any(p.requires_grad for p in self._model.parameters()):
+            self._tell(_IN_EVAL)
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning(text)
 
     def includes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call is one, as far as that is known before it runs."""
@@ -106,10 +121,6 @@ class UngradedCalls:
                 "its parameters and buffers nor by its inputs, so the plain model ran it without "
                 "a budget. Pass the tensors that require a gradient as inputs, or register them."
             )
-        elif not self._has_told:
-            self._has_told = True
-            logger.warning(
-                "no output of this call requires a gradient, so the plain model ran it, without a "
-                "plan or budget: nothing is saved for a backward. Later calls like it do the same."
-            )
+        else:
+            self._tell(_UNGRADED)
         return output

@@ -17,6 +17,7 @@ from rockmate import InfeasibleBudgetError, RockmateModule, timeline
 from rockmate._torch.engine import is_profiling
 from rockmate.checks.cases import cases
 from rockmate.frames.budget_check import PeakCheck
+from rockmate.frames.runner import FrameRunner
 from rockmate.frames.selection import inner_paths
 
 WIDTH = 32
@@ -40,15 +41,13 @@ class Packed(nn.Module):
         return x.square().mean()
 
 
+def block_of(width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, WIDTH))
+
+
+@made_of(lambda: {"blocks": nn.ModuleList(block_of(8 * WIDTH) for _ in range(8))})
 class Blocks(nn.Module):
     """Blocks without a class of their own, and control flow that depends on values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.Tanh(), nn.Linear(8 * WIDTH, WIDTH))
-            for _ in range(8)
-        )
 
     def forward(self, x: Any) -> Tensor:
         x = x if isinstance(x, Tensor) else x["x"] if isinstance(x, UserDict) else x.x
@@ -60,6 +59,13 @@ class Blocks(nn.Module):
 def peak_of(module: nn.Module, *args: Any) -> int:
     module.zero_grad(set_to_none=False)
     return timeline(lambda: module(*args).backward()).peak_bytes
+
+
+def frames_after(num_steps: int, module: RockmateModule, *args: Any) -> FrameRunner:
+    for _ in range(num_steps):
+        module(*args).backward()
+    assert module.frames is not None
+    return module.frames
 
 
 def of_check() -> tuple[nn.Module, Tensor]:
@@ -111,10 +117,21 @@ def test_what_a_frame_that_cannot_be_dropped_holds_counts_once() -> None:
     plain, x, cuts = Packed(), torch.randn(200, WIDTH), torch.tensor([0, 200])
     plain.blocks[1] = Decayed()
     module = RockmateModule(plain, None, int(0.8 * peak_of(plain, x, cuts)), mode="frames")
-    for _ in range(6):
-        module(x, cuts).backward()
-    assert module.frames is not None
-    assert peak_of(module, x, cuts) <= (module.frames.budget_bytes or 0)
+    frames = frames_after(6, module, x, cuts)
+    assert peak_of(module, x, cuts) <= (frames.budget_bytes or 0)
+
+
+def test_what_runs_between_the_backwards_of_planned_frames_counts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(PeakCheck, "is_due", lambda *_, **__: False)  # no look that learns of it
+    plain, x = Blocks(), torch.randn(200, WIDTH)
+    plain.blocks[6] = block_of(24 * WIDTH)
+    budget, keep = int(0.8 * peak_of(plain, x)), ["blocks.6"]
+    module = RockmateModule(plain, None, budget, mode="frames", keep=keep)
+    frames = frames_after(6, module, x)
+    assert frames.counts.num_planned
+    assert peak_of(module, x) <= budget
 
 
 def test_frames_that_cannot_be_dropped_are_refused_at_the_second_step() -> None:
@@ -141,10 +158,7 @@ def test_steps_that_a_profiler_watches_cannot_be_measured(caplog: pytest.LogCapt
         for _ in range(2):
             module(x).backward()
     assert caplog.text.count("nothing keeps the budget of 0.5") == 1
-    for _ in range(2):
-        module(x).backward()
-    assert module.frames is not None
-    assert module.frames.needs is not None
+    assert frames_after(2, module, x).needs is not None
 
 
 def test_calls_of_equal_sizes_that_run_other_ops() -> None:
@@ -255,15 +269,6 @@ def test_outputs_that_the_script_keeps_are_no_forwards_in_flight() -> None:
     assert module.frames._memory.in_flight.most_beside(1, counts_one=True) == 0
 
 
-def test_blocks_that_are_sequences_of_layers() -> None:
-    module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
-    for _ in range(4):
-        module(x).backward()
-    assert module.frames is not None
-    assert module.frames.paths == tuple(f"blocks.{number}" for number in range(8))
-    assert peak_of(module, x) <= (module.frames.budget_bytes or 0)
-
-
 def test_the_one_submodule_of_a_wrapper_is_passed_through() -> None:
     tower = nn.Module()  # as backbones of detectors
     tower.inner = Blocks()
@@ -272,13 +277,12 @@ def test_the_one_submodule_of_a_wrapper_is_passed_through() -> None:
     assert inner_paths(nn.ModuleDict({"several": nn.ModuleList([tower])}), "") == ["several.0"]
 
 
-def test_blocks_that_the_script_appends_are_frames() -> None:
+def test_blocks_without_a_class_of_their_own_that_the_script_appends_are_frames() -> None:
     plain, x = Blocks(), torch.randn(200, WIDTH)
     module = RockmateModule(plain, None, peak_of(plain, x) // 2, mode="frames")
     for step in range(8):
         if step == 3:
-            for block in (Blocks().blocks[0], Blocks().blocks[0]):
-                plain.blocks.append(block)
+            plain.blocks.extend(Blocks().blocks[:2])
         module(x).backward()
     assert module.frames is not None
     assert module.frames.paths == tuple(f"blocks.{number}" for number in range(10))
@@ -294,10 +298,8 @@ class Batch:
 def test_inputs_in_objects(make: Any) -> None:
     plain, x = Blocks(), torch.randn(200, WIDTH)
     module = RockmateModule(plain, None, 0.5, mode="frames")
-    for _ in range(4):
-        module(make(x)).backward()
-    assert module.frames is not None
-    assert peak_of(module, make(x)) <= (module.frames.budget_bytes or 0)
+    frames = frames_after(4, module, make(x))
+    assert peak_of(module, make(x)) <= (frames.budget_bytes or 0)
 
 
 @made_of(lambda: {"embedding": nn.Embedding(100, WIDTH, sparse=True), "blocks": Blocks()})
@@ -380,10 +382,8 @@ def test_a_model_that_gets_another_precision_is_measured_anew() -> None:
     for _ in range(3):
         module(x).backward()
     plain.double()
-    for _ in range(4):
-        module(x.double()).backward()
-    assert module.frames is not None
-    assert peak_of(module, x.double()) <= (module.frames.budget_bytes or 0)
+    frames = frames_after(4, module, x.double())
+    assert peak_of(module, x.double()) <= (frames.budget_bytes or 0)
 
 
 def test_players_that_are_trained_in_turn(caplog: pytest.LogCaptureFixture) -> None:
@@ -398,15 +398,21 @@ def test_players_that_are_trained_in_turn(caplog: pytest.LogCaptureFixture) -> N
     assert "a step has taken" not in caplog.text
 
 
-def test_a_call_without_gradients_before_the_backward() -> None:
-    module, x = RockmateModule(Blocks(), None, 0.5, mode="frames"), torch.randn(200, WIDTH)
-    for _ in range(3):
-        loss = module(x)
+@pytest.mark.parametrize("mode", ["plan", "auto", "frames"])
+def test_a_call_without_gradients_before_the_backward(
+    mode: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.randn(100, WIDTH)
+    module = RockmateModule(nn.Sequential(*Blocks().blocks), x, 0.9, mode=mode)
+    for step in range(4):
         with torch.no_grad():
-            other = module(x)
-        (loss - other).square().backward()
-    assert module.frames is not None
-    assert module.frames.needs is not None
+            module(x)
+        assert caplog.text.count("waits for its backward") == min(step, 1)
+        output = module(x)
+        with torch.no_grad():
+            other = module(2 * x)
+        (output - other).square().sum().backward()
+    assert mode != "frames" or (module.frames and module.frames.needs)
     assert not is_profiling()
 
 
@@ -415,8 +421,6 @@ def test_calls_without_a_backward_are_not_measured_for_ever() -> None:
     for _ in range(4):
         module(x)
     assert not is_profiling()
-    for _ in range(3):  # a backward that comes after all is measured
-        module(x).backward()
-    assert module.frames is not None
-    assert module.frames.needs is not None
-    assert peak_of(module, x) <= (module.frames.budget_bytes or 0)
+    frames = frames_after(3, module, x)
+    assert frames.needs is not None
+    assert peak_of(module, x) <= (frames.budget_bytes or 0)

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from rockmate import RockmateModule
-from rockmate._torch.allocator import timeline
+from rockmate._torch.allocator import Recording, timeline
 from rockmate.frames.needs import FrameKey, ScheduleCost
 from rockmate.frames.recorder import StepRecorder
 from rockmate.frames.step_size import StepSize
 from tests.frames.test_frames import Chain, batch, check, framed
 
-WIDTH = 32
+WIDTH, CPU = 32, torch.device("cpu")
 WAY = ScheduleCost(
     held_bytes=10, read_output_bytes=4, forward_bytes=20, backward_bytes=30, added_bytes=37,
     output_gradient_bytes=5, recompute_s=0.0, seconds=0.5,
@@ -247,12 +247,37 @@ def test_a_new_gradient_counts_until_it_is_in_place() -> None:
         assert new[key].before_backward_bytes == known[key].before_backward_bytes
 
 
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_old_data_of_a_parameter_that_is_assigned_counts_alike(is_seen: bool) -> None:
+    """Whether or not a recording before has seen its allocation."""
+    key, module, before = FrameKey("a", 0), nn.Linear(64, 64), Recording(CPU)
+    if not is_seen:
+        before.stop()
+    module.weight.data = torch.ones(64, 64)
+    recorder = StepRecorder(CPU, module)
+    recorder.mark(key, "forward_bytes")
+    module.weight.data = torch.zeros(64, 64)
+    recorder.mark(key, "after_bytes")
+    assert recorder.stop(1).by_key[key].after_bytes == 64 * 64 * 4
+
+
+def test_a_backward_of_other_frames_is_no_call_of_the_step() -> None:
+    """As of a forward that began before a frame was left whole."""
+    recorder, own, held = StepRecorder(CPU, nn.Linear(2, 2)), FrameKey("a", 0), list[Tensor]()
+    for what in ("forward_bytes", "after_bytes", "backward_bytes"):
+        recorder.mark(own, what)
+        held.append(torch.ones(16))
+    recorder.mark(FrameKey("b", 0), "backward_bytes")
+    step = recorder.stop(1)
+    assert (list(step.by_key), step.last_bytes) == ([own], 128)
+
+
 def test_outputs_that_are_free_count_for_insides_that_read_them_again() -> None:
     first, second, third = (FrameKey(name, 0) for name in "abc")
     kept, freed = torch.ones(2), torch.ones(2)
     weight = nn.Parameter(torch.ones(2))
     weight.data = torch.inference_mode()(torch.ones)(2)  # has no node
-    recorder = StepRecorder(torch.device("cpu"), [weight])
+    recorder = StepRecorder(CPU, nn.ParameterList([weight]))
     for key, output in ((first, kept), (second, freed)):
         recorder.mark(key, "forward_bytes")
         recorder.note_output(key, (output,))

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 
-import torch
-
 from rockmate import RockmateModule
-from rockmate._torch.allocator import timeline
-from tests.frames.test_frames import Chain, batch, framed, loss_of
+from tests.frames.test_frames import Chain, framed, loss_of, peak_of
 
 
-def trained(budget: float, num_steps: int = 6) -> RockmateModule:
+def trained(budget: float) -> RockmateModule:
     module = framed(Chain(num_blocks=8), budget)
-    for step in range(num_steps):
+    for step in range(6):
         loss_of(module, step, 512).backward()
     return module
 
@@ -41,8 +38,7 @@ def test_the_report_agrees_with_what_happened() -> None:
     assert report.decided_s is not None
     assert 0 < report.bound_s <= report.decided_s + 1e-9
     summary, table = report.summary(), report.table()
-    titles = ("activation budget", "predicted peak", "smallest peak", "recomputed", "lower bound")
-    for title in titles:
+    for title in ("activation budget", "predicted peak", "smallest peak", "recomputed", "lower"):
         assert len(re.findall(f"^{title} ", summary, re.MULTILINE)) == 1
     assert len(table.splitlines()) == 9
     assert all(f"blocks.{index} " in table for index in range(8))
@@ -50,10 +46,7 @@ def test_the_report_agrees_with_what_happened() -> None:
 
 def test_the_predicted_peak_is_the_measured_one() -> None:
     module = trained(0.5)
-    x = batch(0, 512)
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    measured = timeline(lambda: module(x).square().mean().backward()).peak_bytes
+    measured = peak_of(module, module, 512)
     assert module.frames is not None
     report = module.frames.report()
     assert report is not None

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import models
 import pytest
 import torch
 from chunk_cases import (
@@ -158,6 +159,12 @@ def test_classes_before_tokens() -> None:
     model = make(lambda scores, labels: functional.cross_entropy(scores.transpose(1, 2), labels))
     for batch in ({name: value[:1] for name, value in sample().items()}, sample()):
         check_as_eager(capture_step(model, batch), batch)
+
+
+def test_all_results_of_a_call_between_others_are_of_the_region() -> None:
+    workload = models.tiny("modernbert").with_loss_inside()  # norms without a bias
+    step = capture_step(workload.model, workload.sample, StepOptions(outputs="loss"))
+    check_as_eager(step, workload.sample, forms=FORMS[1:])
 
 
 def test_rows_do_not_divide_into_chunks_of_one_size() -> None:

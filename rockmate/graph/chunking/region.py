@@ -258,7 +258,8 @@ def _calls_of_region(
 ) -> list[fx.Node]:
     """Returns the calls of the region of `starts`, in graph order.
 
-    They read or write large values, or lie between two such calls in the same one of `parts`.
+    They read or write large values, or lie between two such calls in the same one of `parts`. All
+    results of a call are taken from it within the region.
     """
     calls = [node for node in calls_in(capture.joint.graph) if node not in input_rows]
     members: set[fx.Node] = set(starts)
@@ -275,6 +276,7 @@ def _calls_of_region(
         inside = members.intersection(part)
         above = reached(inside, lambda node: node.all_input_nodes, part)
         members |= above & reached(inside, lambda node: node.users, part)
+    members |= {user for each in members if has_several_results(each) for user in each.users}
     return [node for node in calls if node in members]
 
 

@@ -81,7 +81,7 @@ class StepRecorder:
         is_cpu = device.type == "cpu"
         members = named_members(model).values() if is_cpu else ()
         self._held = [part.untyped_storage() for each in members for part in parts_of(each)]
-        parameters = [each for each in model.parameters() if each.requires_grad]
+        parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._gradients = {each: each.grad for each in parameters if is_cpu or each.grad is None}
         self._labels: list[_Label] = []  # of each stretch after the first
         self._outputs: dict[FrameKey, list[StorageWeakRef]] = {}

@@ -95,12 +95,12 @@ def test_shares_of_steps_follow_the_calls_of_the_last_steps() -> None:
 
 def test_a_call_that_was_not_recorded_raises_the_needs_of_those_that_follow() -> None:
     a, b, c = (FrameKey("a", number) for number in range(3))
-    step = StepNeeds({a: Needs(10, 20, 30, 5, 1.0, 3, 4), c: Needs(40, 50, 60, 7, 2.0, 5, 6)})
+    step = StepNeeds({a: Needs(10, 20, 30, 9, 5, 1.0, 3, 4), c: Needs(40, 50, 60, 9, 7, 2.0, 5, 6)})
     step.take(b, a, 100)
     assert list(step.by_key) == [a, b, c]
-    assert step.by_key[a] == Needs(10, 20, 30, 5, 1.0, 3, 4)
-    assert step.by_key[b] == Needs(140, 150, 160, 7, 2.0, 105, 106, taken_bytes=100)
-    assert step.by_key[c] == Needs(140, 150, 160, 7, 2.0, 105, 106, taken_bytes=100)
+    assert step.by_key[a] == Needs(10, 20, 30, 9, 5, 1.0, 3, 4)
+    assert step.by_key[b] == Needs(140, 150, 160, 109, 7, 2.0, 105, 106, taken_bytes=100)
+    assert step.by_key[c] == Needs(140, 150, 160, 109, 7, 2.0, 105, 106, taken_bytes=100)
     step.take(FrameKey("b", 0), None, 1)
     assert next(iter(step.by_key)) == FrameKey("b", 0)
     assert step.minimum_bytes == 161

@@ -54,7 +54,4 @@ def make_batch(model: Any, seed: int) -> dict[str, Tensor]:
     """Two images and their classes; the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     images = torch.rand(2, 3, model.side, model.side, generator=generator)
-    return {
-        "images": images,
-        "labels": torch.randint(_NUM_CLASSES, (2,), generator=generator),
-    }
+    return {"images": images, "labels": torch.randint(_NUM_CLASSES, (2,), generator=generator)}

@@ -67,10 +67,7 @@ def compile_flags(*, are_on: bool = True, asked: set[str] | None = None) -> Iter
         code = compile(f"_is_{name}_flag and _is_told()", __file__, "eval")
         flags.append((getattr(torch.compiler, f"is_{name}"), "__code__", code))
         flags.append((torch.compiler, f"_is_{name}_flag", True))
-    with (
-        attributes_set(*flags),
-        config.patch(backward_pass_autocast="off"),
-    ):
+    with attributes_set(*flags), config.patch(backward_pass_autocast="off"):
         yield
 
 

@@ -8,12 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from rockmate.capture.signature import (
-    CallSignature,
-    SampleCall,
-    flatten_call,
-    resized_call,
-)
+from rockmate.capture.signature import CallSignature, SampleCall, flatten_call, resized_call
 from rockmate.capture.size_template import SizeGroups
 from rockmate.curves.errors import FitError
 

@@ -43,12 +43,11 @@ class TensorState(NamedTuple):
 
 def items_of(content: Any) -> Collection[Any]:
     """What a content leads to."""
-    kind = type(content)
-    if kind is dict:
+    if isinstance(content, dict):
         return content.values()
-    if kind is list:
+    if isinstance(content, list):
         return content
-    if kind is Both:
+    if isinstance(content, Both):
         found = items_of(content.items)
         return [*found, *content.attributes.values()] if content.attributes else found
     return content.attributes.values() if isinstance(content, TensorState) else ()

@@ -185,9 +185,8 @@ ABSENT: Any = _Absent()
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    kind = type(value)
-    found = dict(vars(value)) if kind.__dictoffset__ else {}
-    for name in _slots(kind):
+    found = dict(vars(value)) if _has_dict(type(value)) else {}
+    for name in _slots(type(value)):
         item = getattr(value, name, ABSENT)
         if item is not ABSENT:
             found[name] = item

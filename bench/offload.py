@@ -41,7 +41,7 @@ from rockmate import InfeasibleBudgetError, Plan, Planner
 from rockmate.costs.cost import Cost, Link
 from rockmate.offload.disk_tier import DiskTier
 from rockmate.offload.link import measure_disk_link
-from rockmate.offload.tiers import forget_tiers, tier_of
+from rockmate.offload.tiers import OF_MODEL, tier_of
 from rockmate.plan.faults import fault_of
 from rockmate.schedule.move import Move
 from rockmate.schedule.offload_request import OffloadRequest
@@ -292,7 +292,7 @@ def time_at(plan: Plan, link: Link, ops_factor: float) -> float:
 
 def new_disk(model: nn.Module, folder: str) -> DiskTier:
     """A tier without files for the steps of a model, so that it has those of one plan alone."""
-    forget_tiers(model)
+    OF_MODEL.pop(model, None)
     disk = tier_of(model, OffloadRequest("disk", folder))
     assert isinstance(disk, DiskTier)
     return disk

@@ -111,6 +111,4 @@ def _interpolated(needs: dict[int, int], limit_bytes: int) -> int:
     nearest = sorted(needs, key=lambda number: abs(needs[number] - limit_bytes))[:2]
     first, second = sorted(nearest)
     slope = (needs[second] - needs[first]) / (second - first)
-    if slope <= 0:
-        return 2 * second
-    return int(first + (limit_bytes - needs[first]) / slope)
+    return 2 * second if slope <= 0 else int(first + (limit_bytes - needs[first]) / slope)

@@ -93,9 +93,7 @@ def _relative_difference(
         return None
     gap = _largest(ours.double() - reference.double())
     scale = max(_largest(reference), least_scale)
-    if gap != gap or scale == 0.0:  # a NaN compares unequal to itself
-        return float("inf")
-    return gap / scale
+    return float("inf") if gap != gap or scale == 0.0 else gap / scale  # gap != gap: a NaN
 
 
 def _largest(tensor: Tensor) -> float:

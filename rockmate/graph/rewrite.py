@@ -104,9 +104,7 @@ def split_dropout_backwards(graph: fx.Graph) -> None:
 
 def _memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """The format of a tensor that has one, as the result of each dropout's backward."""
-    if tensor.is_contiguous():
-        return torch.contiguous_format
-    return CHANNELS_LAST[tensor.ndim]
+    return torch.contiguous_format if tensor.is_contiguous() else CHANNELS_LAST[tensor.ndim]
 
 
 def drop_running_statistics(graph: fx.Graph) -> None:

@@ -10,20 +10,15 @@ from rockmate.offload.disk_tier import DiskTier
 from rockmate.offload.pinned_tier import PinnedTier
 from rockmate.schedule.offload_request import OffloadRequest
 
-_OF_MODEL: weakref.WeakKeyDictionary[nn.Module, dict[OffloadRequest, DiskTier | PinnedTier]]
-_OF_MODEL = weakref.WeakKeyDictionary()
+OF_MODEL: weakref.WeakKeyDictionary[nn.Module, dict[OffloadRequest, DiskTier | PinnedTier]]
+OF_MODEL = weakref.WeakKeyDictionary()
 
 
 def tier_of(model: nn.Module, request: OffloadRequest) -> DiskTier | PinnedTier:
     """The tier that a model's steps move values to."""
-    tiers = _OF_MODEL.setdefault(model, {})
+    tiers = OF_MODEL.setdefault(model, {})
     if request not in tiers:
         folder, host_bytes = request.folder, request.host_bytes
         is_disk = request.kind == "disk"
         tiers[request] = DiskTier(folder, host_bytes) if is_disk else PinnedTier(host_bytes)
     return tiers[request]
-
-
-def forget_tiers(model: nn.Module) -> None:
-    """Has a model's next step make its tiers anew; those of pending steps end with them."""
-    _OF_MODEL.pop(model, None)

@@ -61,15 +61,13 @@ def costs_from(
         return None if offload is None else link_to(offload, machine, device)
 
     def costs_of(graph: Graph) -> Costs:
-        found = link(graph.ops[0].device)
         if machine is not None:
             costs = estimate_costs(graph, machine)
         else:
             costs = measure_costs(graph, progress=progress, known=measured)
-        costs = replace(costs, link=found)
-        if offload is None or not offload.with_trained:
-            return costs
-        return _with_gradients_home(costs, graph)
+        costs = replace(costs, link=link(graph.ops[0].device))
+        is_home = offload is not None and offload.with_trained
+        return _with_gradients_home(costs, graph) if is_home else costs
 
     return costs_of
 

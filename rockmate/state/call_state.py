@@ -64,8 +64,6 @@ class CallState:
         keeps_results: whether those that `functools.lru_cache` keeps stay when all is put back.
     """
 
-    keeps_results = False
-
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         classes = dict.fromkeys(map(type, modules_within(model)))
         held = [
@@ -74,6 +72,7 @@ class CallState:
         tables = _globals_of([*classes, *held, *hooks_within(modules_within(model))])
         of_all = [each for each in hooks_within([]) if hasattr(each, "__qualname__")]
         self._model, self.arguments = model, [list(args), dict(kwargs)]
+        self.keeps_results = False
         outside = [*contextvars.copy_context(), *map(Globals, tables)]
         self._roots = [model, *self.arguments, *classes, *of_all, *outside]
         self.objects = self.reached()

@@ -51,9 +51,7 @@ def objects_and_members(kind: type) -> Handler | None:
         return _OF_PARTIAL
     if issubclass(kind, type):
         return _OF_CLASS
-    if kind is Globals:
-        return _OF_GLOBALS
-    return objects_of_python(kind)
+    return _OF_GLOBALS if kind is Globals else objects_of_python(kind)
 
 
 # --- modules --------------------------------------------------------------------------------------

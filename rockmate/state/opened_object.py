@@ -69,9 +69,8 @@ def constant_of(value: Any) -> Constant | None:
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         digest = hashlib.blake2b(np.ascontiguousarray(value).tobytes()).digest()
         return Constant(type(value), (str(value.dtype), value.shape, digest), value)
-    if isinstance(value, weakref.ref):  # to what holds it, as a rule
-        return Constant(type(value), None, value)
-    return None
+    # A weak reference is to what holds it, as a rule.
+    return Constant(type(value), None, value) if isinstance(value, weakref.ref) else None
 
 
 def parts_of(value: Any) -> dict[tuple[str, Any], Any] | None:

@@ -121,12 +121,9 @@ def advice_to_leave(model: nn.Module, path: str) -> str:
     kind = type(model.get_submodule(path))
     alike = [other for other, module in model.named_modules() if type(module) is kind]
     around = _around(model, alike)
-    several = len(alike) > 1
-    what = (
-        f"that submodule and the others of its class {kind.__name__} as they are"
-        if several
-        else "that submodule as it is"
-    )
+    what = "that submodule as it is"
+    if several := len(alike) > 1:
+        what = f"that submodule and the others of its class {kind.__name__} as they are"
     names = alike if len(alike) <= _MOST_NAMED or not around else [around]
     listed = ", ".join(f'"{name}"' for name in names)
     larger = (
@@ -185,13 +182,9 @@ def _makes_shape(error: BaseException) -> bool:
 
 
 def _reads_values(error: BaseException) -> bool:
-    is_known = type(error).__name__ in {
-        "GuardOnDataDependentSymNode",
-        "DataDependentOutputException",
-        "UserError",
-    }
+    names = "GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError"
     texts = ("data-dependent", "_local_scalar_dense", ".numpy() is not supported")
-    return is_known or any(text in str(error) for text in texts)
+    return type(error).__name__ in names or any(text in str(error) for text in texts)
 
 
 def _user_line(error: BaseException) -> str:

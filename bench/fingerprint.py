@@ -1,7 +1,7 @@
 """Fingerprints of plans: what every model's plans cost, and a digest of each schedule.
 
     python -m bench.fingerprint --output plans.jsonl                        # minutes on one core
-    python -m bench.fingerprint --compare bench/results/fingerprint.jsonl
+    python -m bench.fingerprint --tiny --compare bench/results/fingerprint_tiny.jsonl
     python -m bench.fingerprint --tiny --model mlp --compare bench/results/fingerprint_tiny.jsonl
 
 The comparison shows whether a change of code changes a plan. Op costs are estimated for one CPU.

@@ -109,7 +109,7 @@ def attributes_set(*places: tuple[Any, str, Any]) -> Iterator[None]:
             setattr(owner, name, value)
         yield
     finally:
-        for owner, name, value, is_own in before:
+        for owner, name, value, is_own in reversed(before):
             if is_own or name not in vars(owner):
                 setattr(owner, name, value)
             else:
@@ -184,4 +184,5 @@ def is_users(file: str) -> bool:
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):  # of another prefix
         return False
-    return not any(file.startswith((place, "<frozen")) for place in (*places, _ROOT))
+    is_of = any(Path(file).is_relative_to(place) for place in (*places, _ROOT) if place)
+    return not (is_of or file.startswith("<frozen"))

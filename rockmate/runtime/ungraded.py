@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _BETWEEN = (
     "a call without gradients runs while a forward waits for its backward, and may take more than "
-    "the budget leaves: nothing counts it. A mean teacher, say, can be called before that forward."
+    "the budget leaves: nothing counts it. Run it before that forward, or after the backward."
 )
 _IN_EVAL = (
     "a call in eval mode computes for gradients, which the plain model does without the budget: "

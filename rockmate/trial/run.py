@@ -228,7 +228,7 @@ class _Trial:
                 except (DifferentiatedError, RuntimeError) as error:
                     if isinstance(error, RuntimeError) and "saved tensor hooks" not in str(error):
                         raise  # else within torch.func no such hooks may be on
-                    takes_gradient = True
+                    takes_gradient |= isinstance(error, DifferentiatedError)
                     undo()
         except IteratorError:
             reason = "the plain forward would use an iterator up"
@@ -248,7 +248,7 @@ class _Trial:
         if reason:
             if takes_gradient and conditions.is_captured and not conditions.takes_gradient:
                 raise TrialError(_text(_TAKES_GRADIENT, self._model, conditions, sets_up=False))
-            is_warned = takes_gradient and self._steps.num_trials == 1
+            is_warned = saving.num_runs and self._steps.num_trials == 1
             level = logging.WARNING if is_warned else logging.INFO
             logger.log(level, _NOT_HELD, conditions.what, reason)
         return outcome

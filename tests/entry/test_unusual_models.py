@@ -177,9 +177,15 @@ def test_torchscript_is_traced_op_by_op(options: dict[str, Any], tolerance: floa
 
 class Gradient(Net):
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():  # as a library of force fields has it
+        if not torch.compiler._is_compiling_flag:  # as a library of force fields has it
             x = x.detach().requires_grad_()
         return torch.autograd.grad(super().forward(x).tanh().sum(), x, create_graph=True)[0]
+
+
+class Told(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        is_empty = not torch.compiler.is_compiling() and not x.data_ptr()
+        return x if is_empty else super().forward(x)
 
 
 TABLE = torch.linspace(0.5, 1.5, 16)
@@ -218,7 +224,7 @@ class OfObject(Net):
 
 
 @pytest.mark.parametrize(
-    ("make", "arguments"), [(Gradient, X), (Unregistered, X), (OfObject, Partly(X))]
+    ("make", "arguments"), [(Gradient, X), (Unregistered, X), (OfObject, Partly(X)), (Told, X)]
 )
 def test_what_libraries_do(make: type[Net], arguments: Any) -> None:
     model = make()

@@ -92,8 +92,7 @@ def capture_joint(
         model: the module, in the mode that it will be trained in.
         tensors: the tensors of the sample input; only their metadata matters.
         structure: rebuilds `(args, kwargs)` from the tensors.
-        differentiable: "loss" cuts every output but the loss from the backward, where the output
-            has a loss; "all" keeps them all.
+        differentiable: "loss" cuts outputs beside a loss from the backward; "all" keeps them all.
         outputs: "loss" returns `None` for every output tensor but the loss.
         untraced: paths of opaque modules; see `rockmate.capture.opaque_module`.
         keeps_checkpoints: whether checkpoints that a Hugging Face model switches on are recorded.
@@ -102,8 +101,7 @@ def capture_joint(
         values: what the forward may read values of; None for `tensors` and the model's buffers.
 
     Raises:
-        InvalidSampleError: the model rejects the sample, or no output depends on a tensor that
-            requires a gradient.
+        InvalidSampleError: the model rejects the sample, or no output requires a gradient.
         UnsupportedModelError: it cannot be captured as one static graph; the text names the line.
         UntestedVersionError: PyTorch does not behave as a capture relies on.
     """

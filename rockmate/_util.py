@@ -184,5 +184,5 @@ def is_users(file: str) -> bool:
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     if not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts):  # of another prefix
         return False
-    is_of = any(Path(file).is_relative_to(place) for place in (*places, _ROOT) if place)
+    is_of = any(map(Path(file).is_relative_to, (*places, _ROOT)))
     return not (is_of or file.startswith("<frozen"))

@@ -125,14 +125,14 @@ def capture_joint(
             if any(each.is_meta for each in known):
                 msg = f"{error} The sample is on the meta device: one on the CPU has the values."
                 raise UnknownValueError(msg) from error
-            errors = list[Exception]()  # the first one is of what is not even to be deferred
+            found = list[Exception]()  # the first one is of what is not even to be deferred
             for defers in (True, False):
                 reading = partial(make, sample=replace(values, defers=defers))
                 try:
                     return _captured(model, reading, tensors, untraced)
                 except (InvalidSampleError, UnsupportedModelError) as later:
-                    errors.append(later)
-            raise errors[not isinstance(errors[0], UnknownValueError)] from error
+                    found.append(later)
+            raise next((n for n in found if isinstance(n, UnknownValueError)), found[-1]) from error
 
 
 def _captured(

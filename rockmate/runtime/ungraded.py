@@ -50,11 +50,12 @@ class UngradedCalls:
     def begin_plain(self, frames: Any, is_eager: bool) -> None:
         """Before a call in eval mode, without gradients, or of a module whose budget is lost."""
         num_pending = 0 if frames is None else frames.begin_plain()
-        num_pending += len(pending_steps_of(self._model).runners_of(self._model))
-        is_graded = torch.is_grad_enabled()
-        if num_pending and not (is_eager or is_graded):
-            self._tell(_BETWEEN)
-        if is_graded and not is_eager and any(p.requires_grad for p in self._model.parameters()):
+        if is_eager:
+            return
+        if not torch.is_grad_enabled():
+            if num_pending or pending_steps_of(self._model).runners_of(self._model):
+                self._tell(_BETWEEN)
+        elif _IN_EVAL not in self._told and any(p.requires_grad for p in self._model.parameters()):
             self._tell(_IN_EVAL)
 
     def _tell(self, text: str) -> None:

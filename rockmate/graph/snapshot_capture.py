@@ -182,7 +182,9 @@ def _value_text(value: Any) -> str:
 
 def _tensor_text(tensor: torch.Tensor) -> str:
     text = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-    if tensor.layout is torch.strided and not tensor.is_contiguous():
+    if tensor.layout is not torch.strided:
+        text += f" {tensor.layout}".replace("torch.", "")
+    elif not tensor.is_contiguous():
         text += f" strides {list(tensor.stride())}"
     return text if tensor.device.type == "cpu" else f"{text} on {tensor.device.type}"
 

@@ -13,6 +13,7 @@ from rockmate._torch.autocast import autocast_as, autocast_dtypes
 
 _C: Any = torch._C
 _SWITCHES: Sequence[tuple[str, Callable[[], Any], Callable[[Any], object]]] = (
+    ("autocast's cache", torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
     ("the default dtype", torch.get_default_dtype, torch.set_default_dtype),
     (
         "torch.get_deterministic_debug_mode()",

@@ -132,7 +132,7 @@ def capture_joint(
                     return _captured(model, reading, tensors, untraced)
                 except (InvalidSampleError, UnsupportedModelError) as later:
                     found.append(later)
-            raise next((n for n in found if isinstance(n, UnknownValueError)), found[-1]) from error
+            raise ([n for n in found if type(n) is UnknownValueError] or found[-1:])[0] from error
 
 
 def _captured(

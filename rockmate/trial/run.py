@@ -203,7 +203,7 @@ class _Trial:
     def _plain(self) -> Any:
         guarded, (args, kwargs) = iterators_guarded(self._before.objects), self._before.arguments
         alike = _as_in(self._conditions, self._model)
-        with guarded, alike, self._settings.applied(), torch.enable_grad():
+        with guarded, self._settings.applied(), alike, torch.enable_grad():
             return self._model(*args, **kwargs)
 
     def outcome_of_plain(self) -> Outcome | None:

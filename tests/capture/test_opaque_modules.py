@@ -444,12 +444,19 @@ def test_the_wrapper_takes_the_names_and_frozen_parts_stay_without_gradient() ->
     assert model.halting.inner[0].weight.grad is None
 
 
-def test_autocast_reaches_the_submodule() -> None:
+def test_autocast_reaches_the_submodule_and_its_recomputation() -> None:
+    """Its weights are used several times: with the cache, their gradients add up in bfloat16."""
     torch.manual_seed(0)
-    model = Tower()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        planned = RockmateModule(model, IMAGE, 1.0, untraced=["halting"])
-        _agree(model, planned, IMAGE)
+    model = nn.Sequential(nn.Linear(16, 16), *(Halting() for _ in range(3)))
+    image = torch.randn(64, 16)
+    uncached = partial(torch.autocast, "cpu", torch.bfloat16, cache_enabled=False)
+    with uncached():
+        planner = Planner(model, image, untraced=("1", "2", "3"))
+        planned = planner.module(planner.minimum_peak_bytes)
+    assert sum(row.num_recomputed for row in planned.plan.block_rows())
+    for seed in range(3):
+        expected = _trained(model, lambda: uncached()(model)(image).mean(), seed)
+        assert_alike(_trained(model, lambda: uncached()(planned)(image).mean(), seed), expected)
 
 
 def test_a_plan_travels(tmp_path: Path) -> None:

@@ -46,8 +46,7 @@ def signature_of(arguments: Arguments) -> tuple[list[torch.Tensor], Hashable]:
     tensors, call = flatten_bare_call(arguments.args, arguments.kwargs)
     places = {id(each): place for place, each in reversed(list(enumerate(tensors)))}
     same = tuple([places[id(each)] for each in tensors])
-    settings = Settings.now(), torch.is_autocast_cache_enabled()
-    return tensors, (call, tuple([each.stride() for each in tensors]), same, settings)
+    return tensors, (call, tuple([each.stride() for each in tensors]), same, Settings.now())
 
 
 def share_no_memory(tensors: Sequence[torch.Tensor]) -> bool:

@@ -57,7 +57,7 @@ from rockmate.graph.parameters import Binding
 from rockmate.runtime.ddp import LastHooksSink, is_distributed
 from rockmate.runtime.gradient_sink import Anchor, GradientOwners, GradientSink
 from rockmate.runtime.held_gradients import held_gradients_of
-from rockmate.runtime.pending_steps import pending_steps_of
+from rockmate.runtime.pending_steps import PartialGradients, pending_steps_of
 from rockmate.runtime.plan_agreement import confirm_order, order_of
 from rockmate.runtime.program import Program
 from rockmate.runtime.step_arguments import (
@@ -258,5 +258,6 @@ def _sink(ctx: Any) -> GradientSink:
             raise BackwardError(msg)
         held = None
     if ctx.visited:
-        return LastHooksSink(ctx.owners, fires_hooks=False, wrappings=wrappings, held=held)
-    return GradientSink(ctx.owners, earlier, fires_hooks=is_last, wrappings=wrappings, held=held)
+        earlier, is_last = PartialGradients(earlier.used), False
+    sink = LastHooksSink if ctx.visited else GradientSink
+    return sink(ctx.owners, earlier, fires_hooks=is_last, wrappings=wrappings, held=held)

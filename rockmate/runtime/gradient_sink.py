@@ -14,6 +14,9 @@ parameter has several of them. At any time it has one owner:
    last one has arrived, and then gives it to autograd's engine. If one backward runs several
    planned steps, the last of them does so.
 
+A sum of partial gradients that the graph makes begins with what earlier steps of the same backward
+have added up, as in autograd.
+
 A gradient is *complete* when its last partial gradient has been added. It is *final* when, further,
 no later op of the backward reads the parameter. Hooks may fire from then on. They may change the
 parameter and free `.grad`, as an optimizer inside the backward does.
@@ -105,6 +108,7 @@ class GradientSink:
         self._dispatch_keys = engine.dispatch_keys()
         partial = partial or PartialGradients()
         self._used, self._hooked, self._unfired = partial.used, partial.hooked, partial.unfired
+        self._continued = set[str]()  # names of parameters whose `.grad` the sum goes on from
         # Parameters with a final gradient in `.grad`, whose nodes are not yet visited; their bytes.
         self._waiting: list[torch.Tensor] = []
         self._waiting_bytes = 0
@@ -141,6 +145,19 @@ class GradientSink:
         """What `issue` begins; the whole gradients are live until it has ended."""
         return self.issue(names, *args)()
 
+    def continued(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """The first gradient of a sum that the graph makes, added to those of earlier steps."""
+        parameter = self._leaves.get(name)
+        if parameter is None or not parameter.requires_grad or id(parameter) not in self._used:
+            return gradient
+        if id(parameter) in self._hooked:
+            return self._hooked.pop(id(parameter)).add_(gradient)
+        total = parameter.grad
+        if total is None or total.layout is not torch.strided or name in self._wrappings:
+            return gradient
+        self._continued.add(name)
+        return total.add_(gradient)
+
     def accumulate(self, name: str, gradient: torch.Tensor, *, is_final: bool) -> None:
         """Adds a partial gradient to the `.grad` of a parameter; hooks fire if it is final.
 
@@ -162,6 +179,8 @@ class GradientSink:
         total = parameter.grad
         if total is None:
             parameter.grad = _new_gradient(parameter).copy_(gradient)
+        elif name in self._continued:
+            total.copy_(gradient)
         elif total.layout is torch.strided:
             total.add_(gradient)
         else:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from rockmate.schedule.flights import Flights
 from rockmate.schedule.move import MoveEvent, PlacedEvent
 from rockmate.schedule.schedule import Schedule
 
+_ADD = torch.ops.aten.add.Tensor
 _SINK, _MOVES = Argument(ArgumentKind.SINK, None), Argument(ArgumentKind.MOVES, None)
 
 
@@ -147,6 +149,11 @@ class GraphWriter:
         if op.gradient_sink_form is not None:
             self._emit_without_whole(op, args)
             return
+        if self._hook_schedule and op.node in self._hook_schedule.first_sums:
+            name = self._hook_schedule.first_sums[op.node]
+            first = self.graph.call_method("continued", (self.argument(_SINK), name, args[0]))
+            first.meta["val"] = op.node.meta["val"]
+            args = (first, *args[1:])
         if op.node.target is REDUCE:
             args = (self.argument(_SINK), _reduced_names(self.source, op), *args)
             if self._flights.is_awaited_later(position):
@@ -346,6 +353,16 @@ def accumulated_names(graph: Graph, schedule: Schedule) -> list[str]:
     return names
 
 
+def _first_sum(gradient: fx.Node) -> fx.Node | None:
+    """The first of the additions whose result is a gradient, and which nothing else reads."""
+    first, value = None, gradient
+    while value.target is _ADD and all(isinstance(each, fx.Node) for each in value.args):
+        if value.kwargs or len(value.users) > 1:
+            break
+        first, value = value, value.args[0]
+    return first
+
+
 class HookSchedule:
     """Positions in the backward at which the hooks of each parameter may fire.
 
@@ -354,6 +371,8 @@ class HookSchedule:
 
     Attributes:
         names_after: by position of an op, parameters whose hooks fire after it, without a gradient.
+        first_sums: addition of the first two gradients of a parameter -> its name, where the graph
+            adds up all of them.
     """
 
     def __init__(
@@ -383,6 +402,11 @@ class HookSchedule:
                     last_read[owner_at[storage]] = position
         self._read_later = {
             owner for owner, position in last_gradient.items() if last_read[owner] > position
+        }
+        self.first_sums = {
+            first: role.name
+            for node, role in chain.from_iterable(op.final_gradients for op in graph.ops)
+            if self._num_left[owner_of[role.name]] == 1 and (first := _first_sum(node))
         }
         # The sink knows a parameter by the names of its gradients. The owner's need not be among
         # them.

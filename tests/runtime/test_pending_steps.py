@@ -14,18 +14,18 @@ from torch import Tensor, nn
 from rockmate import RockmateModule
 
 
-def make_model() -> nn.Module:
+def make_model(normed: Callable[[nn.Module], nn.Module] = lambda layer: layer) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    return nn.Sequential(normed(nn.Linear(16, 32)), nn.GELU(), normed(nn.Linear(32, 16)))
 
 
 def batch(rows: int, seed: int) -> Tensor:
     return torch.randn(rows, 16, generator=torch.Generator().manual_seed(seed))
 
 
-def pairs() -> list[tuple[nn.Module, nn.Module]]:
+def pairs(*how: Any) -> list[tuple[nn.Module, nn.Module]]:
     """(what the script calls, the model): planned, then plain."""
-    ours, plain = make_model(), make_model()
+    ours, plain = make_model(*how), make_model(*how)
     options: Any = {"machine": "cpu-avx2", "in_flight": 3}
     return [(RockmateModule(ours, batch(8, 0), 1.0, **options), ours), (plain, plain)]
 
@@ -79,6 +79,21 @@ def test_tensor_hooks_see_the_whole_gradient(script: Callable[[nn.Module], None]
     script(ours)
     script(eager)
     assert_gradients_alike(model, plain, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("hook", [None, clipped])
+@pytest.mark.parametrize("script", [two_towers, towers_of_two_sizes])
+def test_gradients_of_several_uses_in_each_forward_add_up_in_eagers_order(
+    script: Callable[[nn.Module], None], hook: Any
+) -> None:
+    """A spectral norm reads its weight twice."""
+    (ours, model), (eager, plain) = pairs(nn.utils.parametrizations.spectral_norm)
+    for owner in (model, plain):
+        if hook:
+            owner[0].parametrizations.weight.original.register_hook(hook)
+    script(ours)
+    script(eager)
+    assert_gradients_alike(model, plain)
 
 
 @pytest.mark.parametrize(

@@ -163,11 +163,11 @@ class Session:
     def _install(
         self, model: nn.Module, what: str, make: Callable[..., Any], options: dict[str, Any]
     ) -> Adopted | None:
-        names = ("offload", "host_budget", "weights")
-        moves = {name: getattr(self.settings, name) for name in names}
-        moves = {name: value for name, value in moves.items() if value is not None}
+        names = ("numerics", "offload", "host_budget", "weights")
+        given = {name: getattr(self.settings, name) for name in names}
+        given = {name: value for name, value in given.items() if value is not None}
         try:
-            make = partial(make, **self._bound(model, options), **moves)
+            make = partial(make, **self._bound(model, options), **given)
             self.adopted.append(Adopted(self, what, model, make))
         except Exception as error:
             if self.settings.strict:

@@ -32,7 +32,7 @@ def add_to(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     bound.add_argument("--memory", metavar="SIZE", help=text)
     text = "of activations: a fraction up to 1 of the peak without recomputation, or a size"
     bound.add_argument("--budget", metavar="B", help=text)
-    for name in ("offload", "host_budget", "weights"):
+    for name in ("numerics", "offload", "host_budget", "weights"):
         add_option(command, name)
     add("--dry-run", action="store_true", help="end after a step, and print what budgets cost")
     add("--strict", action="store_true", help="end in errors of planning")

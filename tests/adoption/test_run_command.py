@@ -124,6 +124,12 @@ trainer.train()
 print([each["loss"] for each in trainer.state.log_history if "loss" in each])
 print(trainer.model is model, type(trainer.model), sum(p.sum().item() for p in model.parameters()))
 """
+PLANNED = """
+import gc, rockmate
+for each in gc.get_objects():
+    if isinstance(each, rockmate.RockmateModule):
+        print("planned", each._plans.request.options.numerics)
+"""
 RANKS = """
 import torch.distributed as dist
 dist.init_process_group("gloo")
@@ -191,12 +197,13 @@ def test_a_script_trains_as_without_and_is_planned(tmp_path: Path, script: str) 
     assert "frames" not in ours[1]
 
 
-def test_trained_weights_of_a_script_may_be_at_home(tmp_path: Path) -> None:
+def test_a_plan_of_a_script_has_the_options_of_the_command(tmp_path: Path) -> None:
     options = ["--budget", "400kB", "--weights", "all"]
     eager, refused = run(tmp_path, PLAIN), run(tmp_path, PLAIN, *options)
     assert "needs a home for them: --offload host or disk:FOLDER" in refused[1]
-    ours = run(tmp_path, PLAIN, *options, "--offload", f"disk:{tmp_path}")
-    assert ours[0] == eager[0]
+    options += ["--offload", f"disk:{tmp_path}", "--numerics", "bitwise"]
+    ours = run(tmp_path, PLAIN + PLANNED, *options)
+    assert ours[0] == f"{eager[0]}\nplanned bitwise"
     assert "as in eager" not in ours[1]
 
 

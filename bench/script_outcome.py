@@ -32,10 +32,9 @@ Record = dict[str, Any]
 
 RIGHT = ("equal", "unbudgeted", "advised")
 FAULTS = ("DIFFERS", "OVER BUDGET", "RAW ERROR", "REFUSED", "timeout", "error")
-# Of sums of gradients: of several forwards before one backward, of an input that an opaque module
-# and others read: docs/guide/limits.md.
+# Of sums of gradients: of several forwards before one backward, where `.grad` holds something or an
+# opaque module sums; of an input that an opaque module and others read: docs/guide/limits.md.
 _ROUNDING = 1e-6
-# Where `.grad` holds something as a backward begins, or an opaque module uses weights repeatedly.
 _ROUNDED_IN_FLIGHT = {
     "accumulation", "two backwards", "weight replaced", "made by the first call", "layer appended",
     "layer swapped", "submodule replaced", "recurrent", "packed recurrent",
@@ -142,8 +141,8 @@ def _attempt(script: Any, settings: Settings, theirs: Any, heard: list[str]) -> 
         run = make(script, wrap)
         ours = run.train()
         is_plan = modules[0].frames is None or any(_PLANNED in each for each in heard)
-        kinds = {*script.kinds}
-        has_sums = "two calls in flight" in kinds and not kinds.isdisjoint(_ROUNDED_IN_FLIGHT)
+        has_sums = "two calls in flight" in script.kinds
+        has_sums &= not _ROUNDED_IN_FLIGHT.isdisjoint(script.kinds)
         has_sums |= "untraced" in settings.options and "features tapped later" in script.kinds
         rounding = _ROUNDING if is_plan and has_sums else 0.0
         difference = random_scripts.difference(ours, theirs, rounding=rounding)

@@ -54,6 +54,7 @@ def explain_failure(
     """
     kept = [f" in {each}" for each in outside if any(map(is_fake, traced_in(each.value())))]
     where = (f" in {path}" if path else "") + _user_line(error) or " and".join(kept)
+    path = path.rpartition(".")[0] if _is_of_a_hook(error) else path  # which is traced beside it
     text = str(error).strip().split("\n")[0][:300]
     causes = _causes(error)
     if any(_makes_shape(cause) for cause in causes):
@@ -119,7 +120,7 @@ def advice_to_leave(model: nn.Module, path: str) -> str:
     if not path:
         return " keep that part outside, as a plan of the submodules before it does"
     kind = type(model.get_submodule(path))
-    alike = [other for other, module in model.named_modules() if type(module) is kind]
+    alike = [other for other, module in model.named_modules() if other and type(module) is kind]
     around = _around(model, alike)
     what = "that submodule as it is"
     if several := len(alike) > 1:
@@ -185,6 +186,13 @@ def _reads_values(error: BaseException) -> bool:
     names = "GuardOnDataDependentSymNode", "DataDependentOutputException", "UserError"
     texts = ("data-dependent", "_local_scalar_dense", ".numpy() is not supported")
     return type(error).__name__ in names or any(text in str(error) for text in texts)
+
+
+def _is_of_a_hook(error: BaseException) -> bool:
+    """Whether a hook of the submodule that was running has raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    calls = [each.line or "" for each in frames if each.filename == nn.modules.module.__file__]
+    return bool(calls) and " hook(" in calls[-1]
 
 
 def _user_line(error: BaseException) -> str:

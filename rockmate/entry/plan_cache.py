@@ -136,6 +136,9 @@ class PlanCache:
             runnable = self._for_outputs(runnable, (call, tensors))
         if runnable.evidence is not None and (excess_bytes := runnable.evidence.take_excess()):
             runnable = self._with_less(runnable, excess_bytes, (call, tensors))
+        if copied_bytes := runnable.take_copied_bytes(tensors):
+            what = "inputs lie in other strides than planned, and with their copies a step takes"
+            runnable = self._with_less(runnable, copied_bytes, (call, tensors), what)
         if beyond := runnable.beyond_budget():
             runnable = self._for_in_flight(runnable, beyond, (call, tensors))
         runnable.planned.program.refuse_casts(casts_to)
@@ -182,14 +185,20 @@ class PlanCache:
             logger.warning("%s", msg)
         return runnable
 
-    def _with_less(self, runnable: RunnableCall, excess_bytes: int, called: Called) -> RunnableCall:
+    def _with_less(
+        self,
+        runnable: RunnableCall,
+        excess_bytes: int,
+        called: Called,
+        what: str = "a step has taken",
+    ) -> RunnableCall:
         """A runnable call that leaves room for what steps take beyond the plan, if there is one."""
-        plan, request = runnable.planned.plan, self.request
+        plan, request = (runnable.planned.larger or runnable.planned).plan, self.request
         known_bytes = request.excess_bytes if request else 0
         peak_bytes, excess = plan.predicted_peak_bytes + excess_bytes, size_text(excess_bytes)
         if peak_bytes <= plan.budget_bytes + known_bytes:
             return runnable
-        told = f"a step has taken {size_text(peak_bytes)}, {excess} more than predicted"
+        told = f"{what} {size_text(peak_bytes)}, {excess} more than predicted"
         if request and self.replans and not request.is_choice and excess_bytes > known_bytes:
             request, reason = replace(request, excess_bytes=excess_bytes), "plans leave room for it"
             try:

@@ -68,6 +68,7 @@ class RunnableCall:
         self.is_adapted, self._is_first = is_adapted, is_first
         self._model, self._told, self.graded = model, set[str](), set[int]()
         self._watch: ModelWatch | None = None
+        self._copied_bytes = self._most_copied_bytes = 0
         if planned.program.moved.has_homes:
             self.runner.arguments.send_weights_home()
 
@@ -133,6 +134,17 @@ class RunnableCall:
             f"{size_text(plan.budget_bytes)} bounds {num_planned}"
         )
 
+    def take_copied_bytes(self, tensors: Sequence[Tensor]) -> int:
+        """Bytes of a call's inputs in other strides than planned; 0 if an earlier call had as many.
+
+        The plan runs with copies of them, which it does not count.
+        """
+        layouts = self.planned.program.layouts.inputs
+        copied = [tensors[at] for at, planned in layouts.items() if not planned.is_of(tensors[at])]
+        self._copied_bytes, most_bytes = sum(map(bytes_of, copied)), self._most_copied_bytes
+        self._most_copied_bytes = max(most_bytes, self._copied_bytes)
+        return self._copied_bytes if self._copied_bytes > most_bytes else 0
+
     def run(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output for the tensors of a call that the plan serves."""
         attributes = self.planned.attributes
@@ -177,10 +189,8 @@ class RunnableCall:
             logger.info("the planned step is not held against eager: its ranks communicate")
             return step()
         self.planned.attributes.release()  # as at the begin of the step itself
-        layouts = self.planned.program.layouts.inputs
-        is_laid_out = all(layouts[at].is_of(tensors[at]) for at in layouts)
         known = self.planned.larger or self.planned  # its own plan takes a second to make
-        conditions = conditions_of(known.plan, is_laid_out=is_laid_out)
+        conditions = conditions_of(known.plan, is_laid_out=not self._copied_bytes)
         conditions = replace(conditions, takes_gradient=self.planned.attributes.takes_gradient)
         self.runner.memory_of = contents_of
         try:

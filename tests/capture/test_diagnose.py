@@ -51,6 +51,15 @@ def test_a_check_of_values_names_two_ways_out(inverse: Callable[[Tensor], Tensor
     assert _has_equal_gradients(eager, RockmateModule(model, MATRICES, 1.0, untraced=["1"]))
 
 
+def test_a_value_that_a_hook_reads_is_not_left_to_the_hooks_own_submodule() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    model[1][0].register_forward_hook(lambda *given: float(given[2].norm()) * given[2])
+    with pytest.raises(UnsupportedModelError, match=r'in 1\.0 at .*untraced=\["1"\]'):
+        RockmateModule(model, MATRICES, 1.0)
+    eager = copy.deepcopy(model)
+    assert _has_equal_gradients(eager, RockmateModule(model, MATRICES, 1.0, untraced=["1"]))
+
+
 @pytest.mark.parametrize("inverse", [torch.linalg.inv_ex, torch.linalg.cholesky_ex])
 def test_functions_that_check_nothing_are_planned(inverse: Callable[[Tensor], Any]) -> None:
     model = _around(lambda x: inverse(x)[0])

@@ -45,6 +45,7 @@ from rockmate import (
     RockmateModule,
     SignatureMismatchError,
     UnsupportedModelError,
+    timeline,
 )
 
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(11))
@@ -464,6 +465,19 @@ def test_an_input_and_an_output_gradient_in_other_strides_than_planned() -> None
     plain, x, weights = Reshaping(), torch.randn(12, 8, 16).transpose(0, 1), torch.randn(12, 8, 16)
     module = RockmateModule(copy.deepcopy(plain), torch.randn(8, 12, 16), 1.0, numerics="bitwise")
     same_gradients(module, plain, lambda each: (each(x).transpose(0, 1) * weights).sum().backward())
+
+
+def test_copies_of_inputs_in_other_strides_are_within_the_budget() -> None:
+    @made_of(lambda: {"linear": nn.Linear(64, 64)})
+    class Remembering(nn.Module):
+        def forward(self, x: Tensor, past: Tensor) -> Tensor:
+            return self.linear(torch.cat([past, x], 1)).exp().sin().square().mean()
+
+    x, views = torch.randn(8, 16, 64), torch.randn(8, 32, 64)[:, -16:]
+    module = RockmateModule(Remembering(), (x, x), 1.0)
+    budget_bytes = module.plan.budget_bytes
+    module(x, views).backward()
+    assert timeline(lambda: module(x, views).backward()).peak_bytes <= budget_bytes
 
 
 @pytest.mark.parametrize("is_image", [False, True])

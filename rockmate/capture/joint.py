@@ -49,7 +49,7 @@ from rockmate.capture.opaque_functions import ForeignFunctions
 from rockmate.capture.opaque_module import record_calls, traced_as_ops
 from rockmate.capture.opaque_ops import install
 from rockmate.capture.outer_values import values_read_by
-from rockmate.capture.provenance import record_module_stack
+from rockmate.capture.provenance import name_backward, record_module_stack
 from rockmate.capture.read_values import SampleValues, UnknownValueError
 from rockmate.capture.roles import Capture, Role, RoleKind, traced_calls
 from rockmate.capture.structure import Structure
@@ -252,7 +252,7 @@ def _traced(
     forward.left.accesses.add_reads(accesses)  # of hooks and autograd functions in the backward
     forget_tensors(next(iter(joint.graph.nodes)).meta["val"])
     checkpoints.note_decisions()
-    modules.name_backward(joint.graph)
+    name_backward(joint.graph)
     refuse_effects(joint.graph, model)
     wait_for_collectives(joint.graph)
     return joint, wrapped

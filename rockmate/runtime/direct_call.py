@@ -12,11 +12,11 @@ no table of names has to follow PyTorch's versions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from rockmate._torch.dispatch import OpOverload, dispatched_call, generated_functions, is_op
 from rockmate._torch.graphs import boxed_module
@@ -24,15 +24,23 @@ from rockmate.capture.size_template import Size
 from rockmate.runtime.program import Argument, EmittedFunction
 
 _FLOAT16 = torch.zeros((), dtype=torch.float16)
+# By the op and the kinds of its arguments, by which alone PyTorch chooses an overload.
+_found: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
 
 
-def compiled(
-    graph: fx.Graph, arguments: Iterable[Argument], sizes: Iterable[Size] = ()
-) -> EmittedFunction:
+def compiled(graph: fx.Graph, arguments: Iterable[Argument]) -> EmittedFunction:
     """The function of an emitted graph."""
     call_directly(graph)
-    module = boxed_module(graph)
-    return EmittedFunction(module.forward, tuple(arguments), module.code, tuple(sizes))
+    module, sizes = boxed_module(graph), dict[str, Size]()
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Size):
+            sizes[value.name] = value
+        return value
+
+    for node in graph.nodes:
+        map_aggregate((node.args, node.kwargs), note)
+    return EmittedFunction(module.forward, tuple(arguments), module.code, sizes)
 
 
 def call_directly(graph: fx.Graph) -> None:
@@ -61,17 +69,11 @@ def direct_function(
     """
     if op.namespace != "aten":
         return None
-    kinds = (tuple(map(_kind, args)), tuple((name, _kind(value)) for name, value in kwargs.items()))
-    cache = _function_of_kinds(op)
-    if kinds not in cache:
-        cache[kinds] = _find_function(op, args, kwargs)
-    return cache[kinds]
-
-
-@lru_cache(maxsize=1024)
-def _function_of_kinds(op: OpOverload) -> dict[Any, Callable[..., Any] | None]:
-    """Kinds of arguments -> function found. PyTorch chooses an overload by these kinds alone."""
-    return {}
+    named = tuple((name, _kind(value)) for name, value in kwargs.items())
+    kinds = op, tuple(map(_kind, args)), named
+    if kinds not in _found:
+        _found[kinds] = _find_function(op, args, kwargs)
+    return _found[kinds]
 
 
 def _kind(value: Any) -> Any:

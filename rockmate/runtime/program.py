@@ -67,13 +67,13 @@ class EmittedFunction:
         run: takes the arguments in one list; returns a tuple. A backward empties the list.
         arguments: in order.
         code: the function's source.
-        sizes: of a backward for undefined tangents, names that only its own code has.
+        sizes: of a generic capture, the numbers that the code looks up, by their names there.
     """
 
     run: Callable[[list[Any]], tuple[Any, ...]]
     arguments: tuple[Argument, ...]
     code: str
-    sizes: tuple[Size, ...] = ()
+    sizes: Mapping[str, Size]
 
 
 @dataclass(frozen=True, slots=True)

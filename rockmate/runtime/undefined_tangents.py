@@ -28,7 +28,7 @@ from torch import fx
 
 from rockmate.capture.opaque_call import OpaqueBackward
 from rockmate.capture.roles import Role
-from rockmate.capture.size_template import Size, SizeNames, layout_of_node
+from rockmate.capture.size_template import SizeNames, layout_of_node
 from rockmate.errors import BackwardError
 from rockmate.ops.rng import exchange_random_state
 from rockmate.runtime.direct_call import compiled
@@ -72,22 +72,21 @@ def variants_of(
         variant.output(variant.graph_copy(graph, copies))
         for node, copied in copies.items():
             copied.target = targets[node]
-        writer = _VariantWriter(variant, {copies[node]: of for node, of in sources.items()})
-        writer.leave_out(arguments, undefined)
+        of_copies = {copies[node]: of for node, of in sources.items()}
+        _VariantWriter(variant, of_copies).leave_out(arguments, undefined)
         inputs, kept = variant.find_nodes(op="placeholder"), list[Argument]()
         for node, argument in zip(inputs, arguments, strict=True):
             if node.users:
                 kept.append(argument)
             else:
                 variant.erase_node(node)
-        return compiled(variant, kept, writer.sizes)
+        return compiled(variant, kept)
 
     return without
 
 
 class _VariantWriter:
     def __init__(self, graph: fx.Graph, sources: Mapping[fx.Node, fx.Node]) -> None:
-        self.sizes: dict[Size, None] = {}
         self._graph, self._sources = graph, dict(sources)
         self._names = SizeNames("gradient_size")
 
@@ -161,10 +160,7 @@ class _VariantWriter:
         return zeros[value]
 
     def _layout(self, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        sizes, strides = layout_of_node(self._sources.get(node, node), self._names)
-        named = (size for size in (*sizes, *strides) if isinstance(size, Size))
-        self.sizes.update(dict.fromkeys(named))
-        return sizes, strides
+        return layout_of_node(self._sources.get(node, node), self._names)
 
     def _replace_undefined(
         self,

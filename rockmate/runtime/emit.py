@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -190,12 +190,12 @@ def _write_forward(
     writer: GraphWriter, results: Sequence[fx.Node], saved_storages: Sequence[Storage]
 ) -> list[Argument]:
     """Writes the forward; returns the arguments by which the backward takes its further results."""
-    events = _Events(writer.schedule, is_forward=True)
-    for position in range(len(writer.schedule.forward)):
-        for placed in events.until(position):
+    events, num_runs = _events(writer.schedule, is_forward=True), len(writer.schedule.forward)
+    for position in range(num_runs):
+        for placed in events.get(position, ()):
             writer.move(placed)
         writer.run(position)
-    for placed in events.until(len(writer.schedule.forward)):
+    for placed in events.get(num_runs, ()):
         writer.move(placed)
     values = [Argument(ArgumentKind.SAVED, storage) for storage in saved_storages]
     recomputed = [op for op in writer.states if op.index in writer.recomputed]
@@ -214,30 +214,22 @@ def _write_backward(
         writer.argument(argument)
     for node, role in source.initial_gradients:
         writer.emit_gradient(node, role)
-    events = _Events(schedule, is_forward=False)
-    for offset in range(len(schedule.backward)):
-        for placed in events.until(len(schedule.forward) + offset):
+    events = _events(schedule, is_forward=False)
+    for offset, position in enumerate(range(len(schedule.forward), len(schedule.steps))):
+        for placed in events.get(position, ()):
             writer.move(placed)
-        writer.run(len(schedule.forward) + offset)
+        writer.run(position)
         writer.fire_hooks_after(offset)
     writer.graph.output(tuple(writer.value(node) for node in gradients))
 
 
-class _Events:
-    """The events of moves and fetches in one half of a schedule, in the order of their writing."""
-
-    def __init__(self, schedule: Schedule, *, is_forward: bool) -> None:
-        num_forward = len(schedule.forward)
-        self._waiting: list[PlacedEvent] = [
-            placed
-            for placed in reversed(placed_events(schedule.copies))
-            if placed.is_in_forward(num_forward) == is_forward
-        ]
-
-    def until(self, gap: int) -> Iterator[PlacedEvent]:
-        """Those up to a gap that are left."""
-        while self._waiting and self._waiting[-1].gap <= gap:
-            yield self._waiting.pop()
+def _events(schedule: Schedule, *, is_forward: bool) -> dict[int, list[PlacedEvent]]:
+    """The events of moves and fetches in one half of a schedule, in their order, by their gap."""
+    found: dict[int, list[PlacedEvent]] = {}
+    for placed in placed_events(schedule.copies):
+        if placed.is_in_forward(len(schedule.forward)) == is_forward:
+            found.setdefault(placed.gap, []).append(placed)
+    return found
 
 
 def _slots(graph: Graph, schedule: Schedule) -> SlotPlan | None:
@@ -281,9 +273,9 @@ def _saved_storages(graph: Graph, schedule: Schedule) -> list[Storage]:
     written: set[Storage] = set()
     saved: set[Storage] = set()
     num_forward = len(schedule.forward)
-    events = _Events(schedule, is_forward=False)
+    events = _events(schedule, is_forward=False)
     for position, index in enumerate(schedule.backward, start=num_forward):
-        for placed in events.until(position):
+        for placed in events.get(position, ()):
             moved = graph.storages[schedule.copies[placed.index].storage]
             if placed.event is MoveEvent.FETCH:
                 written.add(moved)

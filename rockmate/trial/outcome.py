@@ -23,6 +23,7 @@ from rockmate.state.objects import ABSENT, Objects
 from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
+from rockmate.trial.conditions import Conditions
 
 # What of the path to a member or into a hook no script has written.
 _TABLE = re.compile(r"\b_(parameters|buffers|modules)\.")
@@ -90,21 +91,22 @@ class Reader:
     Attributes:
         before: the state.
         writes: those of eager's run.
-        is_exact: whether bits are to be compared.
-        has_labels: whether labels are among the arguments.
-        only_loss: whether the loss is all that is returned.
+        conditions: of the trial.
     """
 
     before: CallState
     writes: Writes
-    is_exact: bool
-    has_labels: bool
-    only_loss: bool
+    conditions: Conditions
     _taken: dict[int, Fingerprint] = field(default_factory=dict)  # by tensor, of one outcome
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether labels are among the arguments."""
+        return self.before.arguments[1].get("labels") is not None
 
     def outcome(self, output: Any) -> Outcome:
         """That of a run which has just ended, with an output."""
-        if self.only_loss:
+        if self.conditions.only_loss:
             output = loss_of(output, has_labels=self.has_labels)
         outcome = Outcome(None, self.before.random_now())
         self._taken.clear()
@@ -131,7 +133,7 @@ class Reader:
 
     def _numbers(self, tensor: torch.Tensor) -> Fingerprint:
         if id(tensor) not in self._taken:
-            self._taken[id(tensor)] = Fingerprint.of(tensor, is_exact=self.is_exact)
+            self._taken[id(tensor)] = Fingerprint.of(tensor, is_exact=self.conditions.is_exact)
         return self._taken[id(tensor)]
 
     def _shared(self, output: Any) -> tuple[bool, ...]:

@@ -228,7 +228,7 @@ class PlanCache:
         copied = self.empty_for(model)
         copied._samples = list(self._samples)
         own = [each for each in self.runnables if not each.is_adapted]
-        planned = next((each.planned for each in own if not each.difference(self._model)), None)
+        planned = next((each.planned for each in own if not each.difference()), None)
         if planned and not opaque_modules(self._model, planned.plan.options.untraced):
             copied.adopt(
                 replace(
@@ -250,9 +250,9 @@ class PlanCache:
                 self.largest = None
             return self._plan(call, tensors, reason="this is the first training call")
         first = self.runnables[0]
-        changed = first.difference(self._model, replans=self.replans)
+        changed = first.difference(replans=self.replans)
         if changed and put_shards(self._model):
-            changed = first.difference(self._model, replans=self.replans)
+            changed = first.difference(replans=self.replans)
         values = ""  # of those that the forward reads, one that is another now
         if not changed and call == first.planned.call:
             values = first.planned.read_values.difference(self._model, tensors)
@@ -267,7 +267,7 @@ class PlanCache:
             for runner in (vars(each).get("runner") for each in self.runnables):
                 if runner is not None:  # else it has not run, and its tensors may be gone
                     runner.owners.release()
-        current = [each for each in self.runnables if not each.difference(self._model)]
+        current = [each for each in self.runnables if not each.difference()]
         for runnable in current:
             if call == runnable.planned.call:
                 values = runnable.planned.read_values.difference(self._model, tensors)
@@ -393,7 +393,7 @@ class PlanCache:
         )
         if not self.runnables or is_sample_sized:
             return None
-        current = [each for each in self.runnables if not each.difference(self._model)]
+        current = [each for each in self.runnables if not each.difference()]
         return (current or self.runnables)[0].planned.plan.budget_bytes
 
     def _log_plan(self, reason: str, *, level: int = logging.WARNING) -> None:

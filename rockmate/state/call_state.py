@@ -26,8 +26,8 @@ from rockmate._torch.members import (
 from rockmate._torch.storage import versions_of
 from rockmate._util import file_of, is_users
 from rockmate.errors import UnsupportedModelError
-from rockmate.state.contents import Both, TensorState
-from rockmate.state.iterators import iterators_guarded, reach_iterators
+from rockmate.state.contents import Both, TensorState, items_of
+from rockmate.state.iterators import is_iterator, iterators_guarded
 from rockmate.state.members import Globals, objects_and_members
 from rockmate.state.objects import Objects, objects_of_python
 from rockmate.state.random_state import RandomState
@@ -84,7 +84,8 @@ class CallState:
 
     def has_iterators(self) -> bool:
         """Whether iterators are reached from the arguments: a run uses them up."""
-        return reach_iterators(Objects(self.arguments, follows=objects_of_python))
+        found = Objects(self.arguments, follows=objects_of_python).found.values()
+        return any(is_iterator(each) for *_, content in found for each in items_of(content))
 
     def reached(self) -> Objects:
         """What is reached now from the same roots, with its content."""

@@ -90,7 +90,11 @@ class SymbolicCapture:
         self._call, self._groups = call, groups
         self._environment = ShapeEnv()
         self.mode = mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
-        sizes, self._symbols = _symbolic_sizes(self._environment, groups.sizes(call))
+        numbers = enumerate(groups.sizes(call))
+        sizes = [_symbolic_size(self._environment, index, size) for index, size in numbers]
+        self._symbols = [
+            each.node.expr if isinstance(each, torch.SymInt) else None for each in sizes
+        ]
         traced = call if device is None else call.on(torch.device("cpu"))
         tensors = _symbolic_tensors(mode, traced, groups, sizes)
         fakes = fake_device_tensors(model, [], device, mode) if device else nullcontext()
@@ -289,25 +293,15 @@ def _sizes_nearby(
             yield {symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)}
 
 
-def _symbolic_sizes(
-    environment: ShapeEnv, sizes: Sequence[int]
-) -> tuple[list[int | torch.SymInt], list[sympy.Symbol | None]]:
-    """For each size a symbolic one with its symbol; 0 and 1 stay numbers."""
-    numbers: list[int | torch.SymInt] = []
-    symbols: list[sympy.Symbol | None] = []
-    for index, size in enumerate(sizes):
-        if size < MIN_SYMBOLIC_SIZE:
-            numbers.append(size)
-            symbols.append(None)
-            continue
-        source = ConstantSource(f"size_{index}")
-        symbol = environment.create_symbol(size, source, DimDynamic.DYNAMIC)
-        number = environment.create_symintnode(symbol, hint=size, source=source)
-        assert isinstance(symbol, sympy.Symbol)
-        assert isinstance(number, torch.SymInt)
-        numbers.append(number)
-        symbols.append(symbol)
-    return numbers, symbols
+def _symbolic_size(environment: ShapeEnv, index: int, size: int) -> int | torch.SymInt:
+    """The size of a group as a symbol; 0 and 1 stay numbers."""
+    if size < MIN_SYMBOLIC_SIZE:
+        return size
+    source = ConstantSource(f"size_{index}")
+    symbol = environment.create_symbol(size, source, DimDynamic.DYNAMIC)
+    number = environment.create_symintnode(symbol, hint=size, source=source)
+    assert isinstance(number, torch.SymInt)
+    return number
 
 
 def _symbolic_tensors(

@@ -35,6 +35,7 @@ from rockmate._torch.aot import (
 )
 from rockmate._torch.fake import errors_unlogged, forget_tensors, is_fake, results_corrected
 from rockmate._torch.members import hooks_within
+from rockmate._torch.storage import version_of
 from rockmate.capture.attribute_access import AttributeState, Place, accesses_recorded
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
@@ -190,8 +191,8 @@ def _captured(
     outer = values_read_by(model, functions.met) if functions.met else outside
     attributes = attributes.also_reading(outer) if outer else attributes
     capture = with_trained_buffers(model, _with_roles(joint, forward, wrappings))
-    attributes = attributes.with_constants(lifted_tensors(capture))
-    return replace(capture, attributes=attributes)
+    constants = tuple((each, version_of(each)) for each in lifted_tensors(capture))
+    return replace(capture, attributes=replace(attributes, constants=constants))
 
 
 @contextlib.contextmanager

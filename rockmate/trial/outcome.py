@@ -224,7 +224,6 @@ class Difference(NamedTuple):
 class Comparison:
     """Two outcomes of one call side by side, with the state that both began in."""
 
-    _before: CallState
     _reader: Reader
     _eager: Outcome
     _ours: Outcome
@@ -237,7 +236,7 @@ class Comparison:
         yield from self._items(eager.output, ours.output, "output")
         yield from self._writes()
         for key in dict.fromkeys([*eager.contents, *ours.contents]):
-            if key in self._before.objects.found:
+            if key in self._reader.before.objects.found:
                 one, two = (self._content(each, key) for each in (eager, ours))
                 for found in self._contents(one, two, "", is_named=True):
                     yield found._replace(path=self._named(key, found.path))
@@ -250,16 +249,16 @@ class Comparison:
         eager, ours = self._eager, self._ours
         for key, numbers in eager.written.items():
             for found in self._items(numbers, ours.written[key], ""):
-                path = self._before.name_of(id(self._before.storages[key]))
+                path = self._reader.before.name_of(id(self._reader.before.storages[key]))
                 yield found._replace(path=path)
-        tensors = self._before.objects.tensors
+        tensors = self._reader.before.objects.tensors
         for key, old, new in zip(tensors, eager.versions, ours.versions, strict=True):
-            is_known = not eager.written.keys().isdisjoint(self._before.storages_of(key))
+            is_known = not eager.written.keys().isdisjoint(self._reader.before.storages_of(key))
             if old != new and not is_known:
-                yield Difference(self._before.name_of(key), OF_STEP_ALONE)
+                yield Difference(self._reader.before.name_of(key), OF_STEP_ALONE)
 
     def _named(self, key: int, path: str) -> str:
-        path = f"{self._before.name_of(key)}{path}".removeprefix("the model.")
+        path = f"{self._reader.before.name_of(key)}{path}".removeprefix("the model.")
         return " ".join(_HOOK.sub(r" \1 hook ", _TABLE.sub("", path)).split())
 
     def _content(self, outcome: Outcome, key: int) -> Any:
@@ -311,7 +310,7 @@ class Comparison:
         if (one.key, two.key) in self._seen:
             return
         self._seen.add((one.key, two.key))
-        known = self._before.objects.found
+        known = self._reader.before.objects.found
         if one.key == two.key and one.key in known:
             return  # its own changes are compared by themselves
         if issubclass(one.kind, nn.Module) and (one.key in known) != (two.key in known):

@@ -172,7 +172,7 @@ class _Trial:
 
     def _compared(self, one: Outcome, two: Outcome, tolerance: float = 0.0) -> list[Difference]:
         tolerance = max(tolerance, 0.0 if self._conditions.is_exact else self._rounding)
-        return [*Comparison(self._before, self._reader, one, two, tolerance).differences()]
+        return [*Comparison(self._reader, one, two, tolerance).differences()]
 
     def _left(
         self, found: list[Difference], plain: list[Outcome], step: list[Outcome]

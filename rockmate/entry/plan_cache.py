@@ -29,7 +29,6 @@ from rockmate.capture.signature import (
     difference_in_constants,
     differs_in_shapes,
     flatten_bare_call,
-    has_same_form,
     is_no_larger,
     optional_keywords,
     resized_call,
@@ -367,7 +366,7 @@ class PlanCache:
         A fractional budget is thereby one of the sample's peak, whatever the size of the call.
         """
         assert self.request is not None
-        known = next((each for each in self._samples if has_same_form(each[0], call)), None)
+        known = next((each for each in self._samples if each[0].has_form_of(call)), None)
         sample, share_bytes = known or (call, self._share_bytes(call))
         sized = resized_call(tensors, call, sample)
         planned, self.request = self.request.answered(self._model, sized, share_bytes)
@@ -386,9 +385,7 @@ class PlanCache:
         """
         pairs = [(each.part_in(call), call.part_in(each)) for each, _ in self._samples]
         is_sample_sized = any(
-            mine.tensors
-            and has_same_form(mine, theirs, with_constants=False)
-            and is_no_larger(mine, theirs)
+            mine.tensors and mine.ranks == theirs.ranks and is_no_larger(mine, theirs)
             for mine, theirs in pairs
         )
         if not self.runnables or is_sample_sized:

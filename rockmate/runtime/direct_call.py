@@ -20,6 +20,7 @@ from torch.fx.node import map_aggregate
 
 from rockmate._torch.dispatch import OpOverload, dispatched_call, generated_functions, is_op
 from rockmate._torch.graphs import boxed_module
+from rockmate._torch.pytree import tree_flatten
 from rockmate.capture.size_template import Size
 from rockmate.runtime.program import Argument, EmittedFunction
 
@@ -97,20 +98,17 @@ def _find_function(
 
 
 def _are_equal(left: Any, right: Any) -> bool:
-    """Whether two arguments are equal, tensors by identity or by the number they stand for."""
+    """Whether two calls are equal, tensors by identity or by the number they stand for."""
+    (leaves, spec), (others, other_spec) = tree_flatten(left), tree_flatten(right)
+    return spec == other_spec and all(map(_is_same, leaves, others))
+
+
+def _is_same(left: Any, right: Any) -> bool:
     if left is right:
         return True
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, torch.Tensor):
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return _wrapped_number(left) is not None and _wrapped_number(left) == _wrapped_number(right)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(_are_equal, left, right))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(
-            _are_equal(value, right[name]) for name, value in left.items()
-        )
-    return bool(left == right)
+    return type(left) is type(right) and bool(left == right)
 
 
 def _wrapped_number(tensor: torch.Tensor) -> tuple[torch.dtype, Any] | None:

@@ -123,21 +123,18 @@ NO_ATTRIBUTES = ForwardAttributes(values=flatten((), what="nothing")[1])
 class AttributeWatch:
     """Notices that an attribute has changed; it runs with every call.
 
-    Most attributes are the same objects in all calls, in the `__dict__` of their owner or in the
-    class of a module. Containers, and what `__getattr__` computes, are compared one by one.
+    Most attributes are the same objects in all calls, in the `__dict__` of their owner. Containers,
+    what stands in a class, and what `__getattr__` computes, are compared one by one.
     """
 
     def __init__(self, attributes: ForwardAttributes) -> None:
         self._same: list[_Expected] = []
         self._compared: list[_Expected] = []
         for place, accepted in attributes.read:
-            is_found = isinstance(place.owner, torch.nn.Module) or _is_own(place)
-            is_same = is_found and not is_mutable(place.value())
+            is_own = place.name in getattr(place.owner, "__dict__", ())
+            is_same = is_own and not is_mutable(place.value())
             (self._same if is_same else self._compared).append((place, accepted))
-        places = [place for place, _ in self._same]
-        self._own = [(vars(place.owner), place.name) for place in places]
-        inherited = [place for place in places if not _is_own(place)]
-        self._inherited = list({(type(place.owner), place.name) for place in inherited})
+        self._own = [(vars(place.owner), place.name) for place, _ in self._same]
         self._values = self._present()
         self._constants = [tensor for tensor, _ in attributes.constants]
         self._versions = versions_of(self._constants)
@@ -157,9 +154,4 @@ class AttributeWatch:
         return False
 
     def _present(self) -> list[Any]:
-        of_classes = [getattr(cls, name, ABSENT) for cls, name in self._inherited]
-        return [*(table.get(name, ABSENT) for table, name in self._own), *of_classes]
-
-
-def _is_own(place: Place) -> bool:
-    return place.name in getattr(place.owner, "__dict__", ())
+        return [table.get(name, ABSENT) for table, name in self._own]

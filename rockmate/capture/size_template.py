@@ -197,12 +197,6 @@ class GraphTemplate:
             found.setdefault(numbers.of(item), []).append(item)
         return found
 
-    def layout(
-        self, node: fx.Node
-    ) -> tuple[tuple[sympy.Expr | int, ...], tuple[sympy.Expr | int, ...]]:
-        """Sizes and strides of a node's tensor."""
-        return _sizes_and_strides(self._values[node].layout)
-
     def numbers(
         self, values: Mapping[sympy.Symbol, sympy.Integer], inputs: Sequence[tuple[fx.Node, Role]]
     ) -> SizedNumbers:

@@ -45,8 +45,8 @@ from rockmate.capture.size_template import (
     SizeGroups,
     SizeNames,
     SizesNotCoveredError,
-    SizeValues,
     are_equal,
+    layout_of_node,
 )
 from rockmate.ops.convolutions import MADE_BY_LAYOUT
 from rockmate.state.call_state import lengths_as_sizes
@@ -221,7 +221,7 @@ class GenericCapture:
         self._symbolic = symbolic
         sizes = symbolic.template.sizes(values)
         self._equal = [group for group in sizes.values() if len(group) > 1]
-        names, numbers = SizeNames(), SizeValues(values)
+        names = SizeNames()
         # The template is read after the passes, since it has to know every node.
         self.capture = passes(symbolic.copied(symbolic.capture, symbolic.template, values, names))
         self._template = GraphTemplate(
@@ -231,11 +231,7 @@ class GenericCapture:
         )
         for node in self.capture.joint.graph.nodes:
             if node.target in MADE_BY_LAYOUT:  # written by the rewrite, with the sizes that it saw
-                drawn = self._template.layout(node)
-                node.args = (
-                    *([names.size(numbers.of(item), item) for item in part] for part in drawn),
-                    *node.args[2:],
-                )
+                node.args = (*map(list, layout_of_node(node, names)), *node.args[2:])
 
     def instance(self, call: CallSignature) -> Capture:
         """The rewritten capture at the sizes of `call`.

@@ -34,7 +34,7 @@ from rockmate.runtime.program import Argument, ArgumentKind, Moved, PlannedLayou
 from rockmate.runtime.results import Gradients, Results
 from rockmate.runtime.undefined_tangents import variants_of
 from rockmate.schedule.flights import Flights
-from rockmate.schedule.move import MoveEvent, PlacedEvent, SlotPlan, placed_events, plan_slots
+from rockmate.schedule.move import MoveEvent, PlacedEvent, placed_events, plan_slots
 from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.schedule import Schedule, last_reads
 
@@ -65,6 +65,7 @@ def emit(
     ends = last_reads(graph, *schedule.order)
     saved_storages = _saved_storages(graph, schedule)
     results = [(node, role) for node, role in graph.outputs if role.kind in FORWARD_ENDS]
+    outputs = {graph.storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
     forward = GraphWriter(graph, schedule, ends, recomputed, flights=flights)
     saved = _write_forward(forward, [node for node, _ in results], saved_storages)
     hooks = HookSchedule(graph, schedule, owner_of, flights)
@@ -91,23 +92,14 @@ def emit(
         recomputes=bool(recomputed),
         product_dtypes=_product_dtypes(graph),
         saved=tuple(saved),
-        saved_outputs=_saved_outputs(results, saved_storages, graph.storage_of),
+        saved_outputs=tuple(at for at, each in enumerate(saved_storages) if each in outputs),
         collectives=_collectives(graph, schedule, flights),
         constants=graph.constants,
         layouts=_layouts(graph),
         runs_below_autograd=all(_is_own(op.node.target) for op in graph.ops),
         num_in_flight=graph.num_in_flight,
-        moved=Moved(_slots(graph, schedule), _fetched(graph, schedule), offload),
+        moved=_moved(graph, schedule, offload),
     )
-
-
-def _saved_outputs(
-    results: Sequence[tuple[fx.Node, Role]],
-    saved: Sequence[Storage],
-    storage_of: Mapping[fx.Node, Storage],
-) -> tuple[int, ...]:
-    outputs = {storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
-    return tuple(index for index, storage in enumerate(saved) if storage in outputs)
 
 
 def _is_running_statistic(node: fx.Node) -> bool:
@@ -232,16 +224,13 @@ def _events(schedule: Schedule, *, is_forward: bool) -> dict[int, list[PlacedEve
     return found
 
 
-def _slots(graph: Graph, schedule: Schedule) -> SlotPlan | None:
+def _moved(graph: Graph, schedule: Schedule, offload: OffloadRequest | None) -> Moved:
     if not schedule.copies:
-        return None
+        return Moved(offload=offload)
     sizes = [graph.storages[move.storage].num_bytes for move in schedule.moves]
-    return plan_slots(schedule.moves, sizes)
-
-
-def _fetched(graph: Graph, schedule: Schedule) -> tuple[Role, ...]:
     roles = {graph.storage_of[node].index: role for node, role in graph.inputs if role.name}
-    return tuple(roles[each.storage] for each in schedule.fetches)
+    fetched = tuple(roles[each.storage] for each in schedule.fetches)
+    return Moved(plan_slots(schedule.moves, sizes), fetched, offload)
 
 
 def _returned_gradients(graph: Graph) -> list[tuple[fx.Node, Role]]:

@@ -275,15 +275,15 @@ def _with_roles(
     joint: fx.GraphModule, forward: TracedForward, wrappings: Mapping[Role, Wrapping]
 ) -> Capture:
     _drop_objects(joint.graph)
-    made_by_code = [node for node in joint.graph.nodes if node.op == "get_attr"]
-    for node in made_by_code:
-        if not isinstance(getattr(joint, str(node.target)), torch.Tensor):
-            kind = type(getattr(joint, str(node.target))).__name__
-            raise UnsupportedModelError(
-                f"the model's forward uses a {kind} object, which cannot be captured. Use the "
-                "default random generator, and tensors that are inputs or buffers."
-            )
+    made_by_code = joint.graph.find_nodes(op="get_attr")
     constants = {str(node.target): getattr(joint, str(node.target)) for node in made_by_code}
+    for value in constants.values():
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedModelError(
+                f"the model's forward uses a {type(value).__name__} object, which cannot be "
+                "captured. Use the default random generator, and tensors that are inputs or "
+                "buffers."
+            )
     placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
     returned = joint.graph.output_node()
     values: Any = returned.args[0]

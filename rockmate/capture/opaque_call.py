@@ -6,6 +6,7 @@ Its inputs and outputs, what a run saves, its time and workspace.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -219,21 +220,8 @@ class OpaqueCall:
 
         Copies share memory where the originals do.
         """
-        copies: dict[int, torch.UntypedStorage] = {}
-        copied = []
-        for tensor in self.inputs[: self.num_arguments]:
-            memory = tensor.untyped_storage()
-            if storage_id(memory) not in copies:
-                copies[storage_id(memory)] = memory.clone()
-            copied.append(
-                tensor.new_empty(0).set_(
-                    copies[storage_id(memory)],
-                    tensor.storage_offset(),
-                    tensor.shape,
-                    tensor.stride(),
-                )
-            )
-        return [*copied, *self.inputs[self.num_arguments :]]
+        arguments = copy.deepcopy(self.inputs[: self.num_arguments])
+        return [*arguments, *self.inputs[self.num_arguments :]]
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], RunGraph]:
         """The outputs for inputs, outside of their autograd graph, and this graph."""

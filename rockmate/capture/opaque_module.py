@@ -29,6 +29,7 @@ import contextlib
 import difflib
 import functools
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -98,10 +99,10 @@ def record_calls(
             f"the forward does not call the submodule {missing[0]} on this sample. Leave it out of "
             "`untraced`."
         )
-    numbers: dict[str, int] = {}
-    calls = {}
+    numbers, calls = Counter[str](), {}
     for call in seen:
-        number = numbers[call.path] = numbers.get(call.path, 0) + 1
+        numbers[call.path] += 1
+        number = numbers[call.path]
         name = call.path if number == 1 else f"{call.path} ({number})"
         calls[name] = _recorded(name, call)
     return calls

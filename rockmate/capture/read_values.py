@@ -16,6 +16,7 @@ that number, and thereby a symbol as sizes are. A call of other numbers is then 
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -306,7 +307,7 @@ class ValueReader:
             return result
         node = self._call(op, args, kwargs)
         for path, traced in _paths(result):
-            part = reduce(_item_of, path, value)
+            part = reduce(operator.getitem, path, value)
             self._learn(traced, self._part(node, path), part)
         return result
 
@@ -369,7 +370,7 @@ class ValueReader:
 
     def _part(self, node: fx.Node, path: Sequence[Any]) -> fx.Node:
         for index in path:
-            node = self._graph.call_function(_item_of, (node, index))
+            node = self._graph.call_function(operator.getitem, (node, index))
         return node
 
     def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -419,10 +420,6 @@ def _is_same(value: Any, expected: Any) -> bool:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     with outside_of_modes():
         return tensor.detach().clone()
-
-
-def _item_of(items: Sequence[Any], index: int) -> Any:
-    return items[index]
 
 
 def _tensors_in(item: Any) -> list[torch.Tensor]:

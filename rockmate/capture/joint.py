@@ -284,7 +284,7 @@ def _with_roles(
                 "captured. Use the default random generator, and tensors that are inputs or "
                 "buffers."
             )
-    placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    placeholders = joint.graph.find_nodes(op="placeholder")
     returned = joint.graph.output_node()
     values: Any = returned.args[0]
     inputs = tuple((node, _held(_input_role(node.meta["desc"]), forward)) for node in placeholders)

@@ -251,14 +251,11 @@ def traced_as_ops(calls: Mapping[str, OpaqueCall], model: nn.Module) -> Iterator
 
     Only one trace may go on at a time.
     """
-    by_module: dict[nn.Module, list[OpaqueCall]] = {}
-    for call in calls.values():
-        by_module.setdefault(call.module, []).append(call)
-    # The tracer runs the model more than once.
-    forwards = [
-        (module, "forward", partial(_call_op, module, itertools.cycle(own)))
-        for module, own in by_module.items()
-    ]
+    forwards = []
+    for module in dict.fromkeys(call.module for call in calls.values()):
+        own = [call for call in calls.values() if call.module is module]
+        # The tracer runs the model more than once.
+        forwards.append((module, "forward", partial(_call_op, module, itertools.cycle(own))))
     try:
         with attributes_set(*forwards), input_functions_as_ops(model), windows_as_ops(model):
             yield

@@ -252,8 +252,8 @@ class TracedForward(nn.Module):
         for place in self.log.places:
             if not isinstance(place.owner, types.ModuleType):
                 before.save(place.owner)  # as it is without what stands in its place
-        watched = [place for place in self.outside.places if can_watch(place.value())]
-        outside = [snapshot(place.value()) for place in watched]
+        values = {place: place.value() for place in self.outside.places}
+        watched = {place: snapshot(value) for place, value in values.items() if can_watch(value)}
         try:
             with (
                 self.reader.answering(self.model, tensors),
@@ -266,8 +266,7 @@ class TracedForward(nn.Module):
                 gathered_by_ops(self.model),
             ):
                 output = self.model(*args, **kwargs)
-            pairs = zip(watched, outside, strict=True)
-            changed = [each for each, one in pairs if snapshot(each.value()) != one]
+            changed = [each for each, one in watched.items() if snapshot(each.value()) != one]
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())
             replaced = _replaced(self.model, members)

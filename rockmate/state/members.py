@@ -81,24 +81,22 @@ def _put_tensor(tensor: torch.Tensor, before: TensorState) -> None:
     put_dict(vars(tensor), before.attributes)
 
 
+def _held_by(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return ABSENT
+
+
 def _state_of(function: types.FunctionType) -> Both:
-    found = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not bound yet
-            found.append(ABSENT)
-    return Both([*found, *(function.__defaults__ or ())], dict(vars(function)))
+    found = [*map(_held_by, function.__closure__ or ()), *(function.__defaults__ or ())]
+    return Both(found, dict(vars(function)))
 
 
 def _put_function(function: types.FunctionType, content: Both) -> None:
     put_dict(vars(function), content.attributes)
     for cell, value in zip(function.__closure__ or (), content.items, strict=False):
-        try:
-            is_same = cell.cell_contents is value
-        except ValueError:
-            is_same = value is ABSENT
-        if not is_same and value is not ABSENT:
+        if value is not ABSENT and _held_by(cell) is not value:
             cell.cell_contents = value
 
 
@@ -141,10 +139,6 @@ def _data_of_class(cls: type) -> dict[str, Any]:
     }
 
 
-def _put_class(cls: type, content: dict[str, Any]) -> None:
-    _put_names(cls, _data_of_class(cls), content)
-
-
 _GLOBAL_KINDS = (
     *ATOMS, dict, list, set, deque, torch.Tensor, torch.Generator, random.Random,
     np.random.Generator, contextvars.ContextVar, threading.local,
@@ -167,13 +161,11 @@ def _data_of_globals(found: Globals) -> dict[str, Any]:
     }
 
 
-def _put_globals(found: Globals, content: dict[str, Any]) -> None:
-    _put_names(found.file, _data_of_globals(found), content)
-
-
-def _put_names(owner: Any, now: dict[str, Any], content: dict[str, Any]) -> None:
-    """Gives a class or file its data back, past what a metaclass does."""
-    kind = type if isinstance(owner, type) else object
+def _put_names(found: type | Globals, content: dict[str, Any]) -> None:
+    """Gives a class or a file its data back, past what a metaclass does."""
+    now = _data_of_class(found) if isinstance(found, type) else _data_of_globals(found)
+    owner: Any = found if isinstance(found, type) else found.file
+    kind: Any = type if isinstance(found, type) else object
     for name in now.keys() - content.keys():
         kind.__delattr__(owner, name)
     for name, value in content.items():
@@ -189,7 +181,7 @@ _OF_KINDS: dict[type, Handler] = {
     functools.partial: Handler(
         lambda value: [value.func, *value.args, *value.keywords.values()], keep
     ),
-    Globals: Handler(_data_of_globals, _put_globals, is_named=True),
+    Globals: Handler(_data_of_globals, _put_names, is_named=True),
 }
 _OF_SUBCLASSES: tuple[tuple[type, Handler], ...] = (
     # What else TorchScript has is fixed, and its tables are no containers of Python.
@@ -199,5 +191,5 @@ _OF_SUBCLASSES: tuple[tuple[type, Handler], ...] = (
     ),
     (nn.Module, Handler(_module_state, _put_module, is_named=True)),
     (torch.Tensor, OF_ATTRIBUTES),  # a quantized weight, say
-    (type, Handler(_data_of_class, _put_class, is_named=True)),
+    (type, Handler(_data_of_class, _put_names, is_named=True)),
 )

@@ -29,7 +29,6 @@ import contextlib
 import difflib
 import functools
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -99,10 +98,10 @@ def record_calls(
             f"the forward does not call the submodule {missing[0]} on this sample. Leave it out of "
             "`untraced`."
         )
-    numbers, calls = Counter[str](), {}
+    numbers: dict[str, int] = {}
+    calls = {}
     for call in seen:
-        numbers[call.path] += 1
-        number = numbers[call.path]
+        number = numbers[call.path] = numbers.get(call.path, 0) + 1
         name = call.path if number == 1 else f"{call.path} ({number})"
         calls[name] = _recorded(name, call)
     return calls

@@ -18,7 +18,7 @@ from __future__ import annotations
 import gc
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -194,19 +194,18 @@ class ValueReader:
         finally:
             meets.pop()
         if self._reads:
-            self.values = self._read_values(self._sample.inputs, self._sample.buffers)
+            self.values = self._read_values(self._sample)
 
-    def _read_values(
-        self, inputs: Sequence[torch.Tensor | None], buffers: Iterable[str]
-    ) -> ReadValues:
+    def _read_values(self, sample: SampleValues) -> ReadValues:
         nodes, expected = zip(*self._reads, strict=True)
         self._graph.output(nodes)
         self._graph.eliminate_dead_code()
         read = fx.GraphModule(self._root, self._graph).forward
-        sample = (
-            None if each is None or each.is_floating_point() else _copy(each) for each in inputs
+        inputs = (
+            None if each is None or each.is_floating_point() else _copy(each)
+            for each in sample.inputs
         )
-        return ReadValues(read, expected, tuple(buffers), self._changes, tuple(sample))
+        return ReadValues(read, expected, tuple(sample.buffers), self._changes, tuple(inputs))
 
     def true_elements(self, mask: Any) -> tuple[torch.Tensor, ...] | None:
         """The indices of a mask's true elements, one tensor a dim; None if it is not known."""

@@ -48,10 +48,10 @@ AROUND = (
 
 def refuse_sharded(model: nn.Module) -> None:
     """Raises `UnsupportedModelError` for a model whose parallelism no plan follows."""
-    refused = (nn.parallel.DistributedDataParallel, AROUND), (nn.DataParallel, REPLICATED)
-    for kind, text in refused:
-        if any(isinstance(module, kind) for module in model.modules()):
-            raise UnsupportedModelError(text)
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise UnsupportedModelError(AROUND)
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        raise UnsupportedModelError(REPLICATED)
     refuse_flat_parameters(model)
     try:
         found = unplanned_setting(sharded_groups(model))

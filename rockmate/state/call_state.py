@@ -217,12 +217,9 @@ def caches_passed_by(model: nn.Module) -> AbstractContextManager[None]:
     Raises:
         UnsupportedModelError: within, for one that draws: a plan would draw in each step.
     """
-    return attributes_set(
-        *(
-            (owner, name, _without_draws(cached.__wrapped__))
-            for owner, name, cached in _caches_of(model)
-        )
-    )
+    cached = _caches_of(model)
+    uncached = ((owner, name, _without_draws(each.__wrapped__)) for owner, name, each in cached)
+    return attributes_set(*uncached)
 
 
 def lengths_as_sizes(model: nn.Module) -> AbstractContextManager[None]:

@@ -118,7 +118,7 @@ class _Trial:
         """The output of the step, whose outcome is to be that of eager; errors as there."""
         gradients = None
         if self._conditions.has_backward and self._steps.has_time:
-            gradients = self._gradients()
+            gradients = PlainGradients(self._plain, self._undo, self._reader)
         output = ours()
         plain, step = [eager], [self._reader.outcome(output)]
         found = self._compared(eager, step[0])
@@ -155,9 +155,6 @@ class _Trial:
         text = _text(str(found[0]), self._model, self._conditions, sets_up=sets_up)
         raise TrialError(text, sets_up=sets_up)
 
-    def _gradients(self) -> PlainGradients:
-        return PlainGradients(self._plain, self._undo, self._reader)
-
     def _left_behind(self, gradients: PlainGradients) -> list[Difference]:
         """What the backward of a step has left behind otherwise than eager's does each time."""
         eager = gradients.left
@@ -165,7 +162,7 @@ class _Trial:
         if eager is None or not found:
             return []
         self._undo()
-        again = self._gradients().left
+        again = PlainGradients(self._plain, self._undo, self._reader).left
         varied = {each.place for each in self._compared(eager, again)} if again else set[str]()
         found = [each for each in found if each.place not in varied]
         return [Difference(f"{_AFTER}{each}") for each in found]

@@ -158,12 +158,3 @@ def linalg_checks_kept() -> Iterator[None]:
         yield
     finally:
         handle.destroy()
-
-
-def sequence_number() -> int:
-    """Number of autograd nodes made so far in this thread.
-
-    It stands in `node.meta["seq_nr"]` of a joint graph, where it ties a backward op to its forward
-    op. The public profiler reports it only after a run.
-    """
-    return torch.autograd._get_sequence_nr()

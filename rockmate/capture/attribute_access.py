@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.members import RECURRENT_WEIGHTS, is_member, tensor_tables
-from rockmate._util import file_of, is_users
+from rockmate._util import attributes_set, file_of, is_users
 from rockmate.capture.attribute_values import is_container, items_of, snapshot
 from rockmate.errors import UnsupportedModelError
 from rockmate.state.members import objects_and_members
@@ -46,7 +46,7 @@ _HEAP_TYPE, _IMMUTABLE_TYPE = 1 << 9, 1 << 8  # of `__flags__`; there are no pub
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Place:
-    """An attribute of an object.
+    """An attribute of an object; one of the same object and name is equal.
 
     Attributes:
         owner: the object.
@@ -56,10 +56,12 @@ class Place:
     owner: Any
     name: str
 
-    @property
-    def key(self) -> tuple[int, str]:
-        """What is the same for the same attribute."""
-        return id(self.owner), self.name
+    def __eq__(self, other: object) -> bool:
+        is_place = isinstance(other, Place)
+        return is_place and self.owner is other.owner and self.name == other.name
+
+    def __hash__(self) -> int:
+        return hash((id(self.owner), self.name))
 
     def __str__(self) -> str:
         if hasattr(self.owner, "__name__"):  # a class, or a file
@@ -110,36 +112,34 @@ class Accesses:
         owners: the objects whose attributes are recorded, by address.
     """
 
-    reads: dict[tuple[int, str], Place] = field(default_factory=dict)
-    assigned: dict[tuple[int, str], Place] = field(default_factory=dict)
+    reads: dict[Place, None] = field(default_factory=dict)  # in their order
+    assigned: dict[Place, None] = field(default_factory=dict)
     listed: dict[int, Any] = field(default_factory=dict)
     owners: dict[int, Any] = field(default_factory=dict)
 
     def note(self, owner: Any, name: str, *, is_read: bool) -> bool:
         """Adds an access of an attribute, unless it was assigned; whether it was not."""
         place = Place(owner, name)
-        if place.key in self.assigned:
+        if place in self.assigned:
             return False
-        if is_read or place.key not in self.reads:
-            (self.reads if is_read else self.assigned)[place.key] = place
+        if is_read or place not in self.reads:
+            (self.reads if is_read else self.assigned)[place] = None
         return True
 
     def add_reads(self, others: Accesses) -> None:
         """Adds what others have read, unless it was assigned."""
         others.add_listed(())
-        for key, place in others.reads.items():
-            if key not in self.assigned:
-                self.reads.setdefault(key, place)
+        self.reads |= {place: None for place in others.reads if place not in self.assigned}
 
-    def add_listed(self, left: Container[tuple[int, str]]) -> None:
+    def add_listed(self, left: Container[Place]) -> None:
         """Adds reads of what objects hold whose `__dict__` was read, but for what is `left` there.
 
         Those are tensors of the run.
         """
         for owner in self.listed.values():
-            for place in (Place(owner, name) for name in _attributes_of(owner)):
-                if not (place.key in left or place.key in self.assigned):
-                    self.reads.setdefault(place.key, place)
+            places = (Place(owner, name) for name in _attributes_of(owner))
+            found = (each for each in places if not (each in left or each in self.assigned))
+            self.reads |= dict.fromkeys(found)
 
 
 class AttributeState:
@@ -219,30 +219,30 @@ def accesses_recorded(model: nn.Module, state: AttributeState) -> Iterator[Acces
         state: gets the objects that the forward reaches, before it can change them.
     """
     accesses = Accesses(owners={id(module): module for module in model.modules()})
-    recorder = _Recorder(accesses, state)
-    try:
+    with contextlib.ExitStack() as stack:
+        recorder = _Recorder(accesses, state, stack)
         for cls in dict.fromkeys(map(type, model.modules())):
             recorder.record(cls)
         yield accesses
-    finally:
-        recorder.stop()
 
 
 class _Recorder:
-    """The methods that record, in the classes that have them."""
+    """Puts methods that record into classes, until a stack is closed."""
 
-    def __init__(self, accesses: Accesses, state: AttributeState) -> None:
-        self._accesses, self._state = accesses, state
-        self._own: dict[type, dict[str, Any]] = {}
+    def __init__(
+        self, accesses: Accesses, state: AttributeState, stack: contextlib.ExitStack
+    ) -> None:
+        self._accesses, self._state, self._stack = accesses, state, stack
+        self._recorded = set[type]()
         self._thread = threading.get_ident()
         self._is_resting = False
         self._containers: dict[int, Any] = {}  # whose items have been reached, by address
 
     def record(self, cls: type) -> None:
         """Has accesses to instances of a class recorded."""
-        if cls in self._own or issubclass(cls, torch.jit.ScriptModule):
+        if cls in self._recorded or issubclass(cls, torch.jit.ScriptModule):
             return
-        self._own[cls] = {name: vars(cls)[name] for name in _HOOKS if name in vars(cls)}
+        self._recorded.add(cls)
         read, assign, delete = (getattr(cls, name) for name in _HOOKS)
 
         def get_attribute(owner: Any, name: str) -> Any:
@@ -262,19 +262,8 @@ class _Recorder:
             self._note_assigned(owner, name)
             delete(owner, name)
 
-        for name, hook in zip(
-            _HOOKS, (get_attribute, set_attribute, delete_attribute), strict=True
-        ):
-            type.__setattr__(cls, name, hook)
-
-    def stop(self) -> None:
-        """Puts the methods of the classes back."""
-        for cls, own in self._own.items():
-            for name in _HOOKS:
-                if name in own:
-                    type.__setattr__(cls, name, own[name])
-                else:
-                    type.__delattr__(cls, name)
+        hooks = zip(_HOOKS, (get_attribute, set_attribute, delete_attribute), strict=True)
+        self._stack.enter_context(attributes_set(*((cls, *each) for each in hooks)))
 
     def _note_read(self, owner: Any, name: str, value: Any) -> None:
         is_all = name == "__dict__" and is_users(sys._getframe(2).f_code.co_filename)

@@ -48,7 +48,7 @@ def attributes_left(
         if not logging.log.read:
             joint, forward, trace = joint_of_logged, logging, logged
             break
-        places = [place for place in places if place.key not in logging.log.read]
+        places = [place for place in places if place not in logging.log.read]
     attributes = _forward_attributes(model, joint, forward, trace)
     if forward.reader.note_escapes(also_delivered=True):
         raise UnsupportedModelError("a number that the forward reads goes where no plan brings it")
@@ -65,25 +65,20 @@ def _forward_attributes(
     it. If that changes an attribute again, there is no plan: `UnsupportedModelError`.
     """
     _refuse_carried_tensors(model, joint, forward)
-    of_tensors = {place.key for place in forward.left.carried_outputs.values()}
-    written = {place.key for place in forward.log.places}
-    settled = [pair for pair in forward.left.carried if pair[0].key not in of_tensors]
+    of_tensors, written = {*forward.left.carried_outputs.values()}, {*forward.log.places}
+    settled = [pair for pair in forward.left.carried if pair[0] not in of_tensors]
     is_same = _is_same_later(model, joint, forward, settled, trace) if settled else True
-    read = [
-        place
-        for key, place in forward.left.accesses.reads.items()
-        if key not in of_tensors | written and not is_switched_off(place.owner, place.name)
-    ]
-    accepted: dict[Any, tuple[Any, ...]] = {place.key: (snapshot(place.value()),) for place in read}
-    for place, value in settled if is_same else ():
-        if place.key in accepted:
-            accepted[place.key] += (snapshot(value),)
+    later = {place: (snapshot(value),) for place, value in settled if is_same}
+    read = (
+        (place, (snapshot(place.value()), *later.get(place, ())))
+        for place in forward.left.accesses.reads
+        if place not in of_tensors | written and not is_switched_off(place.owner, place.name)
+    )
     assert forward.left.values is not None
     return ForwardAttributes(
         read=tuple(read),
-        accepted=tuple(accepted[place.key] for place in read),
         assigned=tuple(forward.left.assigned),
-        tables=tuple(place for place, _ in forward.left.carried if place.key in of_tensors),
+        tables=tuple(place for place, _ in forward.left.carried if place in of_tensors),
         writes=tuple(forward.left.writes),
         values=forward.left.values,
         fixed=(*forward.left.fixed, *settled),
@@ -115,9 +110,9 @@ def _is_same_later(
     finally:
         for place, value in before:
             place.put(value)
-    changed = {place.key: (place, value) for place, value in later.left.carried}
+    changed = dict(later.left.carried)
     if changed:
-        first = (pair for pair in settled if pair[0].key in changed)
+        first = (pair for pair in settled if pair[0] in changed)
         raise _carried_error(model, *next(first, later.left.carried[0]))
     return _are_equal(joint, later_joint) and _leave_the_same(forward.left, later.left)
 
@@ -130,13 +125,13 @@ def _refuse_carried_tensors(
     A table that the forward makes from constants, in its first call, is such a tensor.
     """
     returned = joint.graph.output_node()
-    values = {place.key: value for place, value in forward.left.carried}
+    values = dict(forward.left.carried)
     for node, descriptor in zip(returned.args[0], returned.meta["desc"], strict=True):  # pyright: ignore
         if type(descriptor).__name__ != "PlainAOTOutput":
             continue
         place = forward.left.carried_outputs.get(descriptor.idx)
         if place is not None and not _is_constant(node):
-            raise _carried_error(model, place, values[place.key])
+            raise _carried_error(model, place, values[place])
 
 
 def _is_constant(node: fx.Node) -> bool:
@@ -188,10 +183,7 @@ def _short(value: Any) -> str:
 def _leave_the_same(left: LeftBehind, other: LeftBehind) -> bool:
     """Whether two calls assign the same to the same attributes, tensors aside."""
     places, other_places = (
-        [
-            *(place.key for place in each.assigned),
-            *((place.key, snapshot(value)) for place, value in each.fixed),
-        ]
+        [*each.assigned, *((place, snapshot(value)) for place, value in each.fixed)]
         for each in (left, other)
     )
     return places == other_places and left.values == other.values

@@ -114,9 +114,7 @@ class _StandIns:
         return fake.requires_grad_(tensor.requires_grad and not isinstance(tensor, nn.Parameter))
 
     def _wrapper(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The stand-in of a wrapper. What it wraps on the meta device has one on the CPU."""
-        if not tensor.is_meta:
-            return self._mode.from_tensor(tensor)
+        """The stand-in of a wrapper, of stand-ins of what it wraps."""
         parts, context = wrapped_parts(tensor)
         inner = {
             name: self.of(part) if isinstance(part, torch.Tensor) else part

@@ -25,8 +25,7 @@ class ForwardAttributes:
     """What the forward of one capture has to do with attributes, and with gradients.
 
     Attributes:
-        read: attributes that the graph depends on.
-        accepted: for each of them, snapshots of the values that give this graph.
+        read: attributes that the graph depends on, each with snapshots of values that give it.
         assigned: attributes that the forward assigns, whatever stood there before.
         tables: attributes that its first call gives tensors which are the same in all calls.
         writes: what it does to containers that it only writes to.
@@ -37,8 +36,7 @@ class ForwardAttributes:
         takes_gradient: whether it takes a gradient itself.
     """
 
-    read: tuple[Place, ...] = ()
-    accepted: tuple[tuple[Any, ...], ...] = ()
+    read: tuple[_Expected, ...] = ()
     assigned: tuple[Place, ...] = ()
     tables: tuple[Place, ...] = ()
     writes: tuple[Write, ...] = ()
@@ -52,7 +50,7 @@ class ForwardAttributes:
         for tensor, version in self.constants:
             if version_of(tensor) != version:
                 return f"a tensor of shape {tuple(tensor.shape)} that it reads has been changed"
-        for place, accepted in zip(self.read, self.accepted, strict=True):
+        for place, accepted in self.read:
             value = place.value()
             if snapshot(value) not in accepted:
                 text = " ".join(repr(value).split())
@@ -61,14 +59,9 @@ class ForwardAttributes:
 
     def also_reading(self, places: Sequence[Place]) -> ForwardAttributes:
         """The same, of a graph that depends on the present values of further attributes."""
-        written = {write.place.key for write in self.writes}
-        places = [place for place in places if place.key not in written]
-        accepted = tuple((snapshot(place.value()),) for place in places)
-        return replace(self, read=(*self.read, *places), accepted=(*self.accepted, *accepted))
-
-    def with_constants(self, tensors: Sequence[torch.Tensor]) -> ForwardAttributes:
-        """The same, of a graph that reads these tensors, as they are now."""
-        return replace(self, constants=tuple((each, version_of(each)) for each in tensors))
+        written = {write.place for write in self.writes}
+        read = ((each, (snapshot(each.value()),)) for each in places if each not in written)
+        return replace(self, read=(*self.read, *read))
 
     @property
     def leaves_any(self) -> bool:
@@ -106,15 +99,14 @@ class ForwardAttributes:
 
     def of_copy(self, memo: dict[int, Any]) -> ForwardAttributes:
         """The same attributes of a copy of the model, which `copy.deepcopy` has made."""
-        read = tuple(place.of_copy(memo) for place in self.read)
+        read = [place.of_copy(memo) for place, _ in self.read]
         return replace(
             self,
-            read=read,
+            read=tuple((place, (snapshot(place.value()),)) for place in read),
             constants=tuple(
                 (own, version_of(own))
                 for own in (memo.get(id(each), each) for each, _ in self.constants)
             ),
-            accepted=tuple((snapshot(place.value()),) for place in read),
             assigned=tuple(place.of_copy(memo) for place in self.assigned),
             tables=tuple(place.of_copy(memo) for place in self.tables),
             writes=tuple(replace(write, place=write.place.of_copy(memo)) for write in self.writes),
@@ -131,21 +123,18 @@ NO_ATTRIBUTES = ForwardAttributes(values=flatten((), what="nothing")[1])
 class AttributeWatch:
     """Notices that an attribute has changed; it runs with every call.
 
-    Most attributes are the same objects in all calls, in the `__dict__` of their owner or in the
-    class of a module. Containers, and what `__getattr__` computes, are compared one by one.
+    Most attributes are the same objects in all calls, in the `__dict__` of their owner. Containers,
+    what stands in a class, and what `__getattr__` computes, are compared one by one.
     """
 
     def __init__(self, attributes: ForwardAttributes) -> None:
         self._same: list[_Expected] = []
         self._compared: list[_Expected] = []
-        for place, accepted in zip(attributes.read, attributes.accepted, strict=True):
-            is_found = isinstance(place.owner, torch.nn.Module) or _is_own(place)
-            is_same = is_found and not is_mutable(place.value())
+        for place, accepted in attributes.read:
+            is_own = place.name in getattr(place.owner, "__dict__", ())
+            is_same = is_own and not is_mutable(place.value())
             (self._same if is_same else self._compared).append((place, accepted))
-        places = [place for place, _ in self._same]
-        self._own = [(vars(place.owner), place.name) for place in places]
-        inherited = [place for place in places if not _is_own(place)]
-        self._inherited = list({(type(place.owner), place.name) for place in inherited})
+        self._own = [(vars(place.owner), place.name) for place, _ in self._same]
         self._values = self._present()
         self._constants = [tensor for tensor, _ in attributes.constants]
         self._versions = versions_of(self._constants)
@@ -165,9 +154,4 @@ class AttributeWatch:
         return False
 
     def _present(self) -> list[Any]:
-        of_classes = [getattr(cls, name, ABSENT) for cls, name in self._inherited]
-        return [*(table.get(name, ABSENT) for table, name in self._own), *of_classes]
-
-
-def _is_own(place: Place) -> bool:
-    return place.name in getattr(place.owner, "__dict__", ())
+        return [table.get(name, ABSENT) for table, name in self._own]

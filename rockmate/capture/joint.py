@@ -35,6 +35,7 @@ from rockmate._torch.aot import (
 )
 from rockmate._torch.fake import errors_unlogged, forget_tensors, is_fake, results_corrected
 from rockmate._torch.members import hooks_within
+from rockmate._torch.storage import version_of
 from rockmate.capture.attribute_access import AttributeState, Place, accesses_recorded
 from rockmate.capture.behaviour import check_behaviour
 from rockmate.capture.carried_attributes import attributes_left
@@ -49,7 +50,7 @@ from rockmate.capture.opaque_functions import ForeignFunctions
 from rockmate.capture.opaque_module import record_calls, traced_as_ops
 from rockmate.capture.opaque_ops import install
 from rockmate.capture.outer_values import values_read_by
-from rockmate.capture.provenance import record_module_stack
+from rockmate.capture.provenance import name_backward, record_module_stack
 from rockmate.capture.read_values import SampleValues, UnknownValueError
 from rockmate.capture.roles import Capture, Role, RoleKind, traced_calls
 from rockmate.capture.structure import Structure
@@ -190,8 +191,8 @@ def _captured(
     outer = values_read_by(model, functions.met) if functions.met else outside
     attributes = attributes.also_reading(outer) if outer else attributes
     capture = with_trained_buffers(model, _with_roles(joint, forward, wrappings))
-    attributes = attributes.with_constants(lifted_tensors(capture))
-    return replace(capture, attributes=attributes)
+    constants = tuple((each, version_of(each)) for each in lifted_tensors(capture))
+    return replace(capture, attributes=replace(attributes, constants=constants))
 
 
 @contextlib.contextmanager
@@ -252,7 +253,7 @@ def _traced(
     forward.left.accesses.add_reads(accesses)  # of hooks and autograd functions in the backward
     forget_tensors(next(iter(joint.graph.nodes)).meta["val"])
     checkpoints.note_decisions()
-    modules.name_backward(joint.graph)
+    name_backward(joint.graph)
     refuse_effects(joint.graph, model)
     wait_for_collectives(joint.graph)
     return joint, wrapped
@@ -274,16 +275,16 @@ def _with_roles(
     joint: fx.GraphModule, forward: TracedForward, wrappings: Mapping[Role, Wrapping]
 ) -> Capture:
     _drop_objects(joint.graph)
-    made_by_code = [node for node in joint.graph.nodes if node.op == "get_attr"]
-    for node in made_by_code:
-        if not isinstance(getattr(joint, str(node.target)), torch.Tensor):
-            kind = type(getattr(joint, str(node.target))).__name__
-            raise UnsupportedModelError(
-                f"the model's forward uses a {kind} object, which cannot be captured. Use the "
-                "default random generator, and tensors that are inputs or buffers."
-            )
+    made_by_code = joint.graph.find_nodes(op="get_attr")
     constants = {str(node.target): getattr(joint, str(node.target)) for node in made_by_code}
-    placeholders = [node for node in joint.graph.nodes if node.op == "placeholder"]
+    for value in constants.values():
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedModelError(
+                f"the model's forward uses a {type(value).__name__} object, which cannot be "
+                "captured. Use the default random generator, and tensors that are inputs or "
+                "buffers."
+            )
+    placeholders = joint.graph.find_nodes(op="placeholder")
     returned = joint.graph.output_node()
     values: Any = returned.args[0]
     inputs = tuple((node, _held(_input_role(node.meta["desc"]), forward)) for node in placeholders)

@@ -6,8 +6,10 @@ Its inputs and outputs, what a run saves, its time and workspace.
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,13 +125,15 @@ class OpaqueCall:
         Leaves everything as it was.
         """
         attributes, before = AttributeState(self.module), self.state()
-        with self.random_state_kept() as random, before.undone() as self.writes:
+        devices = [self.outputs[0].device]
+        kept = partial(random_state_kept, devices, of_pytorch_alone=True)
+        with kept() as random, before.undone() as self.writes:
             with self._refused("forward"):
                 outputs, graph = self.run(self.copied_inputs())
             self._refuse_foreign(graph)
             with self._refused("backward"):
                 self._take_layouts(graph.found(list(map(torch.ones_like, outputs))))
-            now = RandomState([self.outputs[0].device], of_pytorch_alone=True)
+            now = RandomState(devices, of_pytorch_alone=True)
             self.draws = bool(random.differences(now))
             self._refuse_assigned_gradients(attributes.changes())
             has_changed = before.objects.has_changed()
@@ -138,7 +142,7 @@ class OpaqueCall:
                 self.repeats = not is_changed or self._repeats(outputs)
         self.changes_state = has_changed or bool(self.writes.changed)
         self.repeats |= not self.changes_state
-        with self.random_state_kept():
+        with kept():
             found = [self._measured_saved() for _ in range(self.num_draws)]
         self.saved_bytes = max(num_bytes for num_bytes, _ in found)
         self.saved_outputs = tuple(sorted({at for _, held in found for at in held}))
@@ -210,30 +214,13 @@ class OpaqueCall:
         del handle
         return saved_bytes, saved_outputs
 
-    def random_state_kept(self) -> contextlib.AbstractContextManager[RandomState]:
-        """Puts PyTorch's random state back; yields how it was."""
-        return random_state_kept([self.outputs[0].device], of_pytorch_alone=True)
-
     def copied_inputs(self) -> list[Tensor]:
         """The sample's inputs: the parameters themselves, and copies of the others.
 
         Copies share memory where the originals do.
         """
-        copies: dict[int, torch.UntypedStorage] = {}
-        copied = []
-        for tensor in self.inputs[: self.num_arguments]:
-            memory = tensor.untyped_storage()
-            if storage_id(memory) not in copies:
-                copies[storage_id(memory)] = memory.clone()
-            copied.append(
-                tensor.new_empty(0).set_(
-                    copies[storage_id(memory)],
-                    tensor.storage_offset(),
-                    tensor.shape,
-                    tensor.stride(),
-                )
-            )
-        return [*copied, *self.inputs[self.num_arguments :]]
+        arguments = copy.deepcopy(self.inputs[: self.num_arguments])
+        return [*arguments, *self.inputs[self.num_arguments :]]
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], RunGraph]:
         """The outputs for inputs, outside of their autograd graph, and this graph."""
@@ -259,7 +246,7 @@ class OpaqueCall:
                 raise input_change_error(self.name)
         outputs, structure = flatten(result, what=f"the result of {self.name}")
         self._check(outputs, structure)
-        graph = RunGraph.of([*(leaf for leaf, _ in pairs), *parameters], outputs)
+        graph = RunGraph([*(leaf for leaf, _ in pairs), *parameters], outputs)
         return self._values(inputs, outputs), graph
 
     @contextlib.contextmanager

@@ -129,10 +129,9 @@ class ForeignFunctions:
         Those that it has failed in are registered. An error of a backward is that of no function in
         particular, so all are registered then.
         """
-        if self.calls_registered and not self.are_recorded:
-            self.are_recorded = True
+        were_recorded, self.are_recorded = self.are_recorded, True
+        if self.calls_registered and not were_recorded:
             return True
-        self.are_recorded = True
         found = [each for each in self.failed or self.met if each not in _callers]
         for function in found:
             logger.warning(

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from rockmate._torch.storage import storage_id
 from rockmate.errors import BackwardError
@@ -42,22 +42,19 @@ class Layout:
         return tensor if fits else self.empty().copy_(tensor)
 
 
-@dataclass(slots=True, eq=False)
 class RunGraph:
-    """The autograd graph of one run."""
+    """The autograd graph of one run, from its outputs to the inputs that require a gradient.
 
-    leaves: list[Tensor]
-    ends: list[GradientEdge | None]
-    """Of the outputs, whose memory would be held with the tensors themselves."""
+    Attributes:
+        leaves: those inputs.
+        ends: of the outputs, whose memory would be held with the tensors themselves.
+    """
 
-    @classmethod
-    def of(cls, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> RunGraph:
-        """The graph of a run, from its outputs to the inputs that require a gradient."""
-        ends = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        for leaf in wanted:
+    def __init__(self, leaves: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        self.ends = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
+        self.leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        for leaf in self.leaves:
             leaf.register_post_accumulate_grad_hook(_refuse)
-        return cls(wanted, ends)
 
     def found(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
         """What autograd gives for the inputs that require a gradient."""

@@ -103,7 +103,7 @@ def record_calls(
     for call in seen:
         number = numbers[call.path] = numbers.get(call.path, 0) + 1
         name = call.path if number == 1 else f"{call.path} ({number})"
-        calls[name] = _recorded(name, call.module, call.arguments, call.result, call.settings)
+        calls[name] = _recorded(name, call)
     return calls
 
 
@@ -207,13 +207,11 @@ def opaque_modules(model: nn.Module, names: Sequence[str]) -> dict[str, nn.Modul
     }
 
 
-def _recorded(
-    name: str, module: nn.Module, arguments: Any, result: Any, settings: Settings
-) -> OpaqueCall:
-    given, structure = flatten(arguments, what=f"the arguments of {name}", takes_objects=True)
-    returned, result_structure = flatten(result, what=f"the result of {name}")
+def _recorded(name: str, seen: _Seen) -> OpaqueCall:
+    given, structure = flatten(seen.arguments, what=f"the arguments of {name}", takes_objects=True)
+    returned, result_structure = flatten(seen.result, what=f"the result of {name}")
     parameters = {}
-    for own_name, parameter in module.named_parameters():
+    for own_name, parameter in seen.module.named_parameters():
         if not has_parts(parameter):
             parameters[own_name] = parameter
         elif parameter.requires_grad:
@@ -227,7 +225,7 @@ def _recorded(
     )
     call = OpaqueCall(
         name=name,
-        module=module,
+        module=seen.module,
         arguments=structure,
         result=result_structure,
         inputs=inputs,
@@ -237,7 +235,7 @@ def _recorded(
             Layout.of(each) if each.requires_grad else None
             for each in (*given, *parameters.values())
         ),
-        settings=settings,
+        settings=seen.settings,
     )
     call.observe()
     return call
@@ -252,14 +250,11 @@ def traced_as_ops(calls: Mapping[str, OpaqueCall], model: nn.Module) -> Iterator
 
     Only one trace may go on at a time.
     """
-    by_module: dict[nn.Module, list[OpaqueCall]] = {}
-    for call in calls.values():
-        by_module.setdefault(call.module, []).append(call)
-    # The tracer runs the model more than once.
-    forwards = [
-        (module, "forward", partial(_call_op, module, itertools.cycle(own)))
-        for module, own in by_module.items()
-    ]
+    forwards = []
+    for module in dict.fromkeys(call.module for call in calls.values()):
+        own = [call for call in calls.values() if call.module is module]
+        # The tracer runs the model more than once.
+        forwards.append((module, "forward", partial(_call_op, module, itertools.cycle(own))))
     try:
         with attributes_set(*forwards), input_functions_as_ops(model), windows_as_ops(model):
             yield

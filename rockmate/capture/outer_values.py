@@ -66,7 +66,7 @@ class _Reader:
     """
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, str], Place] = {}
+        self._places: dict[Place, None] = {}
         self._seen: set[tuple[int, type | None]] = set()
         self._members: dict[int, set[str]] = {}
         self._names, self._objects = set[str](), dict[int, Any]()
@@ -85,8 +85,8 @@ class _Reader:
                         self.methods[type(value)].add(name)
         for value in self._objects.values():
             for name in self._names & {*vars(value), *self.methods[type(value)]}:
-                self._places.setdefault((id(value), name), Place(value, name))
-        return list(self._places.values())
+                self._places.setdefault(Place(value, name))
+        return list(self._places)
 
     def _within(self, owner: Any) -> dict[int, Any]:
         """Objects of the user's classes in attributes of one, as a config in a config."""
@@ -138,7 +138,7 @@ class _Reader:
         if isinstance(value, FunctionType):
             self.follow(value)
             if is_users(value.__code__.co_filename):  # a script may put another one there
-                self._places.setdefault(place.key, place)
+                self._places.setdefault(place)
         elif isinstance(value, ModuleType | type):
             if is_users(file_of(value)):
                 known = self._members.setdefault(id(value), set())  # modules name one another
@@ -147,7 +147,7 @@ class _Reader:
                 for name in fresh:
                     self._take(Place(value, name), names)
         elif not callable(value) or is_users(file_of(type(value))):
-            self._places.setdefault(place.key, place)
+            self._places.setdefault(place)
             if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
                 self._objects[id(value)] = value
 

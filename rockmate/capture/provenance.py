@@ -4,8 +4,7 @@ The submodule goes to `node.meta["module"]`, the line to `node.meta["stack_trace
 
 Nodes of the forward are made while their submodule runs. Nodes of the backward are made by autograd
 when no submodule runs. They bear the sequence number that autograd gave the op that they
-differentiate, and these numbers count up while the forward passes through submodules. The forward
-needs more than numbers: an op without a gradient, as in a frozen submodule, has none.
+differentiate, as the nodes of that op do.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import torch
 from torch import fx, nn
 
 from rockmate._torch import graphs
-from rockmate._torch.aot import sequence_number
 from rockmate._torch.engine import backward_id
 from rockmate._torch.graphs import on_node_created
 from rockmate.capture import fake_device
@@ -35,63 +33,49 @@ MADE_BY_FORWARD = "made_by_forward"
 
 @dataclass(slots=True)
 class ModuleStack:
-    """The submodules that the forward has run and is running.
+    """The submodules that the forward is running.
 
     Attributes:
-        spans: of each submodule's finished forward, its autograd sequence numbers and its path:
-            (first, past the last, path).
-        entered: the submodules that are running, outermost first: (first sequence number, path).
+        paths: of those submodules, outermost first.
         takes_gradient: whether the forward has run a backward of its own.
     """
 
-    spans: list[tuple[int, int, str]] = field(default_factory=list)
-    entered: list[tuple[int, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
     takes_gradient: bool = False
 
     @property
     def innermost(self) -> str:
         """Path of the submodule that is running; empty if none is."""
-        return self.entered[-1][1] if self.entered else ""
+        return self.paths[-1] if self.paths else ""
 
-    def name_backward(self, graph: fx.Graph) -> None:
-        """Gives each node without a submodule the module of the op that it differentiates."""
-        module_of_sequence = self._module_of_sequence()
-        for node in graph.nodes:
-            if "module" not in node.meta:
-                node.meta["module"] = module_of_sequence.get(node.meta.get("seq_nr", -1), "")
 
-    def _module_of_sequence(self) -> dict[int, str]:
-        """The innermost module of each sequence number.
-
-        Spans are in order of leaving, so an inner one comes before its parent.
-        """
-        last_trace_start = max((first for first, _, path in self.spans if not path), default=0)
-        result: dict[int, str] = {}
-        for first, past_last, path in self.spans:
-            if first < last_trace_start:
-                continue  # of an earlier trace: the tracer runs the module more than once
-            for number in range(first, past_last):
-                result.setdefault(number, path)
-        return result
+def name_backward(graph: fx.Graph) -> None:
+    """Gives each node without a submodule the module of the op that it differentiates."""
+    module_of_sequence: dict[int, str] = {}
+    for node in graph.nodes:
+        number = node.meta.get("seq_nr")
+        if "module" not in node.meta:
+            node.meta["module"] = module_of_sequence.get(number, "")
+        elif number is not None:  # an op without a gradient has the number of the one before it
+            module_of_sequence.setdefault(number, node.meta["module"])
 
 
 @contextlib.contextmanager
 def record_module_stack(model: nn.Module) -> Iterator[ModuleStack]:
     """Records which submodules run, and writes the running one to each new node."""
-    trail = ModuleStack()
+    running = ModuleStack()
 
     def enter(path: str) -> Callable[..., None]:
-        return lambda module, inputs: trail.entered.append((sequence_number(), path))
+        return lambda module, inputs: running.paths.append(path)
 
     def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-        first, path = trail.entered.pop()
-        trail.spans.append((first, sequence_number(), path))
+        running.paths.pop()
 
     def note_module(node: fx.Node) -> None:
-        if trail.entered:
-            node.meta["module"] = trail.innermost
+        if running.paths:
+            node.meta["module"] = running.innermost
             node.meta[MADE_BY_FORWARD] = True
-            trail.takes_gradient |= backward_id() >= 0
+            running.takes_gradient |= backward_id() >= 0
 
     handles = []
     for path, module in model.named_modules():
@@ -101,7 +85,7 @@ def record_module_stack(model: nn.Module) -> Iterator[ModuleStack]:
         handles.append(module.register_forward_hook(leave))
     try:
         with on_node_created(note_module):
-            yield trail
+            yield running
     finally:
         for handle in handles:
             handle.remove()

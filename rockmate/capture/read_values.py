@@ -16,6 +16,7 @@ that number, and thereby a symbol as sizes are. A call of other numbers is then 
 from __future__ import annotations
 
 import gc
+import operator
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -164,30 +165,16 @@ class ValueReader:
         self._root = nn.Module()  # holds constants
         self._known: dict[int, _Known] = {}
         self._reads: list[tuple[fx.Node, Any]] = []
-        self._names: list[str] = []
         self._changes = False
 
-    def _know_inputs(
-        self, traced: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]
-    ) -> None:
-        """Takes the call's tensors, as the tracer passes them, and the sample's."""
-        for index, (tensor, value) in enumerate(zip(traced, values, strict=True)):
-            node = self._graph.placeholder(f"input_{index}")
-            for dim, size in enumerate(tensor.shape):
-                if isinstance(size, torch.SymInt):
-                    self._sizes.append((size, self._graph.call_function(_SIZE, (node, dim))))
-            if value is not None:
-                self._learn(tensor, node, _copy(value).to(tensor.device))
-
-    def _know_buffers(
-        self, traced: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor]
-    ) -> None:
-        """Takes the model's buffers by name, as the tracer passes them, and their values."""
-        for name, value in values.items():
-            node = self._graph.placeholder(f"buffer_{len(self._names)}")
-            self._names.append(name)
-            if not value.is_meta:
-                self._learn(traced[name], node, _copy(value).to(traced[name].device))
+    def _know(self, tensor: torch.Tensor, value: torch.Tensor | None, name: str) -> None:
+        """Takes a tensor of the call or a buffer, as the tracer passes it, and the sample's."""
+        node = self._graph.placeholder(name)
+        for dim, size in enumerate(tensor.shape):
+            if isinstance(size, torch.SymInt):
+                self._sizes.append((size, self._graph.call_function(_SIZE, (node, dim))))
+        if value is not None and not value.is_meta:
+            self._learn(tensor, node, _copy(value).to(tensor.device))
 
     @contextmanager
     def answering(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -195,8 +182,11 @@ class ValueReader:
         if self._sample is None:
             yield
             return
-        self._know_inputs(tensors, self._sample.inputs)
-        self._know_buffers(dict(model.named_buffers()), self._sample.buffers)
+        for index, pair in enumerate(zip(tensors, self._sample.inputs, strict=True)):
+            self._know(*pair, name=f"input_{index}")
+        buffers = dict(model.named_buffers())
+        for index, (name, value) in enumerate(self._sample.buffers.items()):
+            self._know(buffers[name], value, name=f"buffer_{index}")
         meets.append(self)
         try:
             with ops_observed(self._run), CountedMasks(self):
@@ -204,17 +194,18 @@ class ValueReader:
         finally:
             meets.pop()
         if self._reads:
-            self.values = self._read_values(self._sample.inputs)
+            self.values = self._read_values(self._sample)
 
-    def _read_values(self, inputs: Sequence[torch.Tensor | None]) -> ReadValues:
+    def _read_values(self, sample: SampleValues) -> ReadValues:
         nodes, expected = zip(*self._reads, strict=True)
         self._graph.output(nodes)
         self._graph.eliminate_dead_code()
         read = fx.GraphModule(self._root, self._graph).forward
-        sample = (
-            None if each is None or each.is_floating_point() else _copy(each) for each in inputs
+        inputs = (
+            None if each is None or each.is_floating_point() else _copy(each)
+            for each in sample.inputs
         )
-        return ReadValues(read, expected, tuple(self._names), self._changes, tuple(sample))
+        return ReadValues(read, expected, tuple(sample.buffers), self._changes, tuple(inputs))
 
     def true_elements(self, mask: Any) -> tuple[torch.Tensor, ...] | None:
         """The indices of a mask's true elements, one tensor a dim; None if it is not known."""
@@ -315,7 +306,7 @@ class ValueReader:
             return result
         node = self._call(op, args, kwargs)
         for path, traced in _paths(result):
-            part = reduce(_item_of, path, value)
+            part = reduce(operator.getitem, path, value)
             self._learn(traced, self._part(node, path), part)
         return result
 
@@ -378,7 +369,7 @@ class ValueReader:
 
     def _part(self, node: fx.Node, path: Sequence[Any]) -> fx.Node:
         for index in path:
-            node = self._graph.call_function(_item_of, (node, index))
+            node = self._graph.call_function(operator.getitem, (node, index))
         return node
 
     def _call(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
@@ -428,10 +419,6 @@ def _is_same(value: Any, expected: Any) -> bool:
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     with outside_of_modes():
         return tensor.detach().clone()
-
-
-def _item_of(items: Sequence[Any], index: int) -> Any:
-    return items[index]
 
 
 def _tensors_in(item: Any) -> list[torch.Tensor]:

@@ -87,6 +87,15 @@ class CallSignature:
         return self.tensors[tensor].shape[dim]
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of its tensors, the numbers of dimensions."""
+        return tuple(len(tensor.shape) for tensor in self.tensors)
+
+    def has_form_of(self, other: CallSignature) -> bool:
+        """Whether the calls differ in sizes, dtypes and devices alone."""
+        return self.structure == other.structure and self.ranks == other.ranks
+
+    @property
     def keywords(self) -> frozenset[str]:
         """Names of its keyword arguments."""
         return frozenset(self.structure.rebuild(list(self.tensors))[1])
@@ -272,22 +281,6 @@ def differs_in_shapes(planned: CallSignature, actual: CallSignature) -> bool:
         replace(mine, shape=theirs.shape) == theirs and len(mine.shape) == len(theirs.shape)
         for mine, theirs in pairs
     )
-
-
-def has_same_form(
-    planned: CallSignature, actual: CallSignature, *, with_constants: bool = True
-) -> bool:
-    """Whether the calls have the same structure and the same numbers of dimensions.
-
-    Sizes, dtypes and devices do not count.
-    """
-    structures = [call.structure for call in (planned, actual)]
-    if not with_constants:
-        structures = [each.without_constants() for each in structures]
-    ranks, other_ranks = (
-        [len(tensor.shape) for tensor in call.tensors] for call in (planned, actual)
-    )
-    return structures[0] == structures[1] and ranks == other_ranks
 
 
 def is_no_larger(actual: CallSignature, planned: CallSignature) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -31,13 +30,11 @@ class SizedNumbers:
     """What a step's sizes come to in one call.
 
     Attributes:
-        by_name: the number of each `Size` among the arguments of nodes.
         values: the number of any expression.
         num_bytes: of each kind of storage; those of two calls can be compared one by one.
         layouts: for each of the step's inputs a fake tensor with its sizes and strides.
     """
 
-    by_name: Mapping[str, int]
     values: SizeValues
     num_bytes: tuple[int, ...]
     layouts: Mapping[Role, torch.Tensor]
@@ -200,12 +197,6 @@ class GraphTemplate:
             found.setdefault(numbers.of(item), []).append(item)
         return found
 
-    def layout(
-        self, node: fx.Node
-    ) -> tuple[tuple[sympy.Expr | int, ...], tuple[sympy.Expr | int, ...]]:
-        """Sizes and strides of a node's tensor."""
-        return _sizes_and_strides(self._values[node].layout)
-
     def numbers(
         self, values: Mapping[sympy.Symbol, sympy.Integer], inputs: Sequence[tuple[fx.Node, Role]]
     ) -> SizedNumbers:
@@ -214,24 +205,9 @@ class GraphTemplate:
         kinds = dict.fromkeys((first.dtype.itemsize, first.layout) for first in self._first)
         return SizedNumbers(
             values=numbers,
-            by_name={size.name: numbers.of(size.expression) for size in self._named_sizes},
             num_bytes=tuple(itemsize * numbers.span(layout) for itemsize, layout in kinds),
             layouts={role: copier.tensor(self._values[node]) for node, role in inputs},
         )
-
-    @cached_property
-    def _named_sizes(self) -> tuple[Size, ...]:
-        """One of each `Size` among the arguments of nodes."""
-        found: dict[sympy.Expr, Size] = {}
-
-        def note(value: Any) -> Any:
-            if isinstance(value, Size):
-                found[value.expression] = value
-            return value
-
-        for node in self._graph.nodes:
-            map_aggregate((node.args, node.kwargs), note)
-        return tuple(found.values())
 
     def copy(
         self, values: Mapping[sympy.Symbol, sympy.Integer], names: SizeNames | None

@@ -114,32 +114,16 @@ class Structure:
             for inner in (leaf.inner._flat_leaves() if isinstance(leaf, _Opened) else [leaf])
         ]
 
-    def without_constants(self) -> Structure:
-        """The same structure, all of its constants the same one."""
-        return self._changed(lambda leaf: None if isinstance(leaf, Constant) else leaf)
+    def with_tensor_alone(self, index: int) -> Structure:
+        """The same structure with `None` for every tensor but one, which is the first then."""
 
-    def without_tensors(self, keep: set[int]) -> Structure:
-        """The same structure with `None` for every tensor whose index is not in `keep`.
+        def kept(leaf: Any) -> Any:
+            if isinstance(leaf, _Opened):
+                return replace(leaf, inner=leaf.inner.with_tensor_alone(index))
+            is_slot = isinstance(leaf, _TensorSlot)
+            return replace(leaf, index=0 if leaf.index == index else -1) if is_slot else leaf
 
-        Those left are renumbered.
-        """
-        order = {index: position for position, index in enumerate(sorted(keep))}
-
-        def renumbered(leaf: Any) -> Any:
-            if not isinstance(leaf, _TensorSlot):
-                return leaf
-            return replace(leaf, index=order.get(leaf.index, -1))
-
-        return self._changed(renumbered)
-
-    def _changed(self, change: Callable[[Any], Any]) -> Structure:
-        leaves = (
-            replace(leaf, inner=leaf.inner._changed(change))
-            if isinstance(leaf, _Opened)
-            else change(leaf)
-            for leaf in self.leaves
-        )
-        return Structure(self.spec, tuple(leaves))
+        return Structure(self.spec, tuple(map(kept, self.leaves)))
 
 
 def flatten(

@@ -45,8 +45,8 @@ from rockmate.capture.size_template import (
     SizeGroups,
     SizeNames,
     SizesNotCoveredError,
-    SizeValues,
     are_equal,
+    layout_of_node,
 )
 from rockmate.ops.convolutions import MADE_BY_LAYOUT
 from rockmate.state.call_state import lengths_as_sizes
@@ -90,7 +90,11 @@ class SymbolicCapture:
         self._call, self._groups = call, groups
         self._environment = ShapeEnv()
         self.mode = mode = FakeTensorMode(shape_env=self._environment, allow_non_fake_inputs=True)
-        sizes, self._symbols = _symbolic_sizes(self._environment, groups.sizes(call))
+        numbers = enumerate(groups.sizes(call))
+        sizes = [_symbolic_size(self._environment, index, size) for index, size in numbers]
+        self._symbols = [
+            each.node.expr if isinstance(each, torch.SymInt) else None for each in sizes
+        ]
         traced = call if device is None else call.on(torch.device("cpu"))
         tensors = _symbolic_tensors(mode, traced, groups, sizes)
         fakes = fake_device_tensors(model, [], device, mode) if device else nullcontext()
@@ -217,7 +221,7 @@ class GenericCapture:
         self._symbolic = symbolic
         sizes = symbolic.template.sizes(values)
         self._equal = [group for group in sizes.values() if len(group) > 1]
-        names, numbers = SizeNames(), SizeValues(values)
+        names = SizeNames()
         # The template is read after the passes, since it has to know every node.
         self.capture = passes(symbolic.copied(symbolic.capture, symbolic.template, values, names))
         self._template = GraphTemplate(
@@ -227,11 +231,7 @@ class GenericCapture:
         )
         for node in self.capture.joint.graph.nodes:
             if node.target in MADE_BY_LAYOUT:  # written by the rewrite, with the sizes that it saw
-                drawn = self._template.layout(node)
-                node.args = (
-                    *([names.size(numbers.of(item), item) for item in part] for part in drawn),
-                    *node.args[2:],
-                )
+                node.args = (*map(list, layout_of_node(node, names)), *node.args[2:])
 
     def instance(self, call: CallSignature) -> Capture:
         """The rewritten capture at the sizes of `call`.
@@ -289,25 +289,15 @@ def _sizes_nearby(
             yield {symbol: sympy.Integer(size) for symbol, size in zip(values, moved, strict=True)}
 
 
-def _symbolic_sizes(
-    environment: ShapeEnv, sizes: Sequence[int]
-) -> tuple[list[int | torch.SymInt], list[sympy.Symbol | None]]:
-    """For each size a symbolic one with its symbol; 0 and 1 stay numbers."""
-    numbers: list[int | torch.SymInt] = []
-    symbols: list[sympy.Symbol | None] = []
-    for index, size in enumerate(sizes):
-        if size < MIN_SYMBOLIC_SIZE:
-            numbers.append(size)
-            symbols.append(None)
-            continue
-        source = ConstantSource(f"size_{index}")
-        symbol = environment.create_symbol(size, source, DimDynamic.DYNAMIC)
-        number = environment.create_symintnode(symbol, hint=size, source=source)
-        assert isinstance(symbol, sympy.Symbol)
-        assert isinstance(number, torch.SymInt)
-        numbers.append(number)
-        symbols.append(symbol)
-    return numbers, symbols
+def _symbolic_size(environment: ShapeEnv, index: int, size: int) -> int | torch.SymInt:
+    """The size of a group as a symbol; 0 and 1 stay numbers."""
+    if size < MIN_SYMBOLIC_SIZE:
+        return size
+    source = ConstantSource(f"size_{index}")
+    symbol = environment.create_symbol(size, source, DimDynamic.DYNAMIC)
+    number = environment.create_symintnode(symbol, hint=size, source=source)
+    assert isinstance(number, torch.SymInt)
+    return number
 
 
 def _symbolic_tensors(

@@ -108,23 +108,22 @@ class HeldTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._places: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        self._names: list[str] = []  # of those tensors
+        # Table, key and name of each of those tensors, and the tensor.
+        self._places: list[tuple[dict[str, Any], str, str, torch.Tensor]] = []
         self.inputs: dict[str, tuple[str, Path]] = {}
         self.tensors: dict[str, torch.Tensor] = {}
-        input_of: dict[int, str] = {}
-        self._input_of = input_of
+        self._input_of = input_of = dict[int, str]()
         for prefix, module in model.named_modules():
             for table in tensor_tables(module):
                 for key, tensor in table.items():
                     if not has_attributes(tensor):
                         continue
-                    self._places.append((table, key, tensor))
-                    self._names.append(f"{prefix}.{key}".lstrip("."))
+                    own_name = f"{prefix}.{key}".lstrip(".")
+                    self._places.append((table, key, own_name, tensor))
                     for path, held in _held_by(tensor).items():
                         if id(held) not in input_of:
                             name = input_of[id(held)] = f"held_{len(input_of)}"
-                            self.inputs[name] = self._names[-1], path
+                            self.inputs[name] = own_name, path
                             self.tensors[name] = held.detach()
 
     def put(self, inputs: Mapping[str, torch.Tensor]) -> None:
@@ -134,7 +133,7 @@ class HeldTensors:
             inputs: of the trace, by name.
         """
         replaced = {key: inputs[name] for key, name in self._input_of.items()}
-        for table, key, tensor in self._places:
+        for table, key, _, tensor in self._places:
             for name, value in vars(tensor).items():
                 setattr(table[key], name, _with_tensors(value, replaced, _MAX_DEPTH))
 
@@ -145,7 +144,7 @@ class HeldTensors:
             error: that a user can act on.
             path: of the submodule that was running.
         """
-        for name, (_, _, tensor) in zip(self._names, self._places, strict=True):
+        for _, _, name, tensor in self._places:
             if name.rpartition(".")[0] == path:
                 return UnsupportedModelError(
                     f"{error} Its {name} is of class {type(tensor).__name__}. A capture puts a "

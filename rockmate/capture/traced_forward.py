@@ -87,16 +87,16 @@ class LeftBehind:
     outside: Outside = field(init=False)
 
     @classmethod
-    def of(cls, accesses: Accesses, before: AttributeState) -> tuple[LeftBehind, dict[Any, Any]]:
-        """What has changed since `before`; and what was assigned, place and value by key."""
-        assigned = {place.key: (place, value) for place, value in before.changes()}
-        for place in accesses.assigned.values():
+    def of(cls, accesses: Accesses, before: AttributeState) -> tuple[LeftBehind, dict[Place, Any]]:
+        """What has changed since `before`; and what was assigned, with the values."""
+        assigned = dict(before.changes())
+        for place in accesses.assigned:
             value = getattr(place.owner, "__dict__", {}).get(place.name, ABSENT)
             if value is not ABSENT:  # an equal value may be another one in a call of other sizes
-                assigned[place.key] = place, value
-        accesses.add_listed({key for key, (_, value) in assigned.items() if traced_in(value)})
-        carried = [assigned.pop(key) for key in accesses.reads if key in assigned]
-        return cls(accesses, [(place, copied(value)) for place, value in carried]), assigned
+                assigned[place] = value
+        accesses.add_listed({place for place, value in assigned.items() if traced_in(value)})
+        carried = [place for place in accesses.reads if place in assigned]
+        return cls(accesses, [(each, copied(assigned.pop(each))) for each in carried]), assigned
 
     def add_tensors(
         self,
@@ -174,7 +174,7 @@ class TracedOutputs:
                     'outputs="loss" needs an output with a scalar `loss` that requires grad. Leave '
                     '`outputs` at "all".'
                 )
-            structure, flat, loss = structure.without_tensors({loss}), [flat[loss]], 0
+            structure, flat, loss = structure.with_tensor_alone(loss), [flat[loss]], 0
         found = cls(structure)
         if differentiable == "loss" and loss is not None:
             others = [at for at, each in enumerate(flat) if at != loss and each.requires_grad]
@@ -252,8 +252,8 @@ class TracedForward(nn.Module):
         for place in self.log.places:
             if not isinstance(place.owner, types.ModuleType):
                 before.save(place.owner)  # as it is without what stands in its place
-        watched = [place for place in self.outside.places if can_watch(place.value())]
-        outside = [snapshot(place.value()) for place in watched]
+        values = {place: place.value() for place in self.outside.places}
+        watched = {place: snapshot(value) for place, value in values.items() if can_watch(value)}
         try:
             with (
                 self.reader.answering(self.model, tensors),
@@ -266,8 +266,7 @@ class TracedForward(nn.Module):
                 gathered_by_ops(self.model),
             ):
                 output = self.model(*args, **kwargs)
-            pairs = zip(watched, outside, strict=True)
-            changed = [each for each, one in pairs if snapshot(each.value()) != one]
+            changed = [each for each, one in watched.items() if snapshot(each.value()) != one]
             if before.replaced_module():
                 raise ModuleReplacedError(before.replaced_module())
             replaced = _replaced(self.model, members)
@@ -284,7 +283,7 @@ class TracedForward(nn.Module):
                     "Unfreeze a parameter, pass labels, or call the plain model."
                 )
             inputs = {id(tensor) for tensor in tensors}
-            self.left.add_tensors([*assigned.values(), *replaced], self.log, flat, inputs)
+            self.left.add_tensors([*assigned.items(), *replaced], self.log, flat, inputs)
             del assigned, replaced
             self.reader.note_escapes(also_delivered=False)
         finally:

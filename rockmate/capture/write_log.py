@@ -61,7 +61,7 @@ class WriteLog:
 
     places: Sequence[Place] = ()
     writes: list[tuple[Write, tuple[Any, ...]]] = field(default_factory=list)
-    read: set[tuple[int, str]] = field(default_factory=set)
+    read: set[Place] = field(default_factory=set)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
@@ -78,8 +78,8 @@ class WriteLog:
         finally:
             for place, value in before:
                 place.put(value)
-                if shared[id(value)].noted[0].key in self.read:
-                    self.read.add(place.key)
+                if shared[id(value)].noted[0] in self.read:
+                    self.read.add(place)
 
 
 class _GivenToTorch(TorchFunctionMode):
@@ -107,7 +107,7 @@ def _watched(value: Any, place: Place, path: tuple[Any, ...], log: WriteLog) -> 
 
 def _note_read(container: Any) -> None:
     place, _, log = container.noted
-    log.read.add(place.key)
+    log.read.add(place)
 
 
 def _writing(base: type, name: str) -> Callable[..., Any]:

@@ -198,7 +198,7 @@ class RockmateModule(Wrapper):
             plan = checked_plan(plan, strategy, given, has_sample=sample_input is not None)
             planned = planned_call_of(plan, plain, SampleCall.of(sample_input))
             self._plans.adopt(planned)
-            self._plans.runnables[0].difference(plain, replans=False)  # warns of hooks
+            self._plans.runnables[0].difference(replans=False)  # warns of hooks
 
     @classmethod
     def of(cls, model: nn.Module, call: PlannedCall, *, trial: TrialOption) -> RockmateModule:

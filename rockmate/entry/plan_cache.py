@@ -29,7 +29,6 @@ from rockmate.capture.signature import (
     difference_in_constants,
     differs_in_shapes,
     flatten_bare_call,
-    has_same_form,
     is_no_larger,
     optional_keywords,
     resized_call,
@@ -237,7 +236,7 @@ class PlanCache:
         copied = self.empty_for(model)
         copied._samples = list(self._samples)
         own = [each for each in self.runnables if not each.is_adapted]
-        planned = next((each.planned for each in own if not each.difference(self._model)), None)
+        planned = next((each.planned for each in own if not each.difference()), None)
         if planned and not opaque_modules(self._model, planned.plan.options.untraced):
             copied.adopt(
                 replace(
@@ -259,9 +258,9 @@ class PlanCache:
                 self.largest = None
             return self._plan(call, tensors, reason="this is the first training call")
         first = self.runnables[0]
-        changed = first.difference(self._model, replans=self.replans)
+        changed = first.difference(replans=self.replans)
         if changed and put_shards(self._model):
-            changed = first.difference(self._model, replans=self.replans)
+            changed = first.difference(replans=self.replans)
         values = ""  # of those that the forward reads, one that is another now
         if not changed and call == first.planned.call:
             values = first.planned.read_values.difference(self._model, tensors)
@@ -276,7 +275,7 @@ class PlanCache:
             for runner in (vars(each).get("runner") for each in self.runnables):
                 if runner is not None:  # else it has not run, and its tensors may be gone
                     runner.owners.release()
-        current = [each for each in self.runnables if not each.difference(self._model)]
+        current = [each for each in self.runnables if not each.difference()]
         for runnable in current:
             if call == runnable.planned.call:
                 values = runnable.planned.read_values.difference(self._model, tensors)
@@ -376,7 +375,7 @@ class PlanCache:
         A fractional budget is thereby one of the sample's peak, whatever the size of the call.
         """
         assert self.request is not None
-        known = next((each for each in self._samples if has_same_form(each[0], call)), None)
+        known = next((each for each in self._samples if each[0].has_form_of(call)), None)
         sample, share_bytes = known or (call, self._share_bytes(call))
         sized = resized_call(tensors, call, sample)
         planned, self.request = self.request.answered(self._model, sized, share_bytes)
@@ -395,14 +394,12 @@ class PlanCache:
         """
         pairs = [(each.part_in(call), call.part_in(each)) for each, _ in self._samples]
         is_sample_sized = any(
-            mine.tensors
-            and has_same_form(mine, theirs, with_constants=False)
-            and is_no_larger(mine, theirs)
+            mine.tensors and mine.ranks == theirs.ranks and is_no_larger(mine, theirs)
             for mine, theirs in pairs
         )
         if not self.runnables or is_sample_sized:
             return None
-        current = [each for each in self.runnables if not each.difference(self._model)]
+        current = [each for each in self.runnables if not each.difference()]
         return (current or self.runnables)[0].planned.plan.budget_bytes
 
     def _log_plan(self, reason: str, *, level: int = logging.WARNING) -> None:

@@ -148,7 +148,9 @@ class PlanRequest:
     def _left(self, session: PlanningSession, model: nn.Module, budget: Budget | None) -> Budget:
         """The budget of a plan, without the room for what steps take beyond theirs."""
         if budget is not None:
-            return self._less(budget, session.baseline_peak_bytes)
+            if not self.excess_bytes or self.is_choice:
+                return budget
+            return max(1, parse_budget(budget, session.baseline_peak_bytes) - self.excess_bytes)
         # The process holds more memory once it has planned.
         if session.weights is not None:  # what is left is left to activations and to weights
             plain = plain_model(model)
@@ -169,12 +171,6 @@ class PlanRequest:
         room_bytes = self.memory_limit.activation_budget_bytes(model, self.options.weights)
         room_bytes //= self.num_methods
         return max(1, room_bytes - self.excess_bytes)
-
-    def _less(self, budget: Budget, baseline_peak_bytes: int) -> Budget:
-        """The budget without the room for what steps take beyond their plans."""
-        if not self.excess_bytes or self.is_choice:
-            return budget
-        return max(1, parse_budget(budget, baseline_peak_bytes) - self.excess_bytes)
 
     def _asked(self, budget: Budget | None) -> tuple[Any, ...]:
         """What a plan is made for beside the step and the options of planning."""

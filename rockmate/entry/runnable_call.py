@@ -85,7 +85,7 @@ class RunnableCall:
         """What its first steps have taken; None where the schedule was made for others."""
         return None if self.is_adapted else Evidence(self.planned, is_first=self._is_first)
 
-    def difference(self, model: nn.Module, *, replans: bool = True) -> str:
+    def difference(self, *, replans: bool = True) -> str:
         """What has changed in the model since planning, in words; empty if nothing has.
 
         A tensor hook needs a plan that makes the parameter's whole gradient. With `replans` False
@@ -93,7 +93,7 @@ class RunnableCall:
         """
         if self._watch is not None and not self._watch.has_changed():
             return ""
-        now = ModelSignature.of(model)
+        now, model = ModelSignature.of(self._model), self._model
         opaque = opaque_modules(model, self.planned.plan.options.untraced)
         found = self.planned.state.difference(now, opaque) or self.planned.attributes.difference()
         hooked = sorted(now.hooked - self.planned.state.hooked)

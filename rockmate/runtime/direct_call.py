@@ -12,27 +12,36 @@ no table of names has to follow PyTorch's versions.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from rockmate._torch.dispatch import OpOverload, dispatched_call, generated_functions, is_op
 from rockmate._torch.graphs import boxed_module
+from rockmate._torch.pytree import tree_flatten
 from rockmate.capture.size_template import Size
 from rockmate.runtime.program import Argument, EmittedFunction
 
 _FLOAT16 = torch.zeros((), dtype=torch.float16)
+# By the op and the kinds of its arguments, by which alone PyTorch chooses an overload.
+_found: dict[tuple[Any, ...], Callable[..., Any] | None] = {}
 
 
-def compiled(
-    graph: fx.Graph, arguments: Iterable[Argument], sizes: Iterable[Size] = ()
-) -> EmittedFunction:
+def compiled(graph: fx.Graph, arguments: Iterable[Argument]) -> EmittedFunction:
     """The function of an emitted graph."""
     call_directly(graph)
-    module = boxed_module(graph)
-    return EmittedFunction(module.forward, tuple(arguments), module.code, tuple(sizes))
+    module, sizes = boxed_module(graph), dict[str, Size]()
+
+    def note(value: Any) -> Any:
+        if isinstance(value, Size):
+            sizes[value.name] = value
+        return value
+
+    for node in graph.nodes:
+        map_aggregate((node.args, node.kwargs), note)
+    return EmittedFunction(module.forward, tuple(arguments), module.code, sizes)
 
 
 def call_directly(graph: fx.Graph) -> None:
@@ -61,17 +70,11 @@ def direct_function(
     """
     if op.namespace != "aten":
         return None
-    kinds = (tuple(map(_kind, args)), tuple((name, _kind(value)) for name, value in kwargs.items()))
-    cache = _function_of_kinds(op)
-    if kinds not in cache:
-        cache[kinds] = _find_function(op, args, kwargs)
-    return cache[kinds]
-
-
-@lru_cache(maxsize=1024)
-def _function_of_kinds(op: OpOverload) -> dict[Any, Callable[..., Any] | None]:
-    """Kinds of arguments -> function found. PyTorch chooses an overload by these kinds alone."""
-    return {}
+    named = tuple((name, _kind(value)) for name, value in kwargs.items())
+    kinds = op, tuple(map(_kind, args)), named
+    if kinds not in _found:
+        _found[kinds] = _find_function(op, args, kwargs)
+    return _found[kinds]
 
 
 def _kind(value: Any) -> Any:
@@ -95,20 +98,17 @@ def _find_function(
 
 
 def _are_equal(left: Any, right: Any) -> bool:
-    """Whether two arguments are equal, tensors by identity or by the number they stand for."""
+    """Whether two calls are equal, tensors by identity or by the number they stand for."""
+    (leaves, spec), (others, other_spec) = tree_flatten(left), tree_flatten(right)
+    return spec == other_spec and all(map(_is_same, leaves, others))
+
+
+def _is_same(left: Any, right: Any) -> bool:
     if left is right:
         return True
-    if type(left) is not type(right):
-        return False
-    if isinstance(left, torch.Tensor):
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
         return _wrapped_number(left) is not None and _wrapped_number(left) == _wrapped_number(right)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(_are_equal, left, right))
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(
-            _are_equal(value, right[name]) for name, value in left.items()
-        )
-    return bool(left == right)
+    return type(left) is type(right) and bool(left == right)
 
 
 def _wrapped_number(tensor: torch.Tensor) -> tuple[torch.dtype, Any] | None:

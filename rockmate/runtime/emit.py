@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ from rockmate.runtime.program import Argument, ArgumentKind, Moved, PlannedLayou
 from rockmate.runtime.results import Gradients, Results
 from rockmate.runtime.undefined_tangents import variants_of
 from rockmate.schedule.flights import Flights
-from rockmate.schedule.move import MoveEvent, PlacedEvent, SlotPlan, placed_events, plan_slots
+from rockmate.schedule.move import MoveEvent, PlacedEvent, placed_events, plan_slots
 from rockmate.schedule.offload_request import OffloadRequest
 from rockmate.schedule.schedule import Schedule, last_reads
 
@@ -65,6 +65,7 @@ def emit(
     ends = last_reads(graph, *schedule.order)
     saved_storages = _saved_storages(graph, schedule)
     results = [(node, role) for node, role in graph.outputs if role.kind in FORWARD_ENDS]
+    outputs = {graph.storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
     forward = GraphWriter(graph, schedule, ends, recomputed, flights=flights)
     saved = _write_forward(forward, [node for node, _ in results], saved_storages)
     hooks = HookSchedule(graph, schedule, owner_of, flights)
@@ -91,23 +92,14 @@ def emit(
         recomputes=bool(recomputed),
         product_dtypes=_product_dtypes(graph),
         saved=tuple(saved),
-        saved_outputs=_saved_outputs(results, saved_storages, graph.storage_of),
+        saved_outputs=tuple(at for at, each in enumerate(saved_storages) if each in outputs),
         collectives=_collectives(graph, schedule, flights),
         constants=graph.constants,
         layouts=_layouts(graph),
         runs_below_autograd=all(_is_own(op.node.target) for op in graph.ops),
         num_in_flight=graph.num_in_flight,
-        moved=Moved(_slots(graph, schedule), _fetched(graph, schedule), offload),
+        moved=_moved(graph, schedule, offload),
     )
-
-
-def _saved_outputs(
-    results: Sequence[tuple[fx.Node, Role]],
-    saved: Sequence[Storage],
-    storage_of: Mapping[fx.Node, Storage],
-) -> tuple[int, ...]:
-    outputs = {storage_of[node] for node, role in results if role.kind is RoleKind.OUTPUT}
-    return tuple(index for index, storage in enumerate(saved) if storage in outputs)
 
 
 def _is_running_statistic(node: fx.Node) -> bool:
@@ -190,12 +182,12 @@ def _write_forward(
     writer: GraphWriter, results: Sequence[fx.Node], saved_storages: Sequence[Storage]
 ) -> list[Argument]:
     """Writes the forward; returns the arguments by which the backward takes its further results."""
-    events = _Events(writer.schedule, is_forward=True)
-    for position in range(len(writer.schedule.forward)):
-        for placed in events.until(position):
+    events, num_runs = _events(writer.schedule, is_forward=True), len(writer.schedule.forward)
+    for position in range(num_runs):
+        for placed in events.get(position, ()):
             writer.move(placed)
         writer.run(position)
-    for placed in events.until(len(writer.schedule.forward)):
+    for placed in events.get(num_runs, ()):
         writer.move(placed)
     values = [Argument(ArgumentKind.SAVED, storage) for storage in saved_storages]
     recomputed = [op for op in writer.states if op.index in writer.recomputed]
@@ -214,42 +206,31 @@ def _write_backward(
         writer.argument(argument)
     for node, role in source.initial_gradients:
         writer.emit_gradient(node, role)
-    events = _Events(schedule, is_forward=False)
-    for offset in range(len(schedule.backward)):
-        for placed in events.until(len(schedule.forward) + offset):
+    events = _events(schedule, is_forward=False)
+    for offset, position in enumerate(range(len(schedule.forward), len(schedule.steps))):
+        for placed in events.get(position, ()):
             writer.move(placed)
-        writer.run(len(schedule.forward) + offset)
+        writer.run(position)
         writer.fire_hooks_after(offset)
     writer.graph.output(tuple(writer.value(node) for node in gradients))
 
 
-class _Events:
-    """The events of moves and fetches in one half of a schedule, in the order of their writing."""
-
-    def __init__(self, schedule: Schedule, *, is_forward: bool) -> None:
-        num_forward = len(schedule.forward)
-        self._waiting: list[PlacedEvent] = [
-            placed
-            for placed in reversed(placed_events(schedule.copies))
-            if placed.is_in_forward(num_forward) == is_forward
-        ]
-
-    def until(self, gap: int) -> Iterator[PlacedEvent]:
-        """Those up to a gap that are left."""
-        while self._waiting and self._waiting[-1].gap <= gap:
-            yield self._waiting.pop()
+def _events(schedule: Schedule, *, is_forward: bool) -> dict[int, list[PlacedEvent]]:
+    """The events of moves and fetches in one half of a schedule, in their order, by their gap."""
+    found: dict[int, list[PlacedEvent]] = {}
+    for placed in placed_events(schedule.copies):
+        if placed.is_in_forward(len(schedule.forward)) == is_forward:
+            found.setdefault(placed.gap, []).append(placed)
+    return found
 
 
-def _slots(graph: Graph, schedule: Schedule) -> SlotPlan | None:
+def _moved(graph: Graph, schedule: Schedule, offload: OffloadRequest | None) -> Moved:
     if not schedule.copies:
-        return None
+        return Moved(offload=offload)
     sizes = [graph.storages[move.storage].num_bytes for move in schedule.moves]
-    return plan_slots(schedule.moves, sizes)
-
-
-def _fetched(graph: Graph, schedule: Schedule) -> tuple[Role, ...]:
     roles = {graph.storage_of[node].index: role for node, role in graph.inputs if role.name}
-    return tuple(roles[each.storage] for each in schedule.fetches)
+    fetched = tuple(roles[each.storage] for each in schedule.fetches)
+    return Moved(plan_slots(schedule.moves, sizes), fetched, offload)
 
 
 def _returned_gradients(graph: Graph) -> list[tuple[fx.Node, Role]]:
@@ -281,9 +262,9 @@ def _saved_storages(graph: Graph, schedule: Schedule) -> list[Storage]:
     written: set[Storage] = set()
     saved: set[Storage] = set()
     num_forward = len(schedule.forward)
-    events = _Events(schedule, is_forward=False)
+    events = _events(schedule, is_forward=False)
     for position, index in enumerate(schedule.backward, start=num_forward):
-        for placed in events.until(position):
+        for placed in events.get(position, ()):
             moved = graph.storages[schedule.copies[placed.index].storage]
             if placed.event is MoveEvent.FETCH:
                 written.add(moved)

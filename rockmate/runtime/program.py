@@ -25,6 +25,7 @@ from rockmate.plan.plan import Plan
 from rockmate.runtime.results import Gradients, Results
 from rockmate.schedule.move import SlotPlan
 from rockmate.schedule.offload_request import OffloadRequest
+from rockmate.state.tensors import layout_of
 
 
 class ArgumentKind(enum.Enum):
@@ -67,13 +68,13 @@ class EmittedFunction:
         run: takes the arguments in one list; returns a tuple. A backward empties the list.
         arguments: in order.
         code: the function's source.
-        sizes: of a backward for undefined tangents, names that only its own code has.
+        sizes: of a generic capture, the numbers that the code looks up, by their names there.
     """
 
     run: Callable[[list[Any]], tuple[Any, ...]]
     arguments: tuple[Argument, ...]
     code: str
-    sizes: tuple[Size, ...] = ()
+    sizes: Mapping[str, Size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,15 +195,11 @@ class _PlannedLayout:
 
     def __init__(self, planned: torch.Tensor) -> None:
         self._shape, self._strides = tuple(planned.shape), tuple(planned.stride())
-        # The stride of a dimension of size 1 does not matter.
-        self._dims = [dim for dim, size in enumerate(self._shape) if size > 1]
+        self._layout = layout_of(planned)
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor has this layout."""
-        strides = tensor.stride()
-        return strides == self._strides or all(
-            strides[dim] == self._strides[dim] for dim in self._dims
-        )
+        return tensor.stride() == self._strides or layout_of(tensor) == self._layout
 
     def apply(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor if it has this layout, else a copy that has."""

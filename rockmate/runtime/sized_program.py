@@ -29,17 +29,20 @@ def specialize(program: Program, numbers: SizedNumbers) -> Program:
 
 def _sized(function: EmittedFunction, numbers: SizedNumbers) -> EmittedFunction:
     """A method of a generated module, with numbers for the names that its code looks up."""
-    further = {size.name: numbers.values.of(size.expression) for size in function.sizes}
     method: Any = function.run
     code: FunctionType = method.__func__
     rebound = FunctionType(
         code.__code__,
-        {**code.__globals__, **numbers.by_name, **further},
+        {**code.__globals__, **_sizes(function, numbers)},
         code.__name__,
         code.__defaults__,
         code.__closure__,
     )
     return replace(function, run=MethodType(rebound, method.__self__))
+
+
+def _sizes(function: EmittedFunction, numbers: SizedNumbers) -> dict[str, int]:
+    return {name: numbers.values.of(size.expression) for name, size in function.sizes.items()}
 
 
 def difference(program: Program, numbers: SizedNumbers, concrete: Program) -> str:
@@ -50,7 +53,8 @@ def difference(program: Program, numbers: SizedNumbers, concrete: Program) -> st
     """
     for half in ("forward", "backward"):
         mine, theirs = (getattr(each, half) for each in (program, concrete))
-        text = re.sub(r"\bsize_\d+\b", lambda name: str(numbers.by_name[name[0]]), mine.code)
+        sizes = {name: str(size) for name, size in _sizes(mine, numbers).items()}
+        text = re.sub(r"\bsize_\d+\b", lambda name, known=sizes: known[name[0]], mine.code)
         lines, other_lines = text.splitlines(), theirs.code.splitlines()
         if lines != other_lines:
             different = (

@@ -18,7 +18,6 @@ value that they stand for.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -28,7 +27,7 @@ from torch import fx
 
 from rockmate.capture.opaque_call import OpaqueBackward
 from rockmate.capture.roles import Role
-from rockmate.capture.size_template import Size, SizeNames, layout_of_node
+from rockmate.capture.size_template import SizeNames, layout_of_node
 from rockmate.errors import BackwardError
 from rockmate.ops.rng import exchange_random_state
 from rockmate.runtime.direct_call import compiled
@@ -41,17 +40,6 @@ _CALLS = ("call_function", "call_method")
 _ACCUMULATIONS = {"accumulate", "accumulate_matmul", "accumulate_embedding"}
 # Calls with an effect beside their result.
 _EFFECTS = {*_ACCUMULATIONS, "skip", "fire_hooks", "send", "sent", exchange_random_state}
-
-
-class _State(enum.Enum):
-    """What a value of the backward depends on."""
-
-    # No tangent.
-    CONSTANT = enum.auto()
-    # A defined tangent.
-    DEFINED = enum.auto()
-    # Undefined tangents alone.
-    UNDEFINED = enum.auto()
 
 
 def variants_of(
@@ -72,83 +60,87 @@ def variants_of(
         variant.output(variant.graph_copy(graph, copies))
         for node, copied in copies.items():
             copied.target = targets[node]
-        writer = _VariantWriter(variant, {copies[node]: of for node, of in sources.items()})
-        writer.leave_out(arguments, undefined)
+        of_copies = {copies[node]: of for node, of in sources.items()}
+        _VariantWriter(variant, of_copies).leave_out(arguments, undefined)
         inputs, kept = variant.find_nodes(op="placeholder"), list[Argument]()
         for node, argument in zip(inputs, arguments, strict=True):
             if node.users:
                 kept.append(argument)
             else:
                 variant.erase_node(node)
-        return compiled(variant, kept, writer.sizes)
+        return compiled(variant, kept)
 
     return without
 
 
 class _VariantWriter:
+    """Takes out of a backward what depends on undefined tangents alone.
+
+    A value that depends on no tangent is neither defined nor undefined.
+    """
+
     def __init__(self, graph: fx.Graph, sources: Mapping[fx.Node, fx.Node]) -> None:
-        self.sizes: dict[Size, None] = {}
         self._graph, self._sources = graph, dict(sources)
         self._names = SizeNames("gradient_size")
+        self._defined, self._undefined = set[fx.Node](), set[fx.Node]()
 
     def leave_out(self, arguments: Sequence[Argument], undefined: frozenset[int]) -> None:
         """Removes what depends on the tangents of these outputs alone."""
-        states = dict.fromkeys(self._graph.nodes, _State.CONSTANT)
         for node, argument in zip(self._graph.find_nodes(op="placeholder"), arguments, strict=True):
             if argument.kind is ArgumentKind.TANGENT:
                 assert isinstance(argument.source, Role)
                 is_undefined = argument.source.index in undefined
-                states[node] = _State.UNDEFINED if is_undefined else _State.DEFINED
+                (self._undefined if is_undefined else self._defined).add(node)
         for node in list(self._graph.nodes):
             if node.op in _CALLS:
-                states[node] = self._visit(node, states)
+                self._visit(node)
             elif node.op == "output":
-                self._replace_undefined(node, states, lambda _: None)
+                self._replace_undefined(node, lambda _: None)
         for node in reversed(list(self._graph.nodes)):
-            is_undefined = states.get(node) is _State.UNDEFINED
-            has_effect = node.target in _EFFECTS and not is_undefined
+            has_effect = node.target in _EFFECTS and node not in self._undefined
             if node.op in _CALLS and not node.users and not has_effect:
                 self._graph.erase_node(node)
 
-    def _visit(self, node: fx.Node, states: dict[fx.Node, _State]) -> _State:
-        """Changes one call; returns the state of its result."""
-        found = {states[operand] for operand in node.all_input_nodes}
-        if _State.UNDEFINED not in found:
-            return _State.DEFINED if _State.DEFINED in found else _State.CONSTANT
-        if node.target in _ACCUMULATIONS:
+    def _visit(self, node: fx.Node) -> None:
+        """Changes one call, and notes whether its result is defined."""
+        is_defined = not self._defined.isdisjoint(node.all_input_nodes)
+        if self._undefined.isdisjoint(node.all_input_nodes):
+            if is_defined:
+                self._defined.add(node)
+            return
+        is_accumulation = node.target in _ACCUMULATIONS
+        if is_accumulation:
             is_final: Any = {"is_final": node.kwargs["is_final"]}
             with self._graph.inserting_before(node):  # a partial gradient is undefined
                 self._graph.call_method("skip", node.args[:2], is_final)
-            return _State.UNDEFINED
-        if _State.DEFINED not in found:
-            return _State.UNDEFINED
+        if is_accumulation or not is_defined:
+            self._undefined.add(node)
+            return
+        self._defined.add(node)
         if isinstance(node.target, OpaqueBackward):
-            self._replace_undefined(node, states, lambda _: None)
+            self._replace_undefined(node, lambda _: None)
         elif (
             node.target in _SUMS  # of gradients, as autograd adds up those of several readers
             and len(node.all_input_nodes) == len(node.args) == 2
             and node.kwargs.keys() <= {"out"}
         ):
-            self._replace_sum(node, states)
+            self._replace_sum(node)
         else:
             zeros: dict[fx.Node, fx.Node] = {}
             self._replace_undefined(
-                node, states, lambda value: zeros.get(value) or self._zeros(value, node, zeros)
+                node, lambda value: zeros.get(value) or self._zeros(value, node, zeros)
             )
-        return _State.DEFINED
 
-    def _replace_sum(self, node: fx.Node, states: dict[fx.Node, _State]) -> None:
+    def _replace_sum(self, node: fx.Node) -> None:
         """Replaces a sum of two gradients by the defined one, or by a copy of it."""
-        (operand,) = (
-            operand for operand in node.all_input_nodes if states[operand] is not _State.UNDEFINED
-        )
+        (operand,) = (each for each in node.all_input_nodes if each not in self._undefined)
         if node.kwargs.get("out") is operand:
             node.replace_all_uses_with(operand)
             return
         with self._graph.inserting_before(node):
             copy = self._graph.call_function(_copied_like, (operand, *self._layout(node)))
         copy.meta["val"], self._sources[copy] = node.meta["val"], self._sources[node]
-        states[copy] = _State.DEFINED
+        self._defined.add(copy)
         node.replace_all_uses_with(copy)
 
     def _zeros(self, value: fx.Node, reader: fx.Node, zeros: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -161,20 +153,13 @@ class _VariantWriter:
         return zeros[value]
 
     def _layout(self, node: fx.Node) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        sizes, strides = layout_of_node(self._sources.get(node, node), self._names)
-        named = (size for size in (*sizes, *strides) if isinstance(size, Size))
-        self.sizes.update(dict.fromkeys(named))
-        return sizes, strides
+        return layout_of_node(self._sources.get(node, node), self._names)
 
     def _replace_undefined(
-        self,
-        node: fx.Node,
-        states: Mapping[fx.Node, _State],
-        replacement: Callable[[fx.Node], fx.Node | None],
+        self, node: fx.Node, replacement: Callable[[fx.Node], fx.Node | None]
     ) -> None:
         def replaced(operand: fx.Node) -> Any:
-            is_undefined = states.get(operand) is _State.UNDEFINED
-            return replacement(operand) if is_undefined else operand
+            return replacement(operand) if operand in self._undefined else operand
 
         node.args = fx.map_arg(node.args, replaced)
         node.kwargs = fx.map_arg(node.kwargs, replaced)

@@ -9,7 +9,6 @@ import sys
 import types
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from operator import setitem
 from typing import Any
 
 import torch
@@ -24,10 +23,10 @@ from rockmate._torch.members import (
     parametrizations_afresh,
 )
 from rockmate._torch.storage import versions_of
-from rockmate._util import file_of, is_users
+from rockmate._util import attributes_set, file_of, is_users
 from rockmate.errors import UnsupportedModelError
-from rockmate.state.contents import Both, TensorState
-from rockmate.state.iterators import iterators_guarded, reach_iterators
+from rockmate.state.contents import Both, TensorState, items_of
+from rockmate.state.iterators import is_iterator, iterators_guarded
 from rockmate.state.members import Globals, objects_and_members
 from rockmate.state.objects import Objects, objects_of_python
 from rockmate.state.random_state import RandomState
@@ -46,7 +45,7 @@ def outside_of(modules: Iterable[nn.Module], hooks: Iterable[Any] = ()) -> Objec
         hooks: that run with them, with closures and files of their own.
     """
     members = [*dict.fromkeys(map(type, modules)), *hooks]
-    roots = [*members, *contextvars.copy_context(), *map(Globals, _globals_of(members))]
+    roots = [*members, *contextvars.copy_context(), *map(Globals, _files_of(members))]
     own = nn.Module  # of which a frame knows the state
     return Objects(
         roots, follows=lambda kind: None if issubclass(kind, own) else objects_and_members(kind)
@@ -69,11 +68,11 @@ class CallState:
         held = [
             v for each in modules_within(model) for v in vars(each).values() if isinstance(v, type)
         ]
-        tables = _globals_of([*classes, *held, *hooks_within(modules_within(model))])
+        files = _files_of([*classes, *held, *hooks_within(modules_within(model))])
         of_all = [each for each in hooks_within([]) if hasattr(each, "__qualname__")]
         self._model, self.arguments = model, [list(args), dict(kwargs)]
         self.keeps_results = False
-        outside = [*contextvars.copy_context(), *map(Globals, tables)]
+        outside = [*contextvars.copy_context(), *map(Globals, files)]
         self._roots = [model, *self.arguments, *classes, *of_all, *outside]
         self.objects = self.reached()
         tensors = self.objects.tensors.values()
@@ -84,7 +83,8 @@ class CallState:
 
     def has_iterators(self) -> bool:
         """Whether iterators are reached from the arguments: a run uses them up."""
-        return reach_iterators(Objects(self.arguments, follows=objects_of_python))
+        found = Objects(self.arguments, follows=objects_of_python).found.values()
+        return any(is_iterator(each) for *_, content in found for each in items_of(content))
 
     def reached(self) -> Objects:
         """What is reached now from the same roots, with its content."""
@@ -167,17 +167,13 @@ class CallState:
 
 
 def _caches_of(model: nn.Module) -> list[tuple[Any, str, Any]]:
-    """What `functools.lru_cache` wraps in a model's classes and files: how to put it, name, it."""
+    """What `functools.lru_cache` wraps in a model's classes and files: owner, name, it."""
     classes = dict.fromkeys(map(type, modules_within(model)))
-    owners = {
-        base: functools.partial(type.__setattr__, base) for cls in classes for base in cls.__mro__
-    }
-    tables = [(functools.partial(setitem, each), each) for each in _globals_of(classes)]
-    tables += [(put, vars(base)) for base, put in owners.items()]
+    bases = dict.fromkeys(base for cls in classes for base in cls.__mro__)
     return [
-        (put, name, value)
-        for put, table in tables
-        for name, value in table.items()
+        (owner, name, value)
+        for owner in (*_files_of(classes), *bases)
+        for name, value in vars(owner).items()
         if isinstance(value, _CachedFunction)
     ]
 
@@ -213,8 +209,7 @@ def empty_caches() -> list[Any]:
     return [each for each in known if not each.cache_info().currsize]
 
 
-@contextmanager
-def caches_passed_by(model: nn.Module) -> Iterator[None]:
+def caches_passed_by(model: nn.Module) -> AbstractContextManager[None]:
     """Has a model's classes and their files call what `functools.lru_cache` wraps, uncached.
 
     A cache would keep tensors of a trace for the calls that follow, and give the trace others.
@@ -223,29 +218,17 @@ def caches_passed_by(model: nn.Module) -> Iterator[None]:
         UnsupportedModelError: within, for one that draws: a plan would draw in each step.
     """
     cached = _caches_of(model)
-    try:
-        for put, name, value in cached:
-            put(name, _without_draws(value.__wrapped__))
-        yield
-    finally:
-        for put, name, value in cached:
-            put(name, value)
+    uncached = ((owner, name, _without_draws(each.__wrapped__)) for owner, name, each in cached)
+    return attributes_set(*uncached)
 
 
-@contextmanager
-def lengths_as_sizes(model: nn.Module) -> Iterator[None]:
+def lengths_as_sizes(model: nn.Module) -> AbstractContextManager[None]:
     """Has a model's files take a tensor's first size, which may be a symbol, for its length.
 
     Python makes a number of what `len` gives.
     """
-    tables = [each for each in _globals_of(map(type, modules_within(model))) if "len" not in each]
-    try:
-        for each in tables:
-            each["len"] = _length
-        yield
-    finally:
-        for each in tables:
-            each.pop("len", None)
+    files = _files_of(map(type, modules_within(model)))
+    return attributes_set(*((each, "len", _length) for each in files if "len" not in vars(each)))
 
 
 def _length(value: Any) -> Any:
@@ -290,27 +273,27 @@ def _root_name(root: Any) -> str:
     return f"class {root.__qualname__}" if isinstance(root, type) else root.__qualname__
 
 
-def _globals_of(members: Iterable[Any]) -> list[dict[str, Any]]:
-    """Those of the files that classes and functions stand in, but for libraries.
+def _files_of(members: Iterable[Any]) -> list[types.ModuleType]:
+    """Those that classes and functions stand in, but for libraries.
 
     The user's own files that such files name, and so on, are among them.
     """
-    files = dict.fromkeys(str(getattr(each, "__module__", "")) for each in members)
-    found = [each for each in files if not _is_of_library(each)]
-    tables = []
-    for name in found:
-        module = sys.modules.get(name)
-        if module is None:
+    names = dict.fromkeys(str(getattr(each, "__module__", "")) for each in members)
+    pending = [each for each in names if not _is_of_library(each)]
+    files = []
+    for name in pending:
+        file = sys.modules.get(name)
+        if file is None:
             continue
-        tables.append(vars(module))
-        if not is_users(file_of(module)):
+        files.append(file)
+        if not is_users(file_of(file)):
             continue
-        for value in [*vars(module).values()]:
+        for value in [*vars(file).values()]:
             own = _module_of(value)
-            if own not in files and is_users(file_of(sys.modules.get(own))):
-                files[own] = None
-                found.append(own)
-    return tables
+            if own not in names and is_users(file_of(sys.modules.get(own))):
+                names[own] = None
+                pending.append(own)
+    return files
 
 
 def _module_of(value: Any) -> str:

@@ -48,13 +48,6 @@ def _refuse(place: str) -> None:
     )
 
 
-def reach_iterators(objects: Objects) -> bool:
-    """Whether iterators are among objects or what they hold."""
-    return any(
-        is_iterator(each) for *_, found in objects.found.values() for each in items_of(found)
-    )
-
-
 @contextmanager
 def iterators_guarded(objects: Objects, note: Callable[[str], None] = _refuse) -> Iterator[None]:
     """Has iterators that are attributes, elements or global names tell of items that are taken.

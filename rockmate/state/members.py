@@ -33,25 +33,10 @@ from rockmate.state.objects import (
 @cache
 def objects_and_members(kind: type) -> Handler | None:
     """The handler of a type, of modules, tensors, functions and classes of users too."""
-    if issubclass(kind, torch.jit.ScriptModule):
-        return _OF_SCRIPT
-    if issubclass(kind, nn.Module):
-        return _OF_MODULE
-    if kind in (torch.Tensor, nn.Parameter):
-        return _OF_TENSOR
-    if issubclass(kind, torch.Tensor):  # a quantized weight, say
-        return OF_ATTRIBUTES
-    if kind is types.FunctionType:
-        return _OF_FUNCTION
-    if kind is types.MethodType:
-        return _OF_METHOD
-    if kind in _METHODS:
-        return _OF_STATIC_METHOD
-    if kind is functools.partial:
-        return _OF_PARTIAL
-    if issubclass(kind, type):
-        return _OF_CLASS
-    return _OF_GLOBALS if kind is Globals else objects_of_python(kind)
+    if kind in _OF_KINDS:
+        return _OF_KINDS[kind]
+    found = (handler for base, handler in _OF_SUBCLASSES if issubclass(kind, base))
+    return next(found, None) or objects_of_python(kind)
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -71,11 +56,6 @@ def _put_module(module: nn.Module, content: dict[str, Any]) -> None:
         module.__class__ = kind
     renewed = {name: each for name, each in vars(module).items() if name in RECURRENT_WEIGHTS}
     OF_ATTRIBUTES.put(module, content | renewed)
-
-
-_OF_MODULE = Handler(_module_state, _put_module, is_named=True)
-# What else TorchScript has is fixed, and its tables are no containers of Python.
-_OF_SCRIPT = Handler(lambda script: [*script.parameters(), *script.buffers()], keep)
 
 
 # --- tensors and functions ------------------------------------------------------------------------
@@ -101,33 +81,23 @@ def _put_tensor(tensor: torch.Tensor, before: TensorState) -> None:
     put_dict(vars(tensor), before.attributes)
 
 
+def _held_by(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not bound yet
+        return ABSENT
+
+
 def _state_of(function: types.FunctionType) -> Both:
-    found = []
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not bound yet
-            found.append(ABSENT)
-    return Both([*found, *(function.__defaults__ or ())], dict(vars(function)))
+    found = [*map(_held_by, function.__closure__ or ()), *(function.__defaults__ or ())]
+    return Both(found, dict(vars(function)))
 
 
 def _put_function(function: types.FunctionType, content: Both) -> None:
     put_dict(vars(function), content.attributes)
     for cell, value in zip(function.__closure__ or (), content.items, strict=False):
-        try:
-            is_same = cell.cell_contents is value
-        except ValueError:
-            is_same = value is ABSENT
-        if not is_same and value is not ABSENT:
+        if value is not ABSENT and _held_by(cell) is not value:
             cell.cell_contents = value
-
-
-_OF_TENSOR = Handler(_tensor_state, _put_tensor)
-_OF_FUNCTION = Handler(_state_of, _put_function)
-_OF_METHOD = Handler(lambda method: [method.__self__], keep)
-_METHODS = (staticmethod, classmethod)  # an autograd function has no others
-_OF_STATIC_METHOD = Handler(lambda method: [method.__func__], keep)
-_OF_PARTIAL = Handler(lambda value: [value.func, *value.args, *value.keywords.values()], keep)
 
 
 # --- classes and globals --------------------------------------------------------------------------
@@ -138,15 +108,18 @@ class Globals:
     """The global names of a file of Python, as a root.
 
     Attributes:
-        table: of them.
+        file: the module.
     """
 
-    table: dict[str, Any]
+    file: types.ModuleType
 
     @property
     def __name__(self) -> str:
-        """Name of the file's module."""
-        return str(self.table.get("__name__", "a file"))
+        """Name of the module."""
+        return str(getattr(self.file, "__name__", "a file"))
+
+
+_METHODS = (staticmethod, classmethod)  # an autograd function has no others
 
 
 def _is_of(value: Any, file: str) -> bool:
@@ -166,15 +139,6 @@ def _data_of_class(cls: type) -> dict[str, Any]:
     }
 
 
-def _put_class(cls: type, content: dict[str, Any]) -> None:
-    now = _data_of_class(cls)
-    for name in now.keys() - content.keys():
-        type.__delattr__(cls, name)
-    for name, value in content.items():
-        if now.get(name, ABSENT) is not value:
-            type.__setattr__(cls, name, value)
-
-
 _GLOBAL_KINDS = (
     *ATOMS, dict, list, set, deque, torch.Tensor, torch.Generator, random.Random,
     np.random.Generator, contextvars.ContextVar, threading.local,
@@ -185,7 +149,7 @@ def _data_of_globals(found: Globals) -> dict[str, Any]:
     file = found.__name__
     return {
         name: value
-        for name, value in found.table.items()
+        for name, value in vars(found.file).items()
         if not name.startswith("__")
         and not isinstance(value, nn.Module)
         and (
@@ -197,13 +161,35 @@ def _data_of_globals(found: Globals) -> dict[str, Any]:
     }
 
 
-def _put_globals(found: Globals, content: dict[str, Any]) -> None:
-    for name in _data_of_globals(found).keys() - content.keys():
-        del found.table[name]
+def _put_names(found: type | Globals, content: dict[str, Any]) -> None:
+    """Gives a class or a file its data back, past what a metaclass does."""
+    now = _data_of_class(found) if isinstance(found, type) else _data_of_globals(found)
+    owner: Any = found if isinstance(found, type) else found.file
+    kind: Any = type if isinstance(found, type) else object
+    for name in now.keys() - content.keys():
+        kind.__delattr__(owner, name)
     for name, value in content.items():
-        if found.table.get(name, ABSENT) is not value:
-            found.table[name] = value
+        if now.get(name, ABSENT) is not value:
+            kind.__setattr__(owner, name, value)
 
 
-_OF_CLASS = Handler(_data_of_class, _put_class, is_named=True)
-_OF_GLOBALS = Handler(_data_of_globals, _put_globals, is_named=True)
+_OF_KINDS: dict[type, Handler] = {
+    **dict.fromkeys((torch.Tensor, nn.Parameter), Handler(_tensor_state, _put_tensor)),
+    **dict.fromkeys(_METHODS, Handler(lambda method: [method.__func__], keep)),
+    types.FunctionType: Handler(_state_of, _put_function),
+    types.MethodType: Handler(lambda method: [method.__self__], keep),
+    functools.partial: Handler(
+        lambda value: [value.func, *value.args, *value.keywords.values()], keep
+    ),
+    Globals: Handler(_data_of_globals, _put_names, is_named=True),
+}
+_OF_SUBCLASSES: tuple[tuple[type, Handler], ...] = (
+    # What else TorchScript has is fixed, and its tables are no containers of Python.
+    (
+        torch.jit.ScriptModule,
+        Handler(lambda script: [*script.parameters(), *script.buffers()], keep),
+    ),
+    (nn.Module, Handler(_module_state, _put_module, is_named=True)),
+    (torch.Tensor, OF_ATTRIBUTES),  # a quantized weight, say
+    (type, Handler(_data_of_class, _put_names, is_named=True)),
+)

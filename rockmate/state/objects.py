@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from rockmate.state.contents import ATOMS, Both, is_same_content, items_of
+from rockmate.state.random_state import as_tensor
 
 MOST_OBJECTS = 1 << 16
 _MOST_ELEMENTS = 4096
@@ -320,9 +321,7 @@ _HANDLERS: Sequence[tuple[Any, Handler]] = (
         torch.Generator,
         Handler(
             lambda value: value.get_state().numpy().tobytes(),
-            lambda value, state: value.set_state(
-                torch.from_numpy(np.frombuffer(state, np.uint8).copy())
-            ),
+            lambda value, state: value.set_state(as_tensor(state)),
         ),
     ),
     (random.Random, Handler(random.Random.getstate, random.Random.setstate)),

@@ -38,9 +38,9 @@ class RandomState:
 
     def restore(self) -> None:
         """Sets the states."""
-        torch.set_rng_state(_tensor(self._torch))
+        torch.set_rng_state(as_tensor(self._torch))
         for device, state in zip(self._devices, self._cuda, strict=True):
-            torch.cuda.set_rng_state(_tensor(state), device)
+            torch.cuda.set_rng_state(as_tensor(state), device)
         if self._foreign is not None:
             self._foreign.restore()
 
@@ -81,7 +81,8 @@ class ForeignState(NamedTuple):
         np.random.set_state(state)
 
 
-def _tensor(state: bytes) -> torch.Tensor:
+def as_tensor(state: bytes) -> torch.Tensor:
+    """The state of a generator of PyTorch's as it takes it."""
     return torch.from_numpy(np.frombuffer(state, np.uint8).copy())
 
 

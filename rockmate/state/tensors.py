@@ -9,6 +9,7 @@ import torch
 
 from rockmate._torch.pytree import tree_leaves, tree_map
 from rockmate._torch.storage import storage_id
+from rockmate._torch.subclasses import is_wrapper, wrapped_parts
 from rockmate.state.opened_object import tensors_within
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -20,10 +21,9 @@ def parts_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors that a tensor is made of: itself as a rule, none if it is sparse."""
     if tensor.layout != torch.strided:
         return []
-    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
+    if not is_wrapper(tensor):
         return [tensor]
-    values = [getattr(tensor, name) for name in flatten()[0]]
+    values = wrapped_parts(tensor)[0].values()
     tensors = [value for value in values if isinstance(value, torch.Tensor)]  # no device mesh
     return [part for value in tensors for part in parts_of(value)]
 

@@ -27,7 +27,6 @@ from rockmate.runtime.ddp import is_distributed
 from rockmate.state.digest import Fingerprint
 from rockmate.state.tensors import storages_of, tensors_in
 from rockmate.state.writes import OutOfBudget
-from rockmate.trial.conditions import Conditions
 from rockmate.trial.outcome import Outcome, Reader
 
 logger = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ class Saving:
         """Tensors of these storages are there anyway."""
         self._forward, self._undo, self._storages = forward, undo, storages
         self._held: dict[int, torch.Tensor] = {}
-        self._used: set[int] = set()  # of those, by backwards within the forward
+        self._used: set[int] = set()  # of those, by backwards
         self.num_runs, self._last, self._number = 0, sys.maxsize, -1  # of saved tensors
 
     def run(self) -> Any:
@@ -68,18 +67,12 @@ class Saving:
         return output
 
     def evict(self) -> bool:
-        """Drops the oldest part of what it holds; whether there is any."""
-        oldest = list(self._held)[: 1 + len(self._held) // 8]
-        for each in oldest:
-            del self._held[each]
-        return bool(oldest)
-
-    def evict_used(self) -> bool:
-        """As `evict`, but first what backwards within the forward have read, or save."""
+        """Drops what backwards have read, or save, else the oldest part; whether there is any."""
         used = self._used & self._held.keys()
-        for each in used:
+        dropped = used or list(self._held)[: 1 + len(self._held) // 8]
+        for each in dropped:
             del self._held[each]
-        return bool(used) or self.evict()
+        return bool(dropped)
 
     def _pack(self, tensor: torch.Tensor) -> int | torch.Tensor:
         if any(key in self._storages for key in storages_of(tensor)):
@@ -114,11 +107,7 @@ class PlainGradients:
     """
 
     def __init__(
-        self,
-        forward: Callable[[], Any],
-        undo: Callable[[], None],
-        reader: Reader,
-        conditions: Conditions,
+        self, forward: Callable[[], Any], undo: Callable[[], None], reader: Reader
     ) -> None:
         """Runs forward and backward of the plain model, and undoes them.
 
@@ -127,9 +116,8 @@ class PlainGradients:
             undo: puts the state before the call back.
             reader: of outcomes. Its writes keep the budget. As in the step itself, new gradients do
                 not count, but those that a step has at home, and this backward in memory.
-            conditions: of the trial.
         """
-        before, writes = reader.before, reader.writes
+        before, writes, conditions = reader.before, reader.writes, reader.conditions
         self._before, self._has_labels, self._conditions = before, reader.has_labels, conditions
         self.left: Outcome | None = None
         tensors = before.objects.tensors.values()

@@ -23,6 +23,7 @@ from rockmate.state.objects import ABSENT, Objects
 from rockmate.state.random_state import RandomState
 from rockmate.state.tensors import storages_of
 from rockmate.state.writes import Writes
+from rockmate.trial.conditions import Conditions
 
 # What of the path to a member or into a hook no script has written.
 _TABLE = re.compile(r"\b_(parameters|buffers|modules)\.")
@@ -90,21 +91,22 @@ class Reader:
     Attributes:
         before: the state.
         writes: those of eager's run.
-        is_exact: whether bits are to be compared.
-        has_labels: whether labels are among the arguments.
-        only_loss: whether the loss is all that is returned.
+        conditions: of the trial.
     """
 
     before: CallState
     writes: Writes
-    is_exact: bool
-    has_labels: bool
-    only_loss: bool
+    conditions: Conditions
     _taken: dict[int, Fingerprint] = field(default_factory=dict)  # by tensor, of one outcome
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether labels are among the arguments."""
+        return self.before.arguments[1].get("labels") is not None
 
     def outcome(self, output: Any) -> Outcome:
         """That of a run which has just ended, with an output."""
-        if self.only_loss:
+        if self.conditions.only_loss:
             output = loss_of(output, has_labels=self.has_labels)
         outcome = Outcome(None, self.before.random_now())
         self._taken.clear()
@@ -131,7 +133,7 @@ class Reader:
 
     def _numbers(self, tensor: torch.Tensor) -> Fingerprint:
         if id(tensor) not in self._taken:
-            self._taken[id(tensor)] = Fingerprint.of(tensor, is_exact=self.is_exact)
+            self._taken[id(tensor)] = Fingerprint.of(tensor, is_exact=self.conditions.is_exact)
         return self._taken[id(tensor)]
 
     def _shared(self, output: Any) -> tuple[bool, ...]:
@@ -222,7 +224,6 @@ class Difference(NamedTuple):
 class Comparison:
     """Two outcomes of one call side by side, with the state that both began in."""
 
-    _before: CallState
     _reader: Reader
     _eager: Outcome
     _ours: Outcome
@@ -235,7 +236,7 @@ class Comparison:
         yield from self._items(eager.output, ours.output, "output")
         yield from self._writes()
         for key in dict.fromkeys([*eager.contents, *ours.contents]):
-            if key in self._before.objects.found:
+            if key in self._reader.before.objects.found:
                 one, two = (self._content(each, key) for each in (eager, ours))
                 for found in self._contents(one, two, "", is_named=True):
                     yield found._replace(path=self._named(key, found.path))
@@ -248,16 +249,16 @@ class Comparison:
         eager, ours = self._eager, self._ours
         for key, numbers in eager.written.items():
             for found in self._items(numbers, ours.written[key], ""):
-                path = self._before.name_of(id(self._before.storages[key]))
+                path = self._reader.before.name_of(id(self._reader.before.storages[key]))
                 yield found._replace(path=path)
-        tensors = self._before.objects.tensors
+        tensors = self._reader.before.objects.tensors
         for key, old, new in zip(tensors, eager.versions, ours.versions, strict=True):
-            is_known = not eager.written.keys().isdisjoint(self._before.storages_of(key))
+            is_known = not eager.written.keys().isdisjoint(self._reader.before.storages_of(key))
             if old != new and not is_known:
-                yield Difference(self._before.name_of(key), OF_STEP_ALONE)
+                yield Difference(self._reader.before.name_of(key), OF_STEP_ALONE)
 
     def _named(self, key: int, path: str) -> str:
-        path = f"{self._before.name_of(key)}{path}".removeprefix("the model.")
+        path = f"{self._reader.before.name_of(key)}{path}".removeprefix("the model.")
         return " ".join(_HOOK.sub(r" \1 hook ", _TABLE.sub("", path)).split())
 
     def _content(self, outcome: Outcome, key: int) -> Any:
@@ -309,7 +310,7 @@ class Comparison:
         if (one.key, two.key) in self._seen:
             return
         self._seen.add((one.key, two.key))
-        known = self._before.objects.found
+        known = self._reader.before.objects.found
         if one.key == two.key and one.key in known:
             return  # its own changes are compared by themselves
         if issubclass(one.kind, nn.Module) and (one.key in known) != (two.key in known):

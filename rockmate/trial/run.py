@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -112,16 +112,13 @@ class _Trial:
         self._writes = Writes(conditions.most_bytes, conditions.largest_bytes)
         self._undo = partial(before.put_back, self._writes, before.random_now())
         self._settings, self._rounding = Settings.now(), _rounding(before)
-        self._reader = Reader(
-            before, self._writes, is_exact=conditions.is_exact, only_loss=conditions.only_loss,
-            has_labels=before.arguments[1].get("labels") is not None,
-        )  # fmt: skip
+        self._reader = Reader(before, self._writes, conditions)
 
     def run(self, ours: Callable[[], Any], eager: Outcome) -> Any:
         """The output of the step, whose outcome is to be that of eager; errors as there."""
         gradients = None
         if self._conditions.has_backward and self._steps.has_time:
-            gradients = self._gradients()
+            gradients = PlainGradients(self._plain, self._undo, self._reader)
         output = ours()
         plain, step = [eager], [self._reader.outcome(output)]
         found = self._compared(eager, step[0])
@@ -158,9 +155,6 @@ class _Trial:
         text = _text(str(found[0]), self._model, self._conditions, sets_up=sets_up)
         raise TrialError(text, sets_up=sets_up)
 
-    def _gradients(self) -> PlainGradients:
-        return PlainGradients(self._plain, self._undo, self._reader, self._conditions)
-
     def _left_behind(self, gradients: PlainGradients) -> list[Difference]:
         """What the backward of a step has left behind otherwise than eager's does each time."""
         eager = gradients.left
@@ -168,14 +162,14 @@ class _Trial:
         if eager is None or not found:
             return []
         self._undo()
-        again = self._gradients().left
+        again = PlainGradients(self._plain, self._undo, self._reader).left
         varied = {each.place for each in self._compared(eager, again)} if again else set[str]()
         found = [each for each in found if each.place not in varied]
         return [Difference(f"{_AFTER}{each}") for each in found]
 
     def _compared(self, one: Outcome, two: Outcome, tolerance: float = 0.0) -> list[Difference]:
         tolerance = max(tolerance, 0.0 if self._conditions.is_exact else self._rounding)
-        return [*Comparison(self._before, self._reader, one, two, tolerance).differences()]
+        return [*Comparison(self._reader, one, two, tolerance).differences()]
 
     def _left(
         self, found: list[Difference], plain: list[Outcome], step: list[Outcome]
@@ -201,10 +195,18 @@ class _Trial:
         return [each for each in found if each.place not in free]
 
     def _plain(self) -> Any:
-        guarded, (args, kwargs) = iterators_guarded(self._before.objects), self._before.arguments
-        alike = _as_in(self._conditions, self._model)
-        with guarded, self._settings.applied(), alike, torch.enable_grad():
-            return self._model(*args, **kwargs)
+        """The output of the plain model, which runs uncompiled, and as it was captured."""
+        args, kwargs = self._before.arguments
+        is_captured, model = self._conditions.is_captured, self._model
+        with (
+            iterators_guarded(self._before.objects),
+            self._settings.applied(),
+            training_only_features_off(model) if is_captured else contextlib.nullcontext(),
+            uncompiled(model),
+            autocast_uncached(),
+            torch.enable_grad(),
+        ):
+            return model(*args, **kwargs)
 
     def outcome_of_plain(self) -> Outcome | None:
         """That of the plain forward, which is undone; None where it cannot run in the budget.
@@ -217,7 +219,7 @@ class _Trial:
         has_failed, takes_gradient = False, False
         try:
             unsaved = nothing_saved()(plain), lambda: False
-            for run, evict in (unsaved, (saving.run, saving.evict_used), (plain, lambda: False)):
+            for run, evict in (unsaved, (saving.run, saving.evict), (plain, lambda: False)):
                 try:
                     begin_s = time.thread_time()
                     with writes.noted(evict):
@@ -252,15 +254,6 @@ class _Trial:
             level = logging.WARNING if is_warned else logging.INFO
             logger.log(level, _NOT_HELD, conditions.what, reason)
         return outcome
-
-
-@contextlib.contextmanager
-def _as_in(conditions: Conditions, model: nn.Module) -> Iterator[None]:
-    """Runs a plain model as the step runs: uncompiled, and as it was captured."""
-    is_captured = conditions.is_captured
-    switches = training_only_features_off(model) if is_captured else contextlib.nullcontext()
-    with switches, uncompiled(model), autocast_uncached():
-        yield
 
 
 def _rounding(before: CallState) -> float:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from rockmate.errors import check_choice
 
 TrialOption = Literal["log", "always", "never"]
-_CHOICES = ("log", "always", "never")
 _MOST_S, _MOST_LATER_S = 0.5, 0.06  # for gradients, at the first trial and at others
 
 
@@ -30,7 +29,7 @@ class TrialSteps:
 
     def __post_init__(self) -> None:
         """Raises `InvalidArgumentError` unless the option is one."""
-        check_choice("trial", self.option, _CHOICES)
+        check_choice("trial", self.option, get_args(TrialOption))
 
     def is_next(self, *, can_run: bool, is_due: bool = False) -> bool:
         """Counts one more step; whether it is a trial.

@@ -535,7 +535,7 @@ def test_structure_keeps_some_tensors_only() -> None:
         {"a": torch.tensor(0), "b": Leaf(torch.tensor(1), [torch.tensor(2)])}, what="it"
     )
     place = [int(tensor) for tensor in tensors].index(2)
-    rebuilt = structure.without_tensors({place}).rebuild(["kept"])
+    rebuilt = structure.with_tensor_alone(place).rebuild(["kept"])
     assert rebuilt == {"a": None, "b": Leaf(None, ["kept"])}
 
 

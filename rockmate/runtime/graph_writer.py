@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -355,7 +355,7 @@ def accumulated_names(graph: Graph, schedule: Schedule) -> list[str]:
 
 def _first_sum(gradient: fx.Node) -> fx.Node | None:
     """The first of the additions whose result is a gradient, and which nothing else reads."""
-    first, value = None, gradient
+    first, value = None, cast("Any", gradient)
     while value.target is _ADD and all(isinstance(each, fx.Node) for each in value.args):
         if value.kwargs or len(value.users) > 1:
             break

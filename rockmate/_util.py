@@ -98,22 +98,26 @@ def begin_stage(name: str) -> None:
 def attributes_set(*places: tuple[Any, str, Any]) -> Iterator[None]:
     """Sets attributes within, each an owner, a name and a value, and then puts them back.
 
-    What was inherited, or absent, is so again.
+    What was inherited, or absent, is so again. A class is set past what its metaclass does.
     """
+
+    def put(owner: Any, *what: Any) -> None:
+        (type.__setattr__ if isinstance(owner, type) else setattr)(owner, *what)
+
     before = [
         (owner, name, vars(owner).get(name, getattr(owner, name, None)), name in vars(owner))
         for owner, name, _ in places
     ]
     try:
         for owner, name, value in places:
-            setattr(owner, name, value)
+            put(owner, name, value)
         yield
     finally:
         for owner, name, value, is_own in reversed(before):
             if is_own or name not in vars(owner):
-                setattr(owner, name, value)
+                put(owner, name, value)
             else:
-                delattr(owner, name)
+                (type.__delattr__ if isinstance(owner, type) else delattr)(owner, name)
 
 
 @contextmanager

@@ -258,6 +258,6 @@ def _sink(ctx: Any) -> GradientSink:
             raise BackwardError(msg)
         held = None
     if ctx.visited:
-        earlier, is_last = PartialGradients(earlier.used), False
+        earlier, is_last = PartialGradients(earlier.used), False  # the engine has hooked ones
     sink = LastHooksSink if ctx.visited else GradientSink
     return sink(ctx.owners, earlier, fires_hooks=is_last, wrappings=wrappings, held=held)

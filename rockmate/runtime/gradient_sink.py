@@ -148,12 +148,12 @@ class GradientSink:
     def continued(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """The first gradient of a sum that the graph makes, added to those of earlier steps."""
         parameter = self._leaves.get(name)
-        if parameter is None or not parameter.requires_grad or id(parameter) not in self._used:
+        if parameter is None or not parameter.requires_grad or name in self._wrappings:
             return gradient
         if id(parameter) in self._hooked:
             return self._hooked.pop(id(parameter)).add_(gradient)
-        total = parameter.grad
-        if total is None or total.layout is not torch.strided or name in self._wrappings:
+        total = None if self._needs_whole(parameter) else parameter.grad
+        if total is None or total.layout is not torch.strided or id(parameter) not in self._used:
             return gradient
         self._continued.add(name)
         return total.add_(gradient)

@@ -154,7 +154,7 @@ class GraphWriter:
             first = self.graph.call_method("continued", (self.argument(_SINK), name, args[0]))
             first.meta["val"] = op.node.meta["val"]
             if kwargs.get("out") is args[0]:
-                kwargs = {"out": first}
+                kwargs = kwargs | {"out": first}
             args = (first, *args[1:])
         if op.node.target is REDUCE:
             args = (self.argument(_SINK), _reduced_names(self.source, op), *args)

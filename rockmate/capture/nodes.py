@@ -18,6 +18,8 @@ from rockmate._torch.storage import storage_id
 from rockmate.ops.kernel_layouts import as_tuple
 from rockmate.ops.rng import is_random
 
+_ADD = torch.ops.aten.add.Tensor
+
 
 def call_name(node: fx.Node) -> str:
     """The name of the op or function that a node calls."""
@@ -65,6 +67,17 @@ def reads_no_values(node: fx.Node) -> bool:
     name = call_name(node).removeprefix("aten.").partition(".")[0]
     made = {"zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like"}
     return name in made or name.startswith("new_")
+
+
+def sums_of(value: Any) -> list[fx.Node]:
+    """The additions of tensors in a row that a value is the result of, the last one first."""
+    found = []
+    while isinstance(value, fx.Node) and value.target is _ADD and not value.kwargs:
+        if not isinstance(value.args[1], fx.Node):
+            break
+        found.append(value)
+        value = value.args[0]
+    return found
 
 
 def ancestors(ends: Iterable[fx.Node]) -> set[fx.Node]:

@@ -11,6 +11,7 @@ model that it was made for.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -87,6 +88,7 @@ class PlanCache:
         self.new_plans = NewPlans()
         self._first: RunnableCall | None = None  # with gradients for outputs beside a loss
         self._before = self.request, self.runnables
+        self._excess = Counter[str]()  # what steps take beyond a plan -> the most bytes of it
         self._adapted_trials = TrialSteps(trial)  # of all sizes that take over a schedule
 
     def plan_for_sample(self, sample: SampleCall) -> None:
@@ -194,6 +196,8 @@ class PlanCache:
         """A runnable call that leaves room for what steps take beyond the plan, if there is one."""
         plan, request = (runnable.planned.larger or runnable.planned).plan, self.request
         known_bytes = request.excess_bytes if request else 0
+        self._excess[what] = max(self._excess[what], excess_bytes)
+        excess_bytes = self._excess.total()
         peak_bytes, excess = plan.predicted_peak_bytes + excess_bytes, size_text(excess_bytes)
         if peak_bytes <= plan.budget_bytes + known_bytes:
             return runnable

@@ -21,6 +21,7 @@ from rockmate.budget import Budget, parse_budget, size_text
 from rockmate.errors import InfeasibleBudgetError
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey
+from rockmate.frames.step_log import StepLog
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class PeakCheck:
         self._was_looked_at, self._num_asked_for = False, 0
         self._cleared_bytes = 0  # an account of so much was of a step within the budget
         self._was_unmeasured = False
+        self._captured: StepLog | None = None  # of a step of which a line tells that it captures
 
     def note_profiler(self, budget: Budget, *, is_unmeasured: bool) -> None:
         """Says so at the first of some steps that cannot be measured, since a profiler is on."""
@@ -89,6 +91,32 @@ class PeakCheck:
         """Takes what a recorded step had live around its frames, or without any; 0 if unknown."""
         if peak_bytes:
             self._real_bytes, self._was_looked_at = peak_bytes, True
+
+    def note_capture(self, key: FrameKey, tensors: list[torch.Tensor]) -> None:
+        """Says so, once in a step, where the capture of a frame's inside may pass the budget.
+
+        It runs the frame forward and backward beside the step, with gradients of its own.
+
+        Args:
+            key: the frame.
+            tensors: that come on top: parameters for their gradients; inputs; outputs twice, as
+                they are saved while their gradients are there.
+        """
+        memory = self._memory
+        if memory.needs is None or memory.budget_bytes is None or self._captured is memory.log:
+            return
+        needs = memory.needs.of(key)
+        forward_bytes = needs.forward_bytes - needs.before_forward_bytes
+        own_bytes = max(forward_bytes, needs.backward_bytes - needs.before_backward_bytes)
+        beside_bytes = memory.held_bytes + sum(map(bytes_of, tensors))
+        peak_bytes = beside_bytes + int(memory.room.scale * (needs.after_bytes + own_bytes))
+        if peak_bytes > memory.budget_bytes:
+            self._captured = memory.log
+            logger.warning(
+                "this step captures the insides of frames, which may take it to %s, above the "
+                "budget of %s: plan_frames=False captures none.",
+                size_text(peak_bytes), size_text(memory.budget_bytes),
+            )  # fmt: skip
 
     def refusal_of_last_step(self) -> InfeasibleBudgetError | None:
         """Takes what the last step has shown; an error if the budget cannot be kept."""

@@ -65,8 +65,14 @@ class _Shape:
 class InteriorCaptures:
     """What is known of insides, and what is still to be captured."""
 
-    def __init__(self, clock: Callable[[], float], model: nn.Module) -> None:
-        self._capturing, self._model = Capturing(clock), model
+    def __init__(
+        self,
+        clock: Callable[[], float],
+        model: nn.Module,
+        note_capture: Callable[[FrameKey, list[torch.Tensor]], None],
+    ) -> None:
+        """None is known; for `note_capture`, see `PeakCheck`."""
+        self._capturing, self._model, self._note_capture = Capturing(clock), model, note_capture
         self._shapes: OrderedDict[Hashable, _Shape] = OrderedDict()
         self._present, self._is_noting = _Shape(), False
         self._num_captured = 0
@@ -188,8 +194,10 @@ class InteriorCaptures:
             known[self._signature] = None
             modules = modules_within(module)  # a trial runs a backward, whose hooks may write
             outside = outside_of(modules, hooks_within(modules))
+            outputs = tensors_in(output)
+            self._note_capture(call.key, [*module.parameters(), *call.inputs, *outputs, *outputs])
             try:
-                if any(map(vars, tensors_in(output))):
+                if any(map(vars, outputs)):
                     msg = "its output has attributes that Python sets"
                     raise UnsupportedModelError(msg)
                 tried = self._before, layouts.for_trial(output), layouts.autocast

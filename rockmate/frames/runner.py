@@ -91,11 +91,6 @@ class FrameRunner:
         self._agreement = None if is_whole else Agreement(model)
         self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
         is_compiled = self._memory.outside.has_compiled_modules = has_compiled(model)
-        self._captures, self._replaced = None, ReplacedForwards()
-        if plans_insides and self._agreement is None and not is_compiled:
-            from rockmate.frames.interior_captures import InteriorCaptures  # loads solvers
-
-            self._captures = InteriorCaptures(self._memory.clock, model)
         self._num_calls, self._num_frames, self._num_forgotten = Counter[str](), 0, 0
         self._measured: dict[StepSize, StepNeeds | None] = {}  # None: no call was a frame
         self._recorded_size: StepSize | None = None
@@ -104,6 +99,12 @@ class FrameRunner:
         self._is_running = self._draws_foreign = self._is_settled = False
         may_refuse = on_infeasible == "error" and not is_fallback
         self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
+        self._captures, self._replaced = None, ReplacedForwards()
+        if plans_insides and self._agreement is None and not is_compiled:
+            from rockmate.frames.interior_captures import InteriorCaptures  # loads solvers
+
+            captures = InteriorCaptures(self._memory.clock, model, self._check.note_capture)
+            self._captures = captures
         self._asked_bytes = self._lowered_bytes = 0  # as given; the same, or where memory ran out
         self._refusal = Refusal(self._memory, on_infeasible)
         self._trials = FrameTrials(trial)

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict
-from itertools import chain
-from typing import Any, cast
+from itertools import chain, takewhile
+from typing import Any
 
 import torch
 from torch import fx
 
-from rockmate.capture.nodes import layout_of
+from rockmate.capture.nodes import layout_of, sums_of
 from rockmate.capture.roles import Role, RoleKind
 from rockmate.graph.in_place import in_place_call, reusable_operand
 from rockmate.graph.ir import Graph, Op, SlicedMatmul, SparseEmbeddingGradient, Storage
@@ -25,7 +25,6 @@ from rockmate.schedule.flights import Flights
 from rockmate.schedule.move import MoveEvent, PlacedEvent
 from rockmate.schedule.schedule import Schedule
 
-_ADD = torch.ops.aten.add.Tensor
 _SINK, _MOVES = Argument(ArgumentKind.SINK, None), Argument(ArgumentKind.MOVES, None)
 
 
@@ -357,12 +356,8 @@ def accumulated_names(graph: Graph, schedule: Schedule) -> list[str]:
 
 def _first_sum(gradient: fx.Node) -> fx.Node | None:
     """The first of the additions whose result is a gradient, and which nothing else reads."""
-    first, value = None, cast("Any", gradient)
-    while value.target is _ADD and all(isinstance(each, fx.Node) for each in value.args):
-        if value.kwargs or len(value.users) > 1:
-            break
-        first, value = value, value.args[0]
-    return first
+    sums = [*takewhile(lambda each: len(each.users) == 1, sums_of(gradient))]
+    return sums[-1] if sums else None
 
 
 class HookSchedule:

@@ -10,7 +10,7 @@ import torch
 from made_of import made_of
 from torch import Tensor, nn
 
-from rockmate import RockmateModule
+from rockmate import RockmateModule, timeline
 from rockmate._torch.allocator import Recording
 from rockmate.frames.budget_check import PeakCheck
 from rockmate.frames.memory import Memory
@@ -150,6 +150,23 @@ def test_no_frame_takes_more_than_is_counted(
     assert num_planned
 
 
+@pytest.mark.parametrize(
+    ("kind", "budget", "is_told"),
+    [(Branching, 0.7, False), (Branching, 0.3, True), (Heavy, 0.6, True)],
+)
+def test_a_step_that_captures_keeps_the_budget_or_says_so(
+    kind: type[nn.Module], budget: float, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, x = kind(), torch.randn(ROWS, WIDTH)
+    in_place(model)
+    module = RockmateModule(model, None, budget, mode="frames", on_infeasible="least")
+    module(x).square().mean().backward()
+    assert module.frames is not None
+    budget_bytes = module.frames.budget_bytes or 0
+    peak_bytes = timeline(lambda: module(x).square().mean().backward()).peak_bytes
+    assert ("captures the insides" in caplog.text) == is_told == (peak_bytes > budget_bytes)
+
+
 def interior_of(model: nn.Module, path: str, x: Tensor) -> Any:
     """The captured inside of a submodule that takes the model's input."""
     module = RockmateModule(model, None, 0.5, mode="frames", on_infeasible="least")
@@ -193,24 +210,24 @@ def in_place(model: nn.Module, *tensors: Tensor) -> None:
 
 
 @pytest.mark.parametrize("rows", [8, ROWS])
-def test_a_backward_takes_what_its_way_says(rows: int) -> None:
+def test_a_backward_takes_what_its_schedule_says(rows: int) -> None:
     """With an output that nobody else holds, and as the first that makes gradients."""
     model, x = Branching(), torch.randn(rows, WIDTH, requires_grad=True)
     interior = interior_of(model, "blocks.0", x)
     in_place(model, x)
     gradient = torch.ones(rows, WIDTH)
-    assert any(way.read_output_bytes for way in interior.schedules)
-    for number, way in enumerate(interior.schedules):
+    assert any(each.read_output_bytes for each in interior.schedules)
+    for number, schedule in enumerate(interior.schedules):
         interior.run(number, [x]).backward(gradient)  # writes code
         measured = Measured()
         output = interior.run(number, [x])
         held_bytes = measured.live_bytes() - gradient.nbytes
-        assert held_bytes <= way.held_bytes
+        assert held_bytes <= schedule.held_bytes
         measured = Measured()
         edge = measured.hand_on(output)
         del output
         (taken,) = measured.stretches([edge], gradient)
-        assert taken <= way.backward_bytes - way.held_bytes
+        assert taken <= schedule.backward_bytes - schedule.held_bytes
 
 
 @pytest.mark.parametrize("others", ["planned", "eager"])
@@ -220,12 +237,12 @@ def test_a_gradient_is_added_to_others_of_the_same_parameter(others: str) -> Non
     interior, block = interior_of(model, "blocks.0", x), model.get_submodule("blocks.0")
     in_place(model, x)
     gradient = torch.ones(8, WIDTH)
-    for number, way in enumerate(interior.schedules):
+    for number, schedule in enumerate(interior.schedules):
         measured = Measured()
         edges = [measured.hand_on(interior.run(number, [x]))]
         other = block(x) if others == "eager" else interior.run(number, [x])
         edges.append(measured.hand_on(other))
         del other
         *_, taken = measured.stretches(edges, gradient)
-        most = way.added_bytes if others == "eager" else way.backward_bytes
-        assert taken <= max(way.backward_bytes, most) - way.held_bytes
+        most = schedule.added_bytes if others == "eager" else schedule.backward_bytes
+        assert taken <= max(schedule.backward_bytes, most) - schedule.held_bytes

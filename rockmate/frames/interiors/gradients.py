@@ -16,14 +16,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
+from rockmate.capture.nodes import sums_of
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.errors import UnsupportedModelError
 from rockmate.graph.ir import Graph
 
-_ADD = torch.ops.aten.add.Tensor
 _CAST = torch.ops.aten._to_copy.default
 
 
@@ -98,14 +98,12 @@ def one_gradient_per_reader(capture: Capture, counts: Mapping[Role, int]) -> Cap
 
 
 def _terms(value: Any, count: int) -> list[Any] | None:
-    """What a value is the sum of, the first addition first."""
-    terms = []
-    for _ in range(count - 1):
-        if not isinstance(value, fx.Node) or value.target is not _ADD or value.kwargs:
-            return None
-        value, last = value.args
-        terms.append(last)
-    return [value, *reversed(terms)]
+    """So many that a value is the sum of, in the order of the additions; None if it is not."""
+    sums: list[Any] = sums_of(value)[: count - 1]
+    if len(sums) < count - 1:
+        return None
+    first = sums[-1].args[0] if sums else value
+    return [first, *(each.args[1] for each in reversed(sums))]
 
 
 def return_gradients_of_casts(module: nn.Module, capture: Capture) -> None:

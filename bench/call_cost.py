@@ -4,13 +4,13 @@
     python -m bench.call_cost --whole --model gpt2 --budget 0.5 --rounds 5 --output STEM    # trials
 
 A step is forward and backward with `.grad` in place. Eager, eager once more and each budget take
-turns on one thread, one step each in a round; with a trial, each step is held against eager. The
-first step of a module is one of its own, before there are gradients. In 1,000 there are ten. Times
-are processor times, since a step of a millisecond otherwise mostly measures the other processes on
-the core. The page gives medians over rounds: of a step's time, of its ratio to eager's step of the
-same round, and of its difference from that. "Eager once more" shows the resolution of the meter.
-Nothing is recomputed at budget 1.0. Below it, the predicted ratio gives the time of the
-recomputations.
+turns on one thread, one step each in a round; with a trial, each step is held against eager. First
+steps, before there are gradients, are those of three modules with a trial and three without, in
+turn. In 1,000 steps there are ten trials. Times are processor times, since a step of a millisecond
+otherwise mostly measures the other processes on the core. The page gives medians over rounds: of a
+step's time, of its ratio to eager's step of the same round, and of its difference from that. "Eager
+once more" shows the resolution of the meter. Nothing is recomputed at budget 1.0. Below it, the
+predicted ratio gives the time of the recomputations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rockmate import InfeasibleBudgetError, Planner
 
 MODELS = ("mlp", "gpt2-2layer", "llama-2layer", "bert-2layer", "encoder")
 BUDGETS = (1.0, 0.5)
-NUM_WARM_UPS = 20
+NUM_WARM_UPS, NUM_FIRST = 20, 3
 
 
 def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
@@ -44,10 +44,18 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
         predicted[f"budget {budget}"] = plan.predicted_ratio
         callees[f"budget {budget}"] = planner.module_of(plan, trial="never")
         callees[f"budget {budget}, with a trial"] = planner.module_of(plan, trial="always")
-        first = planner.module_of(plan)
-        step = partial(measure.training_step, workload, first, batch, seed=1)
-        first_ms[f"budget {budget}, with a trial"] = measure.time_once(step)
-        workload.model.zero_grad()
+        modules = {
+            trial: iter([planner.module_of(plan, trial=trial) for _ in range(1 + NUM_FIRST)])
+            for trial in ("never", "log")
+        }
+        firsts = measure.time_in_turn(
+            {
+                key: lambda each=each: measure.training_step(workload, next(each), batch, seed=1)
+                for key, each in modules.items()
+            },
+            NUM_FIRST, before=workload.model.zero_grad,
+        )  # fmt: skip
+        first_ms[f"budget {budget}, with a trial"] = firsts["log"].difference_ms
     steps = {
         key: partial(measure.training_step, workload, callee, batch, seed=1)
         for key, callee in callees.items()
@@ -60,7 +68,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     trained = sum(parameter.requires_grad for parameter in workload.model.parameters())
     for key, own in times.items():
         step_ms = times[key.removesuffix(", with a trial")].median_ms
-        more_ms = first_ms.get(key, step_ms) - step_ms
+        more_ms = first_ms.get(key, 0.0)
         yield {
             "first_ms": more_ms,
             "share": (more_ms + 9 * (own.median_ms - step_ms)) / (1000 * step_ms),

@@ -68,6 +68,19 @@ def returns_gradients_of(leaves: Iterable[torch.Tensor]) -> bool:
     return any(_executes(edge_of(leaf).node) is None for leaf in leaves if leaf.requires_grad)
 
 
+def nodes_of(tensors: Iterable[torch.Tensor]) -> set[Any]:
+    """The nodes from which backwards of some tensors begin."""
+    return {each.grad_fn for each in tensors if each.grad_fn is not None}
+
+
+def call_before_backward(tensors: Iterable[torch.Tensor], hook: Callable[[Any], None]) -> bool:
+    """Has a hook called with gradients before a backward of some tensors; whether any may come."""
+    nodes = nodes_of(tensors)
+    for node in nodes:
+        node.register_prehook(hook)
+    return bool(nodes)
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls a function when the running backward has ended. Only a running one takes it."""
     _queue_callback(callback)

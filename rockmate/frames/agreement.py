@@ -47,8 +47,6 @@ class Agreement:
 
     def largest(self, numbers: Sequence[int]) -> list[int]:
         """The largest of each of a few numbers. Collective."""
-        if not self._groups:
-            return list(numbers)
         found = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         for group in self._groups:
             distributed.all_reduce(found, distributed.ReduceOp.MAX, group)
@@ -56,7 +54,7 @@ class Agreement:
 
     def of_all(self, value: Any) -> list[Any]:
         """The values of all ranks, in the order of these. Collective, and slow."""
-        known = {distributed.get_rank(): value} if self._groups else {0: value}
+        known = {distributed.get_rank(): value}
         for group in self._groups:
             found: list[Any] = [None] * group.size()
             distributed.all_gather_object(found, known, group)

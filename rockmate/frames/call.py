@@ -65,9 +65,9 @@ class Arguments(NamedTuple):
     kwargs: dict[str, Any]
 
 
-def sizes_of(arguments: Arguments) -> Hashable:
-    """Shapes and types of the arguments that are tensors."""
-    return tuple((each.shape, each.dtype, each.requires_grad) for each in tensors_in(arguments[1:]))
+def sizes_of(given: Any) -> Hashable:
+    """Shapes and types of the tensors that a call is given."""
+    return tuple((each.shape, each.dtype, each.requires_grad) for each in tensors_in(given))
 
 
 class _Buffer(NamedTuple):
@@ -130,7 +130,7 @@ class Call:
         self._take_objects([each for each in others if type(each) not in PLAIN])
         self._take_buffers()
         outside = memory.outside
-        random_state = RandomState([memory.device], of_pytorch_alone=not outside.draws_foreign)
+        random_state = RandomState([memory.device], of_pytorch_alone=outside.draws_foreign is False)
         counts = num_collectives(), outside.num_items
         self._begin = _Begin(versions_of(self.inputs), random_state, Settings.now(), *counts)
 

@@ -138,7 +138,7 @@ class Outside:
         changing_buffers: by path and modes of modules, the buffers that forwards change: position
             of the module, and name.
         draws_foreign: whether the model draws random numbers of Python's or NumPy's, as far as is
-            known: to look takes a tenth of a millisecond.
+            known (None before its first forward): to look takes a tenth of a millisecond.
         has_collectives: whether a forward of the model has run one.
         has_compiled_modules: whether the model has some.
         writing: paths of frames that were seen to write outside of their modules.
@@ -147,7 +147,7 @@ class Outside:
     """
 
     changing_buffers: dict[Hashable, set[tuple[int, str]]] = field(default_factory=dict)
-    draws_foreign: bool = True
+    draws_foreign: bool | None = None
     has_collectives: bool = False
     has_compiled_modules: bool = False
     writing: set[str] = field(default_factory=set)

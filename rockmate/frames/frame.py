@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from rockmate._torch.engine import keeps_graph, saving
+from rockmate._torch.engine import call_before_backward, keeps_graph, saving
 from rockmate._torch.storage import version_of
 from rockmate.errors import BackwardError, UnsupportedModelError
 from rockmate.frames.call import Arguments, Call
@@ -39,8 +39,7 @@ class Frame:
         self.key, self.order, self._memory = call.key, order, memory
         self.step = memory.in_flight.present
         self._call = call
-        self._held_outside = self._call.outside_storages()
-        self._outside = frozenset(self._held_outside)
+        self._outside = call.outside_storages()
         self._slots = Slots(memory.storages)
         self.seconds, self.is_recomputed = 0.0, False
 
@@ -66,14 +65,14 @@ class Frame:
             )
             raise UnsupportedModelError(msg) from error
         self.seconds = self._memory.clock() - begin_s
-        self._outside, self._held_outside = frozenset(), {}
+        self._outside = {}
         self._call.end()
         self._slots.keep_returned(output)
         return output
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         keys, version = storages_of(tensor), version_of(tensor)
-        if self._outside.issuperset(keys):
+        if self._outside.keys() >= set(keys):
             return Saved(tensor, keys, version)
         return self._slots.add(tensor, keys, version)
 
@@ -84,12 +83,11 @@ class Frame:
         must not hold the frame.
         """
         frame: weakref.ref[Frame] = weakref.ref(self)
-        for node in {each.grad_fn for each in tensors_in(output) if each.grad_fn is not None}:
-            node.register_prehook(partial(_begin_backward, frame, self._memory))
+        begin = partial(_begin_backward, frame, self._memory)
+        call_before_backward(tensors_in(output), begin)
         if self._memory.measuring.is_on:
             end = partial(self._memory.end_backward, self.key, self.order)
-            for node in {each.grad_fn for each in self._call.inputs if each.grad_fn is not None}:
-                node.register_prehook(end)
+            call_before_backward(self._call.inputs, end)
 
     # --- the backward -----------------------------------------------------------------------------
 
@@ -138,7 +136,7 @@ class Frame:
         values = self._call.parameter_bits() if is_compared else None
         begin = memory.clock()
         self.is_recomputed = True
-        missing = self._slots.needed(lambda slot: slot.saved is None)
+        missing = {at: each for at, each in self._slots.needed().items() if each.saved is None}
         while missing:
             try:
                 made = _saved_again(self._call, self._slots.shapes, last=max(missing))
@@ -247,10 +245,7 @@ class KeptFrame:
 
     def end_forward(self, output: Any) -> None:
         """The forward has run: takes its place among what is held."""
-        nodes = {node for each in tensors_in(output) if (node := each.grad_fn) is not None}
-        for node in nodes:
-            node.register_prehook(self._begin_backward)
-        if nodes:
+        if call_before_backward(tensors_in(output), self._begin_backward):
             self.num_bytes = self._known_bytes
         self._memory.end_kept(self)
 

@@ -109,14 +109,11 @@ class InteriorCaptures:
         is_new = shapes not in self._shapes
         self.note_step(shapes)
         shape = self._present
-        if is_new or (not is_short and self._is_due(shape, needs)):
-            needs.set_schedules(0, {})
-            return not is_new
-        self._is_noting = False
-        if needs.schedules_number != shape.number:
-            schedules = {path: each.schedules for path, each in shape.found.items()}
-            needs.set_schedules(shape.number, schedules, scale)
-        return False
+        is_due = not (is_new or is_short) and self._is_due(shape, needs)
+        self._is_noting = is_new or is_due
+        schedules = {path: each.schedules for path, each in shape.found.items()}
+        needs.set_schedules(0 if self._is_noting else shape.number, schedules, scale)
+        return is_due
 
     def _is_due(self, shape: _Shape, needs: StepNeeds) -> bool:
         """Whether a step of a shape that has come before is to capture."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -24,8 +25,9 @@ class JoinedRunner(FrameRunner):
         """Arguments and errors are those of `FrameRunner`."""
         super().__init__(*args, **options)
         self._step: weakref.ref[Step] | None = None
-        self._trial = options.get("trial", "log")
-        self._trials_of: dict[str, FrameTrials] = {}
+        given = options.get("trial", "log"), self._model, self._memory
+        new_trials = partial(FrameTrials, *given, is_joined=True)
+        self._trials_of: defaultdict[str, FrameTrials] = defaultdict(new_trials)
         self._num_elements: dict[str, int] = {}  # of the inputs of a method, in measured steps
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -36,14 +38,13 @@ class JoinedRunner(FrameRunner):
         memory, method = self._memory, args[0]
         memory.in_flight.present = step
         memory.in_flight.run(step)
-        trials = self._trials_of.setdefault(method, FrameTrials(self._trial, is_joined=True))
         run = partial(self._run_frames, args, kwargs)
-        return trials.run(self._model, (args, kwargs), run, memory)
+        return self._trials_of[method].run((args, kwargs), run)
 
     def _run_frames(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         memory, method = self._memory, args[0]
         self._step = weakref.ref(memory.in_flight.present)
-        number = StepSize.of((args, kwargs), 0, (), self._agreement).num_elements
+        number = StepSize.of((args, kwargs), 0, (), memory.agreement).num_elements
         if memory.measuring.is_on:
             self._num_elements[method] = number
         else:

@@ -138,7 +138,7 @@ class Memory:
     def __init__(
         self,
         device: torch.device,
-        end_recording: Callable[[], bool],
+        end_recording: Callable[[], Callable[[], None] | None],
         *,
         agreement: Agreement | None = None,
     ) -> None:

@@ -9,12 +9,12 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rockmate._torch.allocator import Recording, Stretch
 from rockmate._torch.members import named_members
@@ -83,6 +83,7 @@ class StepRecorder:
         self._held = [part.untyped_storage() for each in members for part in parts_of(each)]
         parameters: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._gradients = {each: each.grad for each in parameters if is_cpu or each.grad is None}
+        self._with_gradient = set[torch.Tensor]()  # parameters of which a new one has come
         self._labels: list[_Label] = []  # of each stretch after the first
         self._outputs: dict[FrameKey, list[StorageWeakRef]] = {}
         self._without_outputs: defaultdict[FrameKey, set[FrameKey]] = defaultdict(set)
@@ -93,19 +94,21 @@ class StepRecorder:
         # Nodes and their hooks live as long as the script's graph; a recording must not.
         recorder: weakref.ref[StepRecorder] = weakref.ref(self)
         self._handles = [
-            node.register_hook(_noting_first(each, recorder))
+            node.register_hook(partial(_note_gradient, recorder, each))
             for node, each in zip(self._nodes, known, strict=True)
         ]
 
-    def note_gradient(self, parameter: torch.Tensor) -> bool:
-        """Begins a new stretch of the same need if a new gradient is in `.grad`; whether it is."""
+    def note_gradient(self, parameter: torch.Tensor) -> None:
+        """Begins a new stretch of the same need where the first new gradient is in `.grad`."""
         num_bytes = self._new_bytes(parameter)
-        if num_bytes and self._labels:
+        if not num_bytes or parameter in self._with_gradient:
+            return
+        self._with_gradient.add(parameter)
+        if self._labels:
             last = self._labels[-1]
             self._recording.mark()
             gradient_bytes = last.gradient_bytes + num_bytes
             self._labels.append(_Label(last.key, last.what, gradient_bytes, is_first=False))
-        return num_bytes > 0
 
     def _new_bytes(self, parameter: torch.Tensor) -> int:
         gradient = parameter.grad
@@ -123,6 +126,7 @@ class StepRecorder:
         for handle in self._handles:
             handle.remove()
         self._handles, self._nodes, self._gradients, self._held = [], [], {}, []
+        self._with_gradient.clear()
 
     def mark(self, key: FrameKey, what: str) -> None:
         """Begins the stretch of one of a frame's needs; of none if `what` is empty."""
@@ -218,14 +222,14 @@ class Measuring:
     """What is measured of a step.
 
     Attributes:
-        on_end: is called after the backward of a recorded step; False if nobody is left who asks.
+        on_end: gives what takes what was recorded; None if nobody is left who asks.
         recorder: of the step; None if nothing is recorded.
         is_on: whether the step holds nothing and is measured.
         is_unmeasured: whether steps of its size were without a backward when they were measured.
         has_new_backward: whether one ran that the measured step did not have.
     """
 
-    on_end: Callable[[], bool]
+    on_end: Callable[[], Callable[[], None] | None]
     recorder: StepRecorder | None = None
     is_on: bool = False
     is_unmeasured: bool = False
@@ -233,8 +237,12 @@ class Measuring:
 
     def end_if_whole(self) -> None:
         """After a backward, if it was that of all frames: another one may be to come."""
-        if self.recorder is not None and self.recorder.is_whole() and not self.on_end():
-            self.leave()
+        if self.recorder is not None and self.recorder.is_whole():
+            self.end()
+
+    def end(self) -> None:
+        """The step has ended, as far as is known."""
+        (self.on_end() or self.leave)()
 
     def leave(self) -> None:
         """The step is not measured after all."""
@@ -243,33 +251,6 @@ class Measuring:
         self.recorder, self.is_on = None, False
 
 
-def _noting_first(
-    parameter: torch.Tensor, recorder: weakref.ref[StepRecorder]
-) -> Callable[..., None]:
-    """A hook that notes the first gradient of a parameter."""
-    is_new = True
-
-    def note(*_: Any) -> None:
-        nonlocal is_new
-        present = recorder()
-        if is_new and present is not None:
-            is_new = not present.note_gradient(parameter)
-
-    return note
-
-
-def call_before_steps(function: Callable[[], object], *, owner: object) -> None:
-    """Has a function called before each step of any optimizer.
-
-    The hook stays: while it runs, all hooks are being gone through, and it must not remove itself.
-
-    Args:
-        function: does not hold the owner.
-        owner: the hook goes with it.
-    """
-
-    def call(*_: Any) -> None:  # what it returns would be arguments
-        function()
-
-    hook = register_optimizer_step_pre_hook(call)
-    weakref.finalize(owner, hook.remove)
+def _note_gradient(recorder: weakref.ref[StepRecorder], parameter: torch.Tensor, *_: Any) -> None:
+    if (present := recorder()) is not None:
+        present.note_gradient(parameter)

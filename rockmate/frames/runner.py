@@ -12,9 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rockmate._torch.distributed import holds_sharded_parameters, num_collectives
-from rockmate._torch.engine import backward_id, has_saved_tensor_hooks, records_plainly
+from rockmate._torch.engine import (
+    backward_id,
+    call_before_backward,
+    has_saved_tensor_hooks,
+    records_plainly,
+)
 from rockmate._torch.members import module_at, modules_within
 from rockmate.budget import Budget, OnInfeasible, parse_budget
 from rockmate.capture.compiled_model import has_compiled, uncompiled
@@ -27,7 +33,7 @@ from rockmate.frames.call_history import state_of
 from rockmate.frames.frame import Frame, unhooked
 from rockmate.frames.memory import Memory
 from rockmate.frames.needs import FrameKey, StepNeeds
-from rockmate.frames.recorder import StepRecorder, call_before_steps
+from rockmate.frames.recorder import StepRecorder
 from rockmate.frames.refusal import Refusal
 from rockmate.frames.report import FramesReport, report_of
 from rockmate.frames.selection import ReplacedForwards, first_paths, frames_to_split, split
@@ -76,38 +82,37 @@ class FrameRunner:
         """
         refuse_flat_parameters(model)
         self._model, self._is_fallback = model, is_fallback
-        self._budget: Budget | None = None if isinstance(budget, MemoryLimit) else budget
-        self._limit = budget if isinstance(budget, MemoryLimit) else None
+        self._budget = budget
         self._keep = frozenset(keep)
         self._paths = [path for path in first_paths(model) if path not in self._keep]
         self._module_ids = list(map(id, modules_within(model)))
         tensors = [*model.parameters(), *model.buffers()]
-        # The engine and hooks of all optimizers hold this; it does not hold the object.
-        end_recording = weakref.WeakMethod(self.end_recording)
-        self._end_if_alive = lambda: (found := end_recording()) is not None and found() is None
-        call_before_steps(self._end_if_alive, owner=self)  # some frame may have no backward
         device = tensors[0].device if tensors else torch.device("cpu")
         is_whole = not any(map(holds_sharded_parameters, model.modules()))
-        self._agreement = None if is_whole else Agreement(model)
-        self._memory = Memory(device, self._end_if_alive, agreement=self._agreement)
-        is_compiled = self._memory.outside.has_compiled_modules = has_compiled(model)
+        agreement = None if is_whole else Agreement(model)
+        end_recording = weakref.WeakMethod(self.end_recording)  # graphs hold the memory
+        self._memory = memory = Memory(device, end_recording, agreement=agreement)
+        # Some frame may have no backward. The hook stays as long as this object: while it runs, all
+        # hooks are being gone through, and it must not remove itself.
+        hook = register_optimizer_step_pre_hook(lambda *_: memory.measuring.end())
+        weakref.finalize(self, hook.remove)
+        is_compiled = memory.outside.has_compiled_modules = has_compiled(model)
         self._num_calls, self._num_frames, self._num_forgotten = Counter[str](), 0, 0
         self._measured: dict[StepSize, StepNeeds | None] = {}  # None: no call was a frame
         self._recorded_size: StepSize | None = None
         self._without_backward = set[StepSize]()  # of recorded calls
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
-        self._is_running = self._draws_foreign = self._is_settled = False
+        self._is_running = self._is_settled = False
         may_refuse = on_infeasible == "error" and not is_fallback
-        self._check = PeakCheck(model, self._memory, may_refuse=may_refuse)
+        self._check = PeakCheck(model, memory, may_refuse=may_refuse)
         self._captures, self._replaced = None, ReplacedForwards()
-        if plans_insides and self._agreement is None and not is_compiled:
+        if plans_insides and is_whole and not is_compiled:
             from rockmate.frames.interior_captures import InteriorCaptures  # loads solvers
 
-            captures = InteriorCaptures(self._memory.clock, model, self._check.note_capture)
-            self._captures = captures
+            self._captures = InteriorCaptures(memory.clock, model, self._check.note_capture)
         self._asked_bytes = self._lowered_bytes = 0  # as given; the same, or where memory ran out
-        self._refusal = Refusal(self._memory, on_infeasible)
-        self._trials = FrameTrials(trial)
+        self._refusal = Refusal(memory, on_infeasible)
+        self._trials = FrameTrials(trial, model, memory)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -156,14 +161,13 @@ class FrameRunner:
             self._begin_with(first_paths(self._model))
             self._num_forgotten += 1
         self._refusal.of_peak = self._refusal.of_peak or self._check.refusal_of_last_step()
-        if self._budget is None:
-            assert self._limit is not None
-            self._budget = self._limit.activation_budget_bytes(self._model)
-            if self._agreement is not None:
-                self._budget = -self._agreement.largest([-self._budget])[0]
+        if isinstance(self._budget, MemoryLimit):
+            self._budget = self._budget.activation_budget_bytes(self._model)
+            if memory.agreement is not None:
+                self._budget = -memory.agreement.largest([-self._budget])[0]
         state = state_of(modules)
-        size = StepSize.of((args, kwargs), memory.held_bytes, state[1:], self._agreement)
-        shapes = sizes_of(Arguments(self._model.forward, args, dict(kwargs))), size.trained
+        size = StepSize.of((args, kwargs), memory.held_bytes, state[1:], memory.agreement)
+        shapes = sizes_of((args, kwargs)), size.trained
 
         def step() -> Any:
             memory.begin_step(state, size.held_bytes)
@@ -181,7 +185,7 @@ class FrameRunner:
         if memory.measuring.is_on and self._captures is not None:
             self._captures.note_step(shapes)
         try:
-            return self._trials.run(self._model, call, step, memory)
+            return self._trials.run(call, step)
         except TrialError as error:
             if not memory.log.counts.num_planned:
                 raise
@@ -192,7 +196,7 @@ class FrameRunner:
 
     def _run_frames(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         memory = self._memory
-        before = None if self._draws_foreign else ForeignState.now()
+        before = None if memory.outside.draws_foreign else ForeignState.now()
         num_before = num_collectives()
         self._is_running = True
         try:
@@ -204,13 +208,12 @@ class FrameRunner:
             raise
         finally:
             self._is_running = False
-            self._draws_foreign = memory.outside.draws_foreign = before != ForeignState.now()
+            memory.outside.draws_foreign = before != ForeignState.now()
             step = memory.in_flight.end()
             memory.outside.has_collectives |= num_before != num_collectives()
         if not memory.log.counts.num_frames:
-            end = partial(memory.in_flight.begin_backward, step, self._end_if_alive)
-            for node in (each.grad_fn for each in tensors_in(output) if each.grad_fn is not None):
-                node.register_prehook(end)
+            end = partial(memory.in_flight.begin_backward, step, memory.measuring.end)
+            call_before_backward(tensors_in(output), end)
         return output
 
     def _take_needs(self, size: StepSize, shapes: Hashable) -> bool:
@@ -219,7 +222,7 @@ class FrameRunner:
         Calls that were not recorded may have raised the smallest peak above the budget.
         """
         memory = self._memory
-        if memory.measuring.has_new_backward and self._agreement is None and not size.is_profiled:
+        if memory.measuring.has_new_backward and memory.agreement is None and not size.is_profiled:
             memory.measuring.has_new_backward = False
             self._num_forgotten += 1
             if self._num_forgotten <= _MOST_FORGOTTEN:
@@ -240,8 +243,8 @@ class FrameRunner:
             short = memory.available_bytes(self._lowered_bytes) < self._lowered_bytes
             is_due = self._captures.begin_step(shapes, needs, scale, is_short=short)
             memory.room.is_capturing = is_due
-        if self._agreement is not None and needs.has_new_calls:
-            needs.agree(self._agreement)
+        if memory.agreement is not None and needs.has_new_calls:
+            needs.agree(memory.agreement)
         minimum = memory.minimum_bytes(needs)
         memory.budget_bytes = min(self._asked_bytes, max(self._lowered_bytes, minimum))
         if memory.budget_bytes < minimum and not memory.room.is_capturing:
@@ -294,7 +297,7 @@ class FrameRunner:
         size = self._recorded_size
         assert size is not None
         needs = recorder.stop(size.num_elements)
-        assert self._budget is not None
+        assert not isinstance(self._budget, MemoryLimit)
         if memory.log.undropped and not self._trials.have_tried(self._paths):
             for key, each in needs.by_key.items():  # in what was measured it counts already
                 each.saved_bytes *= key.path not in memory.log.undropped
@@ -321,9 +324,9 @@ class FrameRunner:
     def _take_measured(self, size: StepSize, needs: StepNeeds) -> None:
         """Takes what a whole step needs, and the budget; frames that are too large are split."""
         memory = self._memory
-        assert self._budget is not None
-        if self._agreement is not None:
-            needs.agree(self._agreement)
+        assert not isinstance(self._budget, MemoryLimit)
+        if memory.agreement is not None:
+            needs.agree(memory.agreement)
         is_split, self._before_split = self._before_split, None
         is_alike = is_split is not None and is_split[2].trained == size.trained
         if is_split and is_alike and is_split[1].minimum_bytes <= needs.minimum_bytes:
@@ -368,9 +371,7 @@ class FrameRunner:
         if undropped:
             self._begin_with(self._paths)
         while True:
-            whole, within, num_bytes = self._trials.not_repeated(
-                self._paths, self._model, call, step, self._memory, undropped
-            )
+            whole, within, num_bytes = self._trials.not_repeated(self._paths, call, step, undropped)
             live_bytes = num_bytes or live_bytes
             self._keep |= whole | within
             self._paths = [each for each in self._paths if each not in whole]
@@ -407,8 +408,8 @@ class FrameRunner:
         memory = self._memory
         key, order = FrameKey(path, self._num_calls[path]), self._num_frames + 1
         self._num_calls[path], self._num_frames = key.number + 1, order
-        sizes = sizes_of(arguments)
-        memory.begin_call(key, lambda: Call(key, module, arguments, memory).num_bytes)
+        sizes, new_call = sizes_of(arguments[1:]), partial(Call, key, module, arguments, memory)
+        memory.begin_call(key, lambda: new_call().num_bytes)
         capturing = self._captures if memory.room.is_capturing else None
         find = self._captures and self._captures.find
         kept, run = unhooked(find, memory, key, arguments, sizes=sizes, order=order)
@@ -418,7 +419,7 @@ class FrameRunner:
                     capturing.watch(path, module, arguments)
             # A call takes back a failed run, which matters only where an allocation can fail.
             is_taken = kept is None or memory.room.is_limited
-            call = Call(key, module, arguments, memory) if is_taken else None
+            call = new_call() if is_taken else None
             frame = None if kept is not None or call is None else Frame(call, order, memory)
             present = kept or frame
             assert present is not None

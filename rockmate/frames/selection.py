@@ -50,18 +50,17 @@ def first_paths(model: nn.Module) -> list[str]:
     """A first choice, by structure and numbers of parameters."""
     paths = inner_paths(model, "")
     while True:
-        sizes = {
-            path: sum(
-                0 if nn.parameter.is_lazy(each) else each.numel() for each in part.parameters()
-            )
-            for path, part in ((each, model.get_submodule(each)) for each in paths)
-        }
+        sizes = {path: _num_elements(model.get_submodule(path)) for path in paths}
         total = sum(sizes.values())
         splittable = [path for path in paths if inner_paths(model, path)]
         largest = max(splittable, key=sizes.__getitem__, default=None)
         if largest is None or (len(paths) >= _MIN_FRAMES and sizes[largest] <= total / 2):
             return paths
         paths = split(model, paths, largest)
+
+
+def _num_elements(module: nn.Module) -> int:
+    return sum(each.numel() for each in module.parameters() if not nn.parameter.is_lazy(each))
 
 
 def split(model: nn.Module, paths: list[str], which: str) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -125,10 +124,10 @@ class Slots:
         self.num_bytes += self.storages.hold(saved)
         return slot
 
-    def needed(self, is_wanted: Callable[[Slot], bool] = lambda _: True) -> dict[int, Slot]:
+    def needed(self) -> dict[int, Slot]:
         """By position, those that autograd has yet to read and that the call does not return."""
         live = [slot for each in self._slots if (slot := each()) is not None]
-        return {each.index: each for each in live if not each.is_returned and is_wanted(each)}
+        return {each.index: each for each in live if not each.is_returned}
 
     def keep_returned(self, output: Any) -> None:
         """Takes out the saved tensors that the call also returns: their reader has them anyway."""

@@ -21,6 +21,10 @@ from rockmate.trial.steps import TrialOption, TrialSteps
 logger = logging.getLogger(__name__)
 
 
+_Given = tuple[tuple[Any, ...], Mapping[str, Any]]
+"""Arguments and keywords of a call."""
+
+
 class FrameTrials:
     """Which steps of frames are trials, and what each keeps.
 
@@ -34,9 +38,12 @@ class FrameTrials:
     outside of frames all that is saved, and of one frame forward and backward.
     """
 
-    def __init__(self, option: TrialOption, *, is_joined: bool = False) -> None:
+    def __init__(
+        self, option: TrialOption, model: nn.Module, memory: Memory, *, is_joined: bool = False
+    ) -> None:
         """None has been made yet; `is_joined` ones are beside frames of the same step."""
         self._steps, self._is_joined = TrialSteps(option), is_joined
+        self._model, self._memory = model, memory
         self._tried = {0}  # numbers of the schedules of steps
         self._tried_paths: tuple[list[str], bool] | None = None
         self._undropped = set[str]()  # paths of frames that some step could not drop
@@ -45,18 +52,13 @@ class FrameTrials:
         """Has the next steps tried again, those without schedules, too."""
         self._tried.clear()
 
-    def run(
-        self,
-        model: nn.Module,
-        call: tuple[tuple[Any, ...], Mapping[str, Any]],
-        ours: Callable[[], Any],
-        memory: Memory,
-    ) -> Any:
+    def run(self, call: _Given, ours: Callable[[], Any]) -> Any:
         """The output of a step of frames, held against eager if the step is a trial.
 
         Raises:
             TrialError: the step differs from eager.
         """
+        memory = self._memory
         budget_bytes, needs = memory.budget_bytes, memory.needs
         if needs is None or budget_bytes is None or memory.measuring.recorder is not None:
             self._steps.is_next(can_run=False)
@@ -80,20 +82,14 @@ class FrameTrials:
             is_exact=memory.device.type == "cpu" or torch.are_deterministic_algorithms_enabled(),
             what="the step in frames",
         )
-        return run_beside_eager(model, *call, ours, conditions, self._steps)
+        return run_beside_eager(self._model, *call, ours, conditions, self._steps)
 
     def have_tried(self, paths: list[str]) -> bool:
         """Whether it is known which of some frames cannot be dropped."""
         return self._tried_paths == (paths, True)
 
     def not_repeated(
-        self,
-        paths: list[str],
-        model: nn.Module,
-        call: tuple[tuple[Any, ...], Mapping[str, Any]],
-        ours: Callable[[], Any],
-        memory: Memory,
-        undropped: set[str],
+        self, paths: list[str], call: _Given, ours: Callable[[], Any], undropped: set[str]
     ) -> tuple[set[str], set[str], int]:
         """Those of some frames that do not run again as in a first run, with a line.
 
@@ -103,12 +99,13 @@ class FrameTrials:
         what is outside of frames. Where it cannot run, those that an earlier step has left, too.
         For the other arguments, see `run`.
         """
+        memory = self._memory
         known, num_bytes, found = (paths, bool(undropped)), 0, dict[str, str]()
         if known == self._tried_paths or memory.agreement is not None:
             return set(), set(), 0
         alone = undropped & self._undropped.intersection(paths)
         self._undropped |= undropped
-        before = None if self._steps.option == "never" else CallState(model, *call)
+        before = None if self._steps.option == "never" else CallState(self._model, *call)
         if before is None or before.has_iterators():
             return set(), _left_whole(alone), 0
         memory.log.tried = []

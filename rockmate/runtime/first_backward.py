@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
-from rockmate._torch.engine import returns_gradients_of
+from rockmate._torch.engine import call_before_backward, returns_gradients_of
 from rockmate._util import is_users
 from rockmate.capture.structure import Structure
 from rockmate.errors import InfeasibleBudgetError, TrialError
@@ -71,8 +71,7 @@ class FirstBackward:
         except (InfeasibleBudgetError, TrialError):
             self._is_over = True
             raise
-        for node in {each.grad_fn for each in tensors_within(output) if each.grad_fn is not None}:
-            node.register_prehook(note)
+        call_before_backward(tensors_within(output), note)
         return output
 
     def begin_plain(self) -> int:

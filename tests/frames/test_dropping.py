@@ -33,7 +33,7 @@ def test_the_frames_that_are_dropped(seed: int) -> None:
     ]
     decided = [each for each in frames if draw.random() < 0.3]
     others = [each for each in frames if each not in decided]
-    memory = Memory(torch.device("cpu"), lambda: True)
+    memory = Memory(torch.device("cpu"), lambda: None)
     for each in frames:
         memory._queue.add(each, is_decided=each in decided)  # type: ignore
     in_backward = draw.choice(frames) if frames else None

@@ -68,7 +68,7 @@ class Capturing:
         given = {"layouts": [each[0] for each in layouts], "autocast": autocast}
         run = partial(trained, call, module, clock=self._clock, **given)
         outside = EscapedTensors()
-        eager = run(_watched(arguments.forward, outside))
+        eager = run(outside(arguments.forward))
         if outside.found():
             raise UnsupportedModelError(outside.found())
 
@@ -110,14 +110,6 @@ def _forward_of(interior: Interior, number: int) -> Callable[..., Any]:
         return interior.run(number, tensors)
 
     return forward
-
-
-def _watched(forward: Callable[..., Any], outside: EscapedTensors) -> Callable[..., Any]:
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        with outside:
-            return forward(*args, **kwargs)
-
-    return watched
 
 
 def _captured(module: nn.Module, arguments: Arguments, eager: Trial) -> CapturedStep:

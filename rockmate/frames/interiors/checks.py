@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from contextlib import ContextDecorator
 from typing import Any
 
 import torch
@@ -108,8 +109,8 @@ def _refuse(reasons: Mapping[str, bool]) -> None:
         raise UnsupportedModelError(reason)
 
 
-class EscapedTensors(TorchFunctionMode):
-    """Watches a run of a forward, for tensors that others hold, and hooks on tensors.
+class EscapedTensors(TorchFunctionMode, ContextDecorator):
+    """Decorates a forward: watches for tensors that others hold, and hooks on tensors.
 
     A captured inside gives back its outputs and nothing else. A loss of a router that goes to a
     list of the whole model, or a gradient that a hook notes, would be missing.

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from rockmate._torch.autocast import autocast_dtypes
+from rockmate._torch.engine import nodes_of
 from rockmate.capture.nodes import sums_of
 from rockmate.capture.roles import Capture, Role, RoleKind
 from rockmate.errors import UnsupportedModelError
@@ -53,7 +54,7 @@ def contributions_noted(
 
 
 def _nodes_of(outputs: Sequence[torch.Tensor]) -> Iterator[Any]:
-    seen = {each.grad_fn for each in outputs if each.grad_fn is not None}
+    seen = nodes_of(outputs)
     pending = list(seen)
     while pending:
         node = pending.pop()

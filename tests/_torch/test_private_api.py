@@ -644,7 +644,8 @@ def test_a_backward_that_returns_gradients() -> None:
     x = torch.ones(2, requires_grad=True)
     for run in (lambda y: y.backward(), lambda y: torch.autograd.grad(y, x)):
         y = (x * 2).sum()
-        y.grad_fn.register_prehook(lambda _: found.append(engine.returns_gradients_of([x])))
+        assert engine.nodes_of([x, y, y]) == {y.grad_fn}
+        engine.call_before_backward([y], lambda _: found.append(engine.returns_gradients_of([x])))
         run(y)
     assert found == [False, True]
 

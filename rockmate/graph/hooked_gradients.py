@@ -3,7 +3,8 @@
 A hook (`Tensor.register_hook`) must see the whole gradient at once, so the gradient is neither made
 in slices nor early. Contributions of tied uses are added up in the graph, where the sum and its
 operands count like other values. The op that makes the sum stands behind the last backward op that
-reads the parameter, so that the hook can run at once.
+reads the parameter, so that the hook can run at once. Hooks may share what they change, as the state
+of a random generator, so these ops stand in the order in which hooks fire in eager.
 
 A parameter to which several gradients flow is treated alike where sums must be eager's bit for bit:
 eager adds the gradients to each other first, and then to `.grad`.
@@ -14,11 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import fx
 
+from rockmate.capture.nodes import sums_of
 from rockmate.capture.roles import Capture, RoleKind
 from rockmate.graph.fake_values import fake_result
 from rockmate.graph.ir import Graph, Op
@@ -73,7 +76,8 @@ def sum_hooked_gradients(capture: Capture, options: PassOptions) -> Capture:
 def defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:
     """The graph with each hooked gradient's producer behind the last op that reads the parameter.
 
-    A producer whose result is read stays. The ops' `index` changes in place.
+    It also stands behind the one before it in eager. A producer whose result is read stays. The
+    ops' `index` changes in place.
     """
     if not options.hooked_owners:
         return graph
@@ -82,30 +86,38 @@ def defer_hooked_gradients(graph: Graph, options: PassOptions) -> Graph:
         for node, role in graph.inputs
         if role.kind is RoleKind.PARAMETER
     }
-    order = list(graph.ops)
-    for owner, producer in hooked_producers(graph, options):
+    order, before = list(graph.ops), list[Op]()
+    producers = hooked_producers(graph, options)
+    for owner, producer in producers:
+        producer.keeps_order = len(producers) > 1
         if any(graph.readers.get(storage) for storage in producer.writes):
             continue
         readers = [
             op for op in order if any(parameter_at.get(storage) == owner for storage in op.reads)
         ]
-        last = max([producer, *readers], key=order.index)
+        last = max([producer, *readers, *before], key=order.index)
         if last is not producer:
             order.remove(producer)
             order.insert(order.index(last) + 1, producer)
+        before = [producer]
     return graph.with_order(order)
 
 
 def hooked_producers(graph: Graph, options: PassOptions) -> list[tuple[str, Op]]:
-    """The owner of each hooked gradient, and the op that makes it."""
+    """The owner of each hooked gradient, and the op that makes it, in the order of the trace.
+
+    A trace has gradients in the order in which autograd hands them over: a sum where its last
+    operand is.
+    """
     owners, owner_of = options.hooked_owners, options.owner_of
-    return [
-        (owner_of[role.name], producer)
+    found = [
+        (node.args[1] if sums_of(node) else node, owner_of[role.name], producer)
         for node, role in graph.outputs
         if role.kind is RoleKind.PARAMETER_GRADIENT
         and owner_of[role.name] in owners
         and (producer := graph.storage_of[node].producer)
     ]
+    return [(owner, producer) for _, owner, producer in sorted(found, key=itemgetter(0))]
 
 
 def _add(graph: fx.Graph, left: fx.Node, right: fx.Node) -> fx.Node:

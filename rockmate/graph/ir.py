@@ -164,6 +164,7 @@ class Op:
             origin.
         is_random: whether it draws from the generator.
         in_place_operands: arguments whose memory the result can take if they die. None: unknown.
+        keeps_order: whether it runs behind the one before it of which that is true, too.
     """
 
     index: int
@@ -180,6 +181,7 @@ class Op:
     module: str = ""
     is_random: bool = False
     in_place_operands: tuple[fx.Node, ...] | None = None
+    keeps_order: bool = False
 
     @cached_property
     def call_key(self) -> Hashable:

@@ -30,13 +30,14 @@ def deferrable_ops(graph: Graph) -> frozenset[Op]:
     """The backward ops that may run later without a change of any number.
 
     They make the whole of each gradient that they accumulate. Of a step with collectives, they have
-    no reader: a product that waits would leave a reduction without work to run beside. Two kinds of
-    ops are excluded:
+    no reader: a product that waits would leave a reduction without work to run beside. Three kinds
+    of ops are excluded:
 
     * One of several contributions to a gradient: in another order, the sum is rounded differently.
       A sum that is an op of the graph has an order of its own.
     * An op that reads a parameter whose gradient another op makes. That parameter's hooks wait for
       its last read, and a later read would delay them and the whole gradient that they must see.
+    * One with whose gradient hooks fire, if they do with others, too.
     """
     contributions = Counter(graph.parameters[role.name] for _, role in graph.initial_gradients)
     contributions.update(
@@ -47,7 +48,7 @@ def deferrable_ops(graph: Graph) -> frozenset[Op]:
         op
         for op in graph.ops
         if op.phase is Phase.BACKWARD
-        and not op.is_random
+        and not (op.is_random or op.keeps_order)
         and not (is_sharded and any(graph.readers.get(storage) for storage in op.writes))
         and all(contributions[graph.parameters[role.name]] == 1 for _, role in op.final_gradients)
         and (contributions.keys() & op.reads)

@@ -42,7 +42,8 @@ class Results:
     def write_updates(
         self, values: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], binding: Binding
     ) -> None:
-        """Copies the new values of buffers and inputs to their places."""
+        """Copies the new values of buffers and inputs to their places, all or none."""
+        pairs = list[tuple[torch.Tensor, torch.Tensor]]()
         for place in self._updates:
             is_input = (role := self.roles[place]).kind is RoleKind.INPUT_UPDATE
             target = inputs[role.index] if is_input else binding[role.name]
@@ -50,7 +51,9 @@ class Results:
             # What is written by way of `data` does not count.
             written = tensor.data if place in self.uncounted else tensor.detach()
             refuse_resized(written, values[place], role.name)
-            written.copy_(values[place])
+            pairs.append((written, values[place]))
+        for written, value in pairs:
+            written.copy_(value)
 
     def refuse_shared(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raises if an input that the forward updates shares memory with another input.

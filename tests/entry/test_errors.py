@@ -12,9 +12,11 @@ import models
 import numpy as np
 import pytest
 import torch
-from helpers import gradients_of, modules_of, planned
+from helpers import differing, gradients_of, modules_of, planned
 from made_of import made_of
 from torch import Tensor, nn
+from torch.ao.quantization import default_fused_per_channel_wt_fake_quant
+from torch.nn import functional
 
 from rockmate import (
     BackwardError,
@@ -286,6 +288,22 @@ def test_an_error_of_a_planned_step_leaves_what_it_leaves_in_eager(middle: Any) 
             left += [torch.get_rng_state().tolist(), *(each.tolist() for each in model.buffers())]
         outcomes.append(left)
     assert outcomes[0] == outcomes[1]
+
+
+def test_a_buffer_that_the_first_call_resizes_is_refused_and_no_other_is_written() -> None:
+    quantized = default_fused_per_channel_wt_fake_quant
+
+    @made_of(lambda: {"norm": nn.BatchNorm1d(16), "linear": nn.Linear(16, 8), "fake": quantized()})
+    class Quantized(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(self.norm(x), self.fake(self.linear.weight))
+
+    model = Quantized()
+    module = RockmateModule(model, X, 1.0)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedModelError, match="resizes fake"):
+        module(X)
+    assert not differing(model.state_dict(), before)
 
 
 @pytest.mark.parametrize(

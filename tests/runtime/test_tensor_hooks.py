@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_gradients_alike
+from helpers import assert_gradients_alike, same_gradients
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -92,6 +93,18 @@ def test_a_hooked_gradient_is_whole_and_inside_the_budget(tied: bool, which: str
         parameter.register_hook(lambda gradient: None)
     for module in modules:
         assert peak_bytes(module, model, words()) <= module.plan.budget_bytes
+
+
+def test_hooks_that_draw_from_one_generator_fire_in_eagers_order() -> None:
+    layers = [nn.Conv1d(4, 32, 5), nn.BatchNorm1d(32), nn.ELU(), nn.Conv1d(32, 64, 5)]
+    plain = nn.Sequential(*layers, nn.GroupNorm(4, 64), nn.ELU(), nn.Flatten(), nn.Linear(896, 6))
+    model, x = copy.deepcopy(plain), torch.randn(8, 4, 22)
+    for owner in (plain, model):
+        draw = partial(torch.randn, generator=torch.Generator())
+        for parameter in owner.parameters():
+            parameter.register_hook(lambda gradient, draw=draw: gradient + draw(gradient.shape))
+    module = RockmateModule(model, x, 0.6, numerics="bitwise", on_infeasible="least")
+    same_gradients(module, plain, lambda each: each(x).square().mean().backward())
 
 
 def test_a_hook_after_planning_is_planned_for(caplog: pytest.LogCaptureFixture) -> None:

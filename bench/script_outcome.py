@@ -15,7 +15,7 @@ import logging
 import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -39,7 +39,6 @@ _ROUNDED_IN_FLIGHT = {
     "accumulation", "two backwards", "weight replaced", "made by the first call", "layer appended",
     "layer swapped", "submodule replaced", "recurrent", "packed recurrent",
 }  # fmt: skip
-_PLANNED = "planned for this call"  # so steps before frames were of a plan
 _PROFILED = "a profiler is running"
 NOT_COUNTED = "not in eager"
 MEANINGS = {
@@ -84,9 +83,8 @@ def outcome(script: Any) -> Record:
     begin = time.perf_counter()
     try:
         theirs = random_scripts.run_of(script).train()
-        again = random_scripts.difference(random_scripts.run_of(script).train(), theirs)
         eager = random_scripts.run_of(script)
-        eager.train()
+        again = random_scripts.difference(eager.train(), theirs)
         peak = _peak(eager)
     except Exception as error:  # noqa: BLE001
         return {"verdict": NOT_COUNTED, "detail": _text(error)}
@@ -129,32 +127,26 @@ def _attempt(script: Any, settings: Settings, theirs: Any, heard: list[str]) -> 
     modules: list[RockmateModule] = []
 
     def wrap(model: nn.Module, inputs: Any) -> nn.Module:
-        options = dict(settings.options)
+        options: Record = {**settings.options, "mode": settings.mode}
         if settings.mode != "frames":
             options["numerics"] = "bitwise"
-        options |= {"mode": settings.mode}
         modules.append(RockmateModule(model, inputs or None, settings.budget, **options))
         return model if settings.is_plain else modules[0]
 
     try:
         make = _after_a_first_run if settings.runs_first else random_scripts.run_of
         run = make(script, wrap)
+        planned = _noted_calls(run, modules[0])
         ours = run.train()
-        is_plan = modules[0].frames is None or any(_PLANNED in each for each in heard)
         has_sums = "two calls in flight" in script.kinds
         has_sums &= not _ROUNDED_IN_FLIGHT.isdisjoint(script.kinds)
         has_sums |= "untraced" in settings.options and "features tapped later" in script.kinds
-        rounding = _ROUNDING if is_plan and has_sums else 0.0
+        rounding = _ROUNDING if any(planned) and has_sums else 0.0
         difference = random_scripts.difference(ours, theirs, rounding=rounding)
-        if difference and is_plan:
-            # Under autocast, as docs/guide/limits.md says, a plan adds gradients of several uses of
-            # a weight as eager does without autocast's cache. Elsewhere this changes nothing. With
-            # mode="auto", frames may run the first step of a kind.
-            for first in range(random_scripts.NUM_STEPS if settings.mode == "auto" else 1):
-                theirs = _trained_uncached(make(script), first)
-                difference = random_scripts.difference(ours, theirs, rounding=rounding)
-                if not difference:
-                    break
+        # An opaque module has autocast's cache in each of its calls.
+        if any(planned) and (difference or "untraced" not in settings.options):
+            theirs = _trained_uncached(make(script), planned)
+            difference = random_scripts.difference(ours, theirs, rounding=rounding)
         if difference:
             return {"verdict": "DIFFERS", "detail": difference, "heard": heard}
         if settings.is_plain:
@@ -167,26 +159,40 @@ def _attempt(script: Any, settings: Settings, theirs: Any, heard: list[str]) -> 
         return {"verdict": "RAW ERROR", "detail": _text(error), "where": where}
 
 
-def _trained_uncached(run: Any, first: int) -> Any:
-    """What a plain run's steps give, from the first of them on without autocast's cache."""
-    prepare = run.prepare_step
-    with contextlib.ExitStack() as stack:
+def _noted_calls(run: Any, module: Any) -> list[bool]:
+    """For each call that a run makes from here on, whether a plan gives its output."""
+    calls, num_planned, run_planned = list[bool](), 0, module.plan_cache.run
 
-        def prepared(step: int) -> None:
-            if step == first:
-                stack.enter_context(autocast_uncached())
-            prepare(step)
+    def noted(*args: Any) -> Any:
+        nonlocal num_planned
+        output = run_planned(*args)
+        num_planned += 1
+        return output
 
-        run.prepare_step = prepared
-        return run.train()
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        num_before = num_planned
+        yield
+        calls.append(num_planned > num_before)
+
+    module.plan_cache.run, run.around = noted, around
+    return calls
+
+
+def _trained_uncached(run: Any, planned: Sequence[bool]) -> Any:
+    """What a plain run gives, without autocast's cache in the calls that a plan has run.
+
+    So a plan adds gradients of several uses of a weight under autocast: docs/guide/limits.md.
+    """
+    calls = iter(planned)
+    run.around = lambda: autocast_uncached() if next(calls) else contextlib.nullcontext()
+    return run.train()
 
 
 def _within(run: Any, settings: Settings, heard: list[str], module: RockmateModule) -> Record:
     """Whether a step after those that were compared stays within the budget."""
     found: Record = {"verdict": "equal", "detail": "", "budget": settings.budget}
-    is_frames = module.frames is not None
-    found["ran"] = "frames" if is_frames else "plan"
-    lines = [line for line in heard if any(text in line for text in _NO_BUDGET)]
+    found["ran"] = "plan" if module.frames is None else "frames"
     if all(each.is_measured for each in run.habits) and all(map(_is_measurable, run.model.layers)):
         allowed = settings.budget + _beside(run)
         try:
@@ -195,14 +201,14 @@ def _within(run: Any, settings: Settings, heard: list[str], module: RockmateModu
             if _PROFILED not in str(error):
                 raise
             found["detail"] = "planned anew in each step, beside which no profiler can run"
-        lines = [line for line in heard if any(text in line for text in _NO_BUDGET)]
         if found.get("peak", 0) > allowed:
             found["verdict"] = "OVER BUDGET"
             found["detail"] = f"{found['peak'] / settings.budget:.3f} of the budget"
-            if lines:
-                found["verdict"] = "unbudgeted"
+    lines = [line for line in heard if any(text in line for text in _NO_BUDGET)]
     if lines:
         found["heard"] = lines[:3]
+        if found["verdict"] == "OVER BUDGET":
+            found["verdict"] = "unbudgeted"
     return found
 
 
@@ -262,8 +268,7 @@ def _advised(settings: Settings, error: RockmateError) -> Settings | None:
     if isinstance(error, InfeasibleBudgetError):
         if error.minimum_bytes > settings.budget:
             # A second one: larger calls than the first come later.
-            least = {"on_infeasible": "least"} if settings.has_raised else {}
-            options = options | least
+            options = options | ({"on_infeasible": "least"} if settings.has_raised else {})
             budget = error.minimum_bytes
             return replace(settings, budget=budget, options=options, has_raised=True)
         return None
@@ -283,12 +288,7 @@ def _advised(settings: Settings, error: RockmateError) -> Settings | None:
     if is_set_up and not settings.runs_first:
         return replace(settings, runs_first=True)
     for mode in ("frames", "auto"):
-        is_step = (settings.mode, mode) in {
-            ("plan", "frames"),
-            ("plan", "auto"),
-            ("auto", "frames"),
-        }
-        if f'mode="{mode}"' in text and is_step:
+        if f'mode="{mode}"' in text and settings.mode not in (mode, "frames"):
             kept = {name: value for name, value in options.items() if name == "keep"}
             return replace(settings, mode=mode, options=kept)
     if "plan_frames=False" in text and options.get("plan_frames", True):

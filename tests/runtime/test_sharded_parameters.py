@@ -155,10 +155,6 @@ def assert_equal(ours: list[Any], theirs: list[Any]) -> None:
         assert torch.equal(mine, other) if isinstance(mine, Tensor) else mine == other
 
 
-def collectives_of(module: RockmateModule) -> tuple[tuple[str, str], ...]:
-    return module._plans.runnables[0].runner.program.collectives
-
-
 def check_as_eager(
     mesh: DeviceMesh, make: Callable[[DeviceMesh], nn.Module], *, length: int = LENGTH
 ) -> list[int]:
@@ -184,7 +180,7 @@ def check_as_eager(
         code = runner.program.forward.code, runner.program.backward.code
         distributed.all_gather_object(agreed, code)
         assert agreed[0] == agreed[1]
-        numbers.append(len(collectives_of(module)))
+        numbers.append(len(runner.program.collectives))
     return numbers
 
 
@@ -235,20 +231,20 @@ def check_frames(mesh: DeviceMesh) -> None:
         assert agreed[0] == agreed[1] > 0
 
 
+class Scaled(nn.Module):
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(distribute_tensor(torch.rand(WIDTH), mesh, [Replicate()]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Any = (x * self.scale).tanh() * x * self.scale
+        return y.redistribute(placements=[Replicate()]).to_local().square().sum()
+
+
 def check_inputs(mesh: DeviceMesh) -> None:
     """A `DTensor` as input, and its gradient."""
-
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(distribute_tensor(torch.rand(WIDTH), mesh, [Replicate()]))
-
-        def forward(self, x: Tensor) -> Tensor:
-            y: Any = (x * self.scale).tanh() * x
-            return y.redistribute(placements=[Replicate()]).to_local().square().sum()
-
-    torch.manual_seed(0)
-    model, found = Scaled(), []
+    model, found = Scaled(mesh), []
     full = torch.randn(2 * NUM_RANKS, WIDTH)
     for is_planned in (True, False):
         x = distribute_tensor(full, mesh, [Shard(0)]).requires_grad_()
@@ -265,6 +261,17 @@ def check_inputs(mesh: DeviceMesh) -> None:
     other = distribute_tensor(full, mesh, [Shard(0)])
     with pytest.raises(Exception, match="this call differs"):
         module(other)
+
+
+def check_two_in_flight(mesh: DeviceMesh) -> None:
+    """A parameter of which each forward makes a sum of gradients."""
+    model, found = Scaled(mesh), []
+    one, other = (distribute_tensor(torch.randn(4, WIDTH), mesh, [Replicate()]) for _ in range(2))
+    for module in (RockmateModule(model, one, 1.0, in_flight=2), model):
+        (module(one) + module(other)).backward()
+        found.append(local(model.scale.grad))
+        model.zero_grad()
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
 
 
 def check_refusals(mesh: DeviceMesh) -> None:
@@ -293,7 +300,7 @@ def check_a_rank_that_does_not_plan(mesh: DeviceMesh) -> None:
 
 CHECKS: list[Callable[[DeviceMesh], None]] = [
     check_tensor_parallel, check_sequence_parallel, check_fully_sharded, check_inputs, check_frames,
-    check_refusals, check_a_rank_that_does_not_plan,
+    check_two_in_flight, check_refusals, check_a_rank_that_does_not_plan,
 ]  # fmt: skip
 
 

@@ -132,6 +132,7 @@ class Run:
     copied: Any = None
     prefetched: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     last_output: Any = None
+    around: Callable[[], Any] = contextlib.nullcontext  # of a call
 
     def train(self, num_steps: int = NUM_STEPS) -> list[dict[str, Any]]:
         """Runs steps; the record of each."""
@@ -192,10 +193,11 @@ class Run:
         self.given.append(given)
 
         def plain() -> Any:
-            if self.is_positional:
-                rest = {name: value for name, value in given.items() if name != "x"}
-                return self.callee(given["x"], rest)
-            return self.callee(**given)
+            with self.around():
+                if self.is_positional:
+                    rest = {name: value for name, value in given.items() if name != "x"}
+                    return self.callee(given["x"], rest)
+                return self.callee(**given)
 
         run = plain
         for habit in self.habits:

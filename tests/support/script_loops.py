@@ -156,10 +156,13 @@ habit(
         given | {"x": given["x"].t().contiguous().t()} if step % 2 else given
     ),
 )
-habit(
-    "InputGradient",
-    arguments=lambda script, step, given: given | {"x": given["x"].requires_grad_()},
-)
+
+
+class InputGradient(Habit):
+    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
+        return given | {"x": given["x"].requires_grad_()}
+
+
 habit(
     "InputGradientInSomeSteps",
     arguments=lambda script, step, given: given | {"x": given["x"].requires_grad_(step % 2 == 1)},
@@ -254,14 +257,10 @@ habit(
 habit("LossOfSomeRows", loss=lambda script, step, out, loss: out[: len(out) // 2].square().mean())
 
 
-class GradientPenalty(Habit):
+class GradientPenalty(InputGradient):
     """A second derivative by the script."""
 
     is_measured = False
-
-    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
-        given["x"].requires_grad_()
-        return given
 
     def loss(self, script: Any, step: int, output: Tensor, loss: Tensor) -> Tensor:
         x = script.given[-1]["x"]
@@ -270,12 +269,8 @@ class GradientPenalty(Habit):
         return loss + (slope.norm(dim=-1) - 1).square().mean()
 
 
-class GradientOfTheInputByTheScript(Habit):
+class GradientOfTheInputByTheScript(InputGradient):
     is_measured = False
-
-    def arguments(self, script: Any, step: int, given: dict[str, Any]) -> dict[str, Any]:
-        given["x"].requires_grad_()
-        return given
 
     def between(self, script: Any, step: int) -> None:
         x = script.given[-1]["x"]
@@ -288,13 +283,8 @@ class GradientOfTheInputByTheScript(Habit):
 
 
 habit("TwoCallsInFlight", num_calls=2)
-
-
-class Accumulation(Habit):
-    """Two micro-batches, each with its own backward."""
-
-    def before(self, script: Any, step: int) -> None:
-        script.num_micro_batches = 2
+# Two micro-batches, each with its own backward.
+habit("Accumulation", before=lambda script, step: setattr(script, "num_micro_batches", 2))
 
 
 class TwoBackwards(Habit):
@@ -427,14 +417,11 @@ habit(
 # --- the optimizer --------------------------------------------------------------------------------
 
 
-class Adam(Habit):
-    def prepare(self, script: Any) -> None:
-        script.make_optimizer = lambda parameters: torch.optim.AdamW(parameters, 1e-3)
-
-
-class Momentum(Habit):
-    def prepare(self, script: Any) -> None:
-        script.make_optimizer = lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9)
+for _name, _optimizer in {
+    "Adam": partial(torch.optim.AdamW, lr=1e-3),
+    "Momentum": partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+}.items():
+    habit(_name, prepare=lambda script, made=_optimizer: setattr(script, "make_optimizer", made))
 
 
 class Schedule(Habit):
@@ -443,11 +430,7 @@ class Schedule(Habit):
             group["lr"] *= 0.5
 
 
-class GradientsSetToZero(Habit):
-    def before(self, script: Any, step: int) -> None:
-        script.sets_to_none = False
-
-
+habit("GradientsSetToZero", before=lambda script, step: setattr(script, "sets_to_none", False))
 habit(
     "GradientsClipped",
     after=lambda script, step: nn.utils.clip_grad_norm_(script.model.parameters(), 1.0),

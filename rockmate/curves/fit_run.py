@@ -154,11 +154,7 @@ class _Run:
             options.planning, machine=machine, time_limit_s=_TIME_LIMIT_S, progress=False
         )
         self._steps = SizedSteps(model, sample, sample_input, self._axis, machine, planning.step)
-
-        def planner_of(step: CapturedStep) -> Planner:
-            return Planner.of(step, planning)
-
-        self._planners = SizedPlanners(self._step, planner_of)
+        self._planners = SizedPlanners(self._step, lambda step: Planner.of(step, planning))
         self._chunks: Chunks | None = None
         self._whole = 0  # the largest size that fits without chunks
 

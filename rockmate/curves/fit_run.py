@@ -267,8 +267,6 @@ class _Run:
         most = self._whole // step
         # A size of 1 would take a capture of its own, for one row of the table.
         low = 0 if most < MIN_SYMBOLIC_SIZE else MIN_SYMBOLIC_SIZE - 1
-        if most == 0:
-            return 0
         found = largest_within(
             need, self._limit_bytes, most=most, known={most // 4, most // 2}, low=low
         )

@@ -94,13 +94,7 @@ class Fetch:
 
 
 class PlacedEvent(NamedTuple):
-    """An event of one of several moves.
-
-    Attributes:
-        gap: the gap in which it stands.
-        event: which of the four it is.
-        index: index of the move.
-    """
+    """An event in a gap, and the index of its move."""
 
     gap: int
     event: MoveEvent

@@ -133,11 +133,7 @@ def choose_points(points: Points, max_points: int | None) -> list[int]:
 def _merge_steps(hulls: Sequence[Points]) -> list[tuple[int, int]]:
     """The steps of several hulls in one order: the least time for each spared byte first.
 
-    Args:
-        hulls: For each part, its (saved bytes, ticks), from the least time to the least bytes.
-
-    Returns:
-        Pairs (part, index of the vertex that the step reaches). Ties go to the earlier part.
+    They are pairs (part, index of the vertex that the step reaches). Ties go to the earlier part.
     """
     steps = [
         (Fraction(after[1] - before[1], before[0] - after[0]), which, to)

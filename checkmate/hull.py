@@ -83,12 +83,8 @@ def _min_cut(
 ) -> Vertex:
     """The choice of least `ticks_weight * ticks + bytes_weight * bytes` in a part.
 
-    Args:
-        ops: The part's ops.
-        ticks_weight: At least 1.
-        bytes_weight: At least 1.
-        between: Vertices of a lower and of a higher price of a byte: what the first recomputes is
-            recomputed, and nothing that the second does not. None if none are known.
+    Between two vertices, of a lower and of a higher price of a byte, what the first recomputes is
+    recomputed, and nothing that the second does not. Both weights are at least 1.
     """
     surely = between[0].recomputed if between else frozenset[int]()
     open_nodes = sorted(between[1].recomputed - surely) if between else range(len(ops))

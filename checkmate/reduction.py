@@ -78,17 +78,13 @@ class Reduced:
 
 def ticks_of(problem: Knapsack) -> tuple[int, ...]:
     """The time of each op in ticks."""
-    exponent = _exponent(problem)
-    if exponent >= 0:
-        return tuple(round(op.time_ms * 10.0**exponent) for op in problem.ops)
-    return tuple(round(op.time_ms / 10.0**-exponent) for op in problem.ops)
+    ticks_in_ms = 10.0 ** _exponent(problem)
+    return tuple(round(op.time_ms * ticks_in_ms) for op in problem.ops)
 
 
 def ms_of_ticks(problem: Knapsack, ticks: float) -> float:
     """A sum of ticks in milliseconds, rounded down by the largest rounding error of all ops."""
-    exponent = _exponent(problem)
-    least = max(0.0, ticks - len(problem.ops) / 2)
-    return least / 10.0**exponent if exponent >= 0 else least * 10.0**-exponent
+    return max(0.0, ticks - len(problem.ops) / 2) / 10.0 ** _exponent(problem)
 
 
 def _exponent(problem: Knapsack) -> int:

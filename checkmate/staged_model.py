@@ -76,13 +76,7 @@ class StagedModel:
     def __init__(
         self, problem: StagedProblem, budget_bytes: int, *, first_recompute_op: int = 0
     ) -> None:
-        """Build the program.
-
-        Args:
-            problem: The step.
-            budget_bytes: Bound on the peak.
-            first_recompute_op: Nothing is recomputed in the stages of earlier ops.
-        """
+        """Build the program; none recomputes in the stages of ops before `first_recompute_op`."""
         self.problem = problem
         self.program = Program()
         self.is_infeasible = False

@@ -8,11 +8,10 @@ Fragile ones say so: they have changed between releases, or stand on undocumente
 |---|---|
 | `aot` | the joint forward and backward graph; flags and tables that a capture sets |
 | `fake` | fake tensors and symbolic sizes |
-| `ops` | what kind of op a call target is, its schema |
 | `storage` | which tensors share memory, and whether one was written |
 | `members` | the dictionaries of a module; hooks of modules and tensors |
 | `engine` | questions to the running backward; gradients added from within it |
-| `dispatch` | which op a call reaches; generated functions of ops |
+| `dispatch` | which op a call reaches; generated functions of ops; an op's schema |
 | `graphs` | code generation of fx graphs; the tracer's node creation |
 | `distributed` | collectives, meshes, the group's store; marks of FSDP and of DDP |
 | `functions` | calls of autograd functions, seen or replaced |

@@ -114,11 +114,8 @@ def workspace_bytes(
 
     Both are relative to the state before the call. Arguments that the function releases therefore
     add to the result: they lower what is left, not the peak. Padding counts as well, that is memory
-    of the result beyond its elements.
-
-    Args:
-        prepare: returns the function and its arguments, which it allocates.
-        device: where the function runs.
+    of the result beyond its elements. `prepare` returns the function and its arguments, which it
+    allocates.
     """
     with _recorded(device) as recording:
         function, arguments = prepare()
@@ -317,10 +314,8 @@ class Recording:
 
     def _end_stretch_cuda(self) -> None:
         peak_bytes = torch.cuda.max_memory_allocated(self._device)
-        begin_bytes, self._begin_bytes = (
-            self._begin_bytes,
-            torch.cuda.memory_allocated(self._device),
-        )
+        begin_bytes = self._begin_bytes
+        self._begin_bytes = torch.cuda.memory_allocated(self._device)
         if not self._leaves_out:
             torch.cuda.reset_peak_memory_stats(self._device)
         elif peak_bytes > self._known_bytes:

@@ -99,9 +99,7 @@ def without_decompositions(names: Sequence[str]) -> Iterator[None]:
     """Traces ATen ops as they are that PyTorch's Python dispatcher would trace as a formula.
 
     The formulas of composite ops stand in tables of the overloads, which have no public access.
-
-    Args:
-        names: of the ops; those that the installed version does not have are passed over.
+    Names that the installed version does not have are passed over.
     """
     keys = (torch._C.DispatchKey.Autograd, torch._C.DispatchKey.CompositeImplicitAutograd)
     packets = [packet for name in names if (packet := getattr(torch.ops.aten, name, None))]

@@ -76,10 +76,8 @@ def cached_cast(parameter: torch.Tensor) -> torch.Tensor:
     """The cast of a trained parameter that autocast keeps for all ops until its context ends.
 
     Autocast makes it for the first op, and adds up gradients in it. It is read from the node of an
-    op of no elements, since PyTorch has no function that returns it.
-
-    Args:
-        parameter: in float32, of 1 to 5 dimensions, on a device on which autocast is on.
+    op of no elements, since PyTorch has no function that returns it. The parameter is in float32,
+    of 1 to 5 dimensions, on a device on which autocast is on.
     """
     dtype = torch.get_autocast_dtype(parameter.device.type)
     num_dims = parameter.dim()

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-__all__ = ["Deadline", "compilers_end_by", "in_this_context", "watch_compilers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Deadline:

@@ -84,13 +84,7 @@ class _Observer(TorchDispatchMode):
         super().__init__()
         self._run = run
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._run(func, args, kwargs or {})
 
 
@@ -98,9 +92,6 @@ class _Intercepted(Exception):
     """Carries the first dispatched call out of the function, before anything is run."""
 
     args: DispatchedCall
-
-
-__all__ = ["OpOverload", "is_op", "schema_of"]
 
 
 def is_op(target: object) -> TypeGuard[OpOverload]:

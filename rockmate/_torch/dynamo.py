@@ -53,8 +53,7 @@ def is_exporting() -> bool:
 
 def placeholders_of(graph: fx.GraphModule) -> list[Placeholder]:
     """The inputs of a graph, in order."""
-    nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    return [_placeholder(node) for node in nodes]
+    return [_placeholder(node) for node in graph.graph.find_nodes(op="placeholder")]
 
 
 def _placeholder(node: fx.Node) -> Placeholder:
@@ -241,9 +240,7 @@ def guard_training(graph: fx.GraphModule) -> bool | None:
 
 def _outermost_modules(graph: fx.GraphModule) -> list[Any]:
     found: dict[str, Any] = {}
-    for node in graph.graph.nodes:
-        if node.op != "placeholder":
-            continue
+    for node in graph.graph.find_nodes(op="placeholder"):
         chain = [_source_of(node)]
         while getattr(chain[-1], "base", None) is not None:
             chain.append(chain[-1].base)

@@ -152,12 +152,7 @@ def accumulate(
 
     This is `torch.autograd.backward(parameters, gradients)` without its checks in Python. They hold
     here and take three times as long as the rest. Restoring the dispatcher's state has no public
-    way.
-
-    Args:
-        parameters: leaves.
-        gradients: one each.
-        keys: from `dispatch_keys`, taken where ops pass through autograd. Hooks may need it.
+    way: `keys` are those of `dispatch_keys` where ops pass through autograd, as hooks may need it.
     """
     with torch._C._ForceDispatchKeyGuard(*keys):
         _engine.run_backward(

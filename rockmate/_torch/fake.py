@@ -14,19 +14,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor
 from rockmate._util import attributes_set
 from rockmate.errors import InPlaceCollectiveError
 
-__all__ = [
-    "LIFTS",
-    "FakeTensor",
-    "FakeTensorMode",
-    "errors_unlogged",
-    "functional_part",
-    "hint_of",
-    "is_fake",
-    "is_plain",
-    "mode_of",
-    "move_to",
-    "results_corrected",
-]
+__all__ = ["FakeTensor", "FakeTensorMode", "is_fake"]
 
 LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 """Ops through which a trace takes the tensors that code makes of Python numbers."""
@@ -57,8 +45,7 @@ def attributes_answered(
 ) -> contextlib.AbstractContextManager[None]:
     """Asks for attributes that AOTAutograd's wrapper does not have.
 
-    Args:
-        value_of: gets the wrapper and the name, and raises `AttributeError` if there is no value.
+    `value_of` gets the wrapper and the name, and raises `AttributeError` if there is no value.
     """
     return attributes_set((FunctionalTensor, "__getattr__", value_of))
 
@@ -79,12 +66,11 @@ def results_corrected(
 ) -> Iterator[Mapping[int, torch.Tensor]]:
     """Replaces the result of each call on fake tensors.
 
+    `correct` gets the op, its arguments, its keywords and its result, within the fake mode.
+
     A trace makes its fake mode itself, so a subclass cannot be given to it. Calls in other threads
     are corrected, too. An op may read a tensor that has values, as one in an attribute: the mode
     refuses those, so a fake tensor, the same one each time, stands for it. Yields these by address.
-
-    Args:
-        correct: gets the op, its arguments, its keywords and its result, within the fake mode.
 
     Raises:
         InPlaceCollectiveError: an op is a collective that writes into its arguments.

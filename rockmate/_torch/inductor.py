@@ -30,17 +30,6 @@ from rockmate._torch.compiler_process import (
 )
 from rockmate._util import attributes_set
 
-__all__ = [
-    "CompilationError",
-    "Deadline",
-    "Layout",
-    "PendingKernel",
-    "compile_graph",
-    "decomposed",
-    "fake_inputs",
-    "missing_compiler",
-]
-
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, torch.device]
 
 # Kernels are called one by one, so nothing may be planned across them. Random ops are never part

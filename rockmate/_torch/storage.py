@@ -8,7 +8,7 @@ from operator import attrgetter
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-__all__ = ["StorageWeakRef", "base_of", "bytes_of", "storage_id", "version_of", "versions_of"]
+__all__ = ["StorageWeakRef"]
 
 _version_of = attrgetter("_version")
 

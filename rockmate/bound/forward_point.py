@@ -44,7 +44,18 @@ def forward_points(
         if sized[0] > above_bytes:
             found.append(sized)
             above_bytes = sized[0]
-    return [_point(points, backward, *sized) for sized in reversed(found[-_MAX_POINTS:])]
+    after = tuple(op for op in backward if op.phase is Phase.BACKWARD)
+    forward = points.graph.forward_ops
+    return [
+        ProgramPoint(
+            op=op,
+            before=tuple(other for other in forward if bits >> other.index & 1),
+            after=after,
+            live=live,
+            min_bytes=num_bytes,
+        )
+        for num_bytes, op, bits, live in reversed(found[-_MAX_POINTS:])
+    ]
 
 
 # Bytes that a forward op's first run needs, the op, the ops before it as bits of their indices, and
@@ -105,21 +116,3 @@ def _waiting(
                 for reader in readers:
                     bits |= before.get(reader, 0)
                 yield storage, 1 << op.index, bits
-
-
-def _point(
-    points: ProgramPoints,
-    backward: Sequence[Op],
-    num_bytes: int,
-    op: Op,
-    bits: int,
-    live: frozenset[Storage],
-) -> ProgramPoint:
-    earlier = tuple(other for other in points.graph.forward_ops if bits >> other.index & 1)
-    return ProgramPoint(
-        op=op,
-        before=earlier,
-        after=tuple(other for other in backward if other.phase is Phase.BACKWARD),
-        live=live,
-        min_bytes=num_bytes,
-    )

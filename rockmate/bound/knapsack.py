@@ -23,7 +23,7 @@ def knapsack_of(
     readers: Iterable[Op],
     costs: Costs,
     *,
-    available: Collection[Storage] = (),
+    available: Collection[Storage],
     with_states: bool = False,
     free: Collection[Op] = (),
     recomputed: Collection[Op] = (),
@@ -112,14 +112,8 @@ def in_flight_knapsack(
     | any other | k - 1 times its size |
     | the state of a recomputed op | k - 1 times its size |
 
-    The proof is in docs/internals/algorithms.md.
-
-    Args:
-        graph: ops and storages, with several forwards in flight.
-        costs: costs of the ops.
-        point: the program point.
-        backward: the ops that run in the backward of every schedule.
-        forced: forward ops that marks have run again there, at a time counted elsewhere.
+    In every schedule, the backward runs the ops of `backward`, and recomputes those of `forced`,
+    whose time is counted elsewhere. The proof is in docs/internals/algorithms.md.
     """
     num_others = graph.num_in_flight - 1
     outputs = {storage for storage in graph.storages if storage.is_output}

@@ -146,9 +146,7 @@ class LowerBound:
 
     def _made_after(self, point: ProgramPoint) -> frozenset[Storage]:
         """Values of the forward whose first run may follow a point, so that they cost nothing."""
-        if point.op.phase is Phase.BACKWARD:
-            return frozenset()
-        before = set(point.before)
+        before = set(self._ops_before(point))
         return frozenset(
             storage for op in self.graph.forward_ops if op not in before for storage in op.writes
         )
@@ -158,10 +156,9 @@ class LowerBound:
 
         Each bounds the time of every schedule as well.
         """
-        border = self.program_points.border()
-        if self.graph.num_in_flight == 1 or border is None:
+        if self.graph.num_in_flight == 1 or not self._backward:
             return
-        for point in (border, *self.points):
+        for point in (self.program_points.border(), *self.points):
             problem, values = in_flight_knapsack(
                 self.graph, self.costs, point, self._backward, self.forced
             )

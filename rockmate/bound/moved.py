@@ -45,12 +45,7 @@ _TIME_LIMIT_S = 10.0
 
 
 class MovedBound:
-    """The bounds of one graph whose values may move.
-
-    Args:
-        unmoved: the bounds without moves, whose points are used.
-        request: where values move to.
-    """
+    """The bounds of one graph whose values may move, at the points of its bounds without moves."""
 
     def __init__(self, unmoved: LowerBound, request: OffloadRequest) -> None:
         self._unmoved, self._request = unmoved, request
@@ -66,9 +61,6 @@ class MovedBound:
         """Indices of storages that take the bytes that the relaxation of the first point moves.
 
         They are those of which it moves most.
-
-        Args:
-            budget_bytes: the budget.
         """
         return self._within(budget_bytes)[1]
 
@@ -113,10 +105,7 @@ class MovedBound:
 class _PointProgram:
     """The linear program of one point: shares of values saved and moved, and of ops that run again.
 
-    Args:
-        problem: of the point.
-        movable: its values that may move.
-        total_ms: the time that tolerances refer to.
+    Tolerances refer to the total time.
     """
 
     def __init__(self, problem: Knapsack, movable: Sequence[int], total_ms: float) -> None:

@@ -86,13 +86,11 @@ class ProgramPoints:
             min_bytes=self.own_bytes(op) + others_bytes + self._in_flight_bytes,
         )
 
-    def border(self) -> ProgramPoint | None:
-        """The first run of the backward, whichever op it is; None without a backward.
+    def border(self) -> ProgramPoint:
+        """The first run of the backward, whichever op it is.
 
         All that the forward saves is live then, and so are the tangents.
         """
-        if not self.runs:
-            return None
         return ProgramPoint(
             op=self.runs[0],
             before=(),

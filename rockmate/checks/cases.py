@@ -178,12 +178,7 @@ class _Tiny(nn.Module):
 
 
 def cases(device: torch.device, folder: str) -> tuple[Case, ...]:
-    """The steps for a device.
-
-    Args:
-        device: that the steps run on.
-        folder: where values of a CPU move to, and where a plan is saved.
-    """
+    """The steps for a device; values of a CPU move to the folder."""
     tier = f"disk:{folder}" if device.type == "cpu" else "host"
     dropped = partial(_language_model, dropout=0.1)
     large = partial(_language_model, vocabulary=8 * _VOCABULARY)

@@ -17,7 +17,6 @@ from rockmate.planning.options import PlanOptions
 if TYPE_CHECKING:
     from rockmate.hf.model_source import SourcedModel
 
-# As in `rockmate.hf.model_source`, which imports torch.
 DTYPES = ("float32", "bfloat16", "float16")
 MODEL_HELP = (
     "a Hugging Face config.json, a folder with one, or a model's name (random weights; only a "
@@ -54,7 +53,17 @@ def add_model_arguments(command: argparse.ArgumentParser) -> None:
     )
     for name in ("numerics", "kernels", "untraced", "machine", "in_flight"):
         add_option(command, name)
-    add_mark_arguments(command)
+    for word, what in (("save", "saves"), ("recompute", "recomputes")):
+        command.add_argument(
+            f"--{word}",
+            type=names,
+            action="extend",
+            default=[],
+            metavar="PATTERN,PATTERN",
+            help=f"what every plan {what}: paths of submodules as encoder.*.mlp, ops as aten.mm, "
+            "or names that rockmate.name gave",
+        )
+    add_option(command, "existing_checkpoints")
     add_run_arguments(command)
 
 
@@ -85,21 +94,6 @@ def add_option(command: argparse.ArgumentParser, name: str) -> None:
         metavar=metavar,
         type=read,
     )
-
-
-def add_mark_arguments(command: argparse.ArgumentParser) -> None:
-    """Adds what every plan must save or recompute."""
-    for word, what in (("save", "saves"), ("recompute", "recomputes")):
-        command.add_argument(
-            f"--{word}",
-            type=names,
-            action="extend",
-            default=[],
-            metavar="PATTERN,PATTERN",
-            help=f"what every plan {what}: paths of submodules as encoder.*.mlp, ops as aten.mm, "
-            "or names that rockmate.name gave",
-        )
-    add_option(command, "existing_checkpoints")
 
 
 def add_budget_arguments(command: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ import platform
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -84,10 +85,8 @@ def _machine(device: torch.device) -> dict[str, Any]:
 
     versions = {}
     for name in _PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     machine = {
         "device": str(device),
         "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",

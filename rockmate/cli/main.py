@@ -53,7 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         _check(arguments)
         if arguments.command != "run":
-            return _with_stages(arguments)
+            from rockmate._util import begin_stage, stages_shown
+
+            with stages_shown(is_shown=not arguments.quiet):
+                begin_stage("loading PyTorch and the model")
+                return _run(arguments)
     except RockmateError as error:
         sys.stderr.write(f"rockmate {arguments.command}: error: {error}\n")
         return 2
@@ -90,14 +94,6 @@ def _check(arguments: argparse.Namespace) -> None:
         from rockmate.hf.source_check import check_source
 
         check_source(model)
-
-
-def _with_stages(arguments: argparse.Namespace) -> int:
-    from rockmate._util import begin_stage, stages_shown
-
-    with stages_shown(is_shown=not arguments.quiet):
-        begin_stage("loading PyTorch and the model")
-        return _run(arguments)
 
 
 def _run(arguments: argparse.Namespace) -> int:

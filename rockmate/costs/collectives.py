@@ -70,10 +70,7 @@ class _Link(NamedTuple):
     def time_ms(self, name: str, num_bytes: float, ranks: Sequence[int]) -> float:
         """Time of a collective.
 
-        Args:
-            name: of its op.
-            num_bytes: of the larger of what it takes and what it gives.
-            ranks: of the group, by which nodes are told.
+        The bytes are those of the larger of what it takes and what it gives.
         """
         num_ranks = len(ranks)
         in_node = Counter(rank // self.ranks_in_node for rank in ranks)

@@ -34,12 +34,7 @@ class Cost:
 
 
 class CostArrays(NamedTuple):
-    """The same costs as arrays over `Op.index`.
-
-    Attributes:
-        time_ms: `Cost.time_ms` of each op.
-        overhead_bytes: `Cost.overhead_bytes` of each op.
-    """
+    """The same costs as arrays over `Op.index`."""
 
     time_ms: Floats
     overhead_bytes: Ints

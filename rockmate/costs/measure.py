@@ -217,14 +217,10 @@ def cpu_seconds() -> float:
 
 
 class _Call:
-    """One distinct call and its measurements.
+    """One distinct call, as it stands in the joint graph, and its measurements.
 
     Attributes:
         op: an op that makes the call.
-        target: the function.
-        args: its arguments in the joint graph.
-        kwargs: its keywords in the joint graph.
-        device: device of its results.
         key: equal for calls of equal cost.
         times_ms: the measured times.
         overhead_bytes: the measured workspace.

@@ -67,13 +67,8 @@ def synthetic_value(
     """A synthetic input of an op.
 
     Attention with dropout returns its seed and offset, which the kernel of the backward may read on
-    the host. Where they are then is known from a run of the forward alone.
-
-    Args:
-        node: the input.
-        fill: makes its memory.
-        runs_producer: whether integers come from a run of the op that returns them, if it returns
-            several tensors.
+    the host. Where they are then is known from a run of the forward alone. With `runs_producer`,
+    all integers of an op that returns several tensors come from a run of it.
     """
     fake = node.meta["val"]
     is_item = node.op == "call_function" and node.target is operator.getitem

@@ -23,13 +23,8 @@ def nothing_fits(
 ) -> NothingFitsError:
     """The error for a memory that the smallest size exceeds.
 
-    Args:
-        fixed: what is held whatever the size.
-        limit: the memory and the optimizer.
-        model: the model.
-        options: what was asked for.
-        least_bytes: the least memory at the smallest size; None if parameters, gradients and state
-            alone, or the optimizer's step, exceed the memory.
+    `least_bytes` is the least memory at that size; None if parameters, gradients and state alone,
+    or the optimizer's step, exceed the memory.
     """
     memory_bytes = limit.limit_bytes
     if least_bytes is not None:

@@ -144,7 +144,8 @@ def _step_bytes(optimizer: Optimizer, sizes: list[int], device: torch.device) ->
     if not sizes:
         return 0
     name = optimizer_name(optimizer).lower()
-    if "fused" in name or "8bit" in name or _is_fused(optimizer):
+    is_fused = isinstance(optimizer, torch.optim.Optimizer) and optimizer.defaults.get("fused")
+    if is_fused or "fused" in name or "8bit" in name:
         return 0
     if device.type == "cuda" and "adafactor" not in name and not name.startswith("sgd"):
         return sum(sizes)
@@ -156,7 +157,3 @@ def optimizer_name(optimizer: Optimizer) -> str:
     if isinstance(optimizer, str):
         return optimizer
     return (optimizer if isinstance(optimizer, type) else type(optimizer)).__name__
-
-
-def _is_fused(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, torch.optim.Optimizer) and bool(optimizer.defaults.get("fused"))

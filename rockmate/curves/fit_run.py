@@ -154,11 +154,7 @@ class _Run:
             options.planning, machine=machine, time_limit_s=_TIME_LIMIT_S, progress=False
         )
         self._steps = SizedSteps(model, sample, sample_input, self._axis, machine, planning.step)
-
-        def planner_of(step: CapturedStep) -> Planner:
-            return Planner.of(step, planning)
-
-        self._planners = SizedPlanners(self._step, planner_of)
+        self._planners = SizedPlanners(self._step, lambda step: Planner.of(step, planning))
         self._chunks: Chunks | None = None
         self._whole = 0  # the largest size that fits without chunks
 
@@ -271,8 +267,6 @@ class _Run:
         most = self._whole // step
         # A size of 1 would take a capture of its own, for one row of the table.
         low = 0 if most < MIN_SYMBOLIC_SIZE else MIN_SYMBOLIC_SIZE - 1
-        if most == 0:
-            return 0
         found = largest_within(
             need, self._limit_bytes, most=most, known={most // 4, most // 2}, low=low
         )

@@ -72,12 +72,8 @@ def largest_within(
 ) -> int:
     """The largest whole number up to `most` whose need is within a limit; 0 if that of 1 is not.
 
-    Args:
-        need: bytes, growing with the number.
-        limit_bytes: the limit.
-        most: the largest number to consider.
-        known: numbers to begin with.
-        low: a number that is known to fit, or 0.
+    Needs grow with the number. The search begins with the `known` numbers, above `low`, which is
+    known to fit, or 0.
     """
     needs: dict[int, int] = {}
     proposals = sorted(number for number in set(known) if low < number <= most)

@@ -62,22 +62,15 @@ class TensorDifference:
 def tensor_difference(
     ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, small: float = 0.0
 ) -> TensorDifference:
-    """How `ours` differs from `reference`, by name.
+    """How `ours` differs from `reference`, by name and relative to the latter.
 
-    Args:
-        ours: tensors by name.
-        reference: the same names, and what the differences are relative to.
-        small: a tensor whose largest value is below this share of the largest of all is held
-            against that share.
+    A tensor whose largest value is below a `small` share of the largest of all is held against that
+    share.
     """
-    least_scale = (
-        small * max((_largest(tensor) for tensor in reference.values()), default=0.0)
-        if small
-        else 0.0
-    )
+    largest = max(map(_largest, reference.values()), default=0.0) if small else 0.0
     worst, where = 0.0, ""
     for name in ours.keys() | reference.keys():
-        relative = _relative_difference(ours.get(name), reference.get(name), least_scale)
+        relative = _relative_difference(ours.get(name), reference.get(name), small * largest)
         if relative is not None and (not where or relative > worst):
             worst, where = relative, name
     return TensorDifference(equal=not where, largest_relative=worst, where=where)

@@ -40,7 +40,12 @@ def page(sweep: Sweep) -> str:
         verdict="".join(f"<p>{escape(line)}</p>" for line in _verdict(sweep)),
         curve=svg(sweep.figure(), what) if shown else "<p>No budget of this sweep is feasible.</p>",
         remarks=escape(sweep.remarks()),
-        rows=table_html(_columns(sweep), sweep.rows, lambda row: _note(sweep, row), link=_link),
+        rows=table_html(
+            _columns(sweep),
+            sweep.rows,
+            lambda row: f"{sweep.note(row)} {row.problem}".strip(),
+            link=lambda row: f"#{row.address}" if row.is_feasible else "",
+        ),
         panels="\n".join(_panel(sweep, row, is_open=row is shown) for row in sweep.feasible),
     )
 
@@ -92,14 +97,6 @@ def _columns(sweep: Sweep) -> list[Column]:
             Column("spread of measured", lambda row: number(row.measured_ratio_spread, ".3f"))
         )
     return columns
-
-
-def _note(sweep: Sweep, row: SweepRow) -> str:
-    return f"{sweep.note(row)} {row.problem}".strip()
-
-
-def _link(row: SweepRow) -> str:
-    return f"#{row.address}" if row.is_feasible else ""
 
 
 def _panel(sweep: Sweep, row: SweepRow, *, is_open: bool) -> str:

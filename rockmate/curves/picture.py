@@ -129,14 +129,9 @@ def step_figure(
     xlabel: str,
     notes: Sequence[str] = (),
 ) -> Any:
-    """Memory over the time of one step.
+    """Memory over the time of one step, with notes below the title.
 
-    Args:
-        curves: label -> ms and bytes from there on. The last one's peak is marked.
-        budget_bytes: the budget.
-        backward_ms: when the backward begins.
-        xlabel: what the time is.
-        notes: lines below the title.
+    Curves are, by label, the bytes from each time in ms on. The peak of the last one is marked.
     """
     top = max(budget_bytes, *(height for points in curves.values() for _, height in points))
     num_bytes, unit = unit_of(int(top))

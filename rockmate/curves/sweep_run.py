@@ -9,7 +9,7 @@ the command `rockmate sweep`.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -196,18 +196,13 @@ class _Run:
             before = folder.budgets_bytes(found.settings)
             for row, plan in folder.measured():
                 found.put(row, plan)
-        self._budgets_bytes = self._asked(options.parsed, before)
-        found.settings["budgets_bytes"] = self._budgets_bytes
-
-    def _asked(self, budgets: Iterable[Budget] | None, before: list[int]) -> list[int]:
-        peak_bytes = self._planner.baseline_peak_bytes
-        if budgets is not None:
-            return budgets_in_bytes(budgets, peak_bytes)
-        if before:
+        if options.parsed is not None:
+            self._budgets_bytes = budgets_in_bytes(options.parsed, planner.baseline_peak_bytes)
+        else:
             # The smallest peak may differ a little from run to run, and with it a row that has
             # been measured.
-            return before
-        return self._planner.curve_budgets(self._strategies)
+            self._budgets_bytes = before or planner.curve_budgets(strategies)
+        found.settings["budgets_bytes"] = self._budgets_bytes
 
     # --- prediction ---
 

@@ -36,12 +36,7 @@ def table_text(
 ) -> str:
     """A line a row, with its note at the end.
 
-    Args:
-        columns: from left to right.
-        rows: from top to bottom.
-        note: what stands behind a row.
-        width: characters in a line, which no line exceeds as long as columns of rank 0 and the
-            notes fit; None for no limit.
+    No line is wider than `width` characters, as long as columns of rank 0 and the notes fit.
     """
     notes = ["", *map(note, rows)]
     shown = list(columns)

@@ -104,13 +104,7 @@ def time_ms(function: Callable[[], Any], device: torch.device) -> float:
 def is_in_place(
     form: Callable[..., Any], ordinary: Callable[..., Any], values: Sequence[torch.Tensor]
 ) -> bool:
-    """Whether an in-place form gives an op's bits and allocates no more than its workspace.
-
-    Args:
-        form: writes its first result into an argument.
-        ordinary: the op.
-        values: its arguments, which are not changed.
-    """
+    """Whether an in-place form gives an op's bits and allocates no more than its workspace."""
     device = values[0].device
     with torch.no_grad():
         expected, most_bytes = _run(ordinary, values, device)

@@ -146,8 +146,11 @@ class _Growth:
         """Adds an op to a group that it can join, and merges others that it can join, too."""
         if len({self._tangents[read] for read in op.reads} - {frozenset()}) > 1:
             return
+        tangents = self._tangents[op.writes[0]]
         joined: Group | None = None
         for group in dict.fromkeys(self._neighbours(op)):
+            if self._tangents[group.ops[0].writes[0]] != tangents:
+                continue
             if joined is None:
                 if not self._path_between(self._outside_inputs([op], group), group):
                     group.ops.append(op)
@@ -159,13 +162,7 @@ class _Growth:
             self._group_of[op] = Group([op])
 
     def _neighbours(self, op: Op) -> Iterator[Group]:
-        """Groups that an op may join by the rules, before convexity."""
-        tangents = self._tangents[op.writes[0]]
-        for group in self._producers_and_siblings(op):
-            if self._tangents[group.ops[0].writes[0]] == tangents:
-                yield group
-
-    def _producers_and_siblings(self, op: Op) -> Iterator[Group]:
+        """Groups of the op's phase that it may join by its sources, before convexity."""
         for read in op.reads:
             group = self._group_of.get(read.producer) if read.producer else None
             if group is not None and group.phase is op.phase and not self._ends_group(read, op):
@@ -207,8 +204,6 @@ class _Growth:
     # --- convexity ---
 
     def _can_merge(self, left: Group, right: Group) -> bool:
-        if left.phase is not right.phase or left is right:
-            return False
         return not self._path_between(
             self._outside_inputs(left.ops, right, left), right
         ) and not self._path_between(self._outside_inputs(right.ops, left, right), left)

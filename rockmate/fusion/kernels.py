@@ -99,11 +99,8 @@ def compiled_groups(
 ) -> dict[str, CompiledGroup]:
     """Compiles distinct groups, each with one in-place form if it has any; by key.
 
-    Args:
-        wanted: groups, with the position of the input whose memory the first result may take.
-        deadline: when compilers are stopped. Groups that are not ready by then are refused, for as
-            long as the process lives.
-        progress: shows a progress bar.
+    Each is given with the position of the input whose memory its first result may take. Groups that
+    are not ready at the deadline are refused, for as long as the process lives.
     """
     num_threads = torch.get_num_threads()
     distinct: dict[str, tuple[Subgraph, int | None]] = {}
@@ -217,15 +214,11 @@ _aten = torch.ops.aten
 
 
 def writing(traced: fx.GraphModule, position: int) -> fx.GraphModule:
-    """A graph that copies its first result into an input, and returns the others.
+    """A group in Inductor's ops that copies its first result into an input, and returns the others.
 
     What is computed from the result, such as the sum of a bias's gradient, reads it in the memory
     of the input, so that it need not exist beside it. That is not possible for a call which reads
     the input, too; then the copy is the last call.
-
-    Args:
-        traced: a group in Inductor's ops; it is not changed.
-        position: of the input.
 
     Raises:
         CompilationError: there is no such view.

@@ -30,7 +30,6 @@ _AUTO_CLASSES = (
     "AutoModelForCausalLM",
     "AutoModelForImageClassification", "AutoModelForSequenceClassification", "AutoModel",
 )  # fmt: skip
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -157,12 +156,13 @@ def _from_configuration(source: str, shape: SampleShape, device: str, dtype: str
             f"{model_class.__name__} cannot be built from the configuration {source!r}: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
-    model = model.to(_DTYPES[dtype]).train()
+    weights_dtype = getattr(torch, dtype)
+    model = model.to(weights_dtype).train()
     if type(model).__name__.endswith("LMHeadModel"):
         model.loss_type = "ForCausalLM"  # it would be taken anyway, but with a warning
     sample = make_sample(model, shape)
     sample = {
-        name: value.to(device, _DTYPES[dtype] if value.is_floating_point() else None)
+        name: value.to(device, weights_dtype if value.is_floating_point() else None)
         for name, value in sample.items()
     }
     shapes = ", ".join(

@@ -70,12 +70,7 @@ class FileCopy:
 
 
 class DiskTier(Tier["DiskSlab"]):
-    """Files in one folder.
-
-    Args:
-        folder: where the files are.
-        limit_bytes: most bytes of all files together; None for no limit.
-    """
+    """Files in one folder."""
 
     def __init__(self, folder: str, limit_bytes: int | None = None) -> None:
         super().__init__(limit_bytes)

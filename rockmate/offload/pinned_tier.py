@@ -26,11 +26,7 @@ from rockmate.offload.tier import Slab, Tier
 
 
 class PinnedTier(Tier["PinnedSlab"]):
-    """Slabs of pinned memory.
-
-    Args:
-        limit_bytes: most bytes of all slabs together; None for no limit.
-    """
+    """Slabs of pinned memory."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         super().__init__(limit_bytes)

@@ -18,13 +18,7 @@ from rockmate.ops.shards import GATHER, ON_SHARDS
 
 
 def collective(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Runs a functional collective and waits for its result.
-
-    Args:
-        op: the overload that issues it.
-        *args: its arguments; the last names the process group.
-        **kwargs: its keywords.
-    """
+    """Runs a functional collective, whose last argument names the group; waits for its result."""
     return wait_for(op(*args, **kwargs))
 
 

@@ -90,14 +90,9 @@ def input_gradient(
     weight: torch.Tensor,
     *how: Any,
 ) -> torch.Tensor:
-    """The gradient of a convolution's input, which is not read.
+    """The gradient of a convolution's input, of which shape and strides are given.
 
-    Args:
-        size: shape of the input.
-        layout: strides of the input.
-        gradient: of the result.
-        weight: of the convolution.
-        how: the arguments of `aten.convolution` from `stride` on.
+    The last arguments are those of `aten.convolution` from `stride` on.
     """
 
     def of(size: Sequence[int], weight: torch.Tensor) -> torch.Tensor:

@@ -233,11 +233,7 @@ def saved_statistics(results: Sequence[torch.Tensor], *_arguments: object) -> to
 
 
 def can_recompute_normalization(*tensors: torch.Tensor | None) -> bool:
-    """Whether `recompute_normalization` is bitwise for tensors in these layouts.
-
-    Args:
-        tensors: the values, then the vectors of `recompute_normalization`.
-    """
+    """Whether `recompute_normalization` is bitwise for values and vectors in these layouts."""
     values, *vectors = [tensor for tensor in tensors if tensor is not None]
     channels_last = CHANNELS_LAST.get(values.ndim, torch.contiguous_format)
     is_dense = values.is_contiguous() or values.is_contiguous(memory_format=channels_last)
@@ -373,11 +369,7 @@ def scatter_slice(
 
 
 def chunk_rows(scores: torch.Tensor) -> int:
-    """Number of rows that `cross_entropy_backward` computes at a time.
-
-    Args:
-        scores: (rows, classes); only the metadata is read.
-    """
+    """Number of rows that `cross_entropy_backward` computes at a time, by metadata of `scores`."""
     chunk_bytes = CUDA_CHUNK_BYTES if scores.device.type == "cuda" else CHUNK_BYTES
     return max(1, chunk_bytes // max(1, scores.shape[1] * scores.element_size()))
 
@@ -387,11 +379,7 @@ def target_weight(
 ) -> torch.Tensor:
     """The divisor of `nll_loss` in its mean: number of targets that count, or sum of their weights.
 
-    Args:
-        target: (rows,) class indices.
-        weight: (classes,) or None.
-        ignore_index: class of targets that do not count.
-        dtype: of the result, a scalar.
+    A scalar of the dtype. The other arguments are those of `cross_entropy_backward`.
     """
     counts = target != ignore_index
     if weight is None:

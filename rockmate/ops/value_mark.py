@@ -117,28 +117,21 @@ def recompute(value: Tensor, name: str | None = None) -> Tensor:
 
 def _marked(value: Tensor, name: str | None, word: str) -> Tensor:
     if torch.compiler.is_dynamo_compiling():
-        if not is_exporting():
-            _leave_to_backend(value, name, word)
+        if not is_exporting():  # what is wrong matters only if Dynamo's graph is captured
+            if fault := _fault(value, name, word):
+                torch.ops.rockmate.refuse_if_captured(fault)
+            else:
+                torch.ops.rockmate.mark_if_captured(value, name, word)
         return value
     if not _num_captures:
         return value
-    fault = _fault(value, name, word)
-    if fault:
+    if fault := _fault(value, name, word):
         raise InvalidArgumentError(fault)
     if name is None:
         frame = sys._getframe(2)
         name = _line_name(frame.f_lineno, frame.f_code.co_name)
     _write(value, name, word)
     return value
-
-
-def _leave_to_backend(value: Tensor, name: str | None, word: str) -> None:
-    """Leaves a call in Dynamo's graph; what is wrong with it matters only if that is captured."""
-    fault = _fault(value, name, word)
-    if fault:
-        torch.ops.rockmate.refuse_if_captured(fault)
-    else:
-        torch.ops.rockmate.mark_if_captured(value, name, word)
 
 
 def _fault(value: Any, name: Any, word: str) -> str:

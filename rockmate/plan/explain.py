@@ -71,15 +71,13 @@ class StorageExplanation:
             self.num_recomputations, f"{self.num_recomputations} times"
         )
         recomputed = f"recomputed {times}, {self.recompute_ms:.3f} ms in all"
-        if self.moves and not self.is_kept:
-            moved = "moved away and brought back"
-            return f"{moved}, and {recomputed}" if self.num_recomputations else moved
         if self.is_kept:
-            saved = "saved from the forward to the backward"
-            return f"{saved}, and {recomputed}" if self.num_recomputations else saved
-        return (
-            f"not saved, {recomputed}" if self.num_recomputations else "not saved, not recomputed"
-        )
+            fate = "saved from the forward to the backward"
+        elif self.moves:
+            fate = "moved away and brought back"
+        else:
+            return f"not saved, {recomputed if self.num_recomputations else 'not recomputed'}"
+        return f"{fate}, and {recomputed}" if self.num_recomputations else fate
 
     def __str__(self) -> str:
         """A row for each attribute that says something."""

@@ -17,9 +17,7 @@ _Record = TypeVar("_Record", bound=PlanRecord)
 def renumbered(plan: _Record, step: StepSnapshot) -> _Record:
     """The plan for another capture of its step; its simulation stays as it is.
 
-    Args:
-        plan: for a step that is equal to `step`: `StepSnapshot.difference` finds none.
-        step: the other capture.
+    The steps are equal: `StepSnapshot.difference` finds none.
     """
     own = plan.snapshot.order
     ops = _places(own.ops, step.order.ops)

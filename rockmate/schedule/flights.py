@@ -78,8 +78,6 @@ class Flights:
 def flights_of(graph: Graph, schedule: Schedule, costs: Costs, simulation: Simulation) -> Flights:
     """The flights of a schedule within its own peak."""
     search = _Search(graph, schedule, costs, simulation)
-    if not search.has_any:
-        return Flights()
     num_forward = len(schedule.forward)
     for begin, end in ((0, num_forward), (num_forward, len(schedule.steps))):
         search.issue_gathers(begin, end)
@@ -139,7 +137,6 @@ class _Search:
             and read.isdisjoint(self._ops[position].writes)
             and all(partial[role.name] == 1 for _, role in self._ops[position].final_gradients)
         ]
-        self.has_any = bool(self._gathers or self._reductions)
         self._spare_bytes = [simulation.peak_bytes - live for live in simulation.live_bytes]
         self._link_ms = [each.time_ms for each in schedule.run_costs(costs)]
         # When each run begins if no collective takes any time of the device.

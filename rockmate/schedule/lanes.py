@@ -46,14 +46,7 @@ class LaneReplay:
 def replay(
     times_ms: Sequence[float], moves: Sequence[Move | Fetch], num_bytes: Sequence[int], link: Link
 ) -> LaneReplay:
-    """Replays runs and moves.
-
-    Args:
-        times_ms: time of each run by itself.
-        moves: the moves between them, and the fetches of weights.
-        num_bytes: bytes of each move.
-        link: rates of the copies.
-    """
+    """Replays runs of these times by themselves, and moves and fetches of so many bytes."""
     lanes = _Lanes(link)
     until = [0.0]
     for time_ms in times_ms:

@@ -183,14 +183,7 @@ class DefUse:
     def of(
         ops: OpDefUse, forward: Sequence[int], backward: Sequence[int], moves: Sequence[Move] = ()
     ) -> DefUse:
-        """The definitions and uses of a schedule.
-
-        Args:
-            ops: reads and writes of each op.
-            forward: indices of the ops that run in the forward, in order.
-            backward: indices of the ops that run in the backward, in order.
-            moves: values that leave memory and come back.
-        """
+        """The definitions and uses of a schedule, whose halves are indices of ops in order."""
         steps = np.array([*forward, *backward], dtype=np.int64)
         is_first = _is_first(steps, len(ops.begin) - 1)
         counts = ops.begin[steps + 1] - ops.begin[steps]

@@ -94,13 +94,7 @@ class Fetch:
 
 
 class PlacedEvent(NamedTuple):
-    """An event of one of several moves.
-
-    Attributes:
-        gap: the gap in which it stands.
-        event: which of the four it is.
-        index: index of the move.
-    """
+    """An event in a gap, and the index of its move."""
 
     gap: int
     event: MoveEvent
@@ -140,12 +134,7 @@ class SlotPlan(NamedTuple):
 
 
 def plan_slots(moves: Sequence[Move], num_bytes: Sequence[int]) -> SlotPlan:
-    """Slots for moves: those that are taken at the same time do not overlap. Largest first.
-
-    Args:
-        moves: the moves.
-        num_bytes: bytes of each of them.
-    """
+    """Slots for moves: those that are taken at the same time do not overlap. Largest first."""
     sizes = [-(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT for size in num_bytes]
     offsets = [0] * len(moves)
     placed: list[int] = []
@@ -195,10 +184,7 @@ def movable_storages(graph: Graph, device_type: str = "") -> frozenset[int]:
 
     A value that is copied into a buffer or an input stays until then. One that the user marked does
     what the mark says. What an opaque module takes or returns may be held by its autograd graph.
-
-    Args:
-        graph: the step.
-        device_type: of the values that may leave; empty for any.
+    With a type of device, only values on such devices may leave.
     """
     return frozenset(
         storage.index
@@ -229,10 +215,6 @@ class MoveWalk:
     """Where moved values are, run by run. Its methods raise `MoveError`.
 
     It shares no code with `schedule.liveness`.
-
-    Args:
-        moves: the moves of a schedule.
-        num_forward: number of runs of the forward.
     """
 
     def __init__(self, moves: Sequence[Move], num_forward: int) -> None:
@@ -285,10 +267,7 @@ class MoveWalk:
 def broken_fetch(fetches: Sequence[Fetch], reads: Sequence[Sequence[int]], num_forward: int) -> str:
     """The first fault of a schedule's fetches, in words; empty if there is none.
 
-    Args:
-        fetches: of the schedule.
-        reads: for each run the storages that it reads.
-        num_forward: number of runs of the forward.
+    `reads` has for each run the storages that it reads.
     """
     begun: dict[int, list[Fetch]] = {each.storage: [] for each in fetches}
     for each in sorted(fetches, key=lambda each: each.fetch):

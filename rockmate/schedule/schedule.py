@@ -89,9 +89,6 @@ class Schedule:
         """One line for each run: half, index and name of the op, and its marks.
 
         The mark "again" stands for a recomputation, "in-place" for a run in place.
-
-        Args:
-            names: names of the ops, by index.
         """
         recomputed = set(self.recomputed_positions())
         rows = []
@@ -106,9 +103,7 @@ class Schedule:
 def baseline_schedule(graph: Graph, backward: Sequence[Op] | None = None) -> Schedule:
     """The schedule without recomputation: each op runs once, what the backward reads is saved.
 
-    Args:
-        graph: the ops; those of the forward run in its order.
-        backward: late and backward ops in running order; None stands for the order of the graph.
+    Late and backward ops run in the order of `backward`, or if it is None in that of the graph.
     """
     order = graph.backward_ops if backward is None else backward
     return finish(graph, [op.index for op in graph.forward_ops], [op.index for op in order])

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rockmate._util import Floats, Ints
+from rockmate._util import Ints
 from rockmate.costs.cost import Costs
 from rockmate.graph.in_place import reusable_operand
 from rockmate.graph.ir import Graph, Phase, Storage
@@ -76,17 +76,15 @@ def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simul
     ops, steps, num_forward = def_use.ops, def_use.steps, len(schedule.forward)
     if not len(steps):
         return Simulation(peak_bytes=0, peak_position=0, time_ms=0.0, live_bytes=(), saved_bytes=0)
-    first, recompute = costs.first_arrays, costs.recompute_arrays
-    overhead_bytes, time_ms = (
-        np.where(def_use.is_first, of_first[steps], of_recompute[steps])
-        for of_first, of_recompute in (
-            (first.overhead_bytes, recompute.overhead_bytes),
-            (first.time_ms, recompute.time_ms),
-        )
-    )
-    made_bytes = ops.written_bytes[steps]
-    fetched_bytes = _fetched_bytes(schedule, def_use)
-    made_bytes = made_bytes + fetched_bytes
+    is_first, first, other = def_use.is_first, costs.first_arrays, costs.recompute_arrays
+    overhead_bytes = np.where(is_first, first.overhead_bytes[steps], other.overhead_bytes[steps])
+    time_ms = np.where(is_first, first.time_ms[steps], other.time_ms[steps])
+    copied_bytes = [int(ops.num_bytes[each.storage]) for each in schedule.copies]
+    # For each position the bytes that come back right before its run.
+    fetched_bytes = np.zeros(len(steps), dtype=np.int64)
+    for each, num_bytes in zip(schedule.copies, copied_bytes, strict=True):
+        fetched_bytes[each.fetch] += num_bytes
+    made_bytes = ops.written_bytes[steps] + fetched_bytes
     freed_bytes = np.zeros(len(steps), dtype=np.int64)
     for each in schedule.fetches:
         freed_bytes[each.last] += ops.num_bytes[each.storage]
@@ -107,40 +105,20 @@ def simulate_def_use(def_use: DefUse, schedule: Schedule, costs: Costs) -> Simul
     # While this step runs, the other forwards in flight have ended and their backwards not begun.
     running += (ops.num_in_flight - 1) * saved_bytes
     peak_position = int(running.argmax())
-    lanes = None if not schedule.copies else _replayed(schedule, def_use, time_ms, costs)
+    lanes = None
+    if schedule.copies:
+        assert costs.link is not None, "a schedule with moves needs the rates of a link"
+        lanes = replay(time_ms.tolist(), schedule.copies, copied_bytes, costs.link)
+    slots = plan_slots(schedule.moves, copied_bytes[: len(schedule.moves)])
     return Simulation(
         peak_bytes=int(running[peak_position]),
         peak_position=peak_position,
         time_ms=float(np.cumsum(time_ms)[-1]) if lanes is None else lanes.time_ms,
         live_bytes=tuple(running.tolist()),
         saved_bytes=saved_bytes,
-        host_bytes=ops.num_in_flight * host_bytes_of(schedule, def_use),
+        host_bytes=ops.num_in_flight * slots.num_bytes,
         lanes=lanes,
     )
-
-
-def _moved_bytes(schedule: Schedule, def_use: DefUse) -> list[int]:
-    return [int(def_use.ops.num_bytes[each.storage]) for each in schedule.copies]
-
-
-def _fetched_bytes(schedule: Schedule, def_use: DefUse) -> Ints:
-    """For each position the bytes that come back right before its run."""
-    fetched = np.zeros(len(def_use.steps), dtype=np.int64)
-    for each, num_bytes in zip(schedule.copies, _moved_bytes(schedule, def_use), strict=True):
-        fetched[each.fetch] += num_bytes
-    return fetched
-
-
-def host_bytes_of(schedule: Schedule, def_use: DefUse) -> int:
-    """Bytes that the moved values of one forward take in the other tier."""
-    moved_bytes = _moved_bytes(schedule, def_use)[: len(schedule.moves)]
-    return plan_slots(schedule.moves, moved_bytes).num_bytes
-
-
-def _replayed(schedule: Schedule, def_use: DefUse, time_ms: Floats, costs: Costs) -> LaneReplay:
-    assert costs.link is not None, "a schedule with moves needs the rates of a link"
-    moved_bytes = _moved_bytes(schedule, def_use)
-    return replay(time_ms.tolist(), schedule.copies, moved_bytes, costs.link)
 
 
 def _add_states(def_use: DefUse, made_bytes: Ints, freed_bytes: Ints) -> None:

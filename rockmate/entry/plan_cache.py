@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rockmate._torch.engine import is_profiling
 from rockmate._torch.fsdp import put_shards
 from rockmate.budget import size_text
 from rockmate.capture.model_signature import ModelSignature
@@ -135,7 +136,8 @@ class PlanCache:
         runnable = self.runnable_for(call, tensors)
         if self.new_plans.hands_over and self.replans:
             runnable = self._for_outputs(runnable, (call, tensors))
-        if runnable.evidence is not None and (excess_bytes := runnable.evidence.take_excess()):
+        evidence = None if is_profiling() else runnable.evidence  # beside one nothing is planned
+        if evidence is not None and (excess_bytes := evidence.take_excess()):
             runnable = self._with_less(runnable, excess_bytes, (call, tensors))
         if copied_bytes := runnable.take_copied_bytes(tensors):
             what = "inputs lie in other strides than planned, and with their copies a step takes"
@@ -195,20 +197,25 @@ class PlanCache:
     ) -> RunnableCall:
         """A runnable call that leaves room for what steps take beyond the plan, if there is one."""
         plan, request = (runnable.planned.larger or runnable.planned).plan, self.request
-        known_bytes = request.excess_bytes if request else 0
+        asked_bytes = plan.budget_bytes + (request.excess_bytes if request else 0)
         self._excess[what] = max(self._excess[what], excess_bytes)
         excess_bytes = self._excess.total()
         peak_bytes, excess = plan.predicted_peak_bytes + excess_bytes, size_text(excess_bytes)
-        if peak_bytes <= plan.budget_bytes + known_bytes:
+        if peak_bytes <= asked_bytes:
             return runnable
         told = f"{what} {size_text(peak_bytes)}, {excess} more than predicted"
-        if request and self.replans and not request.is_choice and excess_bytes > known_bytes:
-            request, reason = replace(request, excess_bytes=excess_bytes), "plans leave room for it"
+        advice = f" Give one that is smaller by {excess}."
+        can_plan = request and self.replans and not request.is_choice
+        if request and can_plan and excess_bytes > request.excess_bytes:
+            request, advice = replace(request, excess_bytes=excess_bytes), ""
             try:
-                return self._plan_anew(request, called, f"{told}: {reason}")
+                runnable = self._plan_anew(request, called, f"{told}: plans leave room for it")
+                if runnable.planned.plan.predicted_peak_bytes + excess_bytes <= asked_bytes:
+                    return runnable
+                told = f"{told}, and the plan of the smallest peak leaves no room for it"
             except InfeasibleBudgetError as error:
                 told = f"{told}, and no plan leaves room for it: {error}"
-        logger.warning("%s. The budget is passed. Give one that is smaller by %s.", told, excess)
+        logger.warning("%s. The budget is passed.%s", told, advice)
         return runnable
 
     def _plan_anew(self, request: PlanRequest, called: Called, reason: str) -> RunnableCall:

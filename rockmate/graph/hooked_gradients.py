@@ -3,8 +3,8 @@
 A hook (`Tensor.register_hook`) must see the whole gradient at once, so the gradient is neither made
 in slices nor early. Contributions of tied uses are added up in the graph, where the sum and its
 operands count like other values. The op that makes the sum stands behind the last backward op that
-reads the parameter, so that the hook can run at once. Hooks may share what they change, as the state
-of a random generator, so these ops stand in the order in which hooks fire in eager.
+reads the parameter, so that the hook can run at once. Hooks may share what they change, as a random
+generator does its state, so these ops stand in the order in which hooks fire in eager.
 
 A parameter to which several gradients flow is treated alike where sums must be eager's bit for bit:
 eager adds the gradients to each other first, and then to `.grad`.

@@ -9,11 +9,13 @@ import logging
 import reprlib
 import types
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from rockmate._torch.engine import call_before_backward
 from rockmate.errors import InvalidArgumentError
 from rockmate.runtime.pending_steps import pending_steps_of, share_pending_steps
 from rockmate.state.tensors import tensors_in
@@ -24,6 +26,7 @@ _ABOVE = (
     "Write @rockmate.plan_step(modules=[...], budget=...) above %s, without a batch_idx, with the "
     "names of the submodules that it calls; or wrap these in place of the LightningModule."
 )
+_IN_PLACE = "Write rockmate.plan_in_place(model, budget=...), which plans the calls within it."
 
 
 def is_of_lightning(owner: object) -> bool:
@@ -148,17 +151,27 @@ class Methods:
     def _watched(
         self, name: str, method: Callable[..., Any], wrapper: nn.Module
     ) -> Callable[..., Any]:
-        def watched(_: Any, *args: Any, **kwargs: Any) -> Any:
-            output = method(*args, **kwargs)
-            if name in self.told or not (wrapper.training and torch.is_grad_enabled()):
-                return output
-            if any(each.grad_fn is not None for each in tensors_in(output)):
+        def tell(advice: str, _: Any = None) -> None:
+            if name not in self.told:
                 self.told.append(name)
-                names = [*self.planned, *self.told]
-                advice = f"To have it planned, write RockmateModule(model, ..., methods={names!r})."
-                advice = _ABOVE % name if is_of_lightning(wrapper) else advice
                 msg = "no budget is kept for the method %s, by which this step trains. %s"
                 logger.warning(msg, name, advice)
+
+        def watch_backward(_: Any, __: Any, output: Any) -> None:
+            call_before_backward(tensors_in(output), partial(tell, _IN_PLACE))
+
+        def watched(_: Any, *args: Any, **kwargs: Any) -> Any:
+            if name in self.told or not (wrapper.training and torch.is_grad_enabled()):
+                return method(*args, **kwargs)
+            handle = method.__self__.register_forward_hook(watch_backward)
+            try:
+                output = method(*args, **kwargs)
+            finally:
+                handle.remove()
+            if any(each.grad_fn is not None for each in tensors_in(output)):
+                names = [*dict.fromkeys((*self.planned, *self.told, name))]
+                advice = f"To have it planned, write RockmateModule(model, ..., methods={names!r})."
+                tell(_ABOVE % name if is_of_lightning(wrapper) else advice)
             return output
 
         return watched

@@ -6,6 +6,7 @@ import copy
 import functools
 import logging
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -268,6 +269,22 @@ def test_a_method_that_trains_without_a_budget_is_warned_of_once(
     assert "the method encode_image," in found[0]
     assert "methods=['encode_image', 'encode_text']" in found[1]
     RockmateModule(module.original, budget=0.5, methods=BOTH)
+
+
+def test_a_method_that_calls_backward_itself_is_warned_of_in_its_first_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Fitted(nn.Linear):
+        def fit(self, x: Tensor, after_step: Callable[[], Any]) -> None:
+            for _ in range(2):
+                self(x).square().mean().backward()
+                after_step()
+
+    module: Any = RockmateModule(Fitted(4, 4), torch.randn(2, 4), budget=1.0)
+    told = list[list[str]]()
+    module.fit(torch.randn(2, 4), lambda: told.append(lines(caplog)))
+    assert [len(each) for each in told] == [1, 1]
+    assert "method fit, by which this step trains. Write rockmate.plan_in_place" in told[0][0]
 
 
 def test_what_does_not_train_is_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ predicted ratio gives the time of the recomputations.
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -23,7 +24,8 @@ from functools import partial
 from bench import command, measure, models
 from bench.command import Record
 from bench.pages import about, filled
-from rockmate import InfeasibleBudgetError, Planner
+from rockmate import InfeasibleBudgetError, Plan, Planner
+from rockmate.trial.steps import TrialOption
 
 MODELS = ("mlp", "gpt2-2layer", "llama-2layer", "bert-2layer", "encoder")
 BUDGETS = (1.0, 0.5)
@@ -34,7 +36,7 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
     """A record for each step of one model; infeasible budgets are left out."""
     workload, rounds = models.build(name, tiny=not options.whole), options.rounds
     planner = Planner(workload.model, workload.sample)
-    batch, predicted, first_ms = workload.make_batch(1), dict[str, float](), dict[str, float]()
+    trainer, predicted, first_ms = measure.Trainer(workload), dict[str, float](), dict[str, float]()
     callees = {"eager": workload.model, "eager once more": workload.model}
     for budget in options.budget or BUDGETS:
         try:
@@ -44,34 +46,21 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
         predicted[f"budget {budget}"] = plan.predicted_ratio
         callees[f"budget {budget}"] = planner.module_of(plan, trial="never")
         callees[f"budget {budget}, with a trial"] = planner.module_of(plan, trial="always")
-        modules = {
-            trial: iter([planner.module_of(plan, trial=trial) for _ in range(1 + NUM_FIRST)])
-            for trial in ("never", "log")
-        }
-        firsts = measure.time_in_turn(
-            {
-                key: lambda each=each: measure.training_step(workload, next(each), batch, seed=1)
-                for key, each in modules.items()
-            },
-            NUM_FIRST, before=workload.model.zero_grad,
-        )  # fmt: skip
-        first_ms[f"budget {budget}, with a trial"] = firsts["log"].difference_ms
-    steps = {
-        key: partial(measure.training_step, workload, callee, batch, seed=1)
-        for key, callee in callees.items()
-    }
+        first = partial(_first_ms, trainer, planner, plan)
+        first("never")  # code is slow at first
+        more_ms = [first("log") - first("never") for _ in range(NUM_FIRST)]
+        first_ms[f"budget {budget}, with a trial"] = statistics.median(more_ms)
+    steps = {key: trainer.step(callee) for key, callee in callees.items()}
     command.say(f"{name}, {rounds} rounds")
     times = measure.time_in_turn(
-        steps, rounds, warm_ups=min(NUM_WARM_UPS, rounds), collects=False,
-        before=partial(workload.model.zero_grad, set_to_none=False),
-    )  # fmt: skip
+        steps, rounds, warm_ups=min(NUM_WARM_UPS, rounds), collects=False, before=trainer.zero
+    )
     trained = sum(parameter.requires_grad for parameter in workload.model.parameters())
     for key, own in times.items():
         step_ms = times[key.removesuffix(", with a trial")].median_ms
-        more_ms = first_ms.get(key, 0.0)
         yield {
-            "first_ms": more_ms,
-            "share": (more_ms + 9 * (own.median_ms - step_ms)) / (1000 * step_ms),
+            "first_ms": first_ms.get(key, 0.0),
+            "share": (first_ms.get(key, 0.0) + 9 * (own.median_ms - step_ms)) / (1000 * step_ms),
             "model": f"{name}, {trained} parameters",
             "step": key,
             "ms": own.median_ms,
@@ -79,6 +68,12 @@ def measured(name: str, options: argparse.Namespace) -> Iterator[Record]:
             "difference_ms": own.difference_ms,
             "predicted_ratio": predicted.get(key),
         }
+
+
+def _first_ms(trainer: measure.Trainer, planner: Planner, plan: Plan, trial: TrialOption) -> float:
+    """Of the first step of a new module, before there are gradients."""
+    trainer.workload.model.zero_grad()
+    return measure.time_once(trainer.step(planner.module_of(plan, trial=trial)))
 
 
 def page(records: Sequence[Record]) -> list[str]:

@@ -54,7 +54,7 @@ _MOST_OBJECTS = 256
 """How many are followed from one call beside its roots: a module may know the whole program."""
 _MOST_STATISTICS = 1 << 13
 """Elements of a buffer in one dimension that is always copied: batch normalization changes its
-statistics without counting a write."""
+statistics, and fake quantization its zero points, without counting a write."""
 
 
 class Arguments(NamedTuple):
@@ -426,7 +426,7 @@ def _followed(roots: list[Any]) -> Objects:
 
 
 def _is_statistic(buffer: torch.Tensor) -> bool:
-    return buffer.dim() == 1 and buffer.is_floating_point() and buffer.numel() <= _MOST_STATISTICS
+    return buffer.dim() == 1 and buffer.numel() <= _MOST_STATISTICS
 
 
 def _address(tensor: torch.Tensor) -> int:

@@ -81,8 +81,7 @@ class FrameRunner:
             UnsupportedModelError: FSDP1 has sharded the model.
         """
         refuse_flat_parameters(model)
-        self._model, self._is_fallback = model, is_fallback
-        self._budget = budget
+        self._model, self._is_fallback, self._budget = model, is_fallback, budget
         self._keep = frozenset(keep)
         self._paths = [path for path in first_paths(model) if path not in self._keep]
         self._module_ids = list(map(id, modules_within(model)))
@@ -103,8 +102,8 @@ class FrameRunner:
         self._without_backward = set[StepSize]()  # of recorded calls
         self._before_split: tuple[list[str], StepNeeds, StepSize] | None = None
         self._is_running = self._is_settled = False
-        may_refuse = on_infeasible == "error" and not is_fallback
-        self._check = PeakCheck(model, memory, may_refuse=may_refuse)
+        is_strict = on_infeasible == "error" and not is_fallback
+        self._check = PeakCheck(model, memory, may_refuse=is_strict)
         self._captures, self._replaced = None, ReplacedForwards()
         if plans_insides and is_whole and not is_compiled:
             from rockmate.frames.interior_captures import InteriorCaptures  # loads solvers

@@ -20,6 +20,7 @@ from helpers import records_of
 from made_of import made_of
 from script_layers import LAYERS, WIDTH
 from torch import Tensor, nn
+from torch.ao.quantization import default_fused_act_fake_quant
 from torch.nn import functional
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -264,6 +265,17 @@ def check(model: nn.Module, budget: float, between: Between | None = None) -> No
     assert all(map(is_same, ours, expected))
 
 
+class Observed(Body):
+    """An op writes integers without counting it: the same at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = default_fused_act_fake_quant()
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(self.fake(x.tanh().relu()))
+
+
 OF_SCRIPTS = ("dict of the last value", "attention", "recurrent")
 
 
@@ -274,14 +286,14 @@ OF_SCRIPTS = ("dict of the last value", "attention", "recurrent")
         Listed, Passed,
         *(lambda each=each: Net(each) for each in (
             InDeque, InALongList, Nested, InObject, InTensor, Drawing, LateStatistics, LateBuffer,
-            Decaying, Inferring, PythonRandom, Marked,
+            Decaying, Inferring, PythonRandom, Marked, Observed,
         )),
         *(lambda name=name: Net(LAYERS[name]) for name in OF_SCRIPTS),
     ],
     ids=(
         "list", "object", "deque", "long list", "nested", "attribute", "tensor", "generators",
         "statistics", "buffer", "parameter", "inference", "python", "attributes and hooks",
-        *OF_SCRIPTS,
+        "integers", *OF_SCRIPTS,
     ),
 )  # fmt: skip
 def test_equal_to_eager(make: Callable[[], nn.Module], budget: float) -> None:

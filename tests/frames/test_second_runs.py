@@ -265,12 +265,9 @@ def check(model: nn.Module, budget: float, between: Between | None = None) -> No
     assert all(map(is_same, ours, expected))
 
 
+@made_of(lambda: {"fake": default_fused_act_fake_quant()})
 class Observed(Body):
     """An op writes integers without counting it: the same at first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fake = default_fused_act_fake_quant()
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(self.fake(x.tanh().relu()))
@@ -378,12 +375,9 @@ def test_what_is_read_again_and_was_changed_is_named(
         trained(framed(model, budget), model, between)
 
 
+@made_of(lambda make: {"count": make([0])})
 class Counts(Body):
     """Counts in what a method is bound to, or in an argument of a partial function."""
-
-    def __init__(self, make: Callable[[list[int]], Callable[[], int]]) -> None:
-        super().__init__()
-        self.count = make([0])
 
     def factor(self) -> Any:
         return 1.0 + self.count() / 100
@@ -509,13 +503,9 @@ def test_iterators_are_used_up_once(mode: Any) -> None:
     assert all(is_same(ours.grad, theirs.grad) for ours, theirs in pairs)
 
 
+@made_of(lambda make: {"make": make, "scales": [make()]})
 class ReadsIterator(Body):
     """Takes each scale from an iterator of its own, which copies of the model do not share."""
-
-    def __init__(self, make: Callable[[], Any]) -> None:
-        super().__init__()
-        self.make = make
-        self.scales = [make()]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReadsIterator:
         other = ReadsIterator(self.make)

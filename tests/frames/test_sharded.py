@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from made_of import made_of
 from ranks import run_processes
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -80,12 +81,9 @@ def trained_in_parallel(rank: int, *, is_framed: bool) -> list[Tensor]:
     return found
 
 
+@made_of(lambda: {"inner": nn.ModuleList(Block() for _ in range(2)), "last": nn.Linear(32, 32)})
 class Meeting(nn.Module):
     """A block whose ranks meet, with a frame in it that may be dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.last = nn.ModuleList(Block() for _ in range(2)), nn.Linear(32, 32)
 
     def forward(self, x: Tensor) -> Tensor:
         mean = all_reduce(x.mean(0)) / NUM_RANKS

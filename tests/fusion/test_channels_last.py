@@ -12,6 +12,7 @@ import architectures
 import pytest
 import torch
 from layouts import other_layouts
+from made_of import made_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -22,12 +23,9 @@ from rockmate.planning.step import CapturedStep, capture_step, checked_step
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
+@made_of(lambda *layers: {"layers": nn.Sequential(*layers)})
 class Squared(nn.Module):
     """The mean square of what layers make of a tensor."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
@@ -147,11 +145,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_code_that_sees_layouts_sees_those_of_eager(name: str) -> None:
+    @made_of(lambda: {"inner": nn.Conv2d(4, 8, 3), "out": nn.Conv2d(8, 4, 1)})
     class Between(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner, self.out = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 1)
-
         def forward(self, x: Tensor) -> Tensor:
             y = FUNCTIONS[name](self.inner(x).tanh())
             return self.out(y.reshape(len(x), 8, 6, -1)).square().mean()

@@ -11,6 +11,7 @@ import moves
 import pytest
 import torch
 from helpers import differing, gradients_of, same_gradients
+from made_of import made_of
 from moves import X, layers, module_of, step
 from ranks import run_on_ranks
 from sharded_net import assert_equal, net, planned, sharded, trained
@@ -39,12 +40,9 @@ def test_frozen_layers(tmp_path: Path) -> None:
     same_gradients(module, copy.deepcopy(model), lambda callee: step(callee, x))
 
 
+@made_of(lambda: {"body": layers(64, 4), "head": nn.Linear(64, 2048, bias=False)})
 class Head(nn.Module):
     """Layers under a loss of many logits, which may run in chunks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = layers(64, 4), nn.Linear(64, 2048, bias=False)
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.head(self.body(x)), labels)
@@ -76,11 +74,8 @@ def test_marks_keep_a_value_here(tmp_path: Path) -> None:
 
 
 def test_outputs_outside_the_loss(tmp_path: Path) -> None:
+    @made_of(lambda: {"left": layers(number=4), "right": layers(number=4)})
     class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.left, self.right = layers(number=4), layers(number=4)
-
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             return self.left(x).square().mean(), self.right(x).square().mean()
 

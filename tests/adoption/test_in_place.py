@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from made_of import mlp
 from torch import nn
 
 import rockmate
@@ -21,10 +22,7 @@ class Net(nn.Sequential):
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    blocks = [
-        nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 16))
-        for _ in range(3)
-    ]
+    blocks = [mlp(16, 64, nn.GELU(), nn.Dropout(0.1)) for _ in range(3)]
     return Net(*blocks)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_alike, assert_trains_alike
+from made_of import made_of, mlp
 from torch import Tensor, nn
 
 from rockmate import RockmateModule, SignatureMismatchError
@@ -19,13 +20,8 @@ from rockmate import RockmateModule, SignatureMismatchError
 X = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
 
 
+@made_of(lambda: {"blocks": nn.ModuleList(mlp(16, 64, nn.Tanh()) for _ in range(3))})
 class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)
-        )
-
     def forward(self, x: Any, tau: Any = 1.0, options: Any = None) -> Tensor:
         h = x if isinstance(x, Tensor) else x.x
         for block in self.blocks:

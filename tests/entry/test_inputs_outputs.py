@@ -34,7 +34,7 @@ from helpers import (
     tensors_of,
     train,
 )
-from made_of import made_of
+from made_of import made_of, mlp
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.modeling_outputs import CausalLMOutput
@@ -449,9 +449,7 @@ def test_returned_gradients_serve_autograd_grad_and_backward(name: str) -> None:
 def test_matrices_in_other_strides_than_the_samples_are_multiplied_as_they_are() -> None:
     """A copy in the sample's strides would round otherwise in double precision."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.LayerNorm(16)
-    ).double()
+    model = nn.Sequential(*mlp(16, 64, nn.Tanh()), nn.LayerNorm(16)).double()
     plain, x = copy.deepcopy(model), torch.randn(16, 48).double().t()
     module = RockmateModule(model, torch.randn(48, 16).double(), 1.0, numerics="bitwise")
     same_gradients(module, plain, lambda each: each(x).square().mean().backward())

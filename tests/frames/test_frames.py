@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_alike, assert_trains_alike, records_of, zero_gradients
-from made_of import made_of
+from made_of import made_of, mlp
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
@@ -32,9 +32,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.2)
-        self.layers = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
+        self.layers = mlp(WIDTH, 4 * WIDTH)
         self.num_calls = 0
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,19 +10,16 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_alike
+from made_of import made_of, mlp
 from torch import Tensor, nn
 
 from rockmate import Planner, RockmateModule
 from rockmate.errors import FRAMES_ADVICE, RockmateError, UnsupportedModelError, advise_frames
 
 
+@made_of(lambda function: {"body": mlp(32, 128), "function": function})
 class Block(nn.Module):
     """A block of layers, with something that has no static graph."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-        self.function = function
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.function(self.body(x))

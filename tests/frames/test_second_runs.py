@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import records_of
-from made_of import made_of
+from made_of import made_of, mlp
 from script_layers import LAYERS, WIDTH
 from torch import Tensor, nn
 from torch.ao.quantization import default_fused_act_fake_quant
@@ -29,18 +29,11 @@ from rockmate.errors import BackwardError, RockmateError, UnsupportedModelError
 from tests.frames.test_frames import framed
 
 
+@made_of(lambda: {"norm": nn.BatchNorm1d(WIDTH), "body": mlp(WIDTH, 4 * WIDTH), "state": None})
 class Body(nn.Module):
     """A block of layers; `state` is compared at the end."""
 
     state: Any
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.body = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-        self.state = None
 
     def forward(self, x: Tensor) -> Any:
         return x + self.body(x * self.factor())

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers import differing, gradients_of, modules_of, same_bits
 from joint_graphs import captured_for
+from made_of import mlp
 from schedules import verify
 from torch import Tensor, nn
 
@@ -119,10 +120,7 @@ def test_a_hook_may_change_the_parameter_that_the_inputs_gradient_reads(register
     """A hook fires when nothing is left to read its parameter, although the gradient was ready
     before."""
     torch.manual_seed(0)
-    model, vectors = (
-        nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), nn.GELU()),
-        torch.randn(8, 16),
-    )
+    model, vectors = nn.Sequential(*mlp(16, 16), nn.GELU()), torch.randn(8, 16)
 
     def trained(callee: nn.Module, owner: nn.Module) -> dict[str, Tensor]:
         def zero(parameter: nn.Parameter, _: Tensor) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_trains_alike, records_of
-from made_of import made_of
+from made_of import made_of, mlp
 from torch import Tensor, nn
 
 from rockmate import RockmateModule
@@ -28,13 +28,8 @@ LOSSES: dict[str, Loss] = {
 }
 
 
+@made_of(lambda: {"body": nn.Sequential(nn.LayerNorm(WIDTH), *mlp(WIDTH, 3 * WIDTH))})
 class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.GELU(), nn.Linear(3 * WIDTH, WIDTH)
-        )
-
     def forward(self, x: Tensor) -> Tensor:
         return x + self.body(x)
 

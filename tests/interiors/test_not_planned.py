@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import assert_trains_alike
-from made_of import made_of
+from made_of import made_of, mlp
 from torch import Tensor, nn
 
 from rockmate import RockmateModule
@@ -20,14 +20,8 @@ from rockmate import RockmateModule
 WIDTH, ROWS = 16, 64
 
 
+@made_of(lambda: {"norm": nn.LayerNorm(WIDTH), "body": mlp(WIDTH, 4 * WIDTH)})
 class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.body = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
-
     def forward(self, x: Tensor) -> Any:
         return x + self.body(self.norm(x))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers import assert_trains_alike
-from made_of import made_of
+from made_of import made_of, mlp
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -39,9 +39,7 @@ class Block(nn.Module):
     def __init__(self, norm: Callable[[int], nn.Module] = nn.LayerNorm) -> None:
         super().__init__()
         self.norm, self.drop = norm(WIDTH), nn.Dropout(0.2)
-        self.layers = nn.Sequential(
-            nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Tanh(), nn.Linear(8 * WIDTH, WIDTH)
-        )
+        self.layers = mlp(WIDTH, 8 * WIDTH, nn.GELU(), nn.Tanh())
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.drop(self.layers(self.norm(x)))
@@ -113,9 +111,7 @@ class Memory(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.keys, self.values = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.rest = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)
-        )
+        self.rest = mlp(WIDTH, 4 * WIDTH)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         mixed = torch.softmax(x @ self.keys(memory).T, -1) @ self.values(memory)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from made_of import made_of
+from made_of import made_of, mlp
 from torch import Tensor, nn
 
 from rockmate import RockmateModule, timeline
@@ -18,14 +18,9 @@ from rockmate.frames.memory import Memory
 WIDTH, ROWS = 48, 64
 
 
+@made_of(lambda: {"layers": mlp(WIDTH, 4 * WIDTH, nn.GELU(), nn.Tanh())})
 class Ending(nn.Module):
     """A block that ends in an activation, whose backward reads the block's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH)
-        )
 
     def forward(self, x: Tensor) -> Tensor:
         return (x + self.layers(x)).sigmoid()

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import planned
+from made_of import mlp
 from torch import nn
 
 from rockmate import Plan, Planner
@@ -107,9 +108,7 @@ def test_independent_replay_agrees(name: str) -> None:
 
 
 def test_a_statistic_that_the_last_run_of_the_forward_updates_is_released_once() -> None:
-    model = nn.Sequential(
-        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 16), nn.BatchNorm1d(16)
-    ).train()
+    model = nn.Sequential(*mlp(16, 32, nn.BatchNorm1d(32)), nn.BatchNorm1d(16)).train()
     plan = Planner(model, torch.randn(32, 16)).plan(1.0)
     live = replayed_live_bytes(plan, [cost.overhead_bytes for cost in plan.costs.first])
     assert tuple(live.tolist()) == plan.simulation.live_bytes

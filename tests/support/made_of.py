@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from torch import nn
+
 
 def made_of(parts: Callable[..., dict[str, Any]]) -> Callable[[type], type]:
     """Gives instances of a class these attributes, in this order, after those of its base.
@@ -26,3 +28,9 @@ def made_of(parts: Callable[..., dict[str, Any]]) -> Callable[[type], type]:
         return cls
 
     return with_parts
+
+
+def mlp(width: int, inner: int, *between: nn.Module) -> nn.Sequential:
+    """A linear layer, what is between, or a GELU, and a linear layer back to `width`."""
+    middle = between or (nn.GELU(),)
+    return nn.Sequential(nn.Linear(width, inner), *middle, nn.Linear(inner, width))

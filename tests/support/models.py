@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from made_of import made_of
+from made_of import made_of, mlp
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -103,13 +103,7 @@ class Stack(nn.Module):
     def __init__(self, num_layers: int = 4, width: int = 16, dropout: float = 0.1) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(width, 4 * width),
-                nn.GELU(),
-                nn.Dropout(dropout),
-                nn.Linear(4 * width, width),
-            )
-            for _ in range(num_layers)
+            mlp(width, 4 * width, nn.GELU(), nn.Dropout(dropout)) for _ in range(num_layers)
         )
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from made_of import mlp
 from torch import Tensor, nn
 
 from rockmate import RockmateModule, timeline
@@ -32,10 +33,7 @@ class Loss(nn.Sequential):
 
 
 def blocks_of(number: int) -> list[nn.Module]:
-    return [
-        nn.Sequential(nn.Linear(WIDTH, 8 * WIDTH), nn.GELU(), nn.Linear(8 * WIDTH, WIDTH))
-        for _ in range(number)
-    ]
+    return [mlp(WIDTH, 8 * WIDTH) for _ in range(number)]
 
 
 @pytest.fixture
